@@ -1,0 +1,59 @@
+"""What all tests share: one Inductor cache, one thread, a clean torch for each test, fake worlds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# Read when torch is imported, here and in the ranks, so set before anything below imports it.
+# The folder outlives the session, so the second run is fast; two torch versions do not share one.
+_CACHE = f"fsdp_compile-inductor-{os.getuid()}-torch{importlib.metadata.version('torch')}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / _CACHE))
+# One thread everywhere: ranks share few cores, and generated kernels contain the number of threads.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+if sys.platform == "linux":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
+
+# The same examples in every run, and no verdict by the clock of a busy machine.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _clean_torch() -> Iterator[None]:
+    """Every test finds torch as a new process would have it, and leaves no process group behind."""
+    import torch.distributed as dist
+
+    from tests.rank_worker import reset_torch
+
+    reset_torch()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def fake_world() -> Callable[..., AbstractContextManager[dist.ProcessGroup]]:
+    """`with fake_world(8): ...` runs in a default group of 8 ranks, 7 of which do not exist."""
+    from tests import fake_world as module
+
+    return module.fake_world
+
+
+def pytest_unconfigure() -> None:
+    """End the ranks with the session, also one that was interrupted."""
+    if "tests.ranks" in sys.modules:
+        sys.modules["tests.ranks"].close_pool()

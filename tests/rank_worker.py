@@ -1,0 +1,140 @@
+"""One rank of the pool in ranks.py: a process that runs what it is sent, each time in a new process group."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one rank is to run, and the group to run it in."""
+
+    rank: int
+    world_size: int
+    store: Path
+    """Rendezvous file, new for every call."""
+    timeout_s: float
+    call: bytes
+    """Pickled `(fn, args, kwargs)`; unpickled under the same guard that reports errors of `fn`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """What `fn` returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What `fn` raised."""
+
+    error: BaseException | None
+    """None where the exception cannot be pickled."""
+    traceback: str
+
+
+Outcome = Success | Failure
+
+
+def serve(connection: Connection, stacks: Path, parent_pid: int) -> None:
+    """Run tasks from `connection` until the parent closes it or dies.
+
+    Args:
+        connection: Brings pickled `Task`s, takes pickled `Outcome`s.
+        stacks: File to which the stacks of all threads are written on SIGUSR1.
+        parent_pid: The process whose end is also ours.
+    """
+    _live_and_die_with(parent_pid)
+    # What our package warns about is an error here too: pytest's own filters end at its process.
+    warnings.filterwarnings("error", module="fsdp_compile")
+    environment = dict(os.environ)
+    with stacks.open("w") as file, contextlib.suppress(EOFError):
+        faulthandler.register(signal.SIGUSR1, file=file)
+        while True:
+            task = pickle.loads(connection.recv_bytes())
+            os.environ.clear()
+            os.environ.update(environment)
+            _serve_one(task, connection)
+
+
+def reset_torch() -> None:
+    """Undo what a test may have left behind in this process, Inductor's disk cache excepted."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    random.seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(mode=False)
+    torch.set_grad_enabled(mode=True)
+
+
+def _live_and_die_with(parent_pid: int) -> None:
+    # In a process group of our own, Ctrl-C reaches the parent alone; killing the group takes compilers along.
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)
+
+
+def _serve_one(task: Task, connection: Connection) -> None:
+    # The last call's group goes only now that every rank has answered: nobody still receives from it.
+    _leave_group()
+    reset_torch()
+    torch.set_num_threads(1)
+    outcome = _run(task)
+    connection.send_bytes(_packed(outcome))
+    if isinstance(outcome, Failure):
+        # Peers that wait for this rank in a collective fail at once. Their errors come after ours.
+        _leave_group()
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _run(task: Task) -> Outcome:
+    try:
+        fn, args, kwargs = pickle.loads(task.call)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(task.store), task.world_size),
+            rank=task.rank,
+            world_size=task.world_size,
+            timeout=timedelta(seconds=task.timeout_s),
+        )
+        return Success(fn(*args, **kwargs))
+    except BaseException as error:
+        return Failure(error, traceback.format_exc())
+
+
+def _packed(outcome: Outcome) -> bytes:
+    try:
+        data = pickle.dumps(outcome)
+        pickle.loads(data)  # exceptions with arguments of their own pickle well and unpickle badly
+    except Exception:
+        if isinstance(outcome, Failure):
+            return pickle.dumps(Failure(None, outcome.traceback))
+        return pickle.dumps(Failure(None, f"the result cannot be sent back\n{traceback.format_exc()}"))
+    return data
