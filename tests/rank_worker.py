@@ -75,6 +75,7 @@ def serve(connection: Connection, stacks: Path, parent_pid: int) -> None:
             os.environ.clear()
             os.environ.update(environment)
             _serve_one(task, connection)
+    _leave_group()
 
 
 def reset_torch() -> None:

@@ -98,15 +98,24 @@ class _Pool:
             outcomes = _collect(workers, timeout_s)
             problem = _problem(workers, outcomes, timeout_s)
         except BaseException:  # Ctrl-C and test timeouts included: ranks would answer the wrong call
-            self.close()
+            self.kill()
             raise
         if len(outcomes) < world_size:
-            self.close()
+            self.kill()
         if problem is not None:
             raise problem
         return [outcome.value for _, outcome in sorted(outcomes.items()) if isinstance(outcome, Success)]
 
     def close(self) -> None:
+        """End idle workers the gentle way, so that they can free their semaphores."""
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            worker.process.join(timeout=_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End every worker now, with its children."""
         for worker in self._workers:
             with contextlib.suppress(ProcessLookupError):  # not yet leader of a group, or gone
                 os.killpg(worker.pid, signal.SIGKILL)
@@ -120,7 +129,7 @@ class _Pool:
 
     def _at_least(self, count: int) -> list[_Worker]:
         if not all(worker.process.is_alive() for worker in self._workers):
-            self.close()
+            self.kill()
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="fsdp_compile-ranks-"))
         while len(self._workers) < count:

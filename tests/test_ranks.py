@@ -192,7 +192,7 @@ def test_no_rank_outlives_a_killed_session(tmp_path: Path) -> None:
         )
     )
     root = Path(__file__).parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)}
     session = subprocess.run(
         [sys.executable, str(script)],
         env=environment,
