@@ -1,0 +1,29 @@
+"""A `torch.compile` backend that shards: FSDP as passes over the forward and backward graphs.
+
+torch.compile(model, backend="fsdp") is all there is to call; `fully_shard` before it chooses meshes, dtypes and units.
+"""
+
+from fsdp_compile.backend import fsdp
+from fsdp_compile.errors import (
+    ConfigError,
+    FSDPCompileError,
+    InvariantError,
+    ParityError,
+    RankMismatchError,
+    UnsupportedModelError,
+)
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parameters.sharding import fully_shard, units
+
+__all__ = [
+    "ConfigError",
+    "FSDPCompileError",
+    "FSDPOptions",
+    "InvariantError",
+    "ParityError",
+    "RankMismatchError",
+    "UnsupportedModelError",
+    "fsdp",
+    "fully_shard",
+    "units",
+]

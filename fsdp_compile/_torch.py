@@ -1,0 +1,140 @@
+"""The only module that imports private names of torch.
+
+Everything here was checked on torch 2.11, 2.13 and 2.15; where the versions differ, a comment says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # noqa: F401  marks wait_tensor as impure, which keeps it from FX's DCE
+import torch.fx as fx
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
+from torch._dynamo import symbolic_convert
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, detect_fake_mode
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "CheckpointPolicy",
+    "CustomPartitionerFn",
+    "FakeTensorMode",
+    "OptimizedModule",
+    "TracingContext",
+    "aot_autograd",
+    "collectives",
+    "compile_fx",
+    "compile_fx_inner",
+    "detect_fake_mode",
+    "functorch_config",
+    "get_hash_for_files",
+    "inductor_config",
+    "list_mode_options",
+    "make_dtensor",
+    "min_cut_rematerialization_partition",
+    "register_group_alias",
+    "set_local_tensor",
+    "skip_code",
+]
+
+collectives = torch.ops._c10d_functional
+"""Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
+
+
+def make_dtensor(local: torch.Tensor, like: DTensor, *, requires_grad: bool = False) -> DTensor:
+    """Wraps `local` as a DTensor of the mesh, placements and global shape of `like`, without a check or a copy."""
+    spec = like._spec
+    if local.dtype != like.dtype:
+        meta = TensorMeta(like.shape, like.stride(), local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, meta)
+    return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+
+
+def new_dtensor(
+    local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[Any, ...], shape: torch.Size
+) -> DTensor:
+    """A DTensor of global `shape` (contiguous) over this rank's `local` part; no communication, no check."""
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(mesh, placements, TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def local_tensor(parameter: DTensor) -> torch.Tensor:
+    """The very tensor that a DTensor holds, without autograd and without a view."""
+    return parameter._local_tensor
+
+
+def set_local_tensor(parameter: DTensor, local: torch.Tensor) -> None:
+    """Makes an existing DTensor hold `local`, keeping its identity (optimizers hold parameters by identity)."""
+    parameter._local_tensor = local
+
+
+def resolve_group(name: str) -> dist.ProcessGroup | None:
+    """The process group that is registered under `name`, or `None`."""
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
+    except RuntimeError:
+        return None
+
+
+def register_group_alias(name: str, group: dist.ProcessGroup) -> None:
+    """Registers a second, rank-independent name under which graphs find `group`."""
+    _register_process_group(name, group)
+
+
+def root_frame_locals() -> Mapping[str, Any] | None:
+    """Locals of the frame that Dynamo is compiling right now, by name as sources spell them."""
+    translator = _root_translator()
+    return None if translator is None else translator.f_locals
+
+
+def root_frame_globals() -> Mapping[str, Any]:
+    """Globals of the frame that Dynamo is compiling right now."""
+    translator = _root_translator()
+    return {} if translator is None else translator.f_globals
+
+
+def restart_trace() -> TensorifyScalarRestartAnalysis:
+    """The exception that makes Dynamo trace the current frame again from its start.
+
+    Dynamo lets this one kind pass unchanged through a backend call. The log of earlier graph breaks is cleared, since
+    the new trace sees other classes and takes other paths.
+    """
+    translator = _root_translator()
+    if translator is not None:
+        translator.speculation_log.clear()
+    return TensorifyScalarRestartAnalysis(restart_reason="fsdp_compile sharded the model")
+
+
+def _root_translator() -> Any:  # noqa: ANN401  Dynamo's InstructionTranslator has no public type
+    try:
+        return symbolic_convert.InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+
+
+def source_prefixes(placeholder: fx.Node) -> list[str]:
+    """Python expressions over `L` (locals) and `G` (globals) that lead to a graph input, shortest first, itself last."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    found: list[str] = []
+    while source is not None:
+        name = source.name
+        found.append(name() if callable(name) else name)  # a method up to 2.11, a property later
+        source = getattr(source, "base", None)
+    return found[::-1]

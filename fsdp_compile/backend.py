@@ -1,0 +1,51 @@
+"""The backend `"fsdp"` of `torch.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.fx as fx
+
+from fsdp_compile import _torch
+from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.capture.plain_model import shard_plain_models
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.lower.eager import compile_eagerly
+from fsdp_compile.lower.inductor import compile_with_inductor
+from fsdp_compile.lower.region import Region
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.pipeline import transform
+
+
+def fsdp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | FSDPOptions | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compiles one Dynamo graph; `torch.compile(model, backend="fsdp")` calls this.
+
+    Args:
+        gm: Dynamo's graph, with one `fsdp.unshard` per read of a sharded parameter.
+        example_inputs: Its inputs.
+        options: Fields of `FSDPOptions`.
+        mode: As for `torch.compile`: a set of Inductor settings by name.
+
+    Raises:
+        ConfigError: For a wrong option, meta parameters, or no process group.
+        UnsupportedModelError: For a model that cannot be sharded.
+    """
+    checked = FSDPOptions.from_dict(options)
+    if shard_plain_models(gm, example_inputs, checked):
+        raise _torch.restart_trace()
+
+    def run_passes(step: StepGraph) -> StepGraph:
+        return transform(step, checked)
+
+    region = Region(flat_inputs(example_inputs), run_passes)
+    if checked.lower == "eager":
+        return compile_eagerly(gm, example_inputs, region)
+    settings = _torch.list_mode_options(mode) if mode else {}
+    return compile_with_inductor(gm, example_inputs, region, {**settings, **checked.inductor})

@@ -1,0 +1,120 @@
+"""What happens when the compiled thing reads parameters that nobody has sharded: its model is sharded now.
+
+Dynamo traces before the backend sees anything, so by then the graph reads plain parameters. The backend shards the
+module that holds them and asks Dynamo to trace the frame again, which then reads from flat shards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.fx as fx
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import _torch
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.moved import MovedParameter
+from fsdp_compile.parameters.sharding import fully_shard, is_ignored, is_sharded
+
+
+def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions) -> bool:
+    """Shards every module whose plain parameters are inputs of a Dynamo graph.
+
+    Args:
+        gm: Dynamo's graph.
+        inputs: Its example inputs.
+        options: `options.sharding` goes to `fully_shard`.
+
+    Returns:
+        Whether anything was sharded, so that the frame has to be traced again.
+
+    Raises:
+        ConfigError: If a parameter is on the meta device, or there is no process group and no torchrun environment.
+        UnsupportedModelError: If a parameter belongs to no module.
+    """
+    sharded = False
+    for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if not _is_plain(value):
+            continue
+        module = _owner(placeholder, value)
+        if is_sharded(module):
+            if is_ignored(module, value) or not _is_unclaimed(module, value):
+                continue
+            raise ConfigError(
+                "a parameter was added to a module after it was sharded",
+                where=_name_in(module, value),
+                instead="add it before fully_shard() or the first compiled call, or list it in ignored_params",
+            )
+        _refuse_meta(module)
+        fully_shard(module, **options.sharding)
+        sharded = True
+    return sharded
+
+
+def _is_plain(value: object) -> bool:
+    return (
+        isinstance(value, nn.Parameter)
+        and not isinstance(value, DTensor | MovedParameter)
+        and FlatShard.of(value) is None
+    )
+
+
+def _is_unclaimed(module: nn.Module, parameter: nn.Parameter) -> bool:
+    return any(p is parameter for p in module.parameters())
+
+
+def _owner(placeholder: fx.Node, parameter: nn.Parameter) -> nn.Module:
+    """The outermost module of the compiled thing that holds a parameter."""
+    for module in (*_compiled_modules(), *_modules_on_the_way(placeholder)):
+        if _is_unclaimed(module, parameter):
+            return module
+    expressions = _torch.source_prefixes(placeholder)
+    raise UnsupportedModelError(
+        "the compiled function reads a parameter that belongs to no torch.nn.Module",
+        where=expressions[-1] if expressions else placeholder.name,
+        instead="make it an attribute of a module, or pass a plain tensor (requires_grad=True) to keep it unsharded",
+    )
+
+
+def _compiled_modules() -> Iterator[nn.Module]:
+    """Modules that were passed to `torch.compile` and are being called right now, outermost first."""
+    found = []
+    frame: Any = sys._getframe()
+    while frame is not None:
+        candidate = frame.f_locals.get("self") if frame.f_code.co_name in ("__call__", "_call_impl") else None
+        if isinstance(candidate, _torch.OptimizedModule):
+            found.append(candidate._orig_mod)
+        frame = frame.f_back
+    return iter(found[::-1])
+
+
+def _modules_on_the_way(placeholder: fx.Node) -> Iterator[nn.Module]:
+    """Modules along the path on which Dynamo found a graph input, outermost first."""
+    scope = {"L": _torch.root_frame_locals() or {}, "G": _torch.root_frame_globals()}
+    for expression in _torch.source_prefixes(placeholder):
+        try:
+            value = eval(expression, dict(scope))  # noqa: S307  Dynamo wrote the expression
+        except Exception:  # noqa: BLE001, S112  some guard expressions use helpers of Dynamo's own: not a module's path
+            continue
+        if isinstance(value, nn.Module):
+            yield value
+
+
+def _name_in(module: nn.Module, parameter: nn.Parameter) -> str:
+    return next((name for name, p in module.named_parameters() if p is parameter), "?")
+
+
+def _refuse_meta(module: nn.Module) -> None:
+    name = next((name for name, p in module.named_parameters() if p.device.type == "meta"), None)
+    if name is not None:
+        raise ConfigError(
+            "a parameter is on the meta device and has no value yet",
+            where=name,
+            instead="call fully_shard(model), then model.to_empty(device=...), then initialize (each module's "
+            "reset_parameters()) or load a checkpoint, before the first step",
+        )

@@ -1,0 +1,48 @@
+"""The exception tree: who is at fault, what was wrong, where, and what to write instead."""
+
+from __future__ import annotations
+
+
+class FSDPCompileError(RuntimeError):
+    """Base of every error that this package raises on purpose.
+
+    Args:
+        what: One sentence that says what was wrong.
+        where: The module path, option, graph node or source line concerned.
+        instead: What to write or do instead.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, instead: str | None = None) -> None:
+        self.what = what
+        self.where = where
+        self.instead = instead
+        super().__init__(_format(what, where, instead))
+
+
+class ConfigError(FSDPCompileError):
+    """The user asked for something that is contradictory, unknown or impossible here."""
+
+
+class UnsupportedModelError(FSDPCompileError):
+    """The model does something that this package refuses to compute wrongly."""
+
+
+class InvariantError(FSDPCompileError):
+    """A transformed graph breaks one of the package's own rules: a bug of ours."""
+
+
+class ParityError(FSDPCompileError):
+    """Compiled and reference training differ by more than the stated bound."""
+
+
+class RankMismatchError(FSDPCompileError):
+    """Ranks disagree on something that all of them must agree on."""
+
+
+def _format(what: str, where: str | None, instead: str | None) -> str:
+    lines = [what]
+    if where is not None:
+        lines.append(f"  where: {where}")
+    if instead is not None:
+        lines.append(f"  instead: {instead}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""How every other layer looks at and touches a graph."""

@@ -1,0 +1,76 @@
+"""The only ways in which passes change a graph: record operators with their type, move nodes, erase what is unused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils._pytree import tree_map
+
+from fsdp_compile._torch import detect_fake_mode
+from fsdp_compile.ir.record import KEY, Record, Role
+
+_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag")
+
+
+class GraphBuilder:
+    """Records operators at one place of a graph, each with its record, its fake value and the source line it serves.
+
+    Args:
+        graph: The graph to write into.
+        record: Written on every node; `role` may be changed for a while with `as_role`.
+        source: The node of the user's program on whose behalf operators are recorded.
+    """
+
+    def __init__(self, graph: fx.Graph, record: Record, source: fx.Node) -> None:
+        self.graph = graph
+        self.record = record
+        self.source = source
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:  # noqa: ANN401
+        """Records `op` and infers the type of its result."""
+        node = self.graph.call_function(op, args, kwargs)
+        node.meta.update({key: self.source.meta[key] for key in _PROVENANCE if key in self.source.meta})
+        node.meta[KEY] = self.record
+        node.meta["val"] = infer_value(node)
+        return node
+
+    def value(self, x: fx.Node) -> torch.Tensor:
+        """The fake tensor behind a node."""
+        return x.meta["val"]
+
+    @contextmanager
+    def as_role(self, role: Role) -> Iterator[None]:
+        """Records operators under another role inside the block."""
+        before, self.record = self.record, dataclasses.replace(self.record, role=role)
+        try:
+            yield
+        finally:
+            self.record = before
+
+
+def infer_value(node: fx.Node) -> Any:  # noqa: ANN401
+    """The fake result of a node, out of the fake values of its inputs."""
+    args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
+    mode = detect_fake_mode([a.meta["val"] for a in node.all_input_nodes])
+    if mode is None:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def move_before(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:
+    """Moves nodes, given in graph order, right before `anchor`."""
+    for node in nodes:
+        anchor.prepend(node)
+
+
+def erase_unused(nodes: Iterable[fx.Node]) -> None:
+    """Erases those of `nodes` (given in graph order) that nobody uses any more, last first."""
+    for node in reversed(list(nodes)):
+        if not node.users:
+            node.graph.erase_node(node)

@@ -1,0 +1,77 @@
+"""Read-only questions about a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.fx as fx
+
+from fsdp_compile.ir.record import Role, role_of
+
+UNSHARD = torch.ops.fsdp.unshard.default
+REDUCE_GRAD = torch.ops.fsdp.reduce_grad.default
+
+
+def first_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
+    """The earliest of some nodes."""
+    return min(nodes, key=order.__getitem__)
+
+
+def last_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
+    """The latest of some nodes."""
+    return max(nodes, key=order.__getitem__)
+
+
+def parameter_only(graph: fx.Graph) -> list[fx.Node]:
+    """Reads of parameters, and everything that is computed from reads alone (casts, views, concatenations), in order.
+
+    Random operators and ones without a tensor result stay out, since they may not be computed twice.
+    """
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        derived = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
+        if node.target is UNSHARD or (derived and _is_pure(node)):
+            found[node] = None
+    return list(found)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded not in tags and not node.is_impure()
+
+
+def is_alias(node: fx.Node) -> bool:
+    """Whether a node's result shares the memory of its first input, by the operator's schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def aliases(roots: Iterable[fx.Node]) -> list[fx.Node]:
+    """`roots` and everything downstream that shares their memory, in no particular order."""
+    found = dict.fromkeys(roots)
+    todo = list(found)
+    while todo:
+        for user in todo.pop().users:
+            if user not in found and user.op == "call_function" and is_alias(user):
+                found[user] = None
+                todo.append(user)
+    return list(found)
+
+
+def upstream(node: fx.Node, role: Role) -> list[fx.Node]:
+    """The chain of nodes of `role` that `node` depends on, in an order in which they can be moved before it."""
+    found: dict[fx.Node, None] = {}
+
+    def visit(current: fx.Node) -> None:
+        for source in current.all_input_nodes:
+            if role_of(source) is role and source not in found:
+                visit(source)
+                found[source] = None
+
+    visit(node)
+    return list(found)

@@ -1,0 +1,95 @@
+"""The one typed record that every node of ours carries in `node.meta["fsdp"]`.
+
+It is written when the node is inserted, and passes and rules recognise nodes by it alone: never by a name, never by
+the shape of a pattern.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import torch.fx as fx
+
+from fsdp_compile.parameters.spec import ReadSpec
+
+KEY = "fsdp"
+
+
+class Phase(enum.Enum):
+    """Which graph of a training step a node is in."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Role(enum.Enum):
+    """What a node is for."""
+
+    FLAT = "flat"
+    """Graph input: a flat shard."""
+    SHARD = "shard"
+    """This rank's part of a message, on its way into an all-gather."""
+    GATHER = "gather"
+    """Starts an all-gather."""
+    GATHER_ITEM = "gather_item"
+    """One message of a grouped all-gather that is still running."""
+    GATHER_WAIT = "gather_wait"
+    """Completes an all-gather, or one message of a grouped one."""
+    COPY_OUT = "copy_out"
+    """A step from a gathered message to a full parameter."""
+    FULL = "full"
+    """A full parameter, as readers see it."""
+    RESHARD = "reshard"
+    """Frees gathered messages."""
+    GRADIENT = "gradient"
+    """A step from a full gradient to a message."""
+    REDUCE = "reduce"
+    """Starts a reduce-scatter."""
+    REDUCE_ITEM = "reduce_item"
+    """One message of a grouped reduce-scatter that is still running."""
+    REDUCE_WAIT = "reduce_wait"
+    """Completes a reduce-scatter, or one message of a grouped one."""
+    REPLICATE = "replicate"
+    """Starts an all-reduce of reduced shards over replicas."""
+    REPLICATE_WAIT = "replicate_wait"
+    """Completes such an all-reduce."""
+    SHARD_GRADIENT = "shard_gradient"
+    """A step from a reduced message to the flat shard's gradient."""
+    FLAT_GRADIENT = "flat_gradient"
+    """Graph output: the gradient of a flat shard."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a node is for, and for whom.
+
+    Attributes:
+        role: What the node is for.
+        unit: Name of the unit.
+        parameters: Fully qualified names of the parameters concerned.
+        specs: Their reads, in the same order.
+        phase: The graph that the node is in.
+    """
+
+    role: Role
+    unit: str
+    parameters: tuple[str, ...]
+    specs: tuple[ReadSpec, ...]
+    phase: Phase
+
+
+def record_of(node: fx.Node) -> Record | None:
+    """The node's record, or `None` if the node is the model's own."""
+    return node.meta.get(KEY)
+
+
+def role_of(node: fx.Node) -> Role | None:
+    """The node's role, or `None` if the node is the model's own."""
+    record = record_of(node)
+    return None if record is None else record.role
+
+
+def require(node: fx.Node) -> Record:
+    """The record of a node that must have one."""
+    return node.meta[KEY]

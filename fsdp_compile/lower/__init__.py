@@ -1,0 +1,1 @@
+"""From verified graphs to callables."""

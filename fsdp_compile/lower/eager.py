@@ -1,0 +1,54 @@
+"""Lowering operator by operator: the transformed graphs run as they are written, with no decomposition and no fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.fx as fx
+
+from fsdp_compile import _torch
+from fsdp_compile.ir.record import Phase
+from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.runtime import Compiled
+
+
+def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], region: Region) -> Any:  # noqa: ANN401
+    """Makes a callable of a Dynamo graph that runs the transformed graphs by themselves.
+
+    Args:
+        gm: Dynamo's graph.
+        inputs: Its example inputs.
+        region: Receives the graphs on their way.
+    """
+
+    def forward(gm: fx.GraphModule, _inputs: Sequence[Any]) -> Compiled:
+        return region.finish(gm, Phase.FORWARD, lambda: _boxed(gm))
+
+    def backward(gm: fx.GraphModule, _inputs: Sequence[Any]) -> Compiled:
+        return region.finish(gm, Phase.BACKWARD, lambda: _boxed(gm))
+
+    def inference(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        region.inference(gm)
+        return forward(gm, inputs)
+
+    compiler = _torch.aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=region.partition,
+        decompositions={},
+    )
+    with _torch.functorch_config.patch(enable_autograd_cache=False):
+        return compiler(gm, list(inputs))
+
+
+def _boxed(gm: fx.GraphModule) -> Compiled:
+    """A callable that takes its arguments in a list and empties it, so that each is freed after its last use."""
+    interpreter = fx.Interpreter(gm)
+
+    def run(args: list[Any]) -> Any:  # noqa: ANN401
+        return interpreter.boxed_run(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,56 @@
+"""Lowering by Inductor, through its own entry point: nothing global is changed and nothing in torch is patched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.fx as fx
+
+from fsdp_compile import _torch
+from fsdp_compile.ir.record import Phase
+from fsdp_compile.lower.region import Region
+
+_KEEP_OUR_ORDER = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "reorder_for_compute_comm_overlap": False,
+}
+
+
+class _Partitioner(_torch.CustomPartitionerFn):
+    """Our partitioner in the form that Inductor's settings accept."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:  # noqa: ANN401
+        return self._region.partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        # Inductor's cache looks graphs up by their text after our passes; how they came about does not matter to it.
+        return "fsdp_compile"
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], region: Region, settings: Mapping[str, Any]
+) -> Any:  # noqa: ANN401
+    """Compiles a Dynamo graph.
+
+    Args:
+        gm: Dynamo's graph.
+        inputs: Its example inputs.
+        region: Receives the graphs on their way.
+        settings: Inductor settings of the user's.
+    """
+
+    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:  # noqa: ANN401
+        phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
+        if not region.steps:
+            region.inference(gm)
+        return region.finish(gm, phase, lambda: _torch.compile_fx_inner(gm, example_inputs, **kwargs))
+
+    patches = {**_KEEP_OUR_ORDER, **settings, "custom_partitioner_fn": _Partitioner(region)}
+    # AOTAutograd's cache would return graphs of other passes and options: its key knows neither.
+    with _torch.functorch_config.patch(enable_autograd_cache=False):
+        return _torch.compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)

@@ -1,0 +1,58 @@
+"""One compile of one Dynamo graph: the call-backs through which AOTAutograd and Inductor hand us their graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.fx as fx
+
+from fsdp_compile import _torch
+from fsdp_compile.capture.inputs import name_inputs
+from fsdp_compile.capture.partition import partition
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.markers import erase_markers
+from fsdp_compile.ir.record import Phase, Record
+from fsdp_compile.lower.runtime import Compiled, arrivals, note_arrivals
+
+Transform = Callable[[StepGraph], StepGraph]
+
+
+@dataclasses.dataclass
+class Region:
+    """State of one compile.
+
+    Attributes:
+        flats: Records of Dynamo's inputs that are flat shards.
+        transform: Runs the passes on one graph.
+        steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
+    """
+
+    flats: Mapping[int, Record]
+    transform: Transform
+    steps: list[StepGraph] = dataclasses.field(default_factory=list)
+
+    def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:  # noqa: ANN401
+        """Splits the joint graph and transforms both halves."""
+        name_inputs(joint.graph, self.flats)
+        forward, backward = partition(joint, inputs, **kwargs)
+        self.steps = [
+            self.transform(StepGraph(forward, Phase.FORWARD)),
+            self.transform(StepGraph(backward, Phase.BACKWARD)),
+        ]
+        return forward, backward
+
+    def inference(self, gm: fx.GraphModule) -> None:
+        """Transforms a graph that has no backward and so was never partitioned."""
+        name_inputs(gm.graph, self.flats)
+        self.steps = [self.transform(StepGraph(gm, Phase.FORWARD))]
+
+    def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:
+        """Compiles a transformed graph and adds what has to run around it."""
+        noted = arrivals(StepGraph(gm, phase)) if phase is Phase.BACKWARD else []
+        erase_markers(gm.graph)
+        gm.recompile()
+        compiled = compile_graph()
+        return note_arrivals(compiled, noted) if noted else compiled

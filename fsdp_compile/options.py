@@ -1,0 +1,80 @@
+"""`FSDPOptions`: what `torch.compile(..., backend="fsdp", options={...})` accepts."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters.splitting import WrapPolicy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FSDPOptions:
+    """Options of one compile.
+
+    Attributes:
+        lower: "inductor" for fused kernels; "eager" to run the transformed graphs operator by operator, the
+            reference for bitwise parity.
+        prefetch: How many buckets ahead an all-gather starts, in forward and backward. 0 starts each where it is
+            needed; each step more holds one more unit unsharded.
+        inductor: Settings of Inductor for this compile, as in `torch._inductor.config`.
+        mesh: For a plain model: what `fully_shard(mesh=...)` takes.
+        mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
+        reshard_after_forward: For a plain model: what `fully_shard(reshard_after_forward=...)` takes.
+        auto_wrap_policy: For a plain model: what `fully_shard(auto_wrap_policy=...)` takes.
+    """
+
+    lower: Literal["inductor", "eager"] = "inductor"
+    prefetch: int = 1
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+    reshard_after_forward: bool | None = None
+    auto_wrap_policy: WrapPolicy | None = None
+
+    def __post_init__(self) -> None:
+        if self.lower not in ("inductor", "eager"):
+            raise _bad_value("lower", self.lower, '"inductor" or "eager"')
+        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
+            raise _bad_value("prefetch", self.prefetch, "0, 1, 2, ...")
+        if not isinstance(self.inductor, Mapping):
+            raise _bad_value("inductor", self.inductor, "a dict of settings of torch._inductor.config")
+        if self.mp_policy is not None and not isinstance(self.mp_policy, MixedPrecisionPolicy):
+            raise _bad_value("mp_policy", self.mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any] | FSDPOptions | None) -> FSDPOptions:
+        """Checks what `torch.compile` was given.
+
+        Raises:
+            ConfigError: For an unknown name (with the nearest known one) or a value out of range.
+        """
+        if isinstance(options, FSDPOptions):
+            return options
+        options = dict(options or {})
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+                raise ConfigError(
+                    f"unknown option {name!r}",
+                    where='torch.compile(..., backend="fsdp", options={...})',
+                    instead=f"{near[0]!r}" if near else f"one of {', '.join(known)}",
+                )
+        return cls(**options)
+
+    @property
+    def sharding(self) -> dict[str, Any]:
+        """The arguments for `fully_shard` among the options, without those left at their default."""
+        names = ("mesh", "mp_policy", "reshard_after_forward", "auto_wrap_policy")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def _bad_value(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"option {name!r} cannot be {value!r}", where=f"options={{{name!r}: ...}}", instead=allowed)

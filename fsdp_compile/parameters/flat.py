@@ -1,0 +1,83 @@
+"""One flat shard: the leaf of autograd, and the DTensor parameters that are views of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.parameters.spec import ReadSpec
+
+if TYPE_CHECKING:
+    from fsdp_compile.parameters.unit import Unit
+
+
+@dataclasses.dataclass(eq=False)
+class ParameterSlot:
+    """One managed parameter and its place.
+
+    Attributes:
+        name: Name of the parameter relative to its unit's root module.
+        owners: Every (module, attribute) that holds it; more than one if it is tied.
+        parameter: The DTensor parameter that users, optimizers and checkpoints see.
+        spec: Where it lies and how it is gathered.
+        local_shape: Shape of this rank's part, without padding; rows may be fewer than on other ranks, or none.
+        local: The view of the flat shard that the DTensor holds.
+    """
+
+    name: str
+    owners: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    spec: ReadSpec
+    local_shape: tuple[int, ...]
+    local: torch.Tensor
+
+    @property
+    def dtensor(self) -> DTensor:
+        """The parameter, typed as what it also is."""
+        assert isinstance(self.parameter, DTensor)
+        return self.parameter
+
+    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This parameter's part of a tensor that is laid out like its flat shard."""
+        start = self.spec.offset
+        return flat[start : start + math.prod(self.local_shape)].view(self.local_shape)
+
+
+class FlatShard:
+    """The parameters of one unit that share a dtype and trainability, in one 1-D buffer per rank.
+
+    Attributes:
+        leaf: The buffer, `[numel]`, the same size on every rank. Reads gather from it, and autograd accumulates into it.
+        slots: The parameters in it, by offset.
+        arrived: Offsets of the slots that got a gradient in the backward that is running.
+        unit: The unit that it belongs to.
+    """
+
+    _by_address: weakref.WeakValueDictionary[int, FlatShard] = weakref.WeakValueDictionary()
+
+    def __init__(self, unit: Unit, leaf: nn.Parameter, slots: Iterable[ParameterSlot]) -> None:
+        self.unit = unit
+        self.leaf = leaf
+        self.slots = tuple(slots)
+        self.arrived: set[int] = set()
+        if leaf.device.type != "meta":
+            FlatShard._by_address[leaf.data_ptr()] = self
+
+    @staticmethod
+    def of(leaf: torch.Tensor) -> FlatShard | None:
+        """The flat shard whose buffer a tensor is, by address: compiled code sees the buffer under other identities."""
+        if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.device.type == "meta":
+            return None
+        found = FlatShard._by_address.get(leaf.data_ptr())
+        return found if found is not None and found.leaf.numel() == leaf.numel() else None
+
+    def note_gradients(self, offsets: Iterable[int]) -> None:
+        """Notes which slots the gradient that is about to be accumulated covers; the others get none."""
+        self.arrived.update(offsets)

@@ -1,0 +1,83 @@
+"""Process groups: the default mesh, and names for groups that are the same on every rank.
+
+Torch names the group of a mesh dimension after its ranks, so ranks of one HSDP mesh would compile different graphs.
+Graphs name our aliases instead: `fsdp.shard.0` is, on each rank, the group that this rank shards over.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_compile._torch import register_group_alias, resolve_group
+from fsdp_compile.errors import ConfigError
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_aliases: dict[str, dist.ProcessGroup] = {}
+
+
+def alias_of(group: dist.ProcessGroup, role: Literal["shard", "replicate"]) -> str:
+    """The rank-independent name of `group`; names are numbered in the order of first use, alike on every rank."""
+    for name, known in _aliases.items():
+        if known is group and name.split(".")[1] == role:
+            break
+    else:
+        stale = [n for n, g in _aliases.items() if resolve_group(n) is not g]
+        for n in stale:  # their world was destroyed; the numbers are free again
+            del _aliases[n]
+        taken = sum(n.split(".")[1] == role for n in _aliases)
+        name = f"fsdp.{role}.{taken}"
+    if resolve_group(name) is not group:
+        register_group_alias(name, group)
+    _aliases[name] = group
+    return name
+
+
+def default_mesh(device_type: str) -> DeviceMesh:
+    """A 1-D mesh over the whole world, which is started from torchrun's environment if need be.
+
+    Raises:
+        ConfigError: If there is neither a process group nor torchrun's environment.
+    """
+    if not dist.is_initialized():
+        _start_world(device_type)
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def _start_world(device_type: str) -> None:
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"no process group is initialized, and torchrun's environment lacks {', '.join(missing)}",
+            where="backend='fsdp'",
+            instead="start the script with `torchrun --nproc-per-node N script.py`, or call "
+            "torch.distributed.init_process_group() before the first step",
+        )
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuses a mesh that is neither 1-D (shard) nor 2-D (replicate, shard).
+
+    Raises:
+        ConfigError: If it has another number of dimensions.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"mesh is a {type(mesh).__name__}, not a DeviceMesh",
+            where="fully_shard(mesh=...)",
+            instead='init_device_mesh("cuda", (world_size,))',
+        )
+    if mesh.ndim not in (1, 2):
+        raise ConfigError(
+            f"mesh has {mesh.ndim} dimensions",
+            where="fully_shard(mesh=...)",
+            instead="a 1-D mesh to shard over, or a 2-D mesh (replicate, shard); take the two dimensions from a larger "
+            'mesh with mesh["replicate", "shard"]',
+        )

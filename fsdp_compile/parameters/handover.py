@@ -1,0 +1,53 @@
+"""From the gradient of a flat shard to the `.grad` of its parameters.
+
+Autograd accumulates one gradient per flat shard. After it has, the parameters get their parts as DTensors, their own
+hooks run, and the flat gradient is forgotten, so that `zero_grad`, clipping and optimizers see parameters only.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from fsdp_compile._torch import make_dtensor
+from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
+
+
+def install(flat: FlatShard) -> None:
+    """Makes every gradient that autograd accumulates into `flat.leaf` reach the parameters."""
+    reference = weakref.ref(flat)
+
+    def after_accumulation(_leaf: torch.Tensor) -> None:
+        owner = reference()
+        if owner is not None:
+            hand_over(owner)
+
+    if flat.leaf.requires_grad:
+        flat.leaf.register_post_accumulate_grad_hook(after_accumulation)
+
+
+def hand_over(flat: FlatShard) -> None:
+    """Moves the gradient of `flat.leaf` into the parameters whose gradients arrived, and clears it."""
+    gradient, flat.leaf.grad = flat.leaf.grad, None
+    arrived, flat.arrived = flat.arrived, set()
+    if gradient is None:
+        return
+    for slot in flat.slots:
+        if slot.spec.offset in arrived:
+            _accumulate(slot, gradient)
+
+
+def _accumulate(slot: ParameterSlot, flat_gradient: torch.Tensor) -> None:
+    parameter = slot.parameter
+    gradient: torch.Tensor = make_dtensor(slot.view_of(flat_gradient), slot.dtensor)
+    for hook in (parameter._backward_hooks or {}).values():
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        with torch.no_grad():
+            parameter.grad += gradient
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(parameter)

@@ -1,0 +1,129 @@
+"""What a module's code gets when it says `self.weight`.
+
+The class of a module that holds managed parameters is replaced by a cached subclass with one property per parameter.
+Inside `forward` the property gathers the full value; anywhere else it is the DTensor parameter, so that
+initialization, checkpoints and in-place writes work on what is stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map
+
+from fsdp_compile._torch import skip_code
+from fsdp_compile.parameters import ops  # noqa: F401  registers fsdp::unshard
+from fsdp_compile.parameters.flat import FlatShard
+
+READS = "_fsdp_reads"
+"""Attribute of a sharded module: parameter name to (flat shard's leaf, text of its `ReadSpec`)."""
+PRECISION = "_fsdp_precision"
+"""Attribute of a module on which a mixed-precision policy was set, to cast its inputs and outputs."""
+_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+_forward_depth = threading.local()
+
+
+def gather_on_read(module: nn.Module, reads: dict[str, tuple[nn.Parameter, str]]) -> None:
+    """Makes `module` gather the named parameters when its forward reads them.
+
+    Args:
+        module: The module; its class is replaced by a subclass.
+        reads: For each parameter name, the leaf that it is gathered from and the text of its `ReadSpec`.
+    """
+    original = original_class(module)
+    object.__setattr__(module, READS, reads)
+    key = (original, tuple(sorted(reads)))
+    if key not in _classes:
+        _classes[key] = _make_class(*key)
+    module.__class__ = _classes[key]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the user wrote."""
+    return getattr(type(module), "_fsdp_original_class", type(module))
+
+
+def _make_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    # Each subclass has its own function object for the signature, over one code object for Dynamo's skip list.
+    forward = types.FunctionType(_forward.__code__, _forward.__globals__, "forward")
+    functools.update_wrapper(forward, original.forward)
+    members: dict[str, Any] = {name: _read_property(name) for name in names}
+    members |= {
+        "forward": forward,
+        "_fsdp_original_class": original,
+        "_fsdp_original_forward": original.forward,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    return type(original.__name__, (original,), members)
+
+
+def _read_property(name: str) -> property:
+    def read(module: nn.Module) -> torch.Tensor | None:
+        if torch.compiler.is_compiling() or in_forward():
+            flat, spec = getattr(module, READS)[name]
+            return torch.ops.fsdp.unshard(flat, spec)
+        return module._parameters[name]
+
+    return property(read)
+
+
+def _forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
+    precision = self.__dict__.get(PRECISION)
+    if precision is not None:
+        args, kwargs = cast_inputs(precision, args, kwargs)
+    if torch.compiler.is_compiling():
+        output = self._fsdp_original_forward(*args, **kwargs)
+    else:
+        output = call_in_forward(self._fsdp_original_forward, args, kwargs)
+    if precision is not None:
+        output = cast_output(precision, output)
+    return output
+
+
+# Dynamo must not make this frame a graph of its own: run eagerly it raises the depth that eager reads look at, and
+# the user's forward below it is compiled. Inlined from another frame it is traced like any function.
+skip_code(_forward.__code__)
+
+
+def in_forward() -> bool:
+    """Whether this thread is inside the forward of a sharded module that runs eagerly."""
+    return getattr(_forward_depth, "value", 0) > 0
+
+
+def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Calls `function` so that reads of managed parameters in it gather."""
+    _forward_depth.value = getattr(_forward_depth, "value", 0) + 1
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _forward_depth.value -= 1
+
+
+skip_code(call_in_forward.__code__)
+
+
+def cast_inputs(
+    policy: MixedPrecisionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Floating-point inputs in the policy's `param_dtype`, if it asks for that."""
+    if not policy.cast_forward_inputs or policy.param_dtype is None:
+        return args, kwargs
+    cast = functools.partial(_cast, policy.param_dtype)
+    return tree_map(cast, args), tree_map(cast, kwargs)
+
+
+def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:  # noqa: ANN401
+    """Floating-point outputs in the policy's `output_dtype`, if it has one."""
+    return output if policy.output_dtype is None else tree_map(functools.partial(_cast, policy.output_dtype), output)
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:  # noqa: ANN401
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -1,0 +1,246 @@
+"""`fully_shard`: which parameters go into which unit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters import splitting, storage
+from fsdp_compile.parameters.groups import check_mesh, default_mesh
+from fsdp_compile.parameters.moved import MovedParameter
+from fsdp_compile.parameters.reads import PRECISION
+from fsdp_compile.parameters.spec import Reshard
+from fsdp_compile.parameters.splitting import WrapPolicy
+from fsdp_compile.parameters.storage import Member, PlacementFn
+from fsdp_compile.parameters.unit import Origin, Unit, UnitPolicy
+
+M = TypeVar("M", bound=nn.Module)
+_STATE = "_fsdp_sharding"
+
+
+@dataclasses.dataclass
+class Sharding:
+    """What one call of `fully_shard` made.
+
+    Attributes:
+        units: Units that this call made, in registration order of their roots.
+        ignored: `id`s of parameters that the call was told to leave alone.
+    """
+
+    units: list[Unit]
+    ignored: set[int]
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    auto_wrap_policy: WrapPolicy | None = None,
+) -> M:
+    """Shards the parameters of `module` over the ranks of `mesh`, in place.
+
+    Called on a whole model alone, it splits it into units: repeated blocks, then embedding and head apart, then the
+    rest. Called bottom-up, as with FSDP2, each call makes one unit of what the calls below it left.
+
+    Args:
+        module: The module. Its parameters become DTensors, views of one flat buffer per unit and dtype.
+        mesh: 1-D to shard over, 2-D (replicate, shard) for hybrid sharding. By default the whole world.
+        reshard_after_forward: True frees gathered parameters after forward and gathers them again in backward, False
+            keeps them. By default True.
+        shard_placement_fn: Names another dimension than 0 to shard a parameter on; it must divide evenly.
+        mp_policy: Dtypes of gathered parameters, reduction, inputs and outputs.
+        offload_policy: Only the default, which offloads nothing.
+        ignored_params: Parameters to leave as they are: neither sharded nor reduced.
+        auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        ConfigError: If the module is sharded already, the mesh has not 1 or 2 dimensions, or a policy is not supported.
+    """
+    _check(module, reshard_after_forward, offload_policy)
+    if mesh is None:
+        mesh = default_mesh(_device_type(module))
+    check_mesh(mesh)
+    reshard = Reshard.AFTER_BACKWARD if reshard_after_forward is False else Reshard.AFTER_FORWARD
+    policy = UnitPolicy(mesh, mp_policy, reshard)
+    below = {name: m for name, m in module.named_modules() if _STATE in m.__dict__}
+    for name, descendant in below.items():
+        _adopt(name, descendant)
+    ignored = {id(p) for p in ignored_params or ()}
+    ignored |= {i for m in below.values() for i in m.__dict__[_STATE].ignored}
+    occurrences = list(_unmanaged(module, ignored))
+    managed = {p for _, _, _, p in occurrences}
+    if auto_wrap_policy is not None:
+        roots = splitting.policy_units(module, auto_wrap_policy, managed)
+    else:
+        roots = [] if below else splitting.automatic_units(module, managed)
+    made = _make_units(module, roots, policy, occurrences, shard_placement_fn)
+    object.__setattr__(module, _STATE, Sharding(made, ignored))
+    if mp_policy.param_dtype is not None or mp_policy.output_dtype is not None:
+        _cast_at(module, mp_policy)
+    return module
+
+
+def units(model: nn.Module) -> list[Unit]:
+    """The units of a model, in registration order of their root modules; empty if nothing in it is sharded."""
+    model = getattr(model, "_orig_mod", model)
+    return [unit for m in model.modules() if _STATE in m.__dict__ for unit in m.__dict__[_STATE].units]
+
+
+def is_ignored(root: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether a call of `fully_shard` in `root` was told to leave `parameter` alone."""
+    return any(id(parameter) in m.__dict__[_STATE].ignored for m in root.modules() if _STATE in m.__dict__)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on this very module."""
+    return _STATE in module.__dict__
+
+
+def _check(module: nn.Module, reshard_after_forward: object, offload_policy: OffloadPolicy) -> None:
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"{type(module).__name__} is not a torch.nn.Module",
+            where="fully_shard(module)",
+            instead="pass the module whose parameters are to be sharded",
+        )
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        raise ConfigError(
+            f"{type(module).__name__} has no forward",
+            where="fully_shard(module)",
+            instead="call fully_shard() on its children, or on the module that holds it",
+        )
+    if _STATE in module.__dict__:
+        raise ConfigError(
+            "this module is sharded already",
+            where=f"fully_shard({type(module).__name__})",
+            instead="call fully_shard() once per module, children before parents",
+        )
+    if reshard_after_forward not in (None, True, False) or isinstance(reshard_after_forward, int) is not isinstance(
+        reshard_after_forward, bool
+    ):
+        raise ConfigError(
+            f"reshard_after_forward={reshard_after_forward!r} is not supported",
+            where="fully_shard(reshard_after_forward=...)",
+            instead="True (gather again in backward), False (keep for backward) or None (True)",
+        )
+    if type(offload_policy) is not OffloadPolicy:
+        raise ConfigError(
+            f"{type(offload_policy).__name__} is not supported",
+            where="fully_shard(offload_policy=...)",
+            instead="leave it out: parameters stay on their device",
+        )
+
+
+def _device_type(module: nn.Module) -> str:
+    parameter = next(module.parameters(), None)
+    if parameter is None or parameter.device.type == "meta":
+        import torch
+
+        accelerator = torch.accelerator.current_accelerator()
+        return "cpu" if accelerator is None else accelerator.type
+    return parameter.device.type
+
+
+def _adopt(name: str, descendant: nn.Module) -> None:
+    """Names the units of an earlier call after their place in the larger model, and undoes its automatic split."""
+    sharding: Sharding = descendant.__dict__[_STATE]
+    first = sharding.units[0] if sharding.units else None
+    if first is not None and len(sharding.units) > 1 and all(u.origin is Origin.SPLIT for u in sharding.units):
+        sharding.units = [_merge(descendant, sharding.units)]
+    for unit in sharding.units:
+        if unit.root is descendant:
+            unit.name = name
+        elif not unit.name.startswith(f"{name}."):
+            unit.name = f"{name}.{unit.name}"
+
+
+def _merge(root: nn.Module, parts: list[Unit]) -> Unit:
+    unit = Unit(root, "", parts[0].policy, Origin.CALL)
+    members = [
+        Member(part.parameter_name(slot), slot.owners, slot.parameter, slot.spec.dim)
+        for part in parts
+        for slot in part.slots
+    ]
+    storage.fill(unit, members)
+    return unit
+
+
+Occurrence = tuple[str, nn.Module, str, nn.Parameter]
+"""Name of the module, the module, the attribute, the parameter."""
+
+
+def _unmanaged(root: nn.Module, ignored: set[int]) -> Iterator[Occurrence]:
+    """Every place that holds a parameter which is not sharded yet; places of tied ones that are join their slot."""
+    for name, module in root.named_modules():
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is None or id(parameter) in ignored or isinstance(parameter, DTensor):
+                continue
+            if isinstance(parameter, MovedParameter):
+                _join_slot(parameter, module, attribute)
+            else:
+                yield name, module, attribute, parameter
+
+
+def _join_slot(moved: MovedParameter, module: nn.Module, attribute: str) -> None:
+    owner, owner_attribute = moved.slot.owners[0]
+    reads = {**module.__dict__.get(storage.READS, {}), attribute: owner.__dict__[storage.READS][owner_attribute]}
+    module._parameters[attribute] = moved.slot.parameter
+    moved.slot.owners.append((module, attribute))
+    storage.gather_on_read(module, reads)
+
+
+def _make_units(
+    module: nn.Module,
+    roots: list[nn.Module],
+    policy: UnitPolicy,
+    occurrences: list[Occurrence],
+    placement: PlacementFn | None,
+) -> list[Unit]:
+    names = {id(m): name for name, m in module.named_modules()}
+    chosen = {names[id(m)]: m for m in roots} | {"": module}
+    members: dict[str, dict[int, Member]] = {name: {} for name in chosen}
+    unit_of: dict[int, str] = {}
+    for module_name, owner, attribute, parameter in occurrences:
+        unit_name = unit_of.setdefault(id(parameter), _nearest(module_name, chosen))
+        if id(parameter) in members[unit_name]:
+            members[unit_name][id(parameter)].owners.append((owner, attribute))
+            continue
+        full_name = f"{module_name}.{attribute}" if module_name else attribute
+        dim = storage.shard_dim(full_name, parameter, policy.size, placement)
+        local_name = full_name.removeprefix(f"{unit_name}.") if unit_name else full_name
+        members[unit_name][id(parameter)] = Member(local_name, [(owner, attribute)], parameter, dim)
+    made = []
+    for name, root in chosen.items():
+        if members[name]:
+            origin = Origin.SPLIT if roots else Origin.CALL
+            unit = Unit(root, name, policy, origin)
+            storage.fill(unit, list(members[name].values()))
+            made.append(unit)
+    return made
+
+
+def _nearest(name: str, chosen: dict[str, nn.Module]) -> str:
+    """The innermost chosen module at or above `name`."""
+    while name not in chosen:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _cast_at(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    object.__setattr__(module, PRECISION, policy)
+    storage.gather_on_read(module, module.__dict__.get(storage.READS, {}))

@@ -1,0 +1,137 @@
+"""What one read of a parameter needs to know, as one string constant of the graph.
+
+Dynamo guards every Python value that a getter touches, so a read carries exactly one: the text of a `ReadSpec`. It
+holds neither the unit's nor the parameter's name, so that layers of one shape share one compiled graph, and nothing
+specific to a rank, so that all ranks compile the same text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+
+import torch
+
+
+class Reshard(enum.Enum):
+    """What happens to a gathered parameter between forward and backward."""
+
+    AFTER_FORWARD = "after_forward"
+    """Freed after its last use in forward and gathered again in backward (ZeRO-3)."""
+    AFTER_BACKWARD = "after_backward"
+    """Kept from forward to backward (ZeRO-2, FSDP1's SHARD_GRAD_OP)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadSpec:
+    """Where a parameter lies in its flat shard and how its full value is made.
+
+    Attributes:
+        offset: First element of the slot in each rank's flat shard.
+        extent: Elements of the slot in each rank's flat shard, alignment padding included.
+        shape: Shape of the full parameter.
+        dim: The dimension that is sharded; `None` for a value held whole by every rank (0-d parameters).
+        size: Number of ranks in the shard group.
+        group: Alias of the shard group (see `groups.py`).
+        replicas: Number of ranks in the replicate group, 1 if there is none.
+        replicate_group: Alias of the replicate group, empty if there is none.
+        param_dtype: Dtype that is sent and that the reader gets.
+        reduce_dtype: Dtype in which gradients are reduced.
+        reshard: Whether the gathered value is kept for backward.
+    """
+
+    offset: int
+    extent: int
+    shape: tuple[int, ...]
+    dim: int | None
+    size: int
+    group: str
+    replicas: int = 1
+    replicate_group: str = ""
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    reshard: Reshard = Reshard.AFTER_FORWARD
+
+    @functools.cached_property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of one rank's padded shard: dimension `dim` is `ceil(shape[dim] / size)` on every rank."""
+        if self.dim is None:
+            return self.shape
+        shape = list(self.shape)
+        shape[self.dim] = -(-shape[self.dim] // self.size)
+        return tuple(shape)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard, row padding included, alignment padding not."""
+        return math.prod(self.shard_shape)
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of the full parameter with dimension `dim` padded to a multiple of `size`."""
+        if self.dim is None:
+            return self.shape
+        shape = list(self.shard_shape)
+        shape[self.dim] *= self.size
+        return tuple(shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the gathered slot is the parameter's own memory, so that reading it needs no copy."""
+        return self.size == 1 or (self.dim == 0 and self.extent == self.shard_numel)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The canonical text, which `parse` reads back."""
+        fields = {
+            "offset": self.offset,
+            "extent": self.extent,
+            "shape": "x".join(map(str, self.shape)) or "scalar",
+            "dim": "none" if self.dim is None else self.dim,
+            "over": f"{self.group}/{self.size}",
+        }
+        if self.replicas > 1:
+            fields["replicas"] = f"{self.replicate_group}/{self.replicas}"
+        fields["param"] = _dtype_name(self.param_dtype)
+        fields["reduce"] = _dtype_name(self.reduce_dtype)
+        fields["reshard"] = self.reshard.value
+        return " ".join(f"{key}={value}" for key, value in fields.items())
+
+
+@functools.lru_cache(maxsize=None)
+def parse(text: str) -> ReadSpec:
+    """Reads the text of a `ReadSpec` back.
+
+    Raises:
+        ValueError: If the text is not one that `ReadSpec.text` writes.
+    """
+    try:
+        fields = dict(item.split("=", 1) for item in text.split(" "))
+        group, size = fields["over"].rsplit("/", 1)
+        replicate_group, replicas = fields.get("replicas", "/1").rsplit("/", 1)
+        shape = fields["shape"]
+        return ReadSpec(
+            offset=int(fields["offset"]),
+            extent=int(fields["extent"]),
+            shape=() if shape == "scalar" else tuple(map(int, shape.split("x"))),
+            dim=None if fields["dim"] == "none" else int(fields["dim"]),
+            size=int(size),
+            group=group,
+            replicas=int(replicas),
+            replicate_group=replicate_group,
+            param_dtype=_dtype(fields["param"]),
+            reduce_dtype=_dtype(fields["reduce"]),
+            reshard=Reshard(fields["reshard"]),
+        )
+    except (KeyError, AttributeError, ValueError) as error:
+        raise ValueError(f"not the text of a read: {text!r}") from error
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)

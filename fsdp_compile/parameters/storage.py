@@ -1,0 +1,148 @@
+"""Building a unit's flat shards out of whatever its modules hold now: full parameters, or shards of an earlier layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_compile import _torch
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters import handover, layout, moved
+from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
+from fsdp_compile.parameters.groups import alias_of
+from fsdp_compile.parameters.reads import READS, gather_on_read
+from fsdp_compile.parameters.rows import local_part, local_shape
+from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.parameters.unit import Unit, UnitPolicy
+
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+
+
+@dataclasses.dataclass
+class Member:
+    """A parameter on its way into a unit.
+
+    Attributes:
+        name: Name relative to the unit's root.
+        owners: Every (module, attribute) that holds it.
+        parameter: What they hold: a full parameter, or a DTensor one that is already sharded on `dim`.
+        dim: The dimension to shard; `None` for a 0-d parameter.
+    """
+
+    name: str
+    owners: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    dim: int | None
+
+
+def fill(unit: Unit, members: Sequence[Member]) -> None:
+    """Lays `members` out in new flat shards of `unit`, and makes their modules read from there.
+
+    A parameter that is a DTensor already keeps its identity. A full one is retired, and optimizers that hold it are
+    given its successor.
+    """
+    old_shapes = {id(m.parameter): m.parameter.shape for m in members if not isinstance(m.parameter, DTensor)}
+    key = lambda m: (str(m.parameter.dtype), m.parameter.requires_grad, str(m.parameter.device))  # noqa: E731
+    groups = [list(group) for _, group in itertools.groupby(sorted(members, key=key), key)]
+    order = {id(m): i for i, m in enumerate(members)}
+    unit.flats = [_flat_shard(unit, sorted(group, key=lambda m: order[id(m)])) for group in groups]
+    for slot, flat in ((slot, flat) for flat in unit.flats for slot in flat.slots):
+        for module, attribute in slot.owners:
+            module._parameters[attribute] = slot.parameter
+            reads = {**module.__dict__.get(READS, {}), attribute: (flat.leaf, slot.spec.text)}
+            gather_on_read(module, reads)
+    if old_shapes:
+        moved.update_optimizers(old_shapes)
+
+
+def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
+    first = members[0].parameter
+    policy = unit.policy
+    sent = policy.mixed_precision.param_dtype or first.dtype
+    sent = sent if first.dtype.is_floating_point else first.dtype
+    shapes = [layout.ParameterShape(m.name, tuple(m.parameter.shape), m.dim) for m in members]
+    planned = layout.plan_layout(shapes, size=policy.size, stored=first.dtype, sent=sent)
+    buffer = torch.zeros(planned.numel, dtype=first.dtype, device=_device(first))
+    slots = [_slot(unit, members[place.index], place, buffer, sent) for place in planned.slots]
+    flat = FlatShard(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), slots)
+    handover.install(flat)
+    return flat
+
+
+def _device(parameter: nn.Parameter) -> torch.device:
+    return _torch.local_tensor(parameter).device if isinstance(parameter, DTensor) else parameter.device
+
+
+def _slot(
+    unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, sent: torch.dtype
+) -> ParameterSlot:
+    policy, parameter = unit.policy, member.parameter
+    shape = tuple(parameter.shape)
+    spec = ReadSpec(
+        offset=place.offset,
+        extent=place.extent,
+        shape=shape,
+        dim=member.dim,
+        size=policy.size,
+        group=alias_of(policy.mesh.get_group(policy.mesh.ndim - 1), "shard"),
+        replicas=policy.mesh.size(0) if policy.mesh.ndim == 2 else 1,
+        replicate_group=alias_of(policy.mesh.get_group(0), "replicate") if policy.mesh.ndim == 2 else "",
+        param_dtype=sent,
+        reduce_dtype=policy.mixed_precision.reduce_dtype or sent,
+        reshard=policy.reshard,
+    )
+    held = local_shape(shape, member.dim, policy.size, policy.rank)
+    numel = torch.Size(held).numel()
+    local = buffer[place.offset : place.offset + numel].view(held)
+    slot = ParameterSlot(member.name, member.owners, parameter, spec, held, local)
+    if isinstance(parameter, DTensor):
+        local.copy_(_torch.local_tensor(parameter).detach())
+        _torch.set_local_tensor(parameter, local)
+    else:
+        with torch.no_grad():
+            local.copy_(local_part(parameter, member.dim, policy.size, policy.rank))
+        slot.parameter = _sharded_parameter(parameter, local, policy, member.dim)
+        moved.retire(parameter, slot)
+    return slot
+
+
+def _sharded_parameter(
+    full: nn.Parameter, local: torch.Tensor, policy: UnitPolicy, dim: int | None
+) -> nn.Parameter:
+    inner = Replicate() if dim is None else Shard(dim)
+    placements = (inner,) if policy.mesh.ndim == 1 else (Replicate(), inner)
+    dtensor = _torch.new_dtensor(local, policy.mesh, placements, full.shape)
+    sharded = nn.Parameter(dtensor, requires_grad=full.requires_grad)
+    for attribute, value in vars(full).items():  # marks that users and libraries put on parameters
+        setattr(sharded, attribute, value)
+    return sharded
+
+
+def shard_dim(name: str, parameter: nn.Parameter, size: int, placement: PlacementFn | None) -> int | None:
+    """The dimension on which a parameter is sharded.
+
+    Raises:
+        ConfigError: If `shard_placement_fn` names a dimension that the parameter lacks, or one other than 0 that the
+            group does not divide.
+    """
+    if parameter.dim() == 0:
+        return None
+    chosen = placement(parameter) if placement is not None else None
+    if chosen is None:
+        return 0
+    dim = chosen.dim + parameter.dim() if chosen.dim < 0 else chosen.dim
+    where = f"shard_placement_fn, parameter {name} of shape {tuple(parameter.shape)}"
+    if not 0 <= dim < parameter.dim():
+        raise ConfigError(f"{chosen} names a dimension that does not exist", where=where, instead="Shard(0)")
+    if dim > 0 and parameter.shape[dim] % size:
+        raise ConfigError(
+            f"dimension {dim} of size {parameter.shape[dim]} does not divide over {size} ranks",
+            where=where,
+            instead="Shard(0), which pads, or a dimension that divides",
+        )
+    return dim

@@ -1,0 +1,97 @@
+"""A unit: the parameters that are gathered together, reduced together and freed together."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
+from fsdp_compile.parameters.spec import Reshard
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPolicy:
+    """How the parameters of a unit are stored, sent and reduced.
+
+    Attributes:
+        mesh: 1-D (shard) or 2-D (replicate, shard).
+        mixed_precision: Dtypes; `None` in it keeps the parameter's own.
+        reshard: Whether gathered parameters are kept for backward.
+    """
+
+    mesh: DeviceMesh
+    mixed_precision: MixedPrecisionPolicy
+    reshard: Reshard
+
+    @property
+    def size(self) -> int:
+        """Ranks in the shard group."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the shard group."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+
+class Origin(enum.Enum):
+    """Why a unit exists."""
+
+    CALL = "call"
+    """`fully_shard` was called on its root module."""
+    SPLIT = "split"
+    """The automatic split of a larger model made it."""
+
+
+@dataclasses.dataclass(eq=False)
+class Unit:
+    """One unit and its flat shards.
+
+    Attributes:
+        root: The module that the unit is named after.
+        name: Fully qualified name of `root` in the outermost sharded module; empty for that module itself.
+        policy: How its parameters are stored, sent and reduced.
+        origin: Why it exists.
+        flats: One flat shard per dtype and trainability.
+    """
+
+    root: nn.Module
+    name: str
+    policy: UnitPolicy
+    origin: Origin
+    flats: list[FlatShard] = dataclasses.field(default_factory=list)
+
+    @property
+    def slots(self) -> Iterator[ParameterSlot]:
+        """All parameters of the unit."""
+        return (slot for flat in self.flats for slot in flat.slots)
+
+    @property
+    def title(self) -> str:
+        """Name for people: never empty."""
+        return self.name or "(root)"
+
+    def parameter_name(self, slot: ParameterSlot) -> str:
+        """Fully qualified name of a parameter in the outermost sharded module."""
+        return f"{self.name}.{slot.name}" if self.name else slot.name
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes that this rank holds of the unit's parameters, padding included."""
+        return sum(flat.leaf.numel() * flat.leaf.element_size() for flat in self.flats)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the unit's full parameters in their stored dtype."""
+        return sum(slot.parameter.numel() * slot.parameter.element_size() for slot in self.slots)
+
+
+def device_of(unit: Unit) -> torch.device:
+    """Where the unit's flat shards live."""
+    return unit.flats[0].leaf.device

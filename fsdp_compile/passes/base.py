@@ -1,0 +1,27 @@
+"""What every pass is."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from fsdp_compile.ir.graph import StepGraph
+
+PlanT = TypeVar("PlanT")
+
+
+class GraphPass(Protocol[PlanT]):
+    """One rewrite of a forward or backward graph.
+
+    Attributes:
+        name: As users write it, such as "insert-collectives".
+    """
+
+    name: str
+
+    def plan(self, step: StepGraph) -> PlanT:
+        """Decides what to do; reads the graph and changes nothing."""
+        ...
+
+    def apply(self, step: StepGraph, plan: PlanT) -> None:
+        """Does what the plan says and decides nothing."""
+        ...

@@ -1,0 +1,69 @@
+"""Marks where each gathered bucket is freed: right after its last use.
+
+    %y = mm(%x, %w)   ->   %y = mm(%x, %w); fsdp.reshard([%gathered_w])
+
+A bucket whose memory leaves the graph (the model returns a parameter, or it is kept for backward on request) is left
+alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch.fx as fx
+
+from fsdp_compile.ir.edit import GraphBuilder
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.markers import RESHARD
+from fsdp_compile.ir.queries import aliases, last_of
+from fsdp_compile.ir.record import Record, Role, require, role_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """Free `messages` right after `last_use`."""
+
+    messages: tuple[fx.Node, ...]
+    last_use: fx.Node
+    record: Record
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshardPlan:
+    """What is freed where, and the gathers whose memory leaves the graph."""
+
+    releases: tuple[Release, ...]
+    kept: tuple[fx.Node, ...]
+
+
+class ScheduleReshard:
+    """The pass; see the module's docstring."""
+
+    name = "schedule-reshard"
+
+    def plan(self, step: StepGraph) -> ReshardPlan:
+        """Finds the last use of each bucket."""
+        order = step.order()
+        releases, kept = [], []
+        for gather in step.nodes(Role.GATHER):
+            waits = _waits(gather)
+            shared = aliases(waits)
+            users = {user for node in shared for user in node.users}
+            if step.output in users:
+                kept.append(gather)
+                continue
+            record = dataclasses.replace(require(gather), role=Role.RESHARD)
+            releases.append(Release(tuple(waits), last_of([*users, *shared], order), record))
+        return ReshardPlan(tuple(releases), tuple(kept))
+
+    def apply(self, step: StepGraph, plan: ReshardPlan) -> None:
+        """Inserts the markers."""
+        for release in plan.releases:
+            b = GraphBuilder(step.graph, release.record, release.last_use)
+            with step.graph.inserting_after(release.last_use):
+                b.call(RESHARD, list(release.messages))
+
+
+def _waits(gather: fx.Node) -> list[fx.Node]:
+    started = [gather, *(u for u in gather.users if role_of(u) is Role.GATHER_ITEM)]
+    return [u for s in started for u in s.users if role_of(u) is Role.GATHER_WAIT]

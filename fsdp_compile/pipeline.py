@@ -1,0 +1,48 @@
+"""The pipeline: everything that happens to a graph, in order.
+
+    Dynamo's graph      one `fsdp.unshard` marker per read of a parameter            parameters/reads.py
+    1. capture          AOTAutograd makes the joint graph; flat shards are named     capture/inputs.py
+    2. partition        forward and backward; gathered parameters are never saved    capture/partition.py
+    3. passes           the list below, on either graph                              passes/
+    4. verify           the rules that every graph must keep                         verify/
+    5. lower            Inductor, or operator by operator                            lower/
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.passes.base import GraphPass
+from fsdp_compile.passes.bucket import BucketCollectives
+from fsdp_compile.passes.insert_collectives import InsertCollectives
+from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
+from fsdp_compile.passes.schedule_reduce import ScheduleReduce
+from fsdp_compile.passes.schedule_reshard import ScheduleReshard
+from fsdp_compile.verify.check import check
+
+
+def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
+    """The passes in the order in which they run."""
+    return (
+        InsertCollectives(),
+        BucketCollectives(),
+        SchedulePrefetch(distance=options.prefetch),
+        ScheduleReduce(),
+        ScheduleReshard(),
+    )
+
+
+def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
+    """Runs all passes on one graph in place, verifies it and returns it.
+
+    Raises:
+        InvariantError: If the result breaks a rule of `verify/`.
+    """
+    for graph_pass in passes(options):
+        graph_pass.apply(step, graph_pass.plan(step))
+    step.graph.lint()
+    check(step)
+    step.gm.recompile()
+    return step
