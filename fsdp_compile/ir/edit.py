@@ -56,7 +56,7 @@ class GraphBuilder:
 def infer_value(node: fx.Node) -> Any:  # noqa: ANN401
     """The fake result of a node, out of the fake values of its inputs."""
     args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
-    mode = detect_fake_mode([a.meta["val"] for a in node.all_input_nodes])
+    mode = detect_fake_mode([n.meta.get("val") for n in node.graph.find_nodes(op="placeholder")])
     if mode is None:
         return node.target(*args, **kwargs)  # type: ignore[operator]
     with mode:

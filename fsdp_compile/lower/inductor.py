@@ -31,6 +31,10 @@ class _Partitioner(_torch.CustomPartitionerFn):
         # Inductor's cache looks graphs up by their text after our passes; how they came about does not matter to it.
         return "fsdp_compile"
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        # The same for the settings themselves, which the cache pickles into its key.
+        return str, (self.uuid(),)
+
 
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], region: Region, settings: Mapping[str, Any]

@@ -219,7 +219,7 @@ def join_pieces(b: GraphBuilder, flat: fx.Node, pieces: Iterable[tuple[int, fx.N
 
     def zeros_until(offset: int) -> None:
         if offset > end:
-            parts.append(b.call(aten.new_zeros.default, flat, [offset - end]))
+            parts.append(b.call(aten.full.default, [offset - end], 0, dtype=value.dtype, device=value.device))
 
     for offset, piece in sorted(pieces, key=lambda item: item[0]):
         zeros_until(offset)
