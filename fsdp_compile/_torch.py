@@ -5,19 +5,17 @@ Everything here was checked on torch 2.11, 2.13 and 2.15; where the versions dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import CodeType, FrameType
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # noqa: F401  marks wait_tensor as impure, which keeps it from FX's DCE
-import torch.fx as fx
+import torch.distributed._functional_collectives
+from torch import fx
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch._dynamo import symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -35,6 +33,7 @@ __all__ = [
     "CheckpointPolicy",
     "CustomPartitionerFn",
     "FakeTensorMode",
+    "OpOverload",
     "OptimizedModule",
     "TracingContext",
     "aot_autograd",
@@ -53,6 +52,7 @@ __all__ = [
     "skip_code",
 ]
 
+OpOverload = torch._ops.OpOverload
 collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
 
@@ -63,16 +63,14 @@ def make_dtensor(local: torch.Tensor, like: DTensor, *, requires_grad: bool = Fa
     if local.dtype != like.dtype:
         meta = TensorMeta(like.shape, like.stride(), local.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, meta)
-    return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+    return DTensor(local, spec, requires_grad=requires_grad)
 
 
-def new_dtensor(
-    local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[Any, ...], shape: torch.Size
-) -> DTensor:
+def new_dtensor(local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[Any, ...], shape: torch.Size) -> DTensor:
     """A DTensor of global `shape` (contiguous) over this rank's `local` part; no communication, no check."""
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, placements, TensorMeta(shape, stride, local.dtype))
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(local, spec, requires_grad=False)
 
 
 def local_tensor(parameter: DTensor) -> torch.Tensor:
@@ -85,6 +83,19 @@ def set_local_tensor(parameter: DTensor, local: torch.Tensor) -> None:
     parameter._local_tensor = local
 
 
+def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Gives `new` the gradient hooks that users registered on `old`."""
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
+
+
+def plain_torch_functions() -> Any:
+    """A context in which `__torch_function__` of subclasses is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def resolve_group(name: str) -> dist.ProcessGroup | None:
     """The process group that is registered under `name`, or `None`."""
     try:
@@ -95,11 +106,11 @@ def resolve_group(name: str) -> dist.ProcessGroup | None:
 
 def register_group_alias(name: str, group: dist.ProcessGroup) -> None:
     """Registers a second, rank-independent name under which graphs find `group`."""
-    _register_process_group(name, group)
+    _register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
 
 
 def root_frame_locals() -> Mapping[str, Any] | None:
-    """Locals of the frame that Dynamo is compiling right now, by name as sources spell them."""
+    """Locals of the frame that Dynamo is compiling right now."""
     translator = _root_translator()
     return None if translator is None else translator.f_locals
 
@@ -122,7 +133,7 @@ def restart_trace() -> TensorifyScalarRestartAnalysis:
     return TensorifyScalarRestartAnalysis(restart_reason="fsdp_compile sharded the model")
 
 
-def _root_translator() -> Any:  # noqa: ANN401  Dynamo's InstructionTranslator has no public type
+def _root_translator() -> Any:
     try:
         return symbolic_convert.InstructionTranslator.current_tx()
     except AttributeError:
@@ -130,7 +141,7 @@ def _root_translator() -> Any:  # noqa: ANN401  Dynamo's InstructionTranslator h
 
 
 def source_prefixes(placeholder: fx.Node) -> list[str]:
-    """Python expressions over `L` (locals) and `G` (globals) that lead to a graph input, shortest first, itself last."""
+    """Expressions over `L` (locals) and `G` (globals) that lead to a graph input, shortest first, itself last."""
     source = getattr(placeholder, "_dynamo_source", None)
     found: list[str] = []
     while source is not None:

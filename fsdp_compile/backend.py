@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.fx as fx
+from torch import fx
 
 from fsdp_compile import _torch
 from fsdp_compile.capture.inputs import flat_inputs

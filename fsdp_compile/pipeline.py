@@ -1,11 +1,11 @@
 """The pipeline: everything that happens to a graph, in order.
 
-    Dynamo's graph      one `fsdp.unshard` marker per read of a parameter            parameters/reads.py
-    1. capture          AOTAutograd makes the joint graph; flat shards are named     capture/inputs.py
-    2. partition        forward and backward; gathered parameters are never saved    capture/partition.py
-    3. passes           the list below, on either graph                              passes/
-    4. verify           the rules that every graph must keep                         verify/
-    5. lower            Inductor, or operator by operator                            lower/
+Dynamo's graph: one `fsdp.unshard` marker per read of a parameter           parameters/reads.py
+1. capture: AOTAutograd makes the joint graph; its flat shards are named    capture/inputs.py
+2. partition: forward and backward; gathered parameters are never saved     capture/partition.py
+3. passes: the list below, on either graph                                  passes/
+4. verify: the rules that every graph must keep                             verify/
+5. lower: Inductor, or operator by operator                                 lower/
 """
 
 from __future__ import annotations

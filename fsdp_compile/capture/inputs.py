@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.fx as fx
+from torch import fx
 
 from fsdp_compile.ir.record import KEY, Phase, Record, Role
 from fsdp_compile.parameters.flat import FlatShard

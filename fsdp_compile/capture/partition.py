@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.fx as fx
+from torch import fx
 
 from fsdp_compile._torch import CheckpointPolicy, min_cut_rematerialization_partition
 from fsdp_compile.ir.queries import UNSHARD, parameter_only
@@ -27,7 +27,7 @@ def mark_reads(joint: fx.Graph) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:  # noqa: ANN401
+def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Splits a joint graph into forward and backward with the min-cut partitioner, after `mark_reads`.
 
     Args:

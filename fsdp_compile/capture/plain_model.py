@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
-import torch.fx as fx
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import _torch
@@ -56,7 +55,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
     return sharded
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: object) -> TypeGuard[nn.Parameter]:
     return (
         isinstance(value, nn.Parameter)
         and not isinstance(value, DTensor | MovedParameter)
@@ -98,8 +97,8 @@ def _modules_on_the_way(placeholder: fx.Node) -> Iterator[nn.Module]:
     scope = {"L": _torch.root_frame_locals() or {}, "G": _torch.root_frame_globals()}
     for expression in _torch.source_prefixes(placeholder):
         try:
-            value = eval(expression, dict(scope))  # noqa: S307  Dynamo wrote the expression
-        except Exception:  # noqa: BLE001, S112  some guard expressions use helpers of Dynamo's own: not a module's path
+            value = eval(expression, dict(scope))
+        except Exception:
             continue
         if isinstance(value, nn.Module):
             yield value

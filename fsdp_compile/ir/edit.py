@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.fx as fx
+from torch import fx
 from torch.utils._pytree import tree_map
 
 from fsdp_compile._torch import detect_fake_mode
@@ -31,7 +31,7 @@ class GraphBuilder:
         self.record = record
         self.source = source
 
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:  # noqa: ANN401
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Records `op` and infers the type of its result."""
         node = self.graph.call_function(op, args, kwargs)
         node.meta.update({key: self.source.meta[key] for key in _PROVENANCE if key in self.source.meta})
@@ -53,7 +53,7 @@ class GraphBuilder:
             self.record = before
 
 
-def infer_value(node: fx.Node) -> Any:  # noqa: ANN401
+def infer_value(node: fx.Node) -> Any:
     """The fake result of a node, out of the fake values of its inputs."""
     args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
     mode = detect_fake_mode([n.meta.get("val") for n in node.graph.find_nodes(op="placeholder")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import torch.fx as fx
+from torch import fx
 
 from fsdp_compile.ir.record import Phase, Role, role_of
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.fx as fx
+from torch import fx
 
 
 @torch.library.custom_op("fsdp::reshard", mutates_args=())
-def reshard(messages: Sequence[torch.Tensor]) -> None:  # noqa: ARG001
+def reshard(messages: Sequence[torch.Tensor]) -> None:
     """Marks gathered messages as freed."""
 
 

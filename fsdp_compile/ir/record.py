@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-import torch.fx as fx
+from torch import fx
 
 from fsdp_compile.parameters.spec import ReadSpec
 

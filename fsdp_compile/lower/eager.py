@@ -1,11 +1,11 @@
-"""Lowering operator by operator: the transformed graphs run as they are written, with no decomposition and no fusion."""
+"""Lowering operator by operator: the transformed graphs run as written, neither decomposed nor fused."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch.fx as fx
+from torch import fx
 
 from fsdp_compile import _torch
 from fsdp_compile.ir.record import Phase
@@ -13,7 +13,7 @@ from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.runtime import Compiled
 
 
-def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], region: Region) -> Any:  # noqa: ANN401
+def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], region: Region) -> Any:
     """Makes a callable of a Dynamo graph that runs the transformed graphs by themselves.
 
     Args:
@@ -47,7 +47,7 @@ def _boxed(gm: fx.GraphModule) -> Compiled:
     """A callable that takes its arguments in a list and empties it, so that each is freed after its last use."""
     interpreter = fx.Interpreter(gm)
 
-    def run(args: list[Any]) -> Any:  # noqa: ANN401
+    def run(args: list[Any]) -> Any:
         return interpreter.boxed_run(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]

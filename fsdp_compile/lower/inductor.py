@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.fx as fx
+from torch import fx
 
 from fsdp_compile import _torch
 from fsdp_compile.ir.record import Phase
@@ -24,7 +24,7 @@ class _Partitioner(_torch.CustomPartitionerFn):
     def __init__(self, region: Region) -> None:
         self._region = region
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:  # noqa: ANN401
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         return self._region.partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
@@ -38,7 +38,7 @@ class _Partitioner(_torch.CustomPartitionerFn):
 
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], region: Region, settings: Mapping[str, Any]
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Compiles a Dynamo graph.
 
     Args:
@@ -48,7 +48,7 @@ def compile_with_inductor(
         settings: Inductor settings of the user's.
     """
 
-    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:  # noqa: ANN401
+    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
         if not region.steps:
             region.inference(gm)

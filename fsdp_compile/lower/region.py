@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch.fx as fx
+from torch import fx
 
-from fsdp_compile import _torch
 from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.capture.partition import partition
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.markers import erase_markers
 from fsdp_compile.ir.record import Phase, Record
-from fsdp_compile.lower.runtime import Compiled, arrivals, note_arrivals
+from fsdp_compile.lower.runtime import Compiled, arrivals, check_views, flat_positions, note_arrivals
 
 Transform = Callable[[StepGraph], StepGraph]
 
@@ -34,7 +32,7 @@ class Region:
     transform: Transform
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
 
-    def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:  # noqa: ANN401
+    def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
         name_inputs(joint.graph, self.flats)
         forward, backward = partition(joint, inputs, **kwargs)
@@ -51,8 +49,12 @@ class Region:
 
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:
         """Compiles a transformed graph and adds what has to run around it."""
-        noted = arrivals(StepGraph(gm, phase)) if phase is Phase.BACKWARD else []
+        step = StepGraph(gm, phase)
+        noted = arrivals(step) if phase is Phase.BACKWARD else []
+        positions = flat_positions(step) if phase is Phase.FORWARD else []
         erase_markers(gm.graph)
         gm.recompile()
         compiled = compile_graph()
-        return note_arrivals(compiled, noted) if noted else compiled
+        if noted:
+            return note_arrivals(compiled, noted)
+        return check_views(compiled, positions) if positions else compiled

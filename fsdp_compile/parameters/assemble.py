@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from fsdp_compile._torch import OpOverload
 from fsdp_compile.parameters.spec import ReadSpec
 
 T = TypeVar("T")
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 class Builder(Protocol, Generic[T]):
     """Runs or records operators."""
 
-    def call(self, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
+    def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> T:
         """Applies `op`."""
         ...
 
@@ -32,7 +33,7 @@ class Builder(Protocol, Generic[T]):
 class EagerBuilder:
     """Runs operators on tensors at once."""
 
-    def call(self, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+    def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Applies `op` to tensors."""
         return op(*args, **kwargs)
 

@@ -6,12 +6,13 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch import local_tensor
 from fsdp_compile.parameters.spec import ReadSpec
 
 if TYPE_CHECKING:
@@ -54,13 +55,13 @@ class FlatShard:
     """The parameters of one unit that share a dtype and trainability, in one 1-D buffer per rank.
 
     Attributes:
-        leaf: The buffer, `[numel]`, the same size on every rank. Reads gather from it, and autograd accumulates into it.
+        leaf: The buffer, `[numel]`, the same size on every rank. Reads gather from it, autograd accumulates into it.
         slots: The parameters in it, by offset.
         arrived: Offsets of the slots that got a gradient in the backward that is running.
         unit: The unit that it belongs to.
     """
 
-    _by_address: weakref.WeakValueDictionary[int, FlatShard] = weakref.WeakValueDictionary()
+    _by_address: ClassVar[weakref.WeakValueDictionary[int, FlatShard]] = weakref.WeakValueDictionary()
 
     def __init__(self, unit: Unit, leaf: nn.Parameter, slots: Iterable[ParameterSlot]) -> None:
         self.unit = unit
@@ -81,3 +82,18 @@ class FlatShard:
     def note_gradients(self, offsets: Iterable[int]) -> None:
         """Notes which slots the gradient that is about to be accumulated covers; the others get none."""
         self.arrived.update(offsets)
+
+    def is_broken(self) -> bool:
+        """Whether some parameter is no longer its view of this buffer: replaced, converted, moved, frozen, thawed.
+
+        Looks at identities alone, since it runs once per parameter at every step.
+        """
+        trainable = self.leaf.requires_grad
+        for slot in self.slots:
+            parameter = slot.parameter
+            if local_tensor(parameter) is not slot.local or parameter.requires_grad is not trainable:  # type: ignore[arg-type]
+                return True
+            for module, attribute in slot.owners:
+                if module._parameters.get(attribute) is not parameter:
+                    return True
+        return False

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp_compile import _torch
 from fsdp_compile._torch import make_dtensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters.flat import ParameterSlot
@@ -26,7 +27,7 @@ class MovedParameter(nn.Parameter):
     slot: ParameterSlot
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """The sharded gradient of the successor."""
         return self.slot.parameter.grad
 
@@ -35,10 +36,10 @@ class MovedParameter(nn.Parameter):
         self.slot.parameter.grad = value
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401, ARG003
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuses to compute with memory that is gone; reading attributes is allowed."""
         if getattr(func, "__name__", "") in ("__get__", "__set__", "__hash__", "__repr__"):
-            with torch._C.DisableTorchFunctionSubclass():
+            with _torch.plain_torch_functions():
                 return func(*args, **(kwargs or {}))
         moved = next((a for a in args if isinstance(a, MovedParameter)), None)
         raise ConfigError(
@@ -81,14 +82,15 @@ def _is_optimizer(candidate: object) -> bool:
     return issubclass(type(candidate), Optimizer)
 
 
-def _shard_state(state: Any, slot: ParameterSlot, shape: torch.Size) -> Any:  # noqa: ANN401
+def _shard_state(state: Any, slot: ParameterSlot, shape: torch.Size) -> Any:
     if not isinstance(state, dict):
         raise ConfigError(
             f"an optimizer holds state of type {type(state).__name__}, which cannot be sharded",
             where=slot.name,
             instead="make the optimizer after the first call of the compiled model",
         )
-    def convert(value: Any) -> Any:  # noqa: ANN401
+
+    def convert(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == shape and value.dim():
             return shard_like(value, slot)
         return value

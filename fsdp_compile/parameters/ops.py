@@ -83,17 +83,17 @@ def _reduced(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
     return message
 
 
-def _save(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:  # noqa: ANN401, ARG001
+def _save(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:  # noqa: ARG001
     flat, ctx.spec = inputs
     ctx.save_for_backward(flat)
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
     (flat,) = ctx.saved_tensors
     return torch.ops.fsdp.reduce_grad(flat, grad, ctx.spec), None
 
 
-def _refuse_double_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:  # noqa: ANN401, ARG001
+def _refuse_double_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:  # noqa: ARG001
     raise UnsupportedModelError(
         "a gradient of a gradient goes through a sharded parameter (double backward)",
         where="torch.autograd.grad(..., create_graph=True) or backward(create_graph=True)",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,22 +21,30 @@ from torch.utils._pytree import tree_map
 from fsdp_compile._torch import skip_code
 from fsdp_compile.parameters import ops  # noqa: F401  registers fsdp::unshard
 from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.unit import Unit
+
+Read = tuple[nn.Parameter, str, FlatShard]
 
 READS = "_fsdp_reads"
-"""Attribute of a sharded module: parameter name to (flat shard's leaf, text of its `ReadSpec`)."""
+"""Attribute of a sharded module: parameter name to (flat shard's leaf, text of its `ReadSpec`, flat shard)."""
 PRECISION = "_fsdp_precision"
 """Attribute of a module on which a mixed-precision policy was set, to cast its inputs and outputs."""
+_UNITS_BELOW = "_fsdp_units_below"
+_layouts = [0]
+"""How often anything was laid out, so that what modules remember of it can be told stale."""
 _classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 _forward_depth = threading.local()
 
 
-def gather_on_read(module: nn.Module, reads: dict[str, tuple[nn.Parameter, str]]) -> None:
-    """Makes `module` gather the named parameters when its forward reads them.
+def gather_on_read(module: nn.Module, reads: Mapping[str, Read]) -> None:
+    """Makes `module` gather the named parameters, besides those it gathers already, when its forward reads them.
 
     Args:
         module: The module; its class is replaced by a subclass.
-        reads: For each parameter name, the leaf that it is gathered from and the text of its `ReadSpec`.
+        reads: For each parameter name, the leaf that it is gathered from, the text of its `ReadSpec`, the flat shard.
     """
+    reads = {**module.__dict__.get(READS, {}), **reads}
+    _layouts[0] += 1
     original = original_class(module)
     object.__setattr__(module, READS, reads)
     key = (original, tuple(sorted(reads)))
@@ -68,8 +77,8 @@ def _make_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
 def _read_property(name: str) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         if torch.compiler.is_compiling() or in_forward():
-            flat, spec = getattr(module, READS)[name]
-            return torch.ops.fsdp.unshard(flat, spec)
+            entry = getattr(module, READS)[name]
+            return torch.ops.fsdp.unshard(entry[0], entry[1])
         return module._parameters[name]
 
     return property(read)
@@ -82,6 +91,8 @@ def _forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: AN
     if torch.compiler.is_compiling():
         output = self._fsdp_original_forward(*args, **kwargs)
     else:
+        if not in_forward():
+            before_step(self)
         output = call_in_forward(self._fsdp_original_forward, args, kwargs)
     if precision is not None:
         output = cast_output(precision, output)
@@ -93,12 +104,30 @@ def _forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: AN
 skip_code(_forward.__code__)
 
 
+def before_step(module: nn.Module) -> None:
+    """Restores the parameters below `module` that are no longer views of their flat shards."""
+    from fsdp_compile.parameters import integrity  # it lays units out anew, which needs this module
+
+    for unit in _units_read_below(module):
+        integrity.check(unit)
+
+
+def _units_read_below(module: nn.Module) -> list[Unit]:
+    """Units that modules in `module` read from; remembered until anything is sharded or laid out anew."""
+    cached = module.__dict__.get(_UNITS_BELOW)
+    if cached is None or cached[0] != _layouts[0]:
+        reads = [read for m in module.modules() for read in m.__dict__.get(READS, {}).values()]
+        cached = (_layouts[0], list(dict.fromkeys(flat.unit for _, _, flat in reads)))
+        object.__setattr__(module, _UNITS_BELOW, cached)
+    return cached[1]
+
+
 def in_forward() -> bool:
     """Whether this thread is inside the forward of a sharded module that runs eagerly."""
     return getattr(_forward_depth, "value", 0) > 0
 
 
-def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `function` so that reads of managed parameters in it gather."""
     _forward_depth.value = getattr(_forward_depth, "value", 0) + 1
     try:
@@ -120,10 +149,10 @@ def cast_inputs(
     return tree_map(cast, args), tree_map(cast, kwargs)
 
 
-def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:  # noqa: ANN401
+def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
     """Floating-point outputs in the policy's `output_dtype`, if it has one."""
     return output if policy.output_dtype is None else tree_map(functools.partial(_cast, policy.output_dtype), output)
 
 
-def _cast(dtype: torch.dtype, value: Any) -> Any:  # noqa: ANN401
+def _cast(dtype: torch.dtype, value: Any) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

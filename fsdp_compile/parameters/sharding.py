@@ -15,7 +15,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters import splitting, storage
 from fsdp_compile.parameters.groups import check_mesh, default_mesh
 from fsdp_compile.parameters.moved import MovedParameter
-from fsdp_compile.parameters.reads import PRECISION
+from fsdp_compile.parameters.reads import PRECISION, READS, gather_on_read
 from fsdp_compile.parameters.spec import Reshard
 from fsdp_compile.parameters.splitting import WrapPolicy
 from fsdp_compile.parameters.storage import Member, PlacementFn
@@ -198,10 +198,9 @@ def _unmanaged(root: nn.Module, ignored: set[int]) -> Iterator[Occurrence]:
 
 def _join_slot(moved: MovedParameter, module: nn.Module, attribute: str) -> None:
     owner, owner_attribute = moved.slot.owners[0]
-    reads = {**module.__dict__.get(storage.READS, {}), attribute: owner.__dict__[storage.READS][owner_attribute]}
     module._parameters[attribute] = moved.slot.parameter
     moved.slot.owners.append((module, attribute))
-    storage.gather_on_read(module, reads)
+    gather_on_read(module, {attribute: getattr(owner, READS)[owner_attribute]})
 
 
 def _make_units(
@@ -243,4 +242,4 @@ def _nearest(name: str, chosen: dict[str, nn.Module]) -> str:
 
 def _cast_at(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
     object.__setattr__(module, PRECISION, policy)
-    storage.gather_on_read(module, module.__dict__.get(storage.READS, {}))
+    gather_on_read(module, {})

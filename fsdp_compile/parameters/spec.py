@@ -100,7 +100,7 @@ class ReadSpec:
         return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def parse(text: str) -> ReadSpec:
     """Reads the text of a `ReadSpec` back.
 

@@ -1,4 +1,4 @@
-"""Building a unit's flat shards out of whatever its modules hold now: full parameters, or shards of an earlier layout."""
+"""Building a unit's flat shards out of what its modules hold: full parameters, or shards of an earlier layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters import handover, layout, moved
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.groups import alias_of
-from fsdp_compile.parameters.reads import READS, gather_on_read
+from fsdp_compile.parameters.reads import gather_on_read
 from fsdp_compile.parameters.rows import local_part, local_shape
 from fsdp_compile.parameters.spec import ReadSpec
 from fsdp_compile.parameters.unit import Unit, UnitPolicy
@@ -51,11 +51,10 @@ def fill(unit: Unit, members: Sequence[Member]) -> None:
     groups = [list(group) for _, group in itertools.groupby(sorted(members, key=key), key)]
     order = {id(m): i for i, m in enumerate(members)}
     unit.flats = [_flat_shard(unit, sorted(group, key=lambda m: order[id(m)])) for group in groups]
-    for slot, flat in ((slot, flat) for flat in unit.flats for slot in flat.slots):
-        for module, attribute in slot.owners:
-            module._parameters[attribute] = slot.parameter
-            reads = {**module.__dict__.get(READS, {}), attribute: (flat.leaf, slot.spec.text)}
-            gather_on_read(module, reads)
+    for flat in unit.flats:
+        for slot in flat.slots:
+            for module, attribute in slot.owners:
+                gather_on_read(module, {attribute: (flat.leaf, slot.spec.text, flat)})
     if old_shapes:
         moved.update_optimizers(old_shapes)
 
@@ -78,9 +77,7 @@ def _device(parameter: nn.Parameter) -> torch.device:
     return _torch.local_tensor(parameter).device if isinstance(parameter, DTensor) else parameter.device
 
 
-def _slot(
-    unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, sent: torch.dtype
-) -> ParameterSlot:
+def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, sent: torch.dtype) -> ParameterSlot:
     policy, parameter = unit.policy, member.parameter
     shape = tuple(parameter.shape)
     spec = ReadSpec(
@@ -100,26 +97,54 @@ def _slot(
     numel = torch.Size(held).numel()
     local = buffer[place.offset : place.offset + numel].view(held)
     slot = ParameterSlot(member.name, member.owners, parameter, spec, held, local)
-    if isinstance(parameter, DTensor):
-        local.copy_(_torch.local_tensor(parameter).detach())
-        _torch.set_local_tensor(parameter, local)
-    else:
-        with torch.no_grad():
-            local.copy_(local_part(parameter, member.dim, policy.size, policy.rank))
-        slot.parameter = _sharded_parameter(parameter, local, policy, member.dim)
-        moved.retire(parameter, slot)
+    adopt(slot, parameter, policy)
     return slot
 
 
-def _sharded_parameter(
-    full: nn.Parameter, local: torch.Tensor, policy: UnitPolicy, dim: int | None
-) -> nn.Parameter:
+def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> None:
+    """Copies a parameter's values into its slot, and makes the slot's modules hold a DTensor that is a view of it.
+
+    Args:
+        slot: The slot; `slot.parameter` is set.
+        parameter: Either sharded as the slot is, then it keeps its identity, or full, then it is retired.
+        policy: Of the slot's unit.
+
+    Raises:
+        ConfigError: If the parameter is a DTensor of another mesh or placement.
+    """
+    placements = _placements(policy, slot.spec.dim)
+    if isinstance(parameter, DTensor):
+        if parameter.device_mesh != policy.mesh or tuple(parameter.placements) != placements:
+            raise ConfigError(
+                f"the parameter is a DTensor with placements {tuple(parameter.placements)} on {parameter.device_mesh}",
+                where=slot.name,
+                instead=f"a full tensor, or one with placements {placements} on {policy.mesh}",
+            )
+        slot.local.copy_(_torch.local_tensor(parameter).detach())
+        _torch.set_local_tensor(parameter, slot.local)
+        slot.parameter = parameter
+    else:
+        with torch.no_grad():
+            slot.local.copy_(local_part(parameter, slot.spec.dim, policy.size, policy.rank))
+        slot.parameter = _sharded_parameter(parameter, slot.local, policy, placements)
+        moved.retire(parameter, slot)
+    for module, attribute in slot.owners:
+        module._parameters[attribute] = slot.parameter
+
+
+def _placements(policy: UnitPolicy, dim: int | None) -> tuple[Shard | Replicate, ...]:
     inner = Replicate() if dim is None else Shard(dim)
-    placements = (inner,) if policy.mesh.ndim == 1 else (Replicate(), inner)
+    return (inner,) if policy.mesh.ndim == 1 else (Replicate(), inner)
+
+
+def _sharded_parameter(
+    full: nn.Parameter, local: torch.Tensor, policy: UnitPolicy, placements: tuple[Shard | Replicate, ...]
+) -> nn.Parameter:
     dtensor = _torch.new_dtensor(local, policy.mesh, placements, full.shape)
     sharded = nn.Parameter(dtensor, requires_grad=full.requires_grad)
     for attribute, value in vars(full).items():  # marks that users and libraries put on parameters
         setattr(sharded, attribute, value)
+    _torch.move_hooks(full, sharded)
     return sharded
 
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from operator import getitem
 
 import torch
-import torch.fx as fx
+from torch import fx
 
-from fsdp_compile._torch import collectives
+from fsdp_compile._torch import OpOverload, collectives
 from fsdp_compile.ir.edit import GraphBuilder, erase_unused
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import first_of, last_of, upstream
@@ -207,7 +207,7 @@ def _shard_message(b: GraphBuilder, piece: Piece) -> fx.Node:
 
 def start_grouped(
     b: GraphBuilder,
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     args: tuple[object, ...],
     pieces: Sequence[Piece],
     roles: tuple[Role, Role, Role],
@@ -252,12 +252,19 @@ def _write_reduction(step: StepGraph, bucket: Bucket) -> list[fx.Node]:
         return [average_over_replicas(b, shard, spec) for shard in waited]
 
 
+def _sent(single: Single) -> fx.Node:
+    """The message of a single collective."""
+    message = single.start.args[0]
+    assert isinstance(message, fx.Node)
+    return message
+
+
 def _gradient_message(b: GraphBuilder, piece: Piece) -> fx.Node:
     """`[size * span]`: rank after rank, each with its rows of every gradient in the piece."""
     b.record = piece.record(Role.GRADIENT)
     if len(piece.singles) == 1:
-        return piece.singles[0].start.args[0]  # type: ignore[return-value]
-    rows = [assemble.view(b, s.start.args[0], [s.spec.size, s.spec.extent]) for s in piece.singles]  # type: ignore[arg-type]
+        return _sent(piece.singles[0])
+    rows = [assemble.view(b, _sent(s), [s.spec.size, s.spec.extent]) for s in piece.singles]
     return assemble.view(b, b.call(aten.cat.default, rows, 1), [piece.singles[0].spec.size * piece.span])
 
 

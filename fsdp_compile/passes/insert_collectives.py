@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterable
 
 import torch
-import torch.fx as fx
+from torch import fx
 
 from fsdp_compile._torch import collectives
 from fsdp_compile.errors import UnsupportedModelError

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch.fx as fx
+from torch import fx
 
 from fsdp_compile.ir.edit import move_before
 from fsdp_compile.ir.graph import StepGraph

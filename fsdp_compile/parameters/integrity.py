@@ -1,0 +1,117 @@
+"""Parameters that are no longer views of their flat shard: noticed before a step, and put back.
+
+`.to()`, `load_state_dict(assign=True)`, `module.weight = nn.Parameter(...)` and `requires_grad_()` all change what a
+module holds. The next step would read the old values, and updates would go to memory that nobody gathers. So every
+step begins with a look at the identities of all parameters; where one has changed, its values are copied into place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import _torch
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters import moved, storage
+from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
+from fsdp_compile.parameters.unit import Unit
+
+
+def check(unit: Unit) -> None:
+    """Makes every parameter of `unit` a view again, with the values that its module holds now.
+
+    New dtypes, devices, shapes and trainability give the unit new flat shards.
+
+    Raises:
+        ConfigError: If a parameter is gone, is of another mesh, or is on the meta device.
+    """
+    if any(flat.is_broken() for flat in unit.flats):
+        repaired = [repair_in_place(flat) for flat in unit.flats]
+        if not all(repaired):
+            storage.fill(unit, _members(unit))
+    for flat in unit.flats:
+        if flat.leaf.device.type == "meta":
+            raise ConfigError(
+                "a parameter is on the meta device and has no value yet",
+                where=unit.parameter_name(flat.slots[0]),
+                instead="call model.to_empty(device=...), then initialize (each module's reset_parameters()) or load a "
+                "checkpoint, before the first step",
+            )
+
+
+def check_inside_graph(flat: FlatShard) -> None:
+    """The same for a compiled region whose inputs are chosen already: what does not fit in place is refused.
+
+    Raises:
+        ConfigError: If a parameter changed its dtype, device, shape or trainability since the region was entered.
+    """
+    if flat.is_broken() and not repair_in_place(flat):
+        changed = next(s for s in flat.slots if not _fits(_held(flat.unit, s) or s.parameter, s, flat.leaf))
+        raise ConfigError(
+            "a parameter changed its dtype, device, shape or requires_grad, and the compiled function cannot notice "
+            "that in time",
+            where=flat.unit.parameter_name(changed),
+            instead="compile the module itself (torch.compile(model, backend='fsdp')), or make the change before "
+            "the first compiled call",
+        )
+
+
+def repair_in_place(flat: FlatShard) -> bool:
+    """Copies changed parameters into their slots if they fit there as they are.
+
+    Returns:
+        Whether all of them fit.
+    """
+    found = [(slot, _held(flat.unit, slot)) for slot in flat.slots]
+    if any(held is None or not _fits(held, slot, flat.leaf) for slot, held in found):
+        return False
+    shapes = {id(held): held.shape for _, held in found if held is not None}
+    with torch.no_grad():
+        for slot, held in found:
+            if held is not None and (held is not slot.parameter or _local(held) is not slot.local):
+                storage.adopt(slot, held, flat.unit.policy)
+    moved.update_optimizers(shapes)
+    return True
+
+
+def _held(unit: Unit, slot: ParameterSlot) -> nn.Parameter | None:
+    """What all owners of a slot hold now; `None` if they hold different things."""
+    held = [module._parameters.get(attribute) for module, attribute in slot.owners]
+    if any(parameter is None for parameter in held):
+        raise ConfigError(
+            "a sharded parameter was removed from its module",
+            where=unit.parameter_name(slot),
+            instead="remove it before fully_shard() or the first compiled call",
+        )
+    return held[0] if all(parameter is held[0] for parameter in held) else None
+
+
+def _fits(held: nn.Parameter, slot: ParameterSlot, leaf: nn.Parameter) -> bool:
+    local = _local(held)
+    return (
+        tuple(held.shape) == slot.spec.shape
+        and local.dtype == leaf.dtype
+        and local.device == leaf.device
+        and held.requires_grad == leaf.requires_grad
+    )
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return _torch.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+def _members(unit: Unit) -> list[storage.Member]:
+    """What the modules of a unit hold now; parameters that were tied and no longer are become members of their own."""
+    members: dict[int, storage.Member] = {}
+    for slot in unit.slots:
+        for module, attribute in slot.owners:
+            parameter = module._parameters[attribute]
+            assert parameter is not None
+            known = members.get(id(parameter))
+            if known is not None:
+                known.owners.append((module, attribute))
+                continue
+            name = slot.name if (module, attribute) == slot.owners[0] else f"{slot.name} ({attribute})"
+            members[id(parameter)] = storage.Member(name, [(module, attribute)], parameter, slot.spec.dim)
+    return list(members.values())
