@@ -1,0 +1,71 @@
+"""`fsdp-compile COMMAND ...`: finds the command and turns errors of the user's into one message."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from fsdp_compile.cli import train
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
+
+
+class Command(Protocol):
+    """What a module of this folder has in order to be a command."""
+
+    NAME: str
+    ABOUT: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's arguments."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it, and return the exit status."""
+
+
+COMMANDS: Final[tuple[Command, ...]] = (train,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: Arguments after the program's name; None for those of this process.
+
+    Returns:
+        Exit status: 0 done, 1 failed, 2 wrong use, 128 + n ended by signal n.
+    """
+    arguments, unknown = make_parser().parse_known_args(argv)
+    try:
+        if unknown:
+            raise _unknown_argument(unknown[0], arguments)
+        return arguments.run(arguments)
+    except (ConfigError, UnsupportedModelError) as error:
+        # Below a launcher every rank finds the same mistake; one of them says it.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"fsdp-compile {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(prog="fsdp-compile", description="Fully sharded data parallel for torch.compile.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        sub = commands.add_parser(command.NAME, help=command.ABOUT, description=command.ABOUT)
+        command.add_arguments(sub)
+        flags = [flag for action in sub._actions for flag in action.option_strings]
+        sub.set_defaults(run=command.run, flags=flags)
+    return parser
+
+
+def _unknown_argument(argument: str, arguments: argparse.Namespace) -> ConfigError:
+    name = argument.split("=", maxsplit=1)[0]
+    near = difflib.get_close_matches(name, arguments.flags, n=1)
+    return ConfigError(f"unknown argument {name}", instead=near[0] if near else f"see {arguments.command} --help")

@@ -1,0 +1,113 @@
+"""`fsdp-compile train`: arguments of a training run, and its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from rich.console import Console
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.training.checkpoint import last_checkpoint
+from fsdp_compile.training.config import TrainConfig, flag
+from fsdp_compile.training.job import Job, Placement, new_job, resumed_job
+from fsdp_compile.training.launch import Interrupted, RankFailedError, join, launch
+from fsdp_compile.training.world import DeviceKind
+
+NAME = "train"
+ABOUT = "Train a small language model on real text over several processes, each holding its share of it."
+
+_NEWEST = "the newest run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One argument for each field of `TrainConfig`, and those that say where and on what to run."""
+    parser.usage = f"{parser.prog} [options]"
+    run = parser.add_argument_group("the run")
+    run.add_argument(
+        "--ranks",
+        type=int,
+        help="processes to start on this host (default: one per GPU, or 2; below torchrun: those it started)",
+    )
+    run.add_argument(
+        "--device",
+        type=DeviceKind,
+        choices=list(DeviceKind),
+        default=DeviceKind.AUTO,
+        help="cpu uses gloo, cuda uses NCCL (default: cuda where every local rank has a GPU)",
+    )
+    run.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the run (default: runs/<time>)")
+    run.add_argument(
+        "--resume",
+        nargs="?",
+        const=_NEWEST,
+        metavar="FOLDER",
+        help="go on from a run's last checkpoint (default: the newest run below runs/)",
+    )
+    options = parser.add_argument_group("what is trained")
+    types = get_type_hints(TrainConfig)
+    for field in fields(TrainConfig):
+        _add_option(options, field.name, types[field.name], field.default, field.metadata["about"])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train.
+
+    Args:
+        arguments: What `add_arguments` declared.
+
+    Returns:
+        0 when done, 1 when a rank failed, 128 + n when signal n ended it.
+
+    Raises:
+        ConfigError: An option has an impossible value.
+    """
+    placement = Placement.find(arguments.ranks)
+    job = _job(arguments, placement)
+    if placement.joins:
+        join(job)
+        return 0
+    try:
+        launch(job)
+    except Interrupted as interrupted:
+        Console().show_cursor()  # a rank that is killed cannot end its progress bar
+        print(f"\ninterrupted; {_how_to_go_on(job)}", file=sys.stderr)
+        return 128 + interrupted.signal
+    except RankFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _add_option(group: argparse._ArgumentGroup, name: str, kind: Any, default: Any, about: str) -> None:
+    """Declare an argument that is in the namespace only when given: a resumed run must know what changes."""
+    shown = "" if default is None else f" (default: {default!r})" if kind is str else f" (default: {default})"
+    settings: dict[str, Any] = {"help": (about + shown).replace("%", "%%")}
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        settings |= {"type": kind, "choices": list(kind)}
+    elif kind in (int, float):
+        settings |= {"type": kind, "metavar": "N" if kind is int else "X"}
+    else:
+        settings |= {"metavar": "PATH" if name == "data" else "TEXT"}
+    group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **settings)
+
+
+def _job(arguments: argparse.Namespace, placement: Placement) -> Job:
+    given = vars(arguments)
+    options = {field.name: given[field.name] for field in fields(TrainConfig) if field.name in given}
+    if arguments.resume is None:
+        return new_job(options, arguments.out, placement, arguments.device)
+    if arguments.out is not None:
+        raise ConfigError("a resumed run stays in its folder", where="--out", instead="--resume FOLDER alone")
+    folder = None if arguments.resume is _NEWEST else Path(arguments.resume)
+    return resumed_job(options, folder, placement, arguments.device)
+
+
+def _how_to_go_on(job: Job) -> str:
+    if last_checkpoint(job.folder.checkpoints) is None:
+        return "there is no checkpoint yet, start again"
+    return f"go on with: fsdp-compile train --resume {job.folder.path}"

@@ -1,0 +1,18 @@
+"""`fsdp-compile train`: a Llama-style language model trained on real text, one concern per file.
+
+The way of one run:
+
+| file | does |
+|---|---|
+| `config.py` | what is trained: every option, checked |
+| `job.py` | one run: its options, its folder, new or resumed |
+| `launch.py` | starts the local ranks, or joins an existing `torchrun` |
+| `world.py` | this rank, its device, its process group |
+| `corpus.py`, `batches.py` | text as bytes; which windows of it each step and rank reads |
+| `model.py`, `schedule.py` | the model; the learning rate of every step |
+| `trainer.py` | `torch.compile(model, backend="fsdp")`, AdamW, one step, the held-out loss |
+| `held_bytes.py` | what a rank holds against what an unsharded one would |
+| `checkpoint.py`, `metrics.py`, `plot.py`, `sample.py` | what a run leaves in its folder |
+| `progress.py` | what a run shows |
+| `loop.py` | the run itself |
+"""

@@ -1,0 +1,171 @@
+"""What is trained: every option of a training run, documented, with its default and its bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import Field, asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Self
+
+from fsdp_compile.errors import ConfigError
+
+
+class MixedPrecision(StrEnum):
+    """In which type weights are gathered and computed with; shards and AdamW state stay float32."""
+
+    NONE = "none"
+    BF16 = "bf16"
+
+
+class OnResume(StrEnum):
+    """Whether a resumed run may be given another value of an option."""
+
+    FREE = "free"
+    FIXED = "fixed"
+
+
+def option(
+    default: Any,
+    about: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    on_resume: OnResume = OnResume.FREE,
+) -> Any:
+    """A field of `TrainConfig`: its default, its help text with units, its bounds.
+
+    Args:
+        default: The value where none is given.
+        about: One line for `--help`, with units.
+        at_least: Smallest value allowed.
+        above: Largest value that is too small.
+        at_most: Largest value allowed.
+        on_resume: FIXED where another value would make a resumed run meaningless.
+
+    Returns:
+        A dataclass field.
+    """
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most}
+    return field(default=default, metadata={"about": about, "bounds": bounds, "on_resume": on_resume})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All options that decide what a run computes. The number of ranks is not one of them.
+
+    Raises:
+        ConfigError: A value is out of its bounds, or two contradict each other.
+    """
+
+    data: str | None = option(
+        None,
+        "text to learn, a file or a folder (default: the source text of Python's standard library)",
+        on_resume=OnResume.FIXED,
+    )
+    steps: int = option(300, "optimizer steps in all", at_least=1)
+    batch_size: int = option(
+        16,
+        "sequences per step over all ranks; a multiple of their number",
+        at_least=1,
+        on_resume=OnResume.FIXED,
+    )
+    seq_len: int = option(256, "tokens (bytes of text) per sequence", at_least=2, on_resume=OnResume.FIXED)
+    width: int = option(128, "features per position", at_least=2, on_resume=OnResume.FIXED)
+    layers: int = option(4, "transformer blocks", at_least=1, on_resume=OnResume.FIXED)
+    heads: int = option(4, "attention heads per block", at_least=1, on_resume=OnResume.FIXED)
+    learning_rate: float = option(4e-3, "highest learning rate of AdamW", above=0)
+    warmup_ratio: float = option(
+        0.1, "share of the steps in which the learning rate rises from 0", at_least=0, at_most=1
+    )
+    final_ratio: float = option(
+        0.1, "last learning rate as a share of the highest, reached along a cosine", at_least=0, at_most=1
+    )
+    weight_decay: float = option(0.1, "weight decay of AdamW per step and unit of learning rate", at_least=0)
+    clip_norm: float = option(1.0, "largest norm of all gradients together", above=0)
+    mixed_precision: MixedPrecision = option(  # noqa: RUF009 (an enum member is immutable)
+        MixedPrecision.NONE, "bf16: gather and compute in bfloat16, reduce gradients in float32"
+    )
+    seed: int = option(0, "decides initial weights, batches and sample", at_least=0, on_resume=OnResume.FIXED)
+    log_every: int = option(5, "steps between two lines of metrics", at_least=1)
+    eval_every: int = option(50, "steps between two held-out losses", at_least=1)
+    eval_batches: int = option(4, "batches of held-out text per held-out loss", at_least=1, on_resume=OnResume.FIXED)
+    checkpoint_every: int = option(50, "steps between two checkpoints", at_least=1)
+    prompt: str = option("def ", "text that the sample at the end continues")
+    sample_bytes: int = option(256, "length in bytes of the sample at the end; 0 for none", at_least=0)
+    temperature: float = option(0.6, "randomness of the sample: 0 takes the likeliest byte", at_least=0)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _check_bounds(each, getattr(self, each.name))
+        if self.width % self.heads != 0 or self.width // self.heads % 2 != 0:
+            raise ConfigError(
+                f"{self.heads} heads do not split {self.width} features into even parts",
+                where="--width, --heads",
+                instead="a width that is a multiple of twice the heads",
+            )
+        if not self.prompt and self.sample_bytes > 0:
+            raise ConfigError("a sample needs a text to continue", where="--prompt", instead="--sample-bytes 0")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The options that `to_dict` gave.
+
+        Args:
+            values: JSON values by field name; defaults stand in for those left out.
+
+        Raises:
+            ConfigError: A name is not an option, or a value is impossible.
+        """
+        unknown = sorted(set(values) - {each.name for each in fields(cls)})
+        if unknown:
+            raise ConfigError(f"unknown training options: {', '.join(unknown)}")
+        values = dict(values)
+        if "mixed_precision" in values:
+            values["mixed_precision"] = MixedPrecision(values["mixed_precision"])
+        return cls(**values)
+
+    def resumed_with(self, changes: Mapping[str, Any]) -> TrainConfig:
+        """These options with some changed, for a run that goes on.
+
+        Args:
+            changes: New values by field name.
+
+        Raises:
+            ConfigError: An option that must stay the same would change.
+        """
+        for each in fields(self):
+            fixed = each.metadata["on_resume"] is OnResume.FIXED
+            now = getattr(self, each.name)
+            if fixed and changes.get(each.name, now) != now:
+                raise ConfigError(
+                    f"the run was started with {now}, a resumed run cannot change that",
+                    where=flag(each.name),
+                    instead=f"leave {flag(each.name)} away, or start a new run",
+                )
+        return self.from_dict(self.to_dict() | dict(changes))
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field: `batch_size` is `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def _check_bounds(each: Field[Any], value: Any) -> None:
+    bounds = each.metadata["bounds"]
+    wanted = None
+    if isinstance(value, float) and not math.isfinite(value):
+        wanted = "a finite number"
+    elif bounds["at_least"] is not None and value < bounds["at_least"]:
+        wanted = f"{bounds['at_least']} or more"
+    elif bounds["above"] is not None and value <= bounds["above"]:
+        wanted = f"a number above {bounds['above']}"
+    elif bounds["at_most"] is not None and value > bounds["at_most"]:
+        wanted = f"{bounds['at_most']} or less"
+    if wanted is not None:
+        raise ConfigError(f"{value} is out of bounds", where=flag(each.name), instead=wanted)

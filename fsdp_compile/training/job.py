@@ -1,0 +1,150 @@
+"""One run: what it trains, where its folder is, on how many ranks, new or resumed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.training.checkpoint import last_checkpoint, step_of
+from fsdp_compile.training.config import TrainConfig
+from fsdp_compile.training.corpus import read_corpus
+from fsdp_compile.training.run_folder import RunFolder, new_folder, newest_folder
+from fsdp_compile.training.world import DeviceKind
+
+RANKS_WITHOUT_GPU = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run whose options were all found possible, before anything is started for it.
+
+    Attributes:
+        config: What is trained.
+        folder: Where everything goes.
+        done_steps: Steps of the checkpoint to go on from; 0 for a new run.
+        ranks: Number of ranks on all hosts.
+        device: CPU or CUDA.
+    """
+
+    config: TrainConfig
+    folder: RunFolder
+    done_steps: int
+    ranks: int
+    device: DeviceKind
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks are to run.
+
+    Attributes:
+        ranks: Number of ranks on all hosts.
+        local_ranks: Those on this host.
+        joins: Whether a launcher has already started them, this process being one.
+    """
+
+    ranks: int
+    local_ranks: int
+    joins: bool
+
+    @classmethod
+    def find(cls, ranks: int | None, environment: Mapping[str, str] = os.environ) -> Placement:
+        """Join the ranks of an elastic launcher, or ask for local ones.
+
+        Args:
+            ranks: What the user asked for; None for the launcher's ranks, else one per GPU, else 2.
+            environment: Holds RANK and WORLD_SIZE where a launcher has started this process.
+
+        Raises:
+            ConfigError: The number is not positive, or not that of the launcher.
+        """
+        if ranks is not None and ranks < 1:
+            raise ConfigError(f"there cannot be {ranks} ranks", where="--ranks", instead="1 or more")
+        if "RANK" in environment and "WORLD_SIZE" in environment:
+            started = int(environment["WORLD_SIZE"])
+            if ranks not in (None, started):
+                raise ConfigError(
+                    f"the launcher has started {started} ranks, not {ranks}",
+                    where="--ranks",
+                    instead="leave --ranks away below torchrun",
+                )
+            return cls(started, int(environment.get("LOCAL_WORLD_SIZE", "1")), joins=True)
+        wanted = ranks or torch.cuda.device_count() or RANKS_WITHOUT_GPU
+        return cls(wanted, wanted, joins=False)
+
+
+def new_job(options: Mapping[str, Any], out: Path | None, placement: Placement, device: DeviceKind) -> Job:
+    """A run from its first step.
+
+    Args:
+        options: Fields of `TrainConfig` that are not to have their defaults.
+        out: Folder of the run; None for one named after the time.
+        placement: Where ranks are to run.
+        device: What the user asked for.
+
+    Raises:
+        ConfigError: Something about it is impossible.
+    """
+    config = TrainConfig.from_dict(options)
+    _check_share(config, placement)
+    read_corpus(config.data, config.seq_len)
+    return Job(
+        config=config,
+        folder=new_folder(out),
+        done_steps=0,
+        ranks=placement.ranks,
+        device=device.resolve(placement.local_ranks),
+    )
+
+
+def resumed_job(options: Mapping[str, Any], path: Path | None, placement: Placement, device: DeviceKind) -> Job:
+    """A run that goes on from its last checkpoint.
+
+    Args:
+        options: Fields of `TrainConfig` that are to change.
+        path: Folder of the run; None for the newest.
+        placement: Where ranks are to run; their number may differ from before.
+        device: What the user asked for.
+
+    Raises:
+        ConfigError: There is nothing to go on from, the text has changed, or an option cannot change.
+    """
+    folder = newest_folder() if path is None else RunFolder(path)
+    config, fingerprint = folder.read_config()
+    config = config.resumed_with(options)
+    _check_share(config, placement)
+    checkpoint = last_checkpoint(folder.checkpoints)
+    if checkpoint is None:
+        raise ConfigError(f"{folder.path} holds no complete checkpoint", where="--resume", instead="a new run")
+    done_steps = step_of(checkpoint)
+    if done_steps >= config.steps:
+        raise ConfigError(
+            f"the run in {folder.path} has already done its {config.steps} steps",
+            where="--resume",
+            instead=f"--steps with more than {done_steps} to train on",
+        )
+    if read_corpus(config.data, config.seq_len).fingerprint != fingerprint:
+        raise ConfigError("the text is not that which the run began with", where="--data", instead="a new run")
+    return Job(
+        config=config,
+        folder=folder,
+        done_steps=done_steps,
+        ranks=placement.ranks,
+        device=device.resolve(placement.local_ranks),
+    )
+
+
+def _check_share(config: TrainConfig, placement: Placement) -> None:
+    rest = config.batch_size % placement.ranks
+    if rest:
+        raise ConfigError(
+            f"{placement.ranks} ranks cannot share {config.batch_size} sequences evenly",
+            where="--batch-size",
+            instead=f"a multiple of {placement.ranks}, such as {config.batch_size - rest + placement.ranks}",
+        )

@@ -1,0 +1,118 @@
+"""Starts the ranks of a job on this host, or joins those that an elastic launcher started."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fsdp_compile.errors import FSDPCompileError
+from fsdp_compile.training.job import Job
+from fsdp_compile.training.loop import train
+from fsdp_compile.training.world import join_world
+
+
+class Interrupted(Exception):  # noqa: N818 (it is not an error)
+    """A signal ended the run; no rank is left.
+
+    Attributes:
+        signal: Which one.
+    """
+
+    def __init__(self, by: signal.Signals) -> None:
+        self.signal = by
+        super().__init__(by.name)
+
+
+class RankFailedError(FSDPCompileError):
+    """A rank failed and the others were ended; the text holds that rank's traceback."""
+
+
+def launch(job: Job) -> None:
+    """Run a job on ranks of this host and wait for its end.
+
+    Args:
+        job: Its `ranks` are all started here.
+
+    Raises:
+        RankFailedError: A rank failed.
+        Interrupted: This process got SIGINT, SIGTERM, SIGHUP or SIGQUIT and has ended all ranks.
+    """
+    # Set before ranks import torch, which reads it once.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // job.ranks)))
+    with tempfile.TemporaryDirectory(prefix="fsdp-compile-") as reports, _silent_launcher():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=job.ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=reports),
+        )
+        try:
+            elastic_launch(config, _run_rank)(job)
+        except KeyboardInterrupt:  # before the launcher listens to signals
+            raise Interrupted(signal.SIGINT) from None
+        except SignalException as error:
+            raise Interrupted(error.sigval) from None
+        except ChildFailedError as error:
+            raise RankFailedError(_root_cause(error, Path(reports))) from None
+
+
+def join(job: Job) -> None:
+    """Be one of the ranks that an elastic launcher started; it gets the traceback of a failure.
+
+    Args:
+        job: The same on every rank, but for the folder, where rank 0's counts.
+    """
+    record(_run_rank)(job)
+
+
+def _run_rank(job: Job) -> None:
+    # The kernel then ends a rank at once, also inside a collective, where Python's handler would not run.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with join_world(job.device) as world:
+        train(world.from_first(job), world)
+
+
+@contextmanager
+def _silent_launcher() -> Iterator[None]:
+    """Torch's launcher logs signals that it forwards and failures that it raises; we show both, once."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _root_cause(error: ChildFailedError, reports: Path) -> str:
+    """Which rank failed first, and how.
+
+    The launcher names the first rank that it found dead. That may be one which lost its connection to the
+    rank that failed, while the latter was still on its way out. Their reports are in the order of events: a
+    rank writes one before it closes its connections.
+    """
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        return f"rank {rank} was ended by {failure.signal_name()}, the other ranks with it"
+    written = sorted(reports.rglob("error.json"), key=lambda report: report.stat().st_mtime_ns)
+    if not written:
+        return f"rank {rank} ended with exit code {failure.exitcode}, the other ranks with it"
+    message = json.loads(written[0].read_text())["message"]
+    rank = int(written[0].parent.name)
+    return f"rank {rank} failed, the other ranks were ended:\n{message['extraInfo']['py_callstack']}"

@@ -1,0 +1,206 @@
+"""One training run on one rank, from the first line it shows to the last."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from fsdp_compile.errors import FSDPCompileError, RankMismatchError
+from fsdp_compile.training.checkpoint import load_checkpoint, save_checkpoint
+from fsdp_compile.training.corpus import Corpus, read_corpus
+from fsdp_compile.training.held_bytes import HeldBytes
+from fsdp_compile.training.job import Job
+from fsdp_compile.training.metrics import (
+    Record,
+    append_record,
+    drop_records_after,
+    held_out_losses,
+    read_records,
+)
+from fsdp_compile.training.plot import plot_losses
+from fsdp_compile.training.progress import Display, Silence, open_display
+from fsdp_compile.training.sample import generate
+from fsdp_compile.training.trainer import StepResult, Trainer
+from fsdp_compile.training.world import World
+
+
+def train(job: Job, world: World) -> None:
+    """Run a job; every rank calls this. Rank 0 shows and writes.
+
+    Args:
+        job: The same on every rank.
+        world: This rank.
+
+    Raises:
+        RankMismatchError: Ranks read different text.
+        FSDPCompileError: The loss is no longer a number.
+    """
+    corpus = _read_same_text(job, world)
+    if not world.is_first:
+        _Run(job, world, corpus, Silence()).run()
+        return
+    with open_display(job.config.steps) as display:
+        _Run(job, world, corpus, display).run()
+
+
+class Pace:
+    """Tokens per second of training alone: whatever else a run does is followed by `restart`."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything so far."""
+        self._tokens = 0
+        self._start_s = time.perf_counter()
+
+    def add(self, tokens: int) -> None:
+        """Count tokens that were trained on."""
+        self._tokens += tokens
+
+    def tokens_per_s(self) -> float | None:
+        """The pace since `restart`, None where nothing was counted."""
+        return self._tokens / (time.perf_counter() - self._start_s) if self._tokens else None
+
+
+class _Run:
+    def __init__(self, job: Job, world: World, corpus: Corpus, display: Display) -> None:
+        self.job = job
+        self.world = world
+        self.display = display
+        self.pace = Pace()
+        self.start_s = time.perf_counter()
+        self.trainer = Trainer(job.config, corpus, world, shard_now=job.done_steps > 0)
+        self._introduce(corpus)
+
+    def run(self) -> None:
+        self._begin()
+        for step in range(self.job.done_steps + 1, self.job.config.steps + 1):
+            result = self.trainer.step(step)
+            self.pace.add(self.trainer.tokens_per_step)
+            if step == self.job.done_steps + 1:
+                self._show_held_bytes()
+                self.pace.restart()  # the first step compiled
+            self._after_step(step, result)
+        self._finish()
+
+    def _introduce(self, corpus: Corpus) -> None:
+        job, trainer = self.job, self.trainer
+        say = self.display.say
+        say(f"{job.ranks} ranks on {self.world.device.type}, run folder {job.folder.path}")
+        say(f"text: {corpus.size_bytes / 1e6:.1f} MB, {corpus.source}")
+        say(f"each rank will hold {compare_bytes(trainer.sharded, trainer.unsharded)}")
+
+    def _begin(self) -> None:
+        job = self.job
+        if job.done_steps:
+            load_checkpoint(job.folder.checkpoints, self.trainer.model, self.trainer.optimizer)
+            self.display.say(f"resumed after step {job.done_steps}")
+            if self.world.is_first:
+                drop_records_after(job.folder.metrics, job.done_steps)
+                job.folder.write_config(job.config, self.trainer.corpus.fingerprint)
+            return
+        if self.world.is_first:
+            job.folder.write_config(job.config, self.trainer.corpus.fingerprint)
+        self._record(Record(step=0, held_out_loss=self.trainer.held_out_loss(), time_s=self._time_s()))
+
+    def _after_step(self, step: int, result: StepResult) -> None:
+        config = self.job.config
+        is_last = step == config.steps
+        evaluates = is_last or step % config.eval_every == 0
+        if evaluates or step % config.log_every == 0:
+            self._measure(step, result, evaluates=evaluates)
+        if is_last or step % config.checkpoint_every == 0:
+            folder = self.job.folder.checkpoints
+            save_checkpoint(folder, step, self.trainer.model, self.trainer.optimizer, self.world)
+            self.pace.restart()
+
+    def _measure(self, step: int, result: StepResult, *, evaluates: bool) -> None:
+        loss = self.world.mean(result.loss)
+        if not math.isfinite(loss):
+            raise FSDPCompileError(
+                f"the loss of step {step} is {loss}", where="training", instead="a lower --learning-rate"
+            )
+        record = Record(
+            step=step,
+            loss=loss,
+            grad_norm=result.grad_norm.item(),
+            lr=self.trainer.schedule(step),
+            tokens_per_s=self.pace.tokens_per_s(),
+            held_out_loss=self.trainer.held_out_loss() if evaluates else None,
+            time_s=self._time_s(),
+        )
+        self._record(record)
+        self.pace.restart()
+
+    def _record(self, record: Record) -> None:
+        if self.world.is_first:
+            append_record(self.job.folder.metrics, record)
+        self.display.update(record)
+
+    def _show_held_bytes(self) -> None:
+        held = max(self.world.gather(self.trainer.held()), key=lambda each: each.total)
+        self.display.say(f"measured: a rank holds {compare_bytes(held, self.trainer.unsharded)}")
+
+    def _finish(self) -> None:
+        config, folder, say = self.job.config, self.job.folder, self.display.say
+        text = generate(
+            self.trainer.model,
+            config.prompt,
+            size_bytes=config.sample_bytes,
+            seq_len=config.seq_len,
+            temperature=config.temperature,
+            seed=config.seed,
+            device=self.world.device,
+        )
+        if not self.world.is_first:
+            return
+        if config.sample_bytes:
+            folder.sample.write_text(text)
+            say(f"---- sample, {folder.sample} ----\n{text}\n----")
+        records = read_records(folder.metrics)
+        if plot_losses(records, folder.plot):
+            say(f"loss curve: {folder.plot}")
+        else:
+            say("no loss curve without matplotlib: pip install 'fsdp-compile[plot]'")
+        say(_summary(records, config.steps, self._time_s()))
+
+    def _time_s(self) -> float:
+        return round(time.perf_counter() - self.start_s, 3)
+
+
+def compare_bytes(held: HeldBytes, unsharded: HeldBytes) -> str:
+    """One line: what a rank holds of what there is, in megabytes (10^6 bytes)."""
+    parts = (
+        f"{name} {mine / 1e6:.2f} of {whole / 1e6:.2f} MB"
+        for name, mine, whole in (
+            ("parameters", held.parameters, unsharded.parameters),
+            ("gradients", held.gradients, unsharded.gradients),
+            ("AdamW state", held.optimizer, unsharded.optimizer),
+            ("together", held.total, unsharded.total),
+        )
+    )
+    return ", ".join(parts)
+
+
+def _read_same_text(job: Job, world: World) -> Corpus:
+    corpus = read_corpus(job.config.data, job.config.seq_len)
+    fingerprints = world.gather(corpus.fingerprint)
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise RankMismatchError(
+                f"rank {rank} read other text than rank 0",
+                where=f"--data ({corpus.source})",
+                instead="the same files on every host",
+            )
+    return corpus
+
+
+def _summary(records: list[Record], steps: int, time_s: float) -> str:
+    losses = held_out_losses(records)
+    (_, before), (_, after) = losses[0], losses[-1]
+    bits = 1 / math.log(2)
+    return (
+        f"held-out loss {before:.3f} -> {after:.3f} nats per byte "
+        f"({before * bits:.2f} -> {after * bits:.2f} bits) after {steps} steps, {time_s:.0f} s"
+    )

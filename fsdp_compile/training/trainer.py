@@ -1,0 +1,110 @@
+"""The training itself: a plain model, one line that shards and compiles it, AdamW, clipping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import fully_shard
+from fsdp_compile.training.batches import Batches
+from fsdp_compile.training.config import MixedPrecision, TrainConfig
+from fsdp_compile.training.corpus import Corpus
+from fsdp_compile.training.held_bytes import HeldBytes, expected, measured
+from fsdp_compile.training.model import Llama, ModelShape
+from fsdp_compile.training.schedule import Schedule
+from fsdp_compile.training.world import World
+
+BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step computed, still on the device: reading it waits for the step to end.
+
+    Attributes:
+        loss: This rank's mean loss in nats per byte, 0-d.
+        grad_norm: Norm of all gradients before clipping, 0-d.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class Trainer:
+    """A model, its optimizer and its batches on one rank.
+
+    Args:
+        config: What is trained.
+        corpus: The text, the same on every rank.
+        world: This rank.
+        shard_now: Shard when constructed, as loading a checkpoint needs, instead of at the first call.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, world: World, *, shard_now: bool) -> None:
+        self.config = config
+        self.corpus = corpus
+        self.world = world
+        torch.manual_seed(config.seed)  # the same weights on every rank
+        self.model = Llama(
+            ModelShape(width=config.width, layers=config.layers, heads=config.heads, seq_len=config.seq_len)
+        ).to(world.device)
+        self.unsharded = expected(self.model, 1)
+        self.sharded = expected(self.model, world.size)
+        if config.mixed_precision is MixedPrecision.BF16:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(self.model, mp_policy=policy)
+        elif shard_now:
+            fully_shard(self.model)
+        self.compiled = torch.compile(self.model, backend="fsdp")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=BETAS, weight_decay=config.weight_decay)
+        self.schedule = Schedule.of(config)
+        self.batches = Batches(
+            seed=config.seed,
+            batch_size=config.batch_size,
+            seq_len=config.seq_len,
+            rank=world.rank,
+            ranks=world.size,
+        )
+
+    def step(self, step: int) -> StepResult:
+        """Train on one batch.
+
+        Args:
+            step: Counted from 1; decides the batch and the learning rate.
+
+        Returns:
+            Loss and gradient norm. The gradients stay until the next call.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule(step)
+        self.optimizer.zero_grad()
+        loss = self._loss(self.corpus.train, step)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.optimizer.step()
+        return StepResult(loss.detach(), norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """The mean loss over all ranks, in nats per byte, on batches of held-out text that never change."""
+        losses = [self._loss(self.corpus.held_out, f"held-out {i}") for i in range(self.config.eval_batches)]
+        return self.world.mean(torch.stack(losses).mean())
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step over all ranks."""
+        return self.config.batch_size * self.config.seq_len
+
+    def held(self) -> HeldBytes:
+        """What this rank holds; call it after a step."""
+        return measured(self.optimizer)
+
+    def _loss(self, blocks: Tensor, key: str | int) -> Tensor:
+        tokens, targets = (half.to(self.world.device) for half in self.batches.draw(blocks, key))
+        logits = self.compiled(tokens)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,111 @@
+"""This process among the ranks: who it is, its device, its process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_compile.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class DeviceKind(StrEnum):
+    """Where a run computes; AUTO takes GPUs where every local rank has one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+    def resolve(self, local_ranks: int) -> DeviceKind:
+        """CPU or CUDA.
+
+        Args:
+            local_ranks: Ranks on this host; each needs a GPU of its own.
+
+        Raises:
+            ConfigError: CUDA was asked for and there are fewer GPUs than ranks.
+        """
+        gpus = torch.cuda.device_count()
+        if self is DeviceKind.CUDA and gpus < local_ranks:
+            raise ConfigError(
+                f"{local_ranks} ranks need a GPU each and this host has {gpus}",
+                where="--device cuda",
+                instead="fewer --ranks, or --device cpu",
+            )
+        if self is DeviceKind.AUTO:
+            return DeviceKind.CUDA if gpus >= local_ranks else DeviceKind.CPU
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks as one of them sees them. All its collectives must be called by every rank.
+
+    Attributes:
+        rank: This process, from 0.
+        size: Number of ranks.
+        device: Where this rank computes.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the one that shows and writes."""
+        return self.rank == 0
+
+    def mean(self, value: Tensor) -> float:
+        """The mean over ranks of a 0-d tensor on `device`."""
+        total = value.detach().float().clone()
+        dist.all_reduce(total)
+        return total.item() / self.size
+
+    def from_first(self, value: T) -> T:
+        """What rank 0 gave; `value` is any picklable object."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank gave, in rank order."""
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        dist.barrier()
+
+
+@contextmanager
+def join_world(kind: DeviceKind, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
+    """Join the process group that an elastic launcher's variables describe, and leave it when all went well.
+
+    Args:
+        kind: CPU joins through gloo, CUDA through NCCL with the GPU of this local rank.
+        environment: Holds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+
+    Yields:
+        This rank.
+    """
+    if kind is DeviceKind.CUDA:
+        device = torch.device("cuda", int(environment["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+    # Not after an error: other ranks would report lost connections before this one has reported its error.
+    dist.destroy_process_group()
