@@ -5,7 +5,9 @@ Everything here was checked on torch 2.11, 2.13 and 2.15; where the versions dif
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import fx
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
-from torch._dynamo import symbolic_convert
+from torch._dynamo import convert_frame, symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
@@ -119,6 +121,19 @@ def root_frame_globals() -> Mapping[str, Any]:
     """Globals of the frame that Dynamo is compiling right now."""
     translator = _root_translator()
     return {} if translator is None else translator.f_globals
+
+
+def caller_of_root_frame() -> FrameType | None:
+    """The Python frame that called the function which Dynamo is compiling right now."""
+    translator = _root_translator()
+    stack = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        stack.append(frame)
+        frame = frame.f_back
+    compiling = [i for i, f in enumerate(stack) if f.f_code.co_filename == convert_frame.__file__]
+    above = stack[compiling[-1] + 1 :] if compiling else []
+    return next((f for f in above if translator is None or f.f_code is not translator.f_code), None)
 
 
 def restart_trace() -> TensorifyScalarRestartAnalysis:

@@ -15,6 +15,7 @@ from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import compile_with_inductor
 from fsdp_compile.lower.region import Region
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parameters.reads import in_forward_until_return
 from fsdp_compile.pipeline import transform
 
 
@@ -39,6 +40,7 @@ def fsdp(
     """
     checked = FSDPOptions.from_dict(options)
     if shard_plain_models(gm, example_inputs, checked):
+        in_forward_until_return(_torch.caller_of_root_frame())
         raise _torch.restart_trace()
 
     def run_passes(step: StepGraph) -> StepGraph:

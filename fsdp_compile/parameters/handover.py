@@ -27,6 +27,7 @@ def install(flat: FlatShard) -> None:
         flat.leaf.register_post_accumulate_grad_hook(after_accumulation)
 
 
+@torch.compiler.disable
 def hand_over(flat: FlatShard) -> None:
     """Moves the gradient of `flat.leaf` into the parameters whose gradients arrived, and clears it."""
     gradient, flat.leaf.grad = flat.leaf.grad, None

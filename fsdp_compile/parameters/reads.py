@@ -8,6 +8,7 @@ initialization, checkpoints and in-place writes work on what is stored.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import types
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ _layouts = [0]
 """How often anything was laid out, so that what modules remember of it can be told stale."""
 _classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 _forward_depth = threading.local()
+_first_call = threading.local()
 
 
 def gather_on_read(module: nn.Module, reads: Mapping[str, Read]) -> None:
@@ -104,6 +106,7 @@ def _forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: AN
 skip_code(_forward.__code__)
 
 
+@torch.compiler.disable
 def before_step(module: nn.Module) -> None:
     """Restores the parameters below `module` that are no longer views of their flat shards."""
     from fsdp_compile.parameters import integrity  # it lays units out anew, which needs this module
@@ -124,7 +127,28 @@ def _units_read_below(module: nn.Module) -> list[Unit]:
 
 def in_forward() -> bool:
     """Whether this thread is inside the forward of a sharded module that runs eagerly."""
-    return getattr(_forward_depth, "value", 0) > 0
+    return getattr(_forward_depth, "value", 0) > 0 or _in_first_call()
+
+
+def in_forward_until_return(frame: types.FrameType | None) -> None:
+    """Counts as inside a forward until `frame` returns.
+
+    The first call of a plain model entered its forward before there was anything sharded, so nothing has raised the
+    depth for what is left of it.
+    """
+    _first_call.frame = frame
+
+
+def _in_first_call() -> bool:
+    waited_for = getattr(_first_call, "frame", None)
+    if waited_for is None:
+        return False
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame is not waited_for:
+        frame = frame.f_back
+    if frame is None:
+        _first_call.frame = None
+    return frame is not None
 
 
 def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -90,6 +90,7 @@ def fully_shard(
         roots = [] if below else splitting.automatic_units(module, managed)
     made = _make_units(module, roots, policy, occurrences, shard_placement_fn)
     object.__setattr__(module, _STATE, Sharding(made, ignored))
+    _enter_forwards(module)
     if mp_policy.param_dtype is not None or mp_policy.output_dtype is not None:
         _cast_at(module, mp_policy)
     return module
@@ -238,6 +239,14 @@ def _nearest(name: str, chosen: dict[str, nn.Module]) -> str:
     while name not in chosen:
         name = name.rpartition(".")[0]
     return name
+
+
+def _enter_forwards(root: nn.Module) -> None:
+    """Lets modules whose code may read parameters of their children know when they are inside their forward."""
+    for module in root.modules():
+        reads_below = any(READS in m.__dict__ for m in module.modules())
+        if reads_below and READS not in module.__dict__ and not isinstance(module, splitting.CONTAINERS):
+            gather_on_read(module, {})
 
 
 def _cast_at(module: nn.Module, policy: MixedPrecisionPolicy) -> None:

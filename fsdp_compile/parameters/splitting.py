@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from fsdp_compile.errors import ConfigError
 
 WrapPolicy = ModuleWrapPolicy | CustomPolicy | Callable[..., bool]
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def automatic_units(root: nn.Module, managed: Container[nn.Parameter]) -> list[nn.Module]:
@@ -46,8 +46,8 @@ def _repeated_blocks(module: nn.Module, managed: Container[nn.Parameter]) -> lis
     children = [child for child in module.children() if _has_managed(child, managed)]
     classes = Counter(type(child) for child in children)
     for child in children:
-        repeated = isinstance(module, _CONTAINERS) and classes[type(child)] >= 2
-        inner = _repeated_blocks(child, managed) if isinstance(child, _CONTAINERS) or not repeated else []
+        repeated = isinstance(module, CONTAINERS) and classes[type(child)] >= 2
+        inner = _repeated_blocks(child, managed) if isinstance(child, CONTAINERS) or not repeated else []
         blocks.extend([child] if repeated and not inner else inner)
     return blocks
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from fsdp_compile.ir.edit import move_before
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.queries import first_of, upstream
+from fsdp_compile.ir.queries import last_of, upstream
 from fsdp_compile.ir.record import Role, role_of
 
 _FOLLOWERS = (Role.REDUCE_WAIT, Role.REPLICATE, Role.REPLICATE_WAIT, Role.SHARD_GRADIENT, Role.FLAT_GRADIENT)
@@ -22,9 +22,10 @@ _FOLLOWERS = (Role.REDUCE_WAIT, Role.REPLICATE, Role.REPLICATE_WAIT, Role.SHARD_
 
 @dataclasses.dataclass(frozen=True)
 class Deferral:
-    """Wait for `reduce` (and do what follows) right before `anchor`."""
+    """Move what follows from `reduce` (its waits and what is made of them), in graph order, before `anchor`."""
 
     reduce: fx.Node
+    followers: tuple[fx.Node, ...]
     anchor: fx.Node
 
 
@@ -43,47 +44,43 @@ class ScheduleReduce:
     def plan(self, step: StepGraph) -> ReducePlan:
         """Finds the next reduction after each."""
         reduces = list(step.nodes(Role.REDUCE))
-        order = step.order()
-        anchors = [_sending(node, order) for node in reduces[1:]] + [step.output] * bool(reduces)
-        return ReducePlan(tuple(Deferral(r, a) for r, a in zip(reduces, anchors, strict=True)))
+        followers = _followers(step)
+        anchors = [_first_message_node(node) for node in reduces[1:]] + [step.output] * bool(reduces)
+        return ReducePlan(
+            tuple(Deferral(r, tuple(followers[r]), a) for r, a in zip(reduces, anchors, strict=True)),
+        )
 
-    def apply(self, step: StepGraph, plan: ReducePlan) -> None:
-        """Moves the waits, and everything of ours that follows from them."""
+    def apply(self, step: StepGraph, plan: ReducePlan) -> None:  # noqa: ARG002
+        """Moves the followers."""
         for deferral in plan.deferrals:
-            move_before(_followers(step, deferral.reduce), deferral.anchor)
+            move_before(deferral.followers, deferral.anchor)
 
 
-def _sending(reduce: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
-    """The first node that builds the messages of a reduction: waiting before it frees memory for them."""
-    return first_of([*_own_messages(reduce), reduce], order)
+def _followers(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
+    """What can be done once a reduction has completed and none of the later ones has, in graph order."""
+    order = step.order()
+    latest: dict[fx.Node, fx.Node] = {}
+    followers: dict[fx.Node, list[fx.Node]] = {}
+    for node in step.graph.nodes:
+        if role_of(node) is Role.REDUCE:
+            latest[node] = node
+            followers[node] = []
+        elif role_of(node) in (Role.REDUCE_ITEM, *_FOLLOWERS):
+            reduces = [latest[source] for source in node.all_input_nodes if source in latest]
+            if reduces:
+                latest[node] = last_of(reduces, order)
+                if role_of(node) in _FOLLOWERS:
+                    followers[latest[node]].append(node)
+    return followers
 
 
-def _own_messages(reduce: fx.Node) -> list[fx.Node]:
-    """The last unbroken run of message-building nodes right before a reduction."""
-    run = []
+def _first_message_node(reduce: fx.Node) -> fx.Node:
+    """The first of the nodes that stand right before a reduction and build its messages.
+
+    Waiting before them frees the gradients of the reduction before while these messages are built.
+    """
     built = set(upstream(reduce, Role.GRADIENT))
-    node = reduce.prev
-    while node in built:
-        run.append(node)
-        node = node.prev
-    return run
-
-
-def _followers(step: StepGraph, reduce: fx.Node) -> list[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = [reduce]
-    while todo:
-        for user in todo.pop().users:
-            if user not in found and role_of(user) in (*_FOLLOWERS, Role.REDUCE_ITEM):
-                found.add(user)
-                todo.append(user)
-    ready = [n for n in step.graph.nodes if n in found and role_of(n) in _FOLLOWERS]
-    return [n for n in ready if _is_available(n, found, reduce)]
-
-
-def _is_available(node: fx.Node, found: set[fx.Node], reduce: fx.Node) -> bool:
-    """Whether a follower needs nothing of a later reduction (a flat gradient may wait for two)."""
-    return all(
-        source in found or source is reduce or role_of(source) not in (*_FOLLOWERS, Role.REDUCE_ITEM)
-        for source in node.all_input_nodes
-    )
+    first = reduce
+    while first.prev in built:
+        first = first.prev
+    return first
