@@ -30,6 +30,7 @@ def check(unit: Unit) -> None:
         repaired = [repair_in_place(flat) for flat in unit.flats]
         if not all(repaired):
             storage.fill(unit, _members(unit))
+        moved.update_optimizers()
     for flat in unit.flats:
         if flat.leaf.device.type == "meta":
             raise ConfigError(
@@ -46,7 +47,11 @@ def check_inside_graph(flat: FlatShard) -> None:
     Raises:
         ConfigError: If a parameter changed its dtype, device, shape or trainability since the region was entered.
     """
-    if flat.is_broken() and not repair_in_place(flat):
+    if not flat.is_broken():
+        return
+    if repair_in_place(flat):
+        moved.update_optimizers()
+    else:
         changed = next(s for s in flat.slots if not _fits(_held(flat.unit, s) or s.parameter, s, flat.leaf))
         raise ConfigError(
             "a parameter changed its dtype, device, shape or requires_grad, and the compiled function cannot notice "
@@ -66,12 +71,10 @@ def repair_in_place(flat: FlatShard) -> bool:
     found = [(slot, _held(flat.unit, slot)) for slot in flat.slots]
     if any(held is None or not _fits(held, slot, flat.leaf) for slot, held in found):
         return False
-    shapes = {id(held): held.shape for _, held in found if held is not None}
     with torch.no_grad():
         for slot, held in found:
             if held is not None and (held is not slot.parameter or _local(held) is not slot.local):
                 storage.adopt(slot, held, flat.unit.policy)
-    moved.update_optimizers(shapes)
     return True
 
 

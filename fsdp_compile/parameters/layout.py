@@ -85,7 +85,7 @@ def plan_layout(
     slots = []
     offset = 0
     for index in order:
-        extent = -(-numels[index] // step) * step
+        extent = -(-max(numels[index], 1) // step) * step  # never 0: a slot is known by its offset
         slots.append(Slot(index, offset, extent))
         offset += extent
     return FlatLayout(tuple(slots), max(offset, step))

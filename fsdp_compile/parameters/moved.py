@@ -20,11 +20,15 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.rows import local_part
 
+_unannounced: list[nn.Parameter] = []
+"""Parameters that were retired since optimizers were last told."""
+
 
 class MovedParameter(nn.Parameter):
     """A plain parameter after it was sharded: `.grad` is its successor's, any computation with it is an error."""
 
     slot: ParameterSlot
+    full_shape: torch.Size
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -51,10 +55,13 @@ class MovedParameter(nn.Parameter):
 
 def retire(parameter: nn.Parameter, slot: ParameterSlot) -> None:
     """Releases the memory of a plain parameter and makes it point at its sharded successor."""
+    shape = parameter.shape
     parameter.grad = None
     parameter.data = parameter.data.new_empty(0)
     parameter.__class__ = MovedParameter
-    parameter.slot = slot  # type: ignore[attr-defined]
+    assert isinstance(parameter, MovedParameter)
+    parameter.slot, parameter.full_shape = slot, shape
+    _unannounced.append(parameter)
 
 
 def successor(parameter: torch.Tensor) -> torch.Tensor:
@@ -62,19 +69,21 @@ def successor(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.slot.parameter if isinstance(parameter, MovedParameter) else parameter
 
 
-def update_optimizers(shapes: dict[int, torch.Size]) -> None:
+def update_optimizers() -> None:
     """Gives every optimizer of the process the successors of the parameters it holds, and shards its state.
 
-    Args:
-        shapes: Full shapes of the parameters that were just retired, by `id`.
+    Does nothing if nothing was retired since the last call.
     """
+    if not _unannounced:
+        return
+    _unannounced.clear()
     for optimizer in (o for o in gc.get_objects() if _is_optimizer(o)):
         for group in optimizer.param_groups:
             if any(isinstance(p, MovedParameter) for p in group["params"]):
                 group["params"] = [successor(p) for p in group["params"]]
-        for parameter in [p for p in optimizer.state if isinstance(p, MovedParameter) and id(p) in shapes]:
+        for parameter in [p for p in optimizer.state if isinstance(p, MovedParameter)]:
             state = optimizer.state.pop(parameter)
-            optimizer.state[successor(parameter)] = _shard_state(state, parameter.slot, shapes[id(parameter)])
+            optimizer.state[successor(parameter)] = _shard_state(state, parameter)
 
 
 def _is_optimizer(candidate: object) -> bool:
@@ -82,18 +91,17 @@ def _is_optimizer(candidate: object) -> bool:
     return issubclass(type(candidate), Optimizer)
 
 
-def _shard_state(state: Any, slot: ParameterSlot, shape: torch.Size) -> Any:
+def _shard_state(state: Any, parameter: MovedParameter) -> Any:
     if not isinstance(state, dict):
         raise ConfigError(
             f"an optimizer holds state of type {type(state).__name__}, which cannot be sharded",
-            where=slot.name,
+            where=parameter.slot.name,
             instead="make the optimizer after the first call of the compiled model",
         )
 
     def convert(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == shape and value.dim():
-            return shard_like(value, slot)
-        return value
+        full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() > 0
+        return shard_like(value, parameter.slot) if full and value.shape == parameter.full_shape else value
 
     return {key: convert(value) for key, value in state.items()}
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters import splitting, storage
+from fsdp_compile.parameters import moved, splitting, storage
 from fsdp_compile.parameters.groups import check_mesh, default_mesh
 from fsdp_compile.parameters.moved import MovedParameter
 from fsdp_compile.parameters.reads import PRECISION, READS, gather_on_read
@@ -91,6 +91,7 @@ def fully_shard(
     made = _make_units(module, roots, policy, occurrences, shard_placement_fn)
     object.__setattr__(module, _STATE, Sharding(made, ignored))
     _enter_forwards(module)
+    moved.update_optimizers()
     if mp_policy.param_dtype is not None or mp_policy.output_dtype is not None:
         _cast_at(module, mp_policy)
     return module
@@ -197,10 +198,11 @@ def _unmanaged(root: nn.Module, ignored: set[int]) -> Iterator[Occurrence]:
                 yield name, module, attribute, parameter
 
 
-def _join_slot(moved: MovedParameter, module: nn.Module, attribute: str) -> None:
-    owner, owner_attribute = moved.slot.owners[0]
-    module._parameters[attribute] = moved.slot.parameter
-    moved.slot.owners.append((module, attribute))
+def _join_slot(parameter: MovedParameter, module: nn.Module, attribute: str) -> None:
+    slot = parameter.slot
+    owner, owner_attribute = slot.owners[0]
+    module._parameters[attribute] = slot.parameter
+    slot.owners.append((module, attribute))
     gather_on_read(module, {attribute: getattr(owner, READS)[owner_attribute]})
 
 

@@ -43,10 +43,9 @@ class Member:
 def fill(unit: Unit, members: Sequence[Member]) -> None:
     """Lays `members` out in new flat shards of `unit`, and makes their modules read from there.
 
-    A parameter that is a DTensor already keeps its identity. A full one is retired, and optimizers that hold it are
-    given its successor.
+    A parameter that is a DTensor already keeps its identity. A full one is retired; the caller tells optimizers about
+    it when everything is in place (`moved.update_optimizers`).
     """
-    old_shapes = {id(m.parameter): m.parameter.shape for m in members if not isinstance(m.parameter, DTensor)}
     key = lambda m: (str(m.parameter.dtype), m.parameter.requires_grad, str(m.parameter.device))  # noqa: E731
     groups = [list(group) for _, group in itertools.groupby(sorted(members, key=key), key)]
     order = {id(m): i for i, m in enumerate(members)}
@@ -55,8 +54,6 @@ def fill(unit: Unit, members: Sequence[Member]) -> None:
         for slot in flat.slots:
             for module, attribute in slot.owners:
                 gather_on_read(module, {attribute: (flat.leaf, slot.spec.text, flat)})
-    if old_shapes:
-        moved.update_optimizers(old_shapes)
 
 
 def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
@@ -142,6 +139,7 @@ def _sharded_parameter(
 ) -> nn.Parameter:
     dtensor = _torch.new_dtensor(local, policy.mesh, placements, full.shape)
     sharded = nn.Parameter(dtensor, requires_grad=full.requires_grad)
+    _torch.set_local_tensor(sharded, local)  # type: ignore[arg-type]  # nn.Parameter holds an alias of it
     for attribute, value in vars(full).items():  # marks that users and libraries put on parameters
         setattr(sharded, attribute, value)
     _torch.move_hooks(full, sharded)
