@@ -1,0 +1,59 @@
+"""Text of every graph that the pipeline makes is read back to an equal graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compile.ir.parse import parse_graph
+from fsdp_compile.ir.text import format_graph
+from tests.ir import models
+from tests.ir.capture import Snapshot, capture, records_of
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "mlp": (models.mlp, torch.ones(3, 5)),
+    "normed": (models.normed, torch.ones(3, 8)),
+    "tied": (models.tied, torch.tensor([[1, 2, 3], [4, 5, 6]])),
+    "mixed": (models.mixed, torch.ones(6, 16)),
+}
+
+
+def check(snapshots: list[Snapshot]) -> None:
+    assert {s.phase.value for s in snapshots} == {"forward", "backward"}
+    for snapshot in snapshots:
+        parsed = parse_graph(snapshot.text)
+        assert format_graph(parsed) == snapshot.text, snapshot.after
+        assert records_of(parsed) == snapshot.records, snapshot.after
+        parsed.graph.lint()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_graph_is_read_back(name: str, world_size: int) -> None:
+    make_model, x = MODELS[name]
+    check(capture(make_model, [x], world_size=world_size))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_may_be_symbols(name: str) -> None:
+    make_model, x = MODELS[name]
+    snapshots = capture(make_model, [x], world_size=2, dynamic=True)
+    assert all("\nsymbol s" in s.text for s in snapshots)
+    check(snapshots)
+
+
+def test_replicas_are_read_back() -> None:
+    check(capture(models.replicated_mlp, [torch.ones(3, 5)], world_size=4))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_have_the_same_text(name: str) -> None:
+    make_model, x = MODELS[name]
+    first, last = (capture(make_model, [x], world_size=8, rank=rank) for rank in (0, 7))
+    assert [s.text for s in first] == [s.text for s in last]
