@@ -1,0 +1,155 @@
+"""What all rules look at: one graph, walked a fixed number of times however many rules there are."""
+
+from __future__ import annotations
+
+import functools
+from functools import cached_property
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.record import Phase, Record, Role, record_of, role_of
+from fsdp_compile.verify.collective import Collective, Kind, collectives_of
+from fsdp_compile.verify.limits import Limits
+
+_NOTHING: frozenset[fx.Node] = frozenset()
+
+
+class Facts:
+    """A graph and what follows from it, each computed at most once.
+
+    Args:
+        step: The graph; it must not change while the facts are in use.
+        limits: Numbers that it is held to.
+    """
+
+    def __init__(self, step: StepGraph, limits: Limits) -> None:
+        self.step = step
+        self.limits = limits
+
+    @cached_property
+    def nodes(self) -> list[fx.Node]:
+        """All nodes in graph order."""
+        return list(self.step.graph.nodes)
+
+    @cached_property
+    def order(self) -> dict[fx.Node, int]:
+        """Position of each node."""
+        return {node: position for position, node in enumerate(self.nodes)}
+
+    @cached_property
+    def ours(self) -> list[tuple[fx.Node, Record]]:
+        """Nodes with a record, in graph order, and their records."""
+        return [(node, record) for node in self.nodes if (record := record_of(node)) is not None]
+
+    def of_role(self, *roles: Role) -> list[fx.Node]:
+        """Nodes of some roles in graph order."""
+        return [node for node, record in self.ours if record.role in roles]
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """Our collectives in graph order."""
+        return collectives_of(self.nodes)
+
+    def of_kind(self, kind: Kind) -> list[Collective]:
+        """Our collectives of one kind in graph order."""
+        return [c for c in self.collectives if c.kind is kind]
+
+    @cached_property
+    def outputs(self) -> list[Any]:
+        """What the graph returns, one entry per result; some are no nodes."""
+        returned = self.step.output.args[0]
+        return list(returned) if isinstance(returned, list | tuple) else [returned]
+
+    @cached_property
+    def saved(self) -> list[fx.Node]:
+        """Values that the forward graph keeps for backward."""
+        if self.step.phase is Phase.BACKWARD:
+            return []
+        count = self.limits.num_fwd_outputs
+        if count is not None:
+            kept = self.outputs[count:]
+        else:
+            notes = self.step.output.meta.get("desc") or ()
+            kept = [out for out, note in zip(self.outputs, notes, strict=False) if _says_saved(note)]
+        return [node for node in kept if isinstance(node, fx.Node)]
+
+    @cached_property
+    def memory(self) -> dict[fx.Node, frozenset[fx.Node]]:
+        """For each node whose result lies in gathered memory, the gathers that own the memory."""
+        owners: dict[fx.Node, frozenset[fx.Node]] = {}
+        for gather in self.of_kind(Kind.GATHER):
+            for wait in gather.all_waits:
+                owners[wait] = frozenset([gather.start])
+        if owners:
+            for node in self.nodes:
+                found = _NOTHING.union(*(owners.get(n, _NOTHING) for n in memory_sources(node)))
+                if found:
+                    owners[node] = found
+        return owners
+
+    @cached_property
+    def reshards(self) -> dict[fx.Node, list[fx.Node]]:
+        """For each all-gather, the markers that free it, in graph order."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for marker in self.of_role(Role.RESHARD):
+            gathers = {gather: None for message in marker.all_input_nodes for gather in self.memory.get(message, ())}
+            for gather in gathers:
+                found.setdefault(gather, []).append(marker)
+        return found
+
+
+def memory_sources(node: fx.Node) -> list[fx.Node]:
+    """Inputs of a node whose memory its result (or a part of it) shares, by the operator's schema."""
+    if node.target is getitem:
+        return [n for n in node.all_input_nodes[:1] if memory_sources(n)]  # of a split, say
+    if node.op != "call_function":
+        return []
+    sources = (node.args[i] for i in _shared_arguments(node.target) if i < len(node.args))
+    return [source for source in sources if isinstance(source, fx.Node)]
+
+
+@functools.cache
+def _shared_arguments(operator: Any) -> tuple[int, ...]:
+    """Positions of the arguments whose memory an operator's results share."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None:
+        return ()
+    returned: set[str] = set()
+    for info in (result.alias_info for result in schema.returns):
+        if info is not None:
+            returned |= info.before_set or {"*"}  # a list of views says nothing but that it is one
+    infos = [argument.alias_info for argument in schema.arguments]
+    return tuple(
+        i for i, info in enumerate(infos) if info is not None and returned & (info.before_set | info.after_set)
+    )
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Shape of a node's result, empty for a result that is no tensor."""
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """Dtype of a node's result."""
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def size_bytes(node: fx.Node) -> int:
+    """Bytes of a node's result, without overlaps."""
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def is_models(node: fx.Node) -> bool:
+    """Whether a node computes something and is the user's model's own."""
+    return node.op == "call_function" and role_of(node) is None
+
+
+def _says_saved(note: object) -> bool:
+    return type(note).__name__.startswith("SavedForBackwards")

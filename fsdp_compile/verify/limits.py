@@ -1,0 +1,21 @@
+"""Numbers that a graph is held to, beyond the rules that need none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the caller of `check` promised; `None` leaves a number unchecked.
+
+    Attributes:
+        prefetch: Buckets that may be in flight ahead of the one that is needed next.
+        unsharded_bytes: Bytes of gathered parameters that may be live at any node.
+        num_fwd_outputs: How many outputs of the forward graph go to the caller (results, mutated inputs); the others
+            are saved for backward. If `None`, the descriptions that AOTAutograd writes on the output node tell.
+    """
+
+    prefetch: int | None = None
+    unsharded_bytes: int | None = None
+    num_fwd_outputs: int | None = None

@@ -1,0 +1,79 @@
+"""Complaints as text: what, where in the graph, where in the user's program, and what to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.record import record_of
+from fsdp_compile.verify.complaint import Complaint
+
+SHOWN = 3
+"""Complaints that are printed in full; the others are counted."""
+NEIGHBOURS = 3
+"""Nodes that are printed before and after the one that is complained about."""
+_LONGEST_LINE = 160
+
+
+def summary(step: StepGraph, complaints: Sequence[Complaint], after: str) -> str:
+    """One line per complaint that is shown, under a line that says when they came up."""
+    lines = [f"the {step.phase.value} graph is wrong after {after}"]
+    lines += [f"  {c.rule}: %{c.node} {c.what}" for c in complaints[:SHOWN]]
+    if len(complaints) > SHOWN:
+        rest = sorted({c.rule for c in complaints[SHOWN:]})
+        lines.append(f"  and {len(complaints) - SHOWN} more ({', '.join(rest)})")
+    return "\n".join(lines)
+
+
+def where(step: StepGraph, complaints: Sequence[Complaint]) -> str:
+    """The neighbourhood of each node that is complained about, and the user's line behind it."""
+    nodes = list(step.graph.nodes)
+    order = {node: position for position, node in enumerate(nodes)}
+    lines = []
+    for node in dict.fromkeys(c.node for c in complaints[:SHOWN]):
+        lines.append(f"%{node}, for {source_line(node)}")
+        place = order[node]
+        near = nodes[max(place - NEIGHBOURS, 0) : place + NEIGHBOURS + 1]
+        lines += [f"    {'>' if other is node else ' '} {describe(other)}" for other in near]
+    return "\n".join(lines)
+
+
+def hint(complaints: Sequence[Complaint]) -> str:
+    """What the right graph would have, for each complaint that is shown."""
+    return "; ".join(dict.fromkeys(f"{c.rule}: {c.hint}" for c in complaints[:SHOWN]))
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's line that a node computes or serves, innermost frame."""
+    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
+    frames = [i for i, line in enumerate(trace) if line.lstrip().startswith("File ")]
+    if not frames:
+        return "no line of the user's program"
+    code = trace[frames[-1] + 1 :][:1]
+    return " ".join([trace[frames[-1]].strip(), *(f"`{line.strip()}`" for line in code)])
+
+
+def describe(node: fx.Node) -> str:
+    """One node in one line: name, operator, arguments, type, role and unit."""
+    operator = node.op if node.op != "call_function" else getattr(node.target, "__name__", str(node.target))
+    arguments = ", ".join(_argument(value) for value in node.args)
+    record = record_of(node)
+    role = "" if record is None else f"  {{{record.role.value} of {record.unit}}}"
+    line = f"%{node} = {operator}({arguments}){_type(node.meta.get('val'))}{role}"
+    return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 3] + "..."
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_argument(item) for item in value) + "]"
+    return f"%{value}" if isinstance(value, fx.Node) else repr(value)
+
+
+def _type(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f" : {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return ""

@@ -1,0 +1,1 @@
+"""The rules, by theme; `verify/table.py` lists them."""

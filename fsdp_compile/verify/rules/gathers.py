@@ -1,0 +1,116 @@
+"""gathered-once: one all-gather per parameter and graph, and every reader gets that parameter's own elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from torch import fx
+
+from fsdp_compile.ir.record import Role, require, role_of
+from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.verify.collective import Collective, Kind
+from fsdp_compile.verify.complaint import Complaint
+from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
+from fsdp_compile.verify.origin import origin
+from fsdp_compile.verify.slots import Slot, all_slots, claims, probes, slots_of
+
+RULE = "gathered-once"
+
+
+def gathered_once(facts: Facts) -> list[Complaint]:
+    """Checks what each all-gather sends, and where each full parameter comes from."""
+    slots = all_slots(facts)
+    complaints: list[Complaint] = []
+    gathered: dict[tuple[fx.Node, int], fx.Node] = {}
+    for gather in facts.of_kind(Kind.GATHER):
+        for message in gather.sent:
+            for slot in _slots_in(message):
+                key = (slot.flat, slot.spec.offset)
+                if key in gathered:
+                    complaints.append(_twice(gather, slot, gathered[key]))
+                gathered[key] = gather.start
+                complaints.extend(_wrong_collective(gather, message, slot))
+    for node in facts.of_role(Role.FULL):
+        complaints.extend(_wrong_value(node, slots))
+    return complaints
+
+
+def _slots_in(message: fx.Node) -> list[Slot]:
+    """Slots that a message holds at least a part of."""
+    numel = prod(shape_of(message))
+    if numel == 0:
+        return []
+    first, last = origin(message, 0, 0), origin(message, numel - 1, 0)
+    if first.node is None or first.node is not last.node or role_of(first.node) is not Role.FLAT:
+        return []
+    return [
+        slot
+        for slot in slots_of(first.node)
+        if slot.spec.offset <= last.index and first.index < slot.spec.offset + slot.spec.extent
+    ]
+
+
+def _twice(gather: Collective, slot: Slot, first: fx.Node) -> Complaint:
+    return Complaint(
+        RULE,
+        gather.start,
+        f"gathers {slot.name}, which %{first} gathers already",
+        "let all readers of one graph share one all-gather",
+    )
+
+
+def _wrong_collective(gather: Collective, message: fx.Node, slot: Slot) -> Iterator[Complaint]:
+    spec = slot.spec
+    if (gather.group, gather.size, dtype_of(message)) != (spec.group, spec.size, spec.param_dtype):
+        yield Complaint(
+            RULE,
+            gather.start,
+            f"gathers {slot.name} as {dtype_of(message)} over {gather.size} ranks of {gather.group!r}",
+            f"its read wants {spec.param_dtype} over {spec.size} ranks of {spec.group!r}",
+        )
+
+
+def _wrong_value(node: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> Iterator[Complaint]:
+    record = require(node)
+    spec = record.specs[0]
+    candidates = [slot for key in claims(record) for slot in slots.get(key, ()) if slot.spec == spec]
+    if len(record.specs) != 1 or not candidates:
+        yield Complaint(
+            RULE,
+            node,
+            f"is recorded as {', '.join(record.parameters)}, which is in no flat shard of this graph",
+            "a full parameter's record names the one parameter that it is, and its place in a graph input",
+        )
+    elif (shape_of(node), dtype_of(node)) != (spec.shape, spec.param_dtype):
+        yield Complaint(
+            RULE,
+            node,
+            f"is recorded as {record.parameters[0]} but has another type",
+            f"{spec.param_dtype} of shape {list(spec.shape)}",
+        )
+    else:
+        wrong = [_wrong_element(node, slot) for slot in candidates]
+        if all(wrong):
+            yield Complaint(RULE, node, f"is not {record.parameters[0]}: {wrong[0]}", _where(spec))
+
+
+def _where(spec: ReadSpec) -> str:
+    return (
+        f"its slot is [{spec.offset}, {spec.offset + spec.extent}) of each rank's flat shard, over "
+        f"{spec.size} ranks of {spec.group!r}"
+    )
+
+
+def _wrong_element(node: fx.Node, slot: Slot) -> str:
+    """What is wrong with the first element that comes from elsewhere; empty if none does."""
+    for probe in probes(slot.spec):
+        found = origin(node, probe.element, 0)
+        ranks = [hop.rank for hop in found.hops if hop.collective.kind is Kind.GATHER]
+        if (found.node, found.index) != (slot.flat, probe.place):
+            return f"element {probe.element} is [{found.index}] of %{found.node}, not [{probe.place}] of %{slot.flat}"
+        if len(found.hops) != (slot.spec.size > 1) or len(ranks) != len(found.hops):
+            return f"element {probe.element} went through {len(found.hops)} collectives"
+        if ranks and slot.spec.dim is not None and ranks != [probe.rank]:
+            return f"element {probe.element} is rank {ranks[0]}'s, not rank {probe.rank}'s"
+    return ""

@@ -1,0 +1,86 @@
+"""unsharded-bytes: at no node is more gathered than the limits allow.
+
+With a budget in bytes, every byte from the start of an all-gather to its reshard counts. With a prefetch distance, a
+bucket may be live only while it is in use, while it is the next one needed, or as one of that many gathered ahead. (How
+many are in use at once is the model's doing: tied embeddings are in use from one end to the other.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from fsdp_compile.ir.record import Role, require, role_of
+from fsdp_compile.verify.collective import Kind
+from fsdp_compile.verify.complaint import Complaint
+from fsdp_compile.verify.facts import Facts, is_models, size_bytes
+
+RULE = "unsharded-bytes"
+
+
+def unsharded_bytes(facts: Facts) -> list[Complaint]:
+    """Holds live gathered memory to the limits, at every node."""
+    return [*_over_budget(facts), *_too_early(facts), *_too_late(facts)]
+
+
+def _over_budget(facts: Facts) -> Iterator[Complaint]:
+    budget = facts.limits.unsharded_bytes
+    if budget is None:
+        return
+    freed = {marker: gather for gather, markers in facts.reshards.items() for marker in markers[:1]}
+    starts = {gather.start: gather for gather in facts.of_kind(Kind.GATHER)}
+    live: dict[fx.Node, int] = {}
+    for node in facts.nodes:
+        if node in starts:
+            live[node] = sum(size_bytes(message) for nodes in starts[node].unfinished for message in nodes[:1])
+            if sum(live.values()) > budget:
+                held = ", ".join(f"{require(g).unit} {n:,}" for g, n in live.items())
+                yield Complaint(
+                    RULE,
+                    node,
+                    f"makes {sum(live.values()):,} bytes of gathered parameters live ({held})",
+                    f"the budget is {budget:,} bytes: start it later, or reshard others earlier",
+                )
+        elif node in freed:
+            live.pop(freed[node], None)
+
+
+def _too_early(facts: Facts) -> Iterator[Complaint]:
+    """All-gathers that start while too many others are in flight."""
+    if facts.limits.prefetch is None:
+        return
+    gathers = facts.of_kind(Kind.GATHER)
+    needed = {g.start: min((facts.order[w] for w in g.all_waits), default=len(facts.nodes)) for g in gathers}
+    flying: list[fx.Node] = []
+    for gather in gathers:
+        flying = [g for g in flying if needed[g] > facts.order[gather.start]] + [gather.start]
+        if len(flying) > facts.limits.prefetch + 1:
+            yield Complaint(
+                RULE,
+                gather.start,
+                f"starts while {len(flying) - 1} others are in flight: " + ", ".join(f"%{g}" for g in flying[:-1]),
+                f"at most {facts.limits.prefetch} buckets are gathered ahead of the one that is needed next",
+            )
+
+
+def _too_late(facts: Facts) -> Iterator[Complaint]:
+    """Reshards that stand behind computation which no longer reads what they free."""
+    if facts.limits.prefetch is None:
+        return
+    last_use: dict[fx.Node, int] = {}
+    for node, owners in facts.memory.items():
+        uses = [facts.order[user] for user in node.users if role_of(user) is not Role.RESHARD]
+        for gather in owners:
+            last_use[gather] = max([last_use.get(gather, 0), facts.order[node], *uses])
+    for gather, markers in facts.reshards.items():
+        between = facts.nodes[last_use[gather] + 1 : facts.order[markers[0]]]
+        model = next((node for node in between if is_models(node)), None)
+        if model is not None:
+            unit = require(gather).unit
+            yield Complaint(
+                RULE,
+                markers[0],
+                f"keeps unit {unit} gathered during %{model}, which needs none of it",
+                f"reshard right after %{facts.nodes[last_use[gather]]}, the last use",
+            )

@@ -1,0 +1,166 @@
+"""markers-gone, typed, nothing-rank-specific: what must be written, and must not be written, on our nodes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_compile.ir.record import Record, Role, record_of, role_of
+from fsdp_compile.verify.collective import KINDS, WAIT, Kind
+from fsdp_compile.verify.complaint import Complaint
+from fsdp_compile.verify.facts import Facts
+
+MARKERS_GONE = "markers-gone"
+TYPED = "typed"
+NOTHING_RANK_SPECIFIC = "nothing-rank-specific"
+
+ALIAS_PREFIX = "fsdp."
+_MARKERS = ("fsdp::unshard", "fsdp::reduce_grad")
+_ROLE_OF_KIND = {Kind.GATHER: Role.GATHER, Kind.REDUCE: Role.REDUCE, Kind.REPLICATE: Role.REPLICATE}
+_ITEM_OF = {Role.GATHER: Role.GATHER_ITEM, Role.REDUCE: Role.REDUCE_ITEM}
+_WAIT_OF = {
+    Role.GATHER: Role.GATHER_WAIT,
+    Role.GATHER_ITEM: Role.GATHER_WAIT,
+    Role.REDUCE: Role.REDUCE_WAIT,
+    Role.REDUCE_ITEM: Role.REDUCE_WAIT,
+    Role.REPLICATE: Role.REPLICATE_WAIT,
+}
+_RESERVED = {*_ROLE_OF_KIND.values(), *_ITEM_OF.values(), *_WAIT_OF.values(), Role.FLAT, Role.RESHARD}
+_PORTABLE = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.SymInt)
+
+
+def markers_gone(facts: Facts) -> list[Complaint]:
+    """Finds reads and gradients that no pass has turned into collectives."""
+    return [
+        Complaint(
+            MARKERS_GONE,
+            node,
+            "is a marker that no pass has replaced",
+            "insert-collectives turns every fsdp.unshard and fsdp.reduce_grad into collectives",
+        )
+        for node in facts.nodes
+        if node.op == "call_function" and _qualified_name(node.target) in _MARKERS
+    ]
+
+
+def typed(facts: Facts) -> list[Complaint]:
+    """Checks that each node of ours says what it is, and is what it says."""
+    complaints = []
+    for node in facts.nodes:
+        expected, record = _expected_role(node), record_of(node)
+        actual = None if record is None else record.role
+        if actual is not expected and (expected is not None or actual in _RESERVED):
+            complaints.append(_wrong_role(node, expected, actual))
+        if record is not None:
+            complaints.extend(_wrong_record(facts, node, record))
+    return complaints
+
+
+def _expected_role(node: fx.Node) -> Role | None:
+    """The role that a node must have because of what it computes; `None` if that leaves it open."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    source_role = role_of(source) if isinstance(source, fx.Node) else None
+    if node.op == "placeholder":
+        return Role.FLAT if role_of(node) is Role.FLAT else None
+    if _qualified_name(node.target) == "fsdp::reshard":
+        return Role.RESHARD
+    if source_role is not None and node.target in (getitem, WAIT):
+        return (_ITEM_OF if node.target is getitem else _WAIT_OF).get(source_role)
+    if any(isinstance(a, str) and a.startswith(ALIAS_PREFIX) for a in node.args) or role_of(node) in _RESERVED:
+        kind = KINDS.get(node.target)
+        return None if kind is None else _ROLE_OF_KIND[kind]
+    return None
+
+
+def _wrong_role(node: fx.Node, expected: Role | None, actual: Role | None) -> Complaint:
+    says = "carries no record" if actual is None else f"is recorded as {actual.value}"
+    hint = "its operator cannot do that" if expected is None else f"its operator makes it {expected.value}"
+    return Complaint(TYPED, node, says, f"{hint}; GraphBuilder writes the record of every node that passes insert")
+
+
+def _wrong_record(facts: Facts, node: fx.Node, record: Record) -> Iterator[Complaint]:
+    if record.role is not Role.FLAT and record.phase is not facts.step.phase:
+        yield Complaint(
+            TYPED,
+            node,
+            f"is recorded as {record.phase.value} in the {facts.step.phase.value} graph",
+            "a record's phase is that of the graph it was inserted into",
+        )
+    if not record.parameters or len(record.parameters) != len(record.specs):
+        yield Complaint(
+            TYPED,
+            node,
+            f"is recorded for {len(record.parameters)} parameters with {len(record.specs)} specs",
+            "a record names at least one parameter, and has one spec for each",
+        )
+
+
+def nothing_rank_specific(facts: Facts) -> list[Complaint]:
+    """Checks the arguments of our nodes, so that every rank compiles the same text."""
+    return [
+        complaint
+        for node, record in facts.ours
+        if record.role is not Role.FLAT
+        for complaint in _rank_specific(node, record)
+    ]
+
+
+def _rank_specific(node: fx.Node, record: Record) -> Iterator[Complaint]:
+    if node.op == "get_attr":
+        yield _complaint(node, "reads a constant of this process", "compute it in the graph, or pass it in")
+    for value in _flattened((node.args, node.kwargs)):
+        if isinstance(value, fx.Node):
+            if value.op == "get_attr":
+                yield _complaint(node, f"uses the constant %{value}", "compute it in the graph, or pass it in")
+        elif isinstance(value, torch.device):
+            if value.index is not None:
+                yield _complaint(node, f"names {value}", "take the device from an input, as aten.new_zeros does")
+        elif not isinstance(value, _PORTABLE):
+            kind = type(value).__name__
+            yield _complaint(node, f"holds a {kind}", "only nodes, numbers, strings and dtypes are alike on all ranks")
+    if node.target in KINDS and not str(node.args[-1]).startswith(ALIAS_PREFIX):
+        yield _complaint(
+            node,
+            f"names the group {node.args[-1]!r}",
+            f"use an alias such as {record.specs[0].group!r}, which each rank resolves to its own group",
+        )
+    yield from _wrong_bounds(node, record)
+
+
+def _wrong_bounds(node: fx.Node, record: Record) -> Iterator[Complaint]:
+    """A slice of a flat shard whose bounds are not those of the slots in its record."""
+    source = node.args[0] if node.target is torch.ops.aten.slice.Tensor else None
+    if not isinstance(source, fx.Node) or role_of(source) is not Role.FLAT:
+        return
+    wanted = (min(s.offset for s in record.specs), max(s.offset + s.extent for s in record.specs))
+    if tuple(node.args[2:4]) != wanted:
+        yield _complaint(
+            node,
+            f"takes [{node.args[2]}, {node.args[3]}) of the flat shard",
+            f"[{wanted[0]}, {wanted[1]}) on every rank: the slots of {', '.join(record.parameters)}",
+        )
+
+
+def _complaint(node: fx.Node, what: str, hint: str) -> Complaint:
+    return Complaint(NOTHING_RANK_SPECIFIC, node, what, hint)
+
+
+def _flattened(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _flattened(item)
+    elif isinstance(value, dict):
+        yield from _flattened(list(value.values()))
+    else:
+        yield value
+
+
+@functools.cache
+def _qualified_name(operator: Any) -> str:
+    schema = getattr(operator, "_schema", None)
+    return "" if schema is None else schema.name

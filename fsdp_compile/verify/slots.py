@@ -1,0 +1,91 @@
+"""Slots of flat shards: which there are, and which elements of a full parameter lie where in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import fx
+
+from fsdp_compile.ir.record import Record, Role, require
+from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.verify.facts import Facts
+from fsdp_compile.verify.origin import linear
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One parameter's place.
+
+    Attributes:
+        flat: The graph input that holds the flat shard.
+        name: Fully qualified name of the parameter.
+        spec: Its place, as the flat shard's record has it.
+    """
+
+    flat: fx.Node
+    name: str
+    spec: ReadSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """One element of a full parameter, and where it lies.
+
+    Attributes:
+        element: Its index in the full parameter, row by row.
+        rank: The rank, of the shard group, that holds it.
+        place: Its index in that rank's flat shard.
+    """
+
+    element: int
+    rank: int
+    place: int
+
+
+def slots_of(flat: fx.Node) -> list[Slot]:
+    """All slots of a flat shard."""
+    record = require(flat)
+    return [Slot(flat, name, spec) for name, spec in zip(record.parameters, record.specs, strict=True)]
+
+
+def all_slots(facts: Facts) -> dict[tuple[str, str], list[Slot]]:
+    """Slots by unit and name of the parameter; more than one where two models of one class meet in a graph."""
+    found: dict[tuple[str, str], list[Slot]] = {}
+    for flat in facts.of_role(Role.FLAT):
+        for slot in slots_of(flat):
+            found.setdefault((require(flat).unit, slot.name), []).append(slot)
+    return found
+
+
+def claims(record: Record) -> list[tuple[str, str]]:
+    """The parameters that a record names, as keys of `all_slots`."""
+    return [(record.unit, name) for name in record.parameters]
+
+
+def probes(spec: ReadSpec) -> Iterator[Probe]:
+    """A few elements that tell whether a parameter's block is where it belongs.
+
+    The first element, the last one, and along each dimension the last with all others first; on the sharded dimension
+    also the rows on both sides of the first border between ranks.
+    """
+    if 0 in spec.shape:
+        return
+    places = {(0,) * len(spec.shape), tuple(extent - 1 for extent in spec.shape)}
+    for dim, extent in enumerate(spec.shape):
+        ends = {extent - 1}
+        if dim == spec.dim:
+            rows = spec.shard_shape[dim]
+            ends |= {min(rows - 1, extent - 1), min(rows, extent - 1)}
+        places |= {tuple(end if d == dim else 0 for d in range(len(spec.shape))) for end in ends}
+    for place in sorted(places):
+        yield _probe(spec, place)
+
+
+def _probe(spec: ReadSpec, place: tuple[int, ...]) -> Probe:
+    element = linear(place, spec.shape)
+    if spec.dim is None:
+        return Probe(element, 0, spec.offset + element)
+    rank, row = divmod(place[spec.dim], spec.shard_shape[spec.dim])
+    local = (*place[: spec.dim], row, *place[spec.dim + 1 :])
+    return Probe(element, rank, spec.offset + linear(local, spec.shard_shape))

@@ -1,0 +1,102 @@
+"""The rules: name, sentence, where each holds. `docs/invariants.md` explains them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+
+from fsdp_compile.verify.complaint import Complaint
+from fsdp_compile.verify.facts import Facts
+from fsdp_compile.verify.rules import buffers, gathers, live_bytes, order, records, reductions, reshard, saved, waits
+
+
+class Stage(enum.Enum):
+    """Points of the pipeline at which a graph is checked."""
+
+    INSERTED = "after-insert"
+    """After insert-collectives: one collective per parameter."""
+    BUCKETED = "after-bucket"
+    """After bucket, and after every scheduling pass but the last."""
+    FINAL = "final"
+    """After schedule-reshard: what is lowered."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One invariant.
+
+    Attributes:
+        name: As it appears in errors.
+        sentence: What must be true.
+        find: Returns every complaint about a graph.
+        stages: After which stages it must be true.
+    """
+
+    name: str
+    sentence: str
+    find: Callable[[Facts], list[Complaint]]
+    stages: frozenset[Stage] = frozenset(Stage)
+
+
+_AT_THE_END = frozenset({Stage.FINAL})
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        waits.RULE,
+        "every message of a collective has exactly one wait, after its start and before any use",
+        waits.gather_waited,
+    ),
+    Rule(
+        gathers.RULE,
+        "a graph gathers each parameter at most once, and every reader gets that parameter's own elements",
+        gathers.gathered_once,
+    ),
+    Rule(
+        reductions.RULE,
+        "every gradient is averaged once over its own groups and lands at its own place of one flat gradient",
+        reductions.reduced_once,
+    ),
+    Rule(
+        records.MARKERS_GONE,
+        "no fsdp.unshard or fsdp.reduce_grad is left",
+        records.markers_gone,
+    ),
+    Rule(
+        reshard.RULE,
+        "every all-gather that stays in the graph is resharded once, and its memory is not used afterwards",
+        reshard.no_use_after_reshard,
+        _AT_THE_END,
+    ),
+    Rule(
+        saved.RULE,
+        "no value that gathered parameters alone determine is saved for backward, unless that was asked for",
+        saved.nothing_unsharded_saved,
+    ),
+    Rule(
+        live_bytes.RULE,
+        "live gathered bytes stay within the limits at every node",
+        live_bytes.unsharded_bytes,
+        _AT_THE_END,
+    ),
+    Rule(
+        order.RULE,
+        "collectives of one group are issued in an order that the graph alone decides",
+        order.plan_order,
+    ),
+    Rule(
+        records.NOTHING_RANK_SPECIFIC,
+        "no argument of our nodes depends on the rank",
+        records.nothing_rank_specific,
+    ),
+    Rule(
+        buffers.RULE,
+        "slots of a flat shard are disjoint, and slots and message slices are aligned",
+        buffers.buffers_aligned,
+    ),
+    Rule(
+        records.TYPED,
+        "every node of ours carries a record that fits its operator and its graph",
+        records.typed,
+    ),
+)
