@@ -26,16 +26,23 @@ def last_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
 def parameter_only(graph: fx.Graph) -> list[fx.Node]:
     """Reads of parameters, and everything that is computed from reads alone (casts, views, concatenations), in order.
 
-    Random operators and ones without a tensor result stay out, since they may not be computed twice.
+    Random operators and ones without a tensor among their results stay out, since they may not be computed twice.
     """
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+        if node.op != "call_function" or not _has_tensors(node):
             continue
         derived = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
         if node.target is UNSHARD or (derived and _is_pure(node)):
             found[node] = None
     return list(found)
+
+
+def _has_tensors(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, tuple | list) and any(isinstance(v, torch.Tensor) for v in value)
+    )
 
 
 def _is_pure(node: fx.Node) -> bool:

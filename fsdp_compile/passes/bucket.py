@@ -125,7 +125,9 @@ def _gather_single(start: fx.Node) -> Single:
 
 
 def _reduce_single(start: fx.Node) -> Single:
-    end = next(iter(start.users))
+    end = start
+    while require(after := next(iter(end.users))).role in (Role.REDUCE_WAIT, Role.REPLICATE, Role.REPLICATE_WAIT):
+        end = after
     joined = end
     while require(joined).role is not Role.FLAT_GRADIENT:
         joined = next(iter(joined.users))

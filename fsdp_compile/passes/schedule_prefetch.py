@@ -50,7 +50,7 @@ class SchedulePrefetch:
             return PrefetchPlan(())
         gathers = list(step.nodes(Role.GATHER))
         order = step.order()
-        top = next(node for node in step.graph.nodes if node.op != "placeholder")
+        top = next(n for n in step.graph.nodes if n.op != "placeholder" and role_of(n) not in (Role.SHARD, Role.GATHER))
         anchors = [
             top if k < self.distance else first_wait(gathers[k - self.distance], order) for k in range(len(gathers))
         ]
@@ -59,10 +59,7 @@ class SchedulePrefetch:
     def apply(self, step: StepGraph, plan: PrefetchPlan) -> None:  # noqa: ARG002
         """Moves the gathers, each with the slices and casts that it sends."""
         for move in plan.moves:
-            sent = upstream(move.gather, Role.SHARD)
-            if move.anchor in (*sent, move.gather):
-                continue  # it is at the top already
-            move_before([*sent, move.gather], move.anchor)
+            move_before([*upstream(move.gather, Role.SHARD), move.gather], move.anchor)
 
 
 def first_wait(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
