@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -100,6 +100,14 @@ class _Call:
     parameters: list[str] | None = None
 
 
+def _target(line: Line, head: re.Match[str]) -> Callable[..., Any]:
+    try:
+        return read_operator(head[0])
+    except ConfigError as error:
+        line.position = head.start()
+        raise line.error(error.what, instead=error.instead) from None
+
+
 class _Reader:
     """The graph so far, and what its lines may refer to."""
 
@@ -136,6 +144,7 @@ class _Reader:
         head = line.take(_OPERATOR)
         if head is None:
             raise line.error("expected an operator", instead="aten.mm, all_gather, input, ...")
+        target = head[0] if head[0] in ("input", "attribute") else _target(line, head)
         line.expect("(")
         call = _Call()
         line.items(")", lambda: self._read_argument(line, call))
@@ -146,7 +155,11 @@ class _Reader:
             return self._read_input(line, name, call, slots)
         if head[0] == "attribute":
             return self._read_attribute(line, name, call)
-        return self._read_call(line, name, head[0], call)
+        node = self.graph.create_node("call_function", target, *self._arguments(line, call), name=name)
+        if call.role is not None:
+            node.meta[KEY] = self._record(line, call, self._lookup(line, call))
+        self._infer(line, node, head[0])
+        return node
 
     def _read_argument(self, line: Line, call: _Call) -> None:
         key = line.take(_KEY)
@@ -197,18 +210,9 @@ class _Reader:
         node.meta["val"] = value
         return node
 
-    def _read_call(self, line: Line, name: str, operator: str, call: _Call) -> fx.Node:
-        try:
-            target = read_operator(operator)
-        except ConfigError as error:
-            raise line.error(error.what, instead=error.instead) from error
-        if call.slot is not None:
-            call.args.append(self._slot_text(line, call))
-        node = self.graph.create_node("call_function", target, tuple(call.args), call.kwargs, name)
-        if call.role is not None:
-            node.meta[KEY] = self._record(line, call, self._lookup(line, call))
-        self._infer(line, node, operator)
-        return node
+    def _arguments(self, line: Line, call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        slot = [] if call.slot is None else [self._slot_text(line, call)]
+        return (*call.args, *slot), call.kwargs
 
     def _slot_text(self, line: Line, call: _Call) -> str:
         record = call.args[0].meta.get(KEY) if call.args and isinstance(call.args[0], fx.Node) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -45,7 +45,8 @@ OPERATORS: Final[dict[Any, str]] = {
 }
 """Operators with a name of their own; all others go by their qualified name, `aten.mm` or `aten.slice.Tensor`."""
 
-_FUNCTION_MODULES: Final = {"_operator": "operator", "operator": "operator", "math": "math", "torch": "torch"}
+_FUNCTION_MODULES: Final = {"operator": operator, "math": math, "torch": torch}
+"""Where the functions live that compute with sizes; of torch's, only `torch.sym_*`."""
 _BARE_NAME: Final = re.compile(r"[\w.\-/]+|\(root\)")
 
 _WORDS: Final[dict[str, Any]] = {
@@ -105,7 +106,7 @@ def spell_operator(target: Any) -> str:
     if getattr(target, "namespace", None) == "higher_order":
         return f"higher_order.{target}"
     module = getattr(target, "__module__", type(target).__module__)
-    return f"{_FUNCTION_MODULES.get(module, module)}.{getattr(target, '__name__', type(target).__name__)}"
+    return f"{'operator' if module == '_operator' else module}.{getattr(target, '__name__', type(target).__name__)}"
 
 
 def read_operator(name: str) -> Callable[..., Any]:
@@ -118,10 +119,10 @@ def read_operator(name: str) -> Callable[..., Any]:
         if text == name:
             return target
     namespace, _, rest = name.partition(".")
-    if namespace in _FUNCTION_MODULES.values() and callable(
-        found := getattr(importlib.import_module(namespace), rest, None)
-    ):
-        return found
+    if namespace in ("operator", "math") or name.startswith("torch.sym_"):
+        found = getattr(_FUNCTION_MODULES[namespace], rest, None)
+        if callable(found):
+            return found
     return _read_torch_operator(name, namespace, rest)
 
 
