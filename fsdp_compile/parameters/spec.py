@@ -112,7 +112,7 @@ def parse(text: str) -> ReadSpec:
         group, size = fields["over"].rsplit("/", 1)
         replicate_group, replicas = fields.get("replicas", "/1").rsplit("/", 1)
         shape = fields["shape"]
-        return ReadSpec(
+        spec = ReadSpec(
             offset=int(fields["offset"]),
             extent=int(fields["extent"]),
             shape=() if shape == "scalar" else tuple(map(int, shape.split("x"))),
@@ -127,6 +127,9 @@ def parse(text: str) -> ReadSpec:
         )
     except (KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"not the text of a read: {text!r}") from error
+    if spec.text != text or spec.offset < 0 or spec.dim not in (None, *range(len(spec.shape))):
+        raise ValueError(f"not the text of a read: {text!r}")
+    return spec
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
