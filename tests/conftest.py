@@ -32,6 +32,14 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write tests/golden/ as the passes are now; read the diff before you commit it",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _clean_torch() -> Iterator[None]:
     """Every test finds torch as a new process would have it, and leaves no process group behind."""

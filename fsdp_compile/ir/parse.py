@@ -185,20 +185,22 @@ class _Reader:
             node.meta[KEY] = self._record(line, call, self._read_slots(line, call, slots))
         return node
 
-    def _read_slots(self, line: Line, call: _Call, slots: list[Line]) -> dict[str, ReadSpec]:
+    def _read_slots(self, line: Line, call: _Call, slots: list[Line]) -> list[tuple[str, ReadSpec]]:
         if call.role != Role.FLAT.value or call.unit is None or not slots:
             raise line.error("an input of ours is a flat shard of a unit, with a line for each parameter below it",
                       instead="input(role=flat, unit=layers.0)")  # fmt: skip
-        found = {}
-        for slot in slots:
-            parameter = read_parameter(read_name(slot), call.unit)
-            slot.expect(":")
-            try:
-                found[parameter] = read_specs.parse(slot.rest())
-            except ValueError as error:
-                raise slot.error(str(error), instead=_SLOT_EXAMPLE) from error
-            self.places[call.unit, parameter] = found[parameter]
-        return found
+        return [self._read_slot(slot, call.unit) for slot in slots]
+
+    def _read_slot(self, slot: Line, unit: str) -> tuple[str, ReadSpec]:
+        parameter = read_parameter(read_name(slot), unit)
+        slot.expect(":")
+        try:
+            spec = read_specs.parse(slot.rest())
+        except ValueError as error:
+            raise slot.error(str(error), instead=_SLOT_EXAMPLE) from error
+        if self.places.setdefault((unit, parameter), spec) != spec:
+            raise slot.error(f"unit {unit} has another {parameter}", instead="names that tell units apart")
+        return parameter, spec
 
     def _read_attribute(self, line: Line, name: str, call: _Call) -> fx.Node:
         (target,) = call.args or (None,)
@@ -223,13 +225,13 @@ class _Reader:
         parameter = read_parameter(call.slot or "", record.unit)
         return self._place(line, record.unit, parameter).text
 
-    def _lookup(self, line: Line, call: _Call) -> dict[str, ReadSpec]:
+    def _lookup(self, line: Line, call: _Call) -> list[tuple[str, ReadSpec]]:
         if call.unit is None or call.parameters is None:
             raise line.error(
                 "a record has a role, a unit and parameters", instead="role=gather, unit=layers.0, of=[.weight]"
             )
         names = [read_parameter(name, call.unit) for name in call.parameters]
-        return {name: self._place(line, call.unit, name) for name in names}
+        return [(name, self._place(line, call.unit, name)) for name in names]
 
     def _place(self, line: Line, unit: str, parameter: str) -> ReadSpec:
         if (unit, parameter) not in self.places:
@@ -239,14 +241,14 @@ class _Reader:
             )
         return self.places[unit, parameter]
 
-    def _record(self, line: Line, call: _Call, specs: dict[str, ReadSpec]) -> Record:
+    def _record(self, line: Line, call: _Call, places: list[tuple[str, ReadSpec]]) -> Record:
         try:
             role = Role(call.role)
         except ValueError:
             raise line.error(f"there is no role {call.role}", instead=", ".join(r.value for r in Role)) from None
         # A flat shard keeps the record of the forward graph that it is an input of, in backward as well.
         phase = Phase.FORWARD if role is Role.FLAT else self.phase
-        return Record(role, call.unit or "", tuple(specs), tuple(specs.values()), phase)
+        return Record(role, call.unit or "", tuple(n for n, _ in places), tuple(spec for _, spec in places), phase)
 
     def _declared(self, line: Line) -> Any:
         with self.mode:

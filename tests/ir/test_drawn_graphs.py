@@ -71,7 +71,7 @@ def graphs(draw: st.DrawFn) -> StepGraph:
     for _ in range(draw(st.integers(0, 6))):
         node = draw_call(draw, graph)
         node.meta["val"] = infer_value(node)
-        if flats and draw(st.booleans()):
+        if bool(flats) and draw(st.booleans()):
             record = draw(st.sampled_from(flats))
             count = draw(st.integers(1, len(record.parameters)))
             role = draw(st.sampled_from([role for role in Role if role is not Role.FLAT]))
@@ -84,7 +84,7 @@ def graphs(draw: st.DrawFn) -> StepGraph:
 def draw_call(draw: st.DrawFn, graph: fx.Graph) -> fx.Node:
     """Any call that any tensor allows."""
     lists = [node for node in graph.nodes if isinstance(node.meta["val"], list)]
-    if lists and draw(st.booleans()):
+    if bool(lists) and draw(st.booleans()):
         return graph.call_function(operator.getitem, (draw(st.sampled_from(lists)), 0))
     x = draw(st.sampled_from([node for node in graph.nodes if isinstance(node.meta["val"], torch.Tensor)]))
     dim = draw(st.integers(-1, 0)) if x.meta["val"].dim() else 0

@@ -1,0 +1,199 @@
+"""`fsdp-compile opt`: runs passes on a graph that was written as text."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from fsdp_compile.errors import ConfigError, InvariantError
+from fsdp_compile.ir.diff import diff_graphs, format_diff
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.parse import parse_graph
+from fsdp_compile.ir.plan_text import format_plan
+from fsdp_compile.ir.text import format_graph
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.passes.base import GraphPass
+from fsdp_compile.pipeline import passes
+from fsdp_compile.verify.check import check
+from fsdp_compile.verify.table import Stage
+
+NAME = "opt"
+ABOUT = "Run passes on the text of a graph and print the graph that they make of it."
+
+_NEVER: Final = "never"
+_ITEM: Final = re.compile(r"\s*([\w-]+)(?:\(([^()]*)\))?\s*(?:,|$)")
+
+
+class Show(StrEnum):
+    """What is printed."""
+
+    GRAPH = "graph"
+    PLANS = "plans"
+    DIFFS = "diffs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """What one pass did.
+
+    Attributes:
+        name: The pass.
+        plan: Text of its plan.
+        diff: Text of what it changed.
+        graph: Text of the graph after it.
+    """
+
+    name: str
+    plan: str
+    diff: str
+    graph: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which graph, which passes, what is printed."""
+    parser.add_argument("graph", metavar="GRAPH", help="file with the text of a graph; - for standard input")
+    parser.add_argument(
+        "--passes",
+        metavar="A,B(OPTION=VALUE)",
+        default=",".join(known_passes()),
+        help="passes in the order in which they run; none for an empty one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--verify",
+        choices=[_NEVER, *(stage.value for stage in Stage)],
+        default=_NEVER,
+        help="refuse a result that breaks a rule of this stage (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--show", type=Show, choices=list(Show), default=Show.GRAPH, help="what to print (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the passes.
+
+    Args:
+        arguments: What `add_arguments` declared.
+
+    Returns:
+        0, or 1 if the result breaks a rule.
+
+    Raises:
+        ConfigError: If the file, the graph or the passes cannot be read.
+    """
+    pipeline = read_passes(arguments.passes)
+    step = parse_graph(_read(arguments.graph))
+    try:
+        applied = list(apply_passes(step, pipeline))
+        print(_report(step, applied, arguments), end="")
+        if arguments.verify != _NEVER:
+            check(step, after=applied[-1].name if applied else "no pass", stage=Stage(arguments.verify))
+    except InvariantError as error:
+        print(f"fsdp-compile opt: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _report(step: StepGraph, applied: list[Applied], arguments: argparse.Namespace) -> str:
+    if arguments.json:
+        passes_done = [dataclasses.asdict(one) for one in applied]
+        return json.dumps({"passes": passes_done, "graph": format_graph(step)}, indent=2) + "\n"
+    match arguments.show:
+        case Show.PLANS:
+            return "\n".join(f"# {one.name}\n{one.plan}" for one in applied)
+        case Show.DIFFS:
+            return "\n".join(f"# {one.name}\n{one.diff}" for one in applied)
+    return format_graph(step)
+
+
+def apply_passes(step: StepGraph, pipeline: list[GraphPass[Any]]) -> Iterator[Applied]:
+    """Runs passes on a graph in place and says after each what it did.
+
+    Raises:
+        InvariantError: If a pass leaves a node before one that it needs.
+    """
+    before = format_graph(step)
+    for graph_pass in pipeline:
+        plan = graph_pass.plan(step)
+        plan_text = format_plan(plan)
+        graph_pass.apply(step, plan)
+        try:
+            step.graph.lint()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise InvariantError(f"{graph_pass.name} left an ill-formed graph: {reason}") from error
+        after = format_graph(step)
+        yield Applied(graph_pass.name, plan_text, format_diff(diff_graphs(before, after)), after)
+        before = after
+
+
+def known_passes() -> dict[str, GraphPass[Any]]:
+    """Every pass of the pipeline by name, in its order."""
+    return {graph_pass.name: graph_pass for graph_pass in passes(FSDPOptions())}
+
+
+def read_passes(text: str) -> list[GraphPass[Any]]:
+    """Makes the passes that a text lists.
+
+    Args:
+        text: "insert-collectives,schedule-prefetch(distance=2)", or "none".
+
+    Raises:
+        ConfigError: For an unknown pass or option, or text that is no such list.
+    """
+    found: list[GraphPass[Any]] = []
+    position = 0
+    while position < len(text) and text != "none":
+        match = _ITEM.match(text, position)
+        if match is None:
+            raise ConfigError(
+                f"{text!r} is not a list of passes", where="--passes", instead="bucket,schedule-prefetch(distance=2)"
+            )
+        found.append(_make(match[1], match[2] or ""))
+        position = match.end()
+    return found
+
+
+def _make(name: str, options: str) -> GraphPass[Any]:
+    known = known_passes()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        raise ConfigError(f"there is no pass {name}", where="--passes", instead=near[0] if near else ", ".join(known))
+    graph_pass: Any = known[name]
+    fields = [field.name for field in dataclasses.fields(graph_pass)] if dataclasses.is_dataclass(graph_pass) else []
+    values = {}
+    for option in filter(None, (part.strip() for part in options.split(","))):
+        key, _, value = option.partition("=")
+        if key not in fields or not value:
+            raise ConfigError(
+                f"pass {name} has no option {option}",
+                where="--passes",
+                instead=" or ".join(f"{name}({field}={getattr(graph_pass, field)})" for field in fields) or name,
+            )
+        values[key] = _convert(value, getattr(graph_pass, key), f"{name}({option})")
+    return dataclasses.replace(graph_pass, **values) if values else graph_pass
+
+
+def _convert(text: str, default: Any, where: str) -> Any:
+    try:
+        return type(default)(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a value like {default!r}", where=where) from None
+
+
+def _read(path: str) -> str:
+    if path == "-":
+        return sys.stdin.read()
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", instead="a file that holds the text of a graph") from error
