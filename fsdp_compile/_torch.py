@@ -6,7 +6,7 @@ Everything here was checked on torch 2.11, 2.13 and 2.15; where the versions dif
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._logging._internal import trace_structured_artifact
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -153,6 +154,11 @@ def _root_translator() -> Any:
         return symbolic_convert.InstructionTranslator.current_tx()
     except AttributeError:
         return None
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Adds a text to torch's structured trace, which tlparse shows; `text` is called only if a trace is written."""
+    trace_structured_artifact(name, "string", payload_fn=text)
 
 
 def source_prefixes(placeholder: fx.Node) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ class FSDPOptions:
         prefetch: How many buckets ahead an all-gather starts, in forward and backward. 0 starts each where it is
             needed; each step more holds one more unit unsharded.
         inductor: Settings of Inductor for this compile, as in `torch._inductor.config`.
+        artifacts: A folder into which the first rank writes each graph before and after each pass, with plan and
+            difference.
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
         reshard_after_forward: For a plain model: what `fully_shard(reshard_after_forward=...)` takes.
@@ -33,6 +36,7 @@ class FSDPOptions:
     lower: Literal["inductor", "eager"] = "inductor"
     prefetch: int = 1
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    artifacts: str | os.PathLike[str] | None = None
     mesh: DeviceMesh | None = None
     mp_policy: MixedPrecisionPolicy | None = None
     reshard_after_forward: bool | None = None
@@ -45,6 +49,8 @@ class FSDPOptions:
             raise _bad_value("prefetch", self.prefetch, "0, 1, 2, ...")
         if not isinstance(self.inductor, Mapping):
             raise _bad_value("inductor", self.inductor, "a dict of settings of torch._inductor.config")
+        if self.artifacts is not None and not isinstance(self.artifacts, str | os.PathLike):
+            raise _bad_value("artifacts", self.artifacts, "the path of a folder")
         if self.mp_policy is not None and not isinstance(self.mp_policy, MixedPrecisionPolicy):
             raise _bad_value("mp_policy", self.mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
 

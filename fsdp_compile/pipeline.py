@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdp_compile.artifacts import Watcher
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.base import GraphPass
@@ -40,8 +41,13 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     Raises:
         InvariantError: If the result breaks a rule of `verify/`.
     """
+    watcher = Watcher(options.artifacts)
+    watcher.captured(step)
     for graph_pass in passes(options):
-        graph_pass.apply(step, graph_pass.plan(step))
+        plan = graph_pass.plan(step)
+        watcher.planned(step, graph_pass, plan)
+        graph_pass.apply(step, plan)
+        watcher.applied(step, graph_pass)
     step.graph.lint()
     check(step)
     step.gm.recompile()

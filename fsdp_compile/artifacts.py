@@ -1,0 +1,77 @@
+"""What each pass did to each graph, written where people and tools look: a folder, and torch's structured trace.
+
+With `options={"artifacts": folder}` the first rank writes, for every compiled graph,
+
+    graph00-forward/0-captured.txt
+    graph00-forward/1-insert-collectives.txt         the graph after the pass
+    graph00-forward/1-insert-collectives.plan.txt    what it decided
+    graph00-forward/1-insert-collectives.diff.txt    what it added, removed and moved
+
+All ranks make the same text. The same goes to the structured trace, so that tlparse shows it; nothing is formatted
+unless one of the two is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_compile._torch import trace_artifact
+from fsdp_compile.ir.diff import diff_graphs, format_diff
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.plan_text import format_plan
+from fsdp_compile.ir.text import format_graph
+from fsdp_compile.passes.base import GraphPass
+
+
+class Watcher:
+    """Looks at one graph before and after each pass.
+
+    Args:
+        folder: Where to write, or `None` to feed the structured trace alone.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        self._folder = Path(folder) if folder is not None and first else None
+        self._graph_folder: Path | None = None
+        self._position = 0
+        self._before = ""
+        self._plan = ""
+
+    def captured(self, step: StepGraph) -> None:
+        """The graph before any pass."""
+        if self._folder is not None:
+            self._graph_folder = _new_graph_folder(self._folder, step.phase.value)
+            self._before = format_graph(step)
+        self._write(step, "captured", "txt", lambda: format_graph(step))
+
+    def planned(self, step: StepGraph, graph_pass: GraphPass[Any], plan: object) -> None:
+        """What a pass has decided, before it does it: the plan names nodes that may be gone afterwards."""
+        self._position += 1
+        self._write(step, graph_pass.name, "plan.txt", lambda: format_plan(plan))
+
+    def applied(self, step: StepGraph, graph_pass: GraphPass[Any]) -> None:
+        """The graph after a pass."""
+        self._write(step, graph_pass.name, "txt", lambda: format_graph(step))
+        if self._graph_folder is not None:
+            before, self._before = self._before, format_graph(step)
+            self._write(step, graph_pass.name, "diff.txt", lambda: format_diff(diff_graphs(before, self._before)))
+
+    def _write(self, step: StepGraph, name: str, kind: str, text: Callable[[], str]) -> None:
+        file = f"{self._position}-{name}.{kind}"
+        trace_artifact(f"fsdp_{step.phase.value}_{file}", text)
+        if self._graph_folder is not None:
+            (self._graph_folder / file).write_text(text().rstrip("\n") + "\n", encoding="utf-8")
+
+
+def _new_graph_folder(folder: Path, phase: str) -> Path:
+    """The next numbered folder: forward and backward of one compile follow one another."""
+    number = len(list(folder.glob("graph*-*"))) if folder.exists() else 0
+    made = folder / f"graph{number:02d}-{phase}"
+    made.mkdir(parents=True)
+    return made

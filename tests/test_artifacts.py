@@ -1,0 +1,81 @@
+"""`options={"artifacts": folder}` and the structured trace."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compile.ir.parse import parse_graph
+from fsdp_compile.ir.text import format_graph
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.pipeline import passes
+from tests.parity.models import Stack
+from tests.parity.pair import batches, loss_of
+from tests.ranks import run_ranks
+
+
+def _train_once(folder: str) -> None:
+    compiled = torch.compile(Stack(1), backend="fsdp", options={"lower": "eager", "artifacts": folder})
+    (batch,) = batches(1, 4)
+    loss_of(compiled(batch)).backward()
+
+
+def test_every_pass_of_every_graph_is_written_once(tmp_path: Path) -> None:
+    run_ranks(_train_once, str(tmp_path / "out"))
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["graph00-forward", "graph01-backward"]
+    names = [p.name for p in passes(FSDPOptions())]
+    for graph in (tmp_path / "out").iterdir():
+        expected = {"0-captured.txt"}
+        for position, name in enumerate(names, 1):
+            expected |= {f"{position}-{name}{kind}.txt" for kind in ("", ".plan", ".diff")}
+        assert {f.name for f in graph.iterdir()} == expected
+
+
+def test_written_graphs_read_back(tmp_path: Path) -> None:
+    run_ranks(_train_once, str(tmp_path))
+    for file in tmp_path.glob("*/5-schedule-reshard.txt"):
+        text = file.read_text()
+        assert "all_gather" in text
+        assert format_graph(parse_graph(text)).rstrip("\n") == text.rstrip("\n")
+    assert "fsdp.unshard" in (tmp_path / "graph00-forward" / "0-captured.txt").read_text()
+    assert "added" in (tmp_path / "graph00-forward" / "1-insert-collectives.diff.txt").read_text()
+
+
+def _texts_of_all_ranks(folder: str) -> bool:
+    """Each rank writes for itself, as if it were the first."""
+    mine = Path(folder) / str(dist.get_rank())
+    original, dist.get_rank = dist.get_rank, lambda *_: 0  # type: ignore[assignment]
+    try:
+        _train_once(str(mine))
+    finally:
+        dist.get_rank = original
+    dist.barrier()
+    files = {f.relative_to(mine): f.read_text() for f in mine.rglob("*.txt")}
+    other = Path(folder) / str(1 - dist.get_rank())
+    return files == {f.relative_to(other): f.read_text() for f in other.rglob("*.txt")} and bool(files)
+
+
+def test_all_ranks_write_the_same_text(tmp_path: Path) -> None:
+    assert run_ranks(_texts_of_all_ranks, str(tmp_path)) == [True, True]
+
+
+SCRIPT = """
+import os, torch
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+model = torch.nn.Linear(4, 4)
+torch.compile(model, backend="fsdp", options={"lower": "eager"})(torch.ones(2, 4)).sum().backward()
+"""
+
+
+def test_structured_trace_has_the_graphs(tmp_path: Path) -> None:
+    import os
+
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=environment, timeout=120)
+    trace = "".join(f.read_text() for f in tmp_path.iterdir())
+    assert "fsdp_forward_1-insert-collectives.txt" in trace
+    assert "fsdp_backward_5-schedule-reshard.plan.txt" in trace
