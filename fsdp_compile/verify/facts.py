@@ -46,8 +46,15 @@ class Facts:
         return [(node, record) for node in self.nodes if (record := record_of(node)) is not None]
 
     def of_role(self, *roles: Role) -> list[fx.Node]:
-        """Nodes of some roles in graph order."""
-        return [node for node, record in self.ours if record.role in roles]
+        """Nodes of some roles, role after role, each in graph order."""
+        return [node for role in roles for node in self._by_role.get(role, ())]
+
+    @cached_property
+    def _by_role(self) -> dict[Role, list[fx.Node]]:
+        found: dict[Role, list[fx.Node]] = {}
+        for node, record in self.ours:
+            found.setdefault(record.role, []).append(node)
+        return found
 
     @cached_property
     def collectives(self) -> list[Collective]:

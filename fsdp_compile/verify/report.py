@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ SHOWN = 3
 NEIGHBOURS = 3
 """Nodes that are printed before and after the one that is complained about."""
 _LONGEST_LINE = 160
+_NOT_THE_USERS = (Path(__file__).parents[1], Path(torch.__file__).parent)
 
 
 def summary(step: StepGraph, complaints: Sequence[Complaint], after: str) -> str:
@@ -48,13 +50,15 @@ def hint(complaints: Sequence[Complaint]) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's line that a node computes or serves, innermost frame."""
-    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
-    frames = [i for i, line in enumerate(trace) if line.lstrip().startswith("File ")]
+    """The user's line that a node computes or serves: the innermost frame that is neither torch's nor ours."""
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    frames = [i for i, line in enumerate(trace) if line.startswith("File ")]
     if not frames:
         return "no line of the user's program"
-    code = trace[frames[-1] + 1 :][:1]
-    return " ".join([trace[frames[-1]].strip(), *(f"`{line.strip()}`" for line in code)])
+    theirs = [i for i in frames if not any(f'"{place}' in trace[i] for place in _NOT_THE_USERS)]
+    frame = (theirs or frames)[-1]
+    code = next((line for line in trace[frame + 1 :] if line), "")
+    return f"{trace[frame]}: {code}"
 
 
 def describe(node: fx.Node) -> str:

@@ -10,7 +10,7 @@ from torch import fx
 from fsdp_compile.ir.record import Record, Role, require
 from fsdp_compile.parameters.spec import ReadSpec
 from fsdp_compile.verify.facts import Facts
-from fsdp_compile.verify.origin import linear
+from fsdp_compile.verify.moves import linear
 
 
 @dataclasses.dataclass(frozen=True)

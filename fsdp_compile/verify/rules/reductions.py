@@ -11,8 +11,8 @@ from fsdp_compile.parameters.spec import ReadSpec
 from fsdp_compile.verify.collective import Kind
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
-from fsdp_compile.verify.origin import Hop, origin
-from fsdp_compile.verify.slots import Slot, all_slots, claims, probes, slots_of
+from fsdp_compile.verify.origin import Hop, Origin, origin
+from fsdp_compile.verify.slots import Probe, Slot, all_slots, claims, probes, slots_of
 
 RULE = "reduced-once"
 _ONCE = "one reduce-scatter per parameter, then one all-reduce of the shard if there are replicas"
@@ -29,10 +29,10 @@ def reduced_once(facts: Facts) -> list[Complaint]:
             complaints.append(_fits_no_flat(gradient))
             continue
         for slot in slots_of(flat):
-            sources = {origin(gradient, p.place, p.rank).node for p in probes(slot.spec)}
-            if sources - {None}:
+            found = [(probe, origin(gradient, probe.place, probe.rank)) for probe in probes(slot.spec)]
+            if any(o.node is not None for _, o in found):
                 arrived.add((require(flat).unit, slot.name))
-                complaints.extend(_wrong_element(gradient, slot))
+                complaints.extend(_wrong_elements(gradient, slot, found))
     return [*complaints, *_lost(facts, arrived)]
 
 
@@ -85,25 +85,25 @@ def _fits_no_flat(gradient: fx.Node) -> Complaint:
     )
 
 
-def _wrong_element(gradient: fx.Node, slot: Slot) -> Iterator[Complaint]:
+def _wrong_elements(gradient: fx.Node, slot: Slot, found: list[tuple[Probe, Origin]]) -> Iterator[Complaint]:
     """Complains about the first element that is not the average of its own gradient."""
-    spec = slot.spec
-    for probe in probes(spec):
-        found = origin(gradient, probe.place, probe.rank)
-        node = found.hops[0].collective.start if found.hops else gradient
-        if found.node is None or shape_of(found.node) != spec.shape or found.index != probe.element:
-            yield Complaint(
-                RULE,
-                node,
-                f"puts element [{found.index}] of %{found.node} where the gradient of {slot.name} has "
-                f"element [{probe.element}]",
-                f"rank {probe.rank} holds it at [{probe.place}] of its flat shard",
+    for probe, source in found:
+        node = source.hops[0].collective.start if source.hops else gradient
+        if source.node is None or shape_of(source.node) != slot.spec.shape or source.index != probe.element:
+            what = (
+                f"puts element [{source.index}] of %{source.node} where the gradient of {slot.name} has "
+                f"element [{probe.element}]"
             )
-            return
-        wrong = _wrong_hops(found.hops, spec)
-        if wrong:
-            yield Complaint(RULE, node, f"the gradient of {slot.name} {wrong}", _wanted(spec))
-            return
+            hint = f"rank {probe.rank} holds it at [{probe.place}] of its flat shard"
+        elif slot.name not in require(source.last).parameters:
+            what = f"puts %{source.node}, a gradient of {require(source.last).parameters[0]}, where {slot.name} lies"
+            hint = "messages, and slots in a message, keep their order"
+        elif wrong := _wrong_hops(source.hops, slot.spec):
+            what, hint = f"the gradient of {slot.name} {wrong}", _wanted(slot.spec)
+        else:
+            continue
+        yield Complaint(RULE, node, what, hint)
+        return
 
 
 def _wrong_hops(hops: tuple[Hop, ...], spec: ReadSpec) -> str:

@@ -1,0 +1,118 @@
+"""Graphs of small models, as the pipeline's passes leave them, without lowering."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile import fully_shard
+from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.lower.eager import compile_eagerly
+from fsdp_compile.lower.region import Region
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.pipeline import passes
+from fsdp_compile.verify.table import Stage
+from tests.fake_world import fake_world
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Ranks, and how they shard; `replicas` > 1 makes a 2-D mesh."""
+
+    size: int
+    replicas: int = 1
+    reshard_after_forward: bool | None = None
+    policy: MixedPrecisionPolicy = dataclasses.field(default_factory=MixedPrecisionPolicy)
+    units: tuple[str, ...] | None = None
+    """Names of modules that get a call of their own before the root; `None` leaves the split to the package."""
+
+    def shard(self, model: nn.Module) -> None:
+        shape = (self.replicas, self.size // self.replicas) if self.replicas > 1 else (self.size,)
+        mesh = init_device_mesh("cpu", shape)
+        for name in self.units or ():
+            fully_shard(
+                model.get_submodule(name),
+                mesh=mesh,
+                reshard_after_forward=self.reshard_after_forward,
+                mp_policy=self.policy,
+            )
+        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=self.policy)
+
+
+Watch = Callable[[StepGraph, str, Stage], None]
+"""Called after each pass with the graph, the pass's name and the stage that is reached."""
+
+
+def capture(
+    make: Callable[[], nn.Module],
+    inputs: Sequence[torch.Tensor],
+    world: World,
+    *,
+    watch: Watch | None = None,
+    until: Stage = Stage.FINAL,
+    prefetch: int = 1,
+    training: bool = True,
+) -> list[StepGraph]:
+    """Compiles a model for a fake world and returns its graphs: forward, then backward if `training`.
+
+    Args:
+        make: Makes the model.
+        inputs: What its forward is called with.
+        world: Ranks and sharding.
+        watch: Looks at each graph after each pass.
+        until: The stage at which the graphs are returned.
+        prefetch: As in `FSDPOptions`.
+        training: Whether there is to be a backward.
+    """
+    captured: list[list[StepGraph]] = []
+
+    def transform(step: StepGraph) -> StepGraph:
+        _run_passes(step, FSDPOptions(prefetch=prefetch), until, watch)
+        captured[-1].append(copied(step))  # lowering erases the markers
+        return step
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        flats = flat_inputs(example_inputs)
+        if flats:
+            captured.append([])
+        return compile_eagerly(gm, example_inputs, Region(flats, transform if flats else _unchanged))
+
+    with fake_world(world.size):
+        torch.manual_seed(0)
+        model = make()
+        world.shard(model)
+        with torch.set_grad_enabled(training):
+            torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    (steps,) = captured
+    return steps
+
+
+def copied(step: StepGraph) -> StepGraph:
+    """The same graph with nodes of its own, which a test may break."""
+    graph = fx.Graph()
+    returned = graph.graph_copy(step.graph, {})
+    graph.output(returned).meta.update(step.output.meta)
+    return StepGraph(fx.GraphModule(step.gm, graph), step.phase)
+
+
+def _unchanged(step: StepGraph) -> StepGraph:
+    """For frames without parameters: casts at the model's ends are compiled by themselves."""
+    return step
+
+
+def _run_passes(step: StepGraph, options: FSDPOptions, until: Stage, watch: Watch | None) -> None:
+    every = passes(options)
+    for position, graph_pass in enumerate(every):
+        graph_pass.apply(step, graph_pass.plan(step))
+        stage = Stage.INSERTED if position == 0 else Stage.FINAL if position == len(every) - 1 else Stage.BUCKETED
+        if watch is not None:
+            watch(step, graph_pass.name, stage)
+        if stage is until:
+            return

@@ -1,0 +1,28 @@
+"""Captured graphs, each made once per session and handed out as copies."""
+
+from __future__ import annotations
+
+import functools
+
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.record import Phase
+from fsdp_compile.verify.table import Stage
+from tests.verify.captured import World, capture, copied
+from tests.verify.models import MODELS
+
+PAIR = World(2)
+SQUARE = World(4, replicas=2)
+
+
+def graph(
+    phase: Phase, *, model: str = "stack", world: World = PAIR, stage: Stage = Stage.FINAL, prefetch: int = 1
+) -> StepGraph:
+    """A correct graph of one of `MODELS`, which the test may break."""
+    forward, backward = _captured(model, world, stage, prefetch)
+    return copied(forward if phase is Phase.FORWARD else backward)
+
+
+@functools.cache
+def _captured(model: str, world: World, stage: Stage, prefetch: int) -> list[StepGraph]:
+    make, inputs = MODELS[model]
+    return capture(make, inputs(), world, until=stage, prefetch=prefetch)

@@ -1,0 +1,80 @@
+"""What the pipeline makes of many models gives no rule a reason to complain, after any pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.record import Role
+from fsdp_compile.verify.check import complaints
+from fsdp_compile.verify.complaint import Complaint
+from fsdp_compile.verify.limits import Limits
+from fsdp_compile.verify.table import Stage
+from tests.verify.captured import World, capture
+from tests.verify.models import MODELS
+
+WORLDS = {
+    "1-rank": World(1),
+    "2-ranks": World(2),
+    "8-ranks": World(8),
+    "2x2-mesh": World(4, replicas=2),
+    "2x1-mesh": World(2, replicas=2),
+    "kept-for-backward": World(2, reshard_after_forward=False),
+    "bf16-sent": World(2, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "bf16-reduced": World(2, policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
+}
+# Every way of sharding for the plainest model; every model sharded the plainest way; both for the odd ones.
+CASES = [("stack", world) for world in WORLDS]
+CASES += [(model, "2-ranks") for model in MODELS if model != "stack"]
+CASES += [("uneven", "1-rank"), ("uneven", "8-ranks"), ("partial", "2x2-mesh"), ("tied", "kept-for-backward")]
+
+
+@pytest.mark.parametrize(("model", "world"), CASES, ids=["-".join(case) for case in CASES])
+def test_a_correct_graph_gives_no_complaint_after_any_pass(model: str, world: str) -> None:
+    make, inputs = MODELS[model]
+    found: list[tuple[str, Complaint]] = []
+    seen: list[str] = []
+
+    def watch(step: StepGraph, name: str, stage: Stage) -> None:
+        seen.append(name)
+        found.extend((name, c) for c in complaints(step, stage=stage, limits=Limits(prefetch=1)))
+
+    capture(make, inputs(), WORLDS[world], watch=watch)
+
+    assert seen[0] == "insert-collectives"
+    assert len(seen) % 2 == 0  # forward and backward
+    assert found == []
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_prefetching_stays_within_its_distance(prefetch: int) -> None:
+    make, inputs = MODELS["stack"]
+    for step in capture(make, inputs(), World(2), prefetch=prefetch):
+        assert len(list(step.nodes(Role.GATHER))) == 3
+        assert complaints(step, limits=Limits(prefetch=prefetch)) == []
+        if prefetch:
+            tighter = complaints(step, limits=Limits(prefetch=prefetch - 1))
+            assert {c.rule for c in tighter} == {"unsharded-bytes"} or prefetch > 2
+
+
+def test_inference_without_a_backward_gives_no_complaint() -> None:
+    make, inputs = MODELS["tied"]
+    (step,) = capture(make, inputs(), World(2), training=False)
+    assert list(step.nodes(Role.GATHER))
+    assert complaints(step) == []
+
+
+@pytest.mark.parametrize("units", [("qkv",), ("qkv", "out")], ids=["one-unit", "two-units"])
+def test_views_of_a_split_weight_are_read_before_it_is_resharded(units: tuple[str, ...]) -> None:
+    make, inputs = MODELS["fused"]
+    for step in capture(make, inputs(), World(2, units=units)):
+        assert list(step.nodes(Role.RESHARD))
+        assert complaints(step) == []
+
+
+def test_a_unit_with_an_unused_parameter_among_other_units_gives_no_complaint() -> None:
+    make, inputs = MODELS["unused"]
+    for step in capture(make, inputs(), World(2, units=("first", "second"))):
+        assert complaints(step) == []

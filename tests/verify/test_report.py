@@ -1,0 +1,98 @@
+"""What a refused graph tells whoever has to find the bug."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_compile.errors import InvariantError
+from fsdp_compile.ir.record import Phase, Role
+from fsdp_compile.verify.check import check
+from fsdp_compile.verify.limits import Limits
+from fsdp_compile.verify.report import NEIGHBOURS, SHOWN, describe, source_line
+from tests.verify import breaks
+from tests.verify.breaks import BREAKS, Break
+from tests.verify.graphs import graph
+
+# What a pass may well get wrong.
+WRONG_PASSES = [
+    breaks.wait_moved_after_its_use,
+    breaks.gradient_reduced_twice,
+    breaks.reshard_deleted,
+    breaks.reductions_swapped,
+]
+
+
+@pytest.mark.parametrize("broken", [b for b in BREAKS if b.edit in WRONG_PASSES], ids=lambda b: b.edit.__name__)
+def test_a_wrong_pass_is_refused_with_rule_node_pass_and_hint(broken: Break) -> None:
+    step = broken.graph()
+    named = broken.edit(step)
+
+    with pytest.raises(InvariantError) as caught:
+        check(step, after="wrong-pass")
+
+    error = caught.value
+    assert f"the {broken.phase.value} graph is wrong after wrong-pass" in error.what
+    assert f"{broken.rule}: %{named} " in error.what
+    assert error.instead is not None
+    assert f"{broken.rule}: " in error.instead
+
+
+def test_the_neighbourhood_shows_three_nodes_on_either_side_with_types() -> None:
+    step = graph(Phase.FORWARD)
+    use = breaks.unfinished_message_read(step)
+
+    with pytest.raises(InvariantError) as caught:
+        check(step)
+
+    where = caught.value.where
+    assert where is not None
+    lines = where.splitlines()
+    marked = lines.index(f"    > {describe(use)}")
+    nodes = list(step.graph.nodes)
+    place = nodes.index(use)
+    assert lines[marked - NEIGHBOURS].endswith(describe(nodes[place - NEIGHBOURS]))
+    assert lines[marked + NEIGHBOURS].endswith(describe(nodes[place + NEIGHBOURS]))
+    assert ": float32[2, 8192]" in lines[marked]
+    assert "{copy_out of blocks.2}" in lines[marked]
+
+
+def test_the_users_own_line_is_shown() -> None:
+    step = graph(Phase.FORWARD)
+    use = breaks.unfinished_message_read(step)
+
+    with pytest.raises(InvariantError) as caught:
+        check(step)
+
+    assert "tests/verify/models.py" in str(caught.value)
+    assert "self.down(F.gelu(self.up(self.norm(x))))" in source_line(use)
+
+
+def test_only_the_first_complaints_are_shown_and_the_rest_is_counted() -> None:
+    step = graph(Phase.FORWARD)
+    for node in list(step.nodes(Role.RESHARD)):
+        step.graph.erase_node(node)
+    breaks.marker_left(step)
+    breaks.record_forgotten(step)
+
+    with pytest.raises(InvariantError) as caught:
+        check(step)
+
+    shown = [line for line in caught.value.what.splitlines()[1:] if not line.startswith("  and ")]
+    assert len(shown) == SHOWN
+    (rest,) = (line for line in caught.value.what.splitlines() if line.startswith("  and "))
+    assert "more (" in rest
+    assert "no-use-after-reshard" in rest
+
+
+def test_a_node_that_serves_no_line_says_so() -> None:
+    step = graph(Phase.FORWARD)
+    assert source_line(step.output) == "no line of the user's program"
+
+
+def test_a_budget_in_bytes_names_who_holds_how_much() -> None:
+    step = graph(Phase.FORWARD)
+
+    with pytest.raises(InvariantError, match=r"blocks\.0 [\d,]+, blocks\.1 [\d,]+") as caught:
+        check(step, limits=Limits(unsharded_bytes=200_000))
+
+    assert "the budget is 200,000 bytes" in str(caught.value)
