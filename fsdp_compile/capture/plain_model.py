@@ -18,7 +18,7 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.moved import MovedParameter
-from fsdp_compile.parameters.sharding import fully_shard, is_ignored, is_sharded
+from fsdp_compile.parameters.sharding import fully_shard, is_ignored, is_sharded, refuse_wrappers
 
 
 def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions) -> bool:
@@ -33,9 +33,12 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
         Whether anything was sharded, so that the frame has to be traced again.
 
     Raises:
-        ConfigError: If a parameter is on the meta device, or there is no process group and no torchrun environment.
+        ConfigError: If a parameter is on the meta device, there is no process group and no torchrun environment, or the
+            model is wrapped by another data parallelism.
         UnsupportedModelError: If a parameter belongs to no module.
     """
+    for module in _compiled_modules():
+        refuse_wrappers(module)
     sharded = False
     for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
         if not _is_plain(value):

@@ -8,11 +8,13 @@ from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.parameters import moved, splitting, storage
+from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.groups import check_mesh, default_mesh
 from fsdp_compile.parameters.moved import MovedParameter
 from fsdp_compile.parameters.reads import PRECISION, READS, gather_on_read
@@ -23,6 +25,8 @@ from fsdp_compile.parameters.unit import Origin, Unit, UnitPolicy
 
 M = TypeVar("M", bound=nn.Module)
 _STATE = "_fsdp_sharding"
+_FORWARDS_WITHOUT_READS = (nn.Module.forward, nn.Sequential.forward)
+"""Of containers, unless a subclass writes its own."""
 
 
 @dataclasses.dataclass
@@ -70,8 +74,9 @@ def fully_shard(
 
     Raises:
         ConfigError: If the module is sharded already, the mesh has not 1 or 2 dimensions, or a policy is not supported.
+        UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
     """
-    _check(module, reshard_after_forward, offload_policy)
+    _check(module, reshard_after_forward, mp_policy, offload_policy)
     if mesh is None:
         mesh = default_mesh(_device_type(module))
     check_mesh(mesh)
@@ -113,7 +118,9 @@ def is_sharded(module: nn.Module) -> bool:
     return _STATE in module.__dict__
 
 
-def _check(module: nn.Module, reshard_after_forward: object, offload_policy: OffloadPolicy) -> None:
+def _check(
+    module: nn.Module, reshard_after_forward: object, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy
+) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"{type(module).__name__} is not a torch.nn.Module",
@@ -126,19 +133,24 @@ def _check(module: nn.Module, reshard_after_forward: object, offload_policy: Off
             where="fully_shard(module)",
             instead="call fully_shard() on its children, or on the module that holds it",
         )
+    refuse_wrappers(module)
     if _STATE in module.__dict__:
         raise ConfigError(
             "this module is sharded already",
             where=f"fully_shard({type(module).__name__})",
             instead="call fully_shard() once per module, children before parents",
         )
-    if reshard_after_forward not in (None, True, False) or isinstance(reshard_after_forward, int) is not isinstance(
-        reshard_after_forward, bool
-    ):
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ConfigError(
             f"reshard_after_forward={reshard_after_forward!r} is not supported",
             where="fully_shard(reshard_after_forward=...)",
             instead="True (gather again in backward), False (keep for backward) or None (True)",
+        )
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ConfigError(
+            f"mp_policy is a {type(mp_policy).__name__}",
+            where="fully_shard(mp_policy=...)",
+            instead="torch.distributed.fsdp.MixedPrecisionPolicy",
         )
     if type(offload_policy) is not OffloadPolicy:
         raise ConfigError(
@@ -146,6 +158,21 @@ def _check(module: nn.Module, reshard_after_forward: object, offload_policy: Off
             where="fully_shard(offload_policy=...)",
             instead="leave it out: parameters stay on their device",
         )
+
+
+def refuse_wrappers(root: nn.Module) -> None:
+    """Refuses a model of which another data parallelism has taken hold.
+
+    Raises:
+        ConfigError: If some module is DDP, FSDP1 or sharded by FSDP2.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+            raise ConfigError(
+                f"{type(module).__name__} averages gradients by itself",
+                where=name or "the outermost module",
+                instead="the plain model: shard with fsdp_compile.fully_shard(), or with backend='fsdp' alone",
+            )
 
 
 def _device_type(module: nn.Module) -> str:
@@ -188,18 +215,25 @@ Occurrence = tuple[str, nn.Module, str, nn.Parameter]
 
 def _unmanaged(root: nn.Module, ignored: set[int]) -> Iterator[Occurrence]:
     """Every place that holds a parameter which is not sharded yet; places of tied ones that are join their slot."""
+    slots = {id(slot.parameter): slot for unit in units(root) for slot in unit.slots}
     for name, module in root.named_modules():
         for attribute, parameter in list(module._parameters.items()):
-            if parameter is None or id(parameter) in ignored or isinstance(parameter, DTensor):
+            if parameter is None or id(parameter) in ignored or attribute in module.__dict__.get(READS, {}):
                 continue
-            if isinstance(parameter, MovedParameter):
-                _join_slot(parameter, module, attribute)
+            slot = parameter.slot if isinstance(parameter, MovedParameter) else slots.get(id(parameter))
+            if slot is not None:
+                _join_slot(slot, module, attribute)
+            elif isinstance(parameter, DTensor):
+                raise UnsupportedModelError(
+                    f"a parameter is a DTensor already, with placements {parameter.placements}",
+                    where=f"{name}.{attribute}" if name else attribute,
+                    instead="shard plain parameters, or list it in ignored_params to leave it as it is",
+                )
             else:
                 yield name, module, attribute, parameter
 
 
-def _join_slot(parameter: MovedParameter, module: nn.Module, attribute: str) -> None:
-    slot = parameter.slot
+def _join_slot(slot: ParameterSlot, module: nn.Module, attribute: str) -> None:
     owner, owner_attribute = slot.owners[0]
     module._parameters[attribute] = slot.parameter
     slot.owners.append((module, attribute))
@@ -247,7 +281,7 @@ def _enter_forwards(root: nn.Module) -> None:
     """Lets modules whose code may read parameters of their children know when they are inside their forward."""
     for module in root.modules():
         reads_below = any(READS in m.__dict__ for m in module.modules())
-        if reads_below and READS not in module.__dict__ and not isinstance(module, splitting.CONTAINERS):
+        if reads_below and READS not in module.__dict__ and type(module).forward not in _FORWARDS_WITHOUT_READS:
             gather_on_read(module, {})
 
 

@@ -17,6 +17,7 @@ from fsdp_compile.errors import ConfigError
 
 WrapPolicy = ModuleWrapPolicy | CustomPolicy | Callable[..., bool]
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+"""Modules whose children may be repeated blocks."""
 
 
 def automatic_units(root: nn.Module, managed: Container[nn.Parameter]) -> list[nn.Module]:
@@ -66,8 +67,15 @@ def policy_units(root: nn.Module, policy: WrapPolicy, managed: Container[nn.Para
         managed: Parameters that are to be sharded.
 
     Raises:
-        ConfigError: If a `CustomPolicy` returns keyword arguments, which have no meaning for units.
+        ConfigError: If it is none of these, or a `CustomPolicy` returns keyword arguments, which have no meaning for
+            units.
     """
+    if not isinstance(policy, ModuleWrapPolicy | CustomPolicy) and not callable(policy):
+        raise ConfigError(
+            f"{policy!r} is no wrap policy",
+            where="auto_wrap_policy",
+            instead="ModuleWrapPolicy({Block}), a CustomPolicy, or a callable of (module, recurse, nonwrapped_numel)",
+        )
     if isinstance(policy, ModuleWrapPolicy):
         classes = tuple(policy._module_classes)
         chosen = [m for m in root.modules() if isinstance(m, classes)]
@@ -80,13 +88,19 @@ def policy_units(root: nn.Module, policy: WrapPolicy, managed: Container[nn.Para
 
 def _custom_choice(policy: CustomPolicy, module: nn.Module) -> bool:
     choice = policy._lambda_fn(module)
+    if not isinstance(choice, bool | dict):
+        raise ConfigError(
+            f"the wrap policy returned {choice!r} for a {type(module).__name__}",
+            where="auto_wrap_policy",
+            instead="return True or False",
+        )
     if isinstance(choice, dict) and choice:
         raise ConfigError(
             f"the wrap policy returned keyword arguments {sorted(choice)} for a {type(module).__name__}",
             where="auto_wrap_policy",
             instead="return True or False, and call fully_shard() on that module first with its own arguments",
         )
-    return bool(choice) or choice == {}
+    return bool(choice)
 
 
 def _called_choice(

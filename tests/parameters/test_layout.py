@@ -79,7 +79,15 @@ def test_nothing_to_lay_out_still_has_an_address() -> None:
 )
 def test_padding_stays_below_one_percent_in_large_models(width: int, layers: int, size: int, sent: torch.dtype) -> None:
     """A transformer of more than 10 M parameters, unit by unit, with a vocabulary that nothing divides."""
-    block = [(3 * width, width), (3 * width,), (width, width), (width,), (4 * width, width), (width, 4 * width)]
+    block: list[tuple[int, ...]] = [
+        (3 * width, width),
+        (3 * width,),
+        (width, width),
+        (width,),
+        (4 * width, width),
+        (width, 4 * width),
+    ]
+    units: list[list[tuple[int, ...]]]
     units = [[(32003, width)], *[[*block, (width,), (width,)]] * layers, [(width,), ()]]
     held = needed = 0
     for unit in units:
