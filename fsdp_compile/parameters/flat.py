@@ -30,6 +30,7 @@ class ParameterSlot:
         spec: Where it lies and how it is gathered.
         local_shape: Shape of this rank's part, without padding; rows may be fewer than on other ranks, or none.
         local: The view of the flat shard that the DTensor holds.
+        shell: The DTensor's own, empty storage; `parameter.data = ...` replaces it and leaves `local` behind.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ParameterSlot:
     spec: ReadSpec
     local_shape: tuple[int, ...]
     local: torch.Tensor
+    shell: torch.UntypedStorage | None = None
 
     @property
     def dtensor(self) -> DTensor:
@@ -92,6 +94,8 @@ class FlatShard:
         for slot in self.slots:
             parameter = slot.parameter
             if local_tensor(parameter) is not slot.local or parameter.requires_grad is not trainable:  # type: ignore[arg-type]
+                return True
+            if parameter.untyped_storage() is not slot.shell:
                 return True
             for module, attribute in slot.owners:
                 if module._parameters.get(attribute) is not parameter:

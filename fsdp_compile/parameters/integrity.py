@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
@@ -24,7 +24,7 @@ def check(unit: Unit) -> None:
     New dtypes, devices, shapes and trainability give the unit new flat shards.
 
     Raises:
-        ConfigError: If a parameter is gone, is of another mesh, or is on the meta device.
+        ConfigError: If a parameter is gone, is of another mesh, is on the meta device, or its `.data` was assigned to.
     """
     if any(flat.is_broken() for flat in unit.flats):
         repaired = [repair_in_place(flat) for flat in unit.flats]
@@ -87,6 +87,12 @@ def _held(unit: Unit, slot: ParameterSlot) -> nn.Parameter | None:
             where=unit.parameter_name(slot),
             instead="remove it before fully_shard() or the first compiled call",
         )
+    if held[0] is slot.parameter and _local(held[0]) is slot.local and held[0].untyped_storage() is not slot.shell:
+        raise ConfigError(
+            "`.data` of a sharded parameter was assigned to, which its DTensor does not notice: the value is lost",
+            where=unit.parameter_name(slot),
+            instead="assign a new nn.Parameter to the module's attribute, or parameter.copy_(value) under no_grad()",
+        )
     return held[0] if all(parameter is held[0] for parameter in held) else None
 
 
@@ -116,5 +122,13 @@ def _members(unit: Unit) -> list[storage.Member]:
                 known.owners.append((module, attribute))
                 continue
             name = slot.name if (module, attribute) == slot.owners[0] else f"{slot.name} ({attribute})"
-            members[id(parameter)] = storage.Member(name, [(module, attribute)], parameter, slot.spec.dim)
+            members[id(parameter)] = storage.Member(name, [(module, attribute)], parameter, _dim(unit, slot, parameter))
     return list(members.values())
+
+
+def _dim(unit: Unit, slot: ParameterSlot, parameter: nn.Parameter) -> int | None:
+    """The slot's dimension, or the default one if the parameter that took its place has other dimensions."""
+    if parameter.dim() == len(slot.spec.shape) and slot.spec.dim is not None:
+        chosen = Shard(slot.spec.dim)
+        return storage.shard_dim(unit.parameter_name(slot), parameter, unit.policy.size, lambda _: chosen)
+    return storage.shard_dim(unit.parameter_name(slot), parameter, unit.policy.size, None)

@@ -84,13 +84,12 @@ def _reduced(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:  # noqa: ARG001
-    flat, ctx.spec = inputs
-    ctx.save_for_backward(flat)
+    # Not through save_for_backward(): saved-tensor hooks may hand back a copy, and a copy does not tell its flat shard.
+    ctx.flat, ctx.spec = inputs
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    (flat,) = ctx.saved_tensors
-    return torch.ops.fsdp.reduce_grad(flat, grad, ctx.spec), None
+    return torch.ops.fsdp.reduce_grad(ctx.flat, grad, ctx.spec), None
 
 
 def _refuse_double_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:  # noqa: ARG001

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 
 from fsdp_compile._torch import skip_code
+from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.parameters import ops  # noqa: F401  registers fsdp::unshard
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.unit import Unit
@@ -67,6 +68,7 @@ def _make_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
     members: dict[str, Any] = {name: _read_property(name) for name in names}
     members |= {
         "forward": forward,
+        "__deepcopy__": _refuse_deepcopy,
         "_fsdp_original_class": original,
         "_fsdp_original_forward": original.forward,
         "__module__": original.__module__,
@@ -81,9 +83,19 @@ def _read_property(name: str) -> property:
         if torch.compiler.is_compiling() or in_forward():
             entry = getattr(module, READS)[name]
             return torch.ops.fsdp.unshard(entry[0], entry[1])
+        if name not in module._parameters:  # deleted by the user
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         return module._parameters[name]
 
     return property(read)
+
+
+def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
+    raise UnsupportedModelError(
+        "a sharded module cannot be deep-copied: the copy would share process groups and flat shards with it",
+        where=type(module).__name__,
+        instead="copy.deepcopy(model) before it is sharded, and move values with state_dict() and load_state_dict()",
+    )
 
 
 def _forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202

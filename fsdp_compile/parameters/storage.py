@@ -110,6 +110,7 @@ def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> N
         ConfigError: If the parameter is a DTensor of another mesh or placement.
     """
     placements = _placements(policy, slot.spec.dim)
+    _part_with(slot, parameter)
     if isinstance(parameter, DTensor):
         if parameter.device_mesh != policy.mesh or tuple(parameter.placements) != placements:
             raise ConfigError(
@@ -125,8 +126,16 @@ def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> N
             slot.local.copy_(local_part(parameter, slot.spec.dim, policy.size, policy.rank))
         slot.parameter = _sharded_parameter(parameter, slot.local, policy, placements)
         moved.retire(parameter, slot)
+    slot.shell = slot.parameter.untyped_storage()
     for module, attribute in slot.owners:
         module._parameters[attribute] = slot.parameter
+
+
+def _part_with(slot: ParameterSlot, successor: nn.Parameter) -> None:
+    """Gives a replaced parameter memory of its own: an optimizer that still holds it must not write into the slot."""
+    replaced = slot.parameter
+    if replaced is not successor and isinstance(replaced, DTensor) and _torch.local_tensor(replaced) is slot.local:
+        _torch.set_local_tensor(replaced, slot.local.clone())
 
 
 def _placements(policy: UnitPolicy, dim: int | None) -> tuple[Shard | Replicate, ...]:
@@ -138,11 +147,12 @@ def _sharded_parameter(
     full: nn.Parameter, local: torch.Tensor, policy: UnitPolicy, placements: tuple[Shard | Replicate, ...]
 ) -> nn.Parameter:
     dtensor = _torch.new_dtensor(local, policy.mesh, placements, full.shape)
-    sharded = nn.Parameter(dtensor, requires_grad=full.requires_grad)
+    sharded = nn.Parameter(dtensor)
     _torch.set_local_tensor(sharded, local)  # type: ignore[arg-type]  # nn.Parameter holds an alias of it
     for attribute, value in vars(full).items():  # marks that users and libraries put on parameters
         setattr(sharded, attribute, value)
-    _torch.move_hooks(full, sharded)
+    _torch.move_hooks(full, sharded)  # before it is frozen: a frozen tensor takes no hooks, but keeps those it has
+    sharded.requires_grad_(full.requires_grad)
     return sharded
 
 
@@ -150,16 +160,18 @@ def shard_dim(name: str, parameter: nn.Parameter, size: int, placement: Placemen
     """The dimension on which a parameter is sharded.
 
     Raises:
-        ConfigError: If `shard_placement_fn` names a dimension that the parameter lacks, or one other than 0 that the
-            group does not divide.
+        ConfigError: If `shard_placement_fn` returns no `Shard`, or names a dimension that the parameter lacks, or one
+            other than 0 that the group does not divide.
     """
     if parameter.dim() == 0:
         return None
     chosen = placement(parameter) if placement is not None else None
     if chosen is None:
         return 0
-    dim = chosen.dim + parameter.dim() if chosen.dim < 0 else chosen.dim
     where = f"shard_placement_fn, parameter {name} of shape {tuple(parameter.shape)}"
+    if not isinstance(chosen, Shard):
+        raise ConfigError(f"it returned {chosen!r}", where=where, instead="Shard(dim), or None for Shard(0)")
+    dim = chosen.dim + parameter.dim() if chosen.dim < 0 else chosen.dim
     if not 0 <= dim < parameter.dim():
         raise ConfigError(f"{chosen} names a dimension that does not exist", where=where, instead="Shard(0)")
     if dim > 0 and parameter.shape[dim] % size:
