@@ -99,6 +99,13 @@ def plain_torch_functions() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def fake_store() -> dist.Store:
+    """The store of a default group of backend "fake", whose other ranks do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    return FakeStore()
+
+
 def resolve_group(name: str) -> dist.ProcessGroup | None:
     """The process group that is registered under `name`, or `None`."""
     try:
