@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from fsdp_compile.ir.record import KEY, Phase, Record, Role
 from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.unit import Unit
 
 
 def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
@@ -20,14 +21,26 @@ def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
     Returns:
         Position of the input to the record of its flat shard.
     """
-    flats = {i: FlatShard.of(value) for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
-    return {i: _record(flat) for i, flat in flats.items() if flat is not None}
+    found = {i: FlatShard.of(value) for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
+    flats = {i: flat for i, flat in found.items() if flat is not None}
+    titles = _titles([flat.unit for flat in flats.values()])
+    return {i: _record(flat, titles[flat.unit]) for i, flat in flats.items()}
 
 
-def _record(flat: FlatShard) -> Record:
+def _titles(units: Iterable[Unit]) -> dict[Unit, str]:
+    """A title for each unit that no other has, also where several sharded models meet in one graph."""
+    titles: dict[Unit, str] = {}
+    for unit in units:
+        if unit not in titles:
+            same = sum(unit.title == other.title for other in titles)
+            titles[unit] = f"{unit.title}#{same + 1}" if same else unit.title
+    return titles
+
+
+def _record(flat: FlatShard, title: str) -> Record:
     unit = flat.unit
     names = tuple(unit.parameter_name(slot) for slot in flat.slots)
-    return Record(Role.FLAT, unit.title, names, tuple(slot.spec for slot in flat.slots), Phase.FORWARD)
+    return Record(Role.FLAT, title, names, tuple(slot.spec for slot in flat.slots), Phase.FORWARD)
 
 
 def name_inputs(graph: fx.Graph, flats: Mapping[int, Record]) -> None:

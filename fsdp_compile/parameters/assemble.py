@@ -98,7 +98,10 @@ def full_parameter(b: Builder[T], gathered: T, spec: ReadSpec, *, start: int, sp
         parts = view(b, rows, [spec.size, *spec.shard_shape])
         order = [*range(1, spec.dim + 1), 0, *range(spec.dim + 1, len(spec.shape) + 1)]
         full = view(b, b.call(aten.permute.default, parts, order), spec.padded_shape)
-    return full if spec.padded_shape == spec.shape else narrow(b, full, spec.dim, 0, spec.shape[spec.dim])
+    full = narrow(b, full, spec.dim, 0, spec.shape[spec.dim])
+    if b.value(full).is_contiguous():
+        return full
+    return b.call(aten.clone.default, full, memory_format=torch.contiguous_format)
 
 
 def gradient_rows(b: Builder[T], grad: T, spec: ReadSpec) -> T:

@@ -28,6 +28,7 @@ class ParameterSlot:
         owners: Every (module, attribute) that holds it; more than one if it is tied.
         parameter: The DTensor parameter that users, optimizers and checkpoints see.
         spec: Where it lies and how it is gathered.
+        rank: This rank's place in the shard group.
         local_shape: Shape of this rank's part, without padding; rows may be fewer than on other ranks, or none.
         local: The view of the flat shard that the DTensor holds.
         shell: The DTensor's own, empty storage; `parameter.data = ...` replaces it and leaves `local` behind.
@@ -37,6 +38,7 @@ class ParameterSlot:
     owners: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
     spec: ReadSpec
+    rank: int
     local_shape: tuple[int, ...]
     local: torch.Tensor
     shell: torch.UntypedStorage | None = None

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fsdp_compile import _torch
 from fsdp_compile._torch import make_dtensor
@@ -20,6 +21,8 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.rows import local_part
 
+_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+"""State of torch's optimizers that is one number; a 0-d parameter's other state looks the same."""
 _unannounced: list[nn.Parameter] = []
 """Parameters that were retired since optimizers were last told."""
 
@@ -76,12 +79,13 @@ def update_optimizers() -> None:
     """
     if not _unannounced:
         return
+    retired = set(_unannounced)  # and no others: an optimizer of a model that is gone is nobody's business any more
     _unannounced.clear()
     for optimizer in (o for o in gc.get_objects() if _is_optimizer(o)):
         for group in optimizer.param_groups:
-            if any(isinstance(p, MovedParameter) for p in group["params"]):
+            if not retired.isdisjoint(group["params"]):
                 group["params"] = [successor(p) for p in group["params"]]
-        for parameter in [p for p in optimizer.state if isinstance(p, MovedParameter)]:
+        for parameter in [p for p in optimizer.state if p in retired]:
             state = optimizer.state.pop(parameter)
             optimizer.state[successor(parameter)] = _shard_state(state, parameter)
 
@@ -99,15 +103,25 @@ def _shard_state(state: Any, parameter: MovedParameter) -> Any:
             instead="make the optimizer after the first call of the compiled model",
         )
 
-    def convert(value: Any) -> Any:
-        full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() > 0
-        return shard_like(value, parameter.slot) if full and value.shape == parameter.full_shape else value
+    return {key: _shard_value(key, value, parameter) for key, value in state.items()}
 
-    return {key: convert(value) for key, value in state.items()}
+
+def _shard_value(key: str, value: Any, parameter: MovedParameter) -> Any:
+    tensors = [v for v in tree_leaves(value) if isinstance(v, torch.Tensor) and not isinstance(v, DTensor)]
+    if not tensors or key in _SCALARS:
+        return value
+    if value is tensors[0] and value.shape == parameter.full_shape:
+        return shard_like(value, parameter.slot)
+    if value is tensors[0] and value.dim() == 0:
+        return value
+    raise ConfigError(
+        f"an optimizer holds state {key!r}, which is not of its parameter's shape and cannot be sharded",
+        where=parameter.slot.name,
+        instead="make the optimizer after the first call of the compiled model",
+    )
 
 
 def shard_like(value: torch.Tensor, slot: ParameterSlot) -> DTensor:
     """Keeps this rank's part of a full tensor that every rank holds, laid out as the parameter is; no communication."""
-    like, dim, size = slot.dtensor, slot.spec.dim, slot.spec.size
-    rank = like.device_mesh.get_local_rank(like.device_mesh.ndim - 1)
-    return make_dtensor(local_part(value, dim, size, rank).clone(memory_format=torch.contiguous_format), like)
+    part = local_part(value, slot.spec.dim, slot.spec.size, slot.rank)
+    return make_dtensor(part.clone(memory_format=torch.contiguous_format), slot.dtensor)

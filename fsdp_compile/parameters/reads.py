@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -71,11 +71,29 @@ def _make_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
         "__deepcopy__": _refuse_deepcopy,
         "_fsdp_original_class": original,
         "_fsdp_original_forward": original.forward,
+        "_fsdp_outermost_forward": _outermost_forward(original),
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
     return type(original.__name__, (original,), members)
+
+
+def _outermost_forward(original: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of a module that is compiled by itself.
+
+    Dynamo never starts a graph in torch's own layers, it only inlines them. So where the user compiles a plain
+    `nn.Sequential`, say, a function of ours is where the graph starts: one code object per class, as Dynamo keeps its
+    compiled graphs by code object.
+    """
+    if not original.forward.__module__.startswith("torch.nn."):
+        return original.forward
+    code = _call_original.__code__.replace(co_name=f"forward of {original.__name__}")
+    return types.FunctionType(code, _call_original.__globals__)
+
+
+def _call_original(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
+    return self._fsdp_original_forward(*args, **kwargs)
 
 
 def _read_property(name: str) -> property:
@@ -99,23 +117,32 @@ def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
 
 
 def _forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
+    if not torch.compiler.is_compiling():
+        return run_eagerly(self, args, kwargs)
     precision = self.__dict__.get(PRECISION)
-    if precision is not None:
-        args, kwargs = cast_inputs(precision, args, kwargs)
-    if torch.compiler.is_compiling():
-        output = self._fsdp_original_forward(*args, **kwargs)
-    else:
-        if not in_forward():
-            before_step(self)
-        output = call_in_forward(self._fsdp_original_forward, args, kwargs)
-    if precision is not None:
-        output = cast_output(precision, output)
-    return output
+    if precision is None:
+        return self._fsdp_original_forward(*args, **kwargs)
+    args, kwargs = cast_inputs(precision, args, kwargs)
+    return cast_output(precision, self._fsdp_original_forward(*args, **kwargs))
 
 
-# Dynamo must not make this frame a graph of its own: run eagerly it raises the depth that eager reads look at, and
-# the user's forward below it is compiled. Inlined from another frame it is traced like any function.
+def run_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a forward around or below which compiled graphs may start."""
+    outermost = not in_forward()
+    if outermost:
+        before_step(module)
+    precision = module.__dict__.get(PRECISION)
+    if precision is not None:
+        args, kwargs = torch.compiler.disable(cast_inputs)(precision, args, kwargs)
+    forward = module._fsdp_outermost_forward if outermost else module._fsdp_original_forward
+    output = call_in_forward(forward, args, kwargs)
+    return output if precision is None else torch.compiler.disable(cast_output)(precision, output)
+
+
+# Dynamo must not make these frames graphs of their own: run eagerly they raise the depth that eager reads look at, and
+# the user's forward below them is compiled. Inlined from another frame, `_forward` is traced like any function.
 skip_code(_forward.__code__)
+skip_code(run_eagerly.__code__)
 
 
 @torch.compiler.disable

@@ -93,7 +93,7 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
     held = local_shape(shape, member.dim, policy.size, policy.rank)
     numel = torch.Size(held).numel()
     local = buffer[place.offset : place.offset + numel].view(held)
-    slot = ParameterSlot(member.name, member.owners, parameter, spec, held, local)
+    slot = ParameterSlot(member.name, member.owners, parameter, spec, policy.rank, held, local)
     adopt(slot, parameter, policy)
     return slot
 

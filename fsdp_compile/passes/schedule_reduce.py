@@ -70,7 +70,8 @@ def _followers(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
             if reduces:
                 latest[node] = last_of(reduces, order)
                 if role_of(node) in _FOLLOWERS:
-                    followers[latest[node]].append(node)
+                    zeros = [s for s in node.all_input_nodes if role_of(s) is Role.SHARD_GRADIENT and s not in latest]
+                    followers[latest[node]] += [*zeros, node]
     return followers
 
 
