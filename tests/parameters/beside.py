@@ -26,6 +26,8 @@ class Run(enum.Enum):
     """Sharded, then compiled."""
     EAGER = "eager"
     """Sharded, not compiled: every read gathers by itself."""
+    UNSHARDED = "unsharded"
+    """Neither yet."""
 
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -54,10 +56,10 @@ class Beside:
         torch.manual_seed(0)
         self.model = make()
         self.reference = copy.deepcopy(self.model)
-        if how is not Run.PLAIN:
+        if how in (Run.SHARDED, Run.EAGER):
             fully_shard(self.model)
         self.compiled: Callable[[torch.Tensor], torch.Tensor] = self.model
-        if how is not Run.EAGER:
+        if how in (Run.SHARDED, Run.PLAIN):
             self.compiled = compile_eagerly(self.model)
         self.optimizers: list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]] = []
         self.steps = 0
