@@ -11,6 +11,7 @@ import weakref
 import torch
 
 from fsdp_compile._torch import make_dtensor
+from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 
 
@@ -34,6 +35,13 @@ def hand_over(flat: FlatShard) -> None:
     arrived, flat.arrived = flat.arrived, set()
     if gradient is None:
         return
+    if gradient.requires_grad:
+        raise UnsupportedModelError(
+            "a gradient of the parameters' gradients is asked for (double backward)",
+            where=f"backward(create_graph=True), unit {flat.unit.title}",
+            instead="torch.autograd.grad(loss, inputs, create_graph=True) for a penalty on gradients of inputs, "
+            "without torch.compile",
+        )
     for slot in flat.slots:
         # Nothing noted: saved-tensor hooks gave backward a copy of the buffer. Then zeros stand for "no gradient".
         if slot.spec.offset in arrived or not arrived:

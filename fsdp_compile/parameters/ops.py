@@ -94,9 +94,10 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 def _refuse_double_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:  # noqa: ARG001
     raise UnsupportedModelError(
-        "a gradient of a gradient goes through a sharded parameter (double backward)",
+        "a gradient of a parameter's gradient is asked for (double backward)",
         where="torch.autograd.grad(..., create_graph=True) or backward(create_graph=True)",
-        instead="compute the gradient penalty with respect to inputs outside of the sharded model, or use FSDP1",
+        instead="torch.autograd.grad(loss, inputs, create_graph=True) for a penalty on gradients of inputs, without "
+        "torch.compile",
     )
 
 
