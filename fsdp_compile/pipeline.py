@@ -22,6 +22,7 @@ from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
 from fsdp_compile.verify.check import check
+from fsdp_compile.verify.limits import Limits
 
 
 def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
@@ -48,7 +49,7 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
         watcher.planned(step, graph_pass, plan)
         graph_pass.apply(step, plan)
         watcher.applied(step, graph_pass)
+    check(step, after=graph_pass.name, limits=Limits(prefetch=options.prefetch))
     step.graph.lint()
-    check(step)
     step.gm.recompile()
     return step

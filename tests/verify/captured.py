@@ -32,18 +32,15 @@ class World:
     policy: MixedPrecisionPolicy = dataclasses.field(default_factory=MixedPrecisionPolicy)
     units: tuple[str, ...] | None = None
     """Names of modules that get a call of their own before the root; `None` leaves the split to the package."""
+    root: bool = True
+    """Whether the root gets a call, too."""
 
     def shard(self, model: nn.Module) -> None:
         shape = (self.replicas, self.size // self.replicas) if self.replicas > 1 else (self.size,)
         mesh = init_device_mesh("cpu", shape)
-        for name in self.units or ():
-            fully_shard(
-                model.get_submodule(name),
-                mesh=mesh,
-                reshard_after_forward=self.reshard_after_forward,
-                mp_policy=self.policy,
-            )
-        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=self.policy)
+        for name in (*(self.units or ()), *[""] * self.root):
+            module = model.get_submodule(name)
+            fully_shard(module, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=self.policy)
 
 
 Watch = Callable[[StepGraph, str, Stage], None]

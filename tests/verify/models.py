@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +121,43 @@ class Unused(nn.Module):
         return F.linear(F.relu(F.linear(x, self.first.weight)), self.second.weight)
 
 
+class Twins(nn.Module):
+    """Two models of one class, whose modules and parameters have the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = Stack(2)
+        self.right = Stack(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.right(self.left(x))
+
+
+class _GradientIsTheInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return weight * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (weight,) = ctx.saved_tensors
+        del grad
+        return weight
+
+
+class WeightAsGradient(nn.Module):
+    """The gradient of a parameter is the gathered parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.second = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.relu(F.linear(x, _GradientIsTheInput.apply(self.first.weight))))
+
+
 class ReturnsWeight(nn.Module):
     """The model's own result is a parameter."""
 
@@ -156,6 +194,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor
     "partial": (Partial, lambda: (_rows(4, 64),)),
     "fused": (Fused, lambda: (_rows(4, 64),)),
     "unused": (Unused, lambda: (_rows(4, 64),)),
+    "twins": (Twins, lambda: (_rows(4, 64),)),
+    "weight-as-gradient": (WeightAsGradient, lambda: (_rows(4, 64),)),
     "returns-weight": (ReturnsWeight, lambda: (_rows(4, 64),)),
     "convolution": (Convolution, lambda: (_rows(2, 3, 8, 8),)),
 }

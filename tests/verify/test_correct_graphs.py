@@ -78,3 +78,12 @@ def test_a_unit_with_an_unused_parameter_among_other_units_gives_no_complaint() 
     make, inputs = MODELS["unused"]
     for step in capture(make, inputs(), World(2, units=("first", "second"))):
         assert complaints(step) == []
+
+
+def test_two_models_whose_modules_have_the_same_names_are_told_apart() -> None:
+    make, inputs = MODELS["twins"]
+    forward, backward = capture(make, inputs(), World(2, units=("left", "right"), root=False))
+    for step in (forward, backward):
+        assert len(list(step.nodes(Role.GATHER))) == 4
+        assert complaints(step, limits=Limits(prefetch=1)) == []
+    assert len(list(backward.nodes(Role.FLAT_GRADIENT))) == 4

@@ -1,0 +1,73 @@
+"""The pipeline runs the verifier, and tells it which pass ran last and what was promised."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from torch import fx
+
+from fsdp_compile import pipeline
+from fsdp_compile.errors import InvariantError
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.record import Phase, Role
+from fsdp_compile.options import FSDPOptions
+from tests.verify import breaks
+from tests.verify.graphs import graph
+
+Edit = Callable[[StepGraph], fx.Node]
+
+
+@dataclasses.dataclass
+class WrongPass:
+    """Breaks the graph with one edit of `breaks`, its plan, and remembers where."""
+
+    edit: Edit
+    named: fx.Node | None = None
+    name = "wrong-pass"
+
+    def plan(self, _step: StepGraph) -> Edit:
+        return self.edit
+
+    def apply(self, step: StepGraph, plan: Edit) -> None:
+        self.named = plan(step)
+
+
+@pytest.fixture
+def only_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[[Edit], WrongPass]:
+    """Makes the pipeline run one wrong pass and nothing else."""
+
+    def install(edit: Edit) -> WrongPass:
+        wrong = WrongPass(edit)
+        monkeypatch.setattr(pipeline, "passes", lambda _options: (wrong,))
+        return wrong
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("edit", "phase", "rule"),
+    [
+        (breaks.wait_moved_after_its_use, Phase.FORWARD, "gather-waited"),
+        (breaks.gradient_reduced_twice, Phase.BACKWARD, "reduced-once"),
+        (breaks.reshard_deleted, Phase.BACKWARD, "no-use-after-reshard"),
+        (breaks.reductions_swapped, Phase.BACKWARD, "plan-order"),
+        (breaks.gather_started_too_early, Phase.FORWARD, "unsharded-bytes"),
+    ],
+)
+def test_a_wrong_pass_is_refused(edit: Edit, phase: Phase, rule: str, only_pass: Callable[[Edit], WrongPass]) -> None:
+    wrong = only_pass(edit)
+
+    with pytest.raises(InvariantError) as caught:
+        pipeline.transform(graph(phase), FSDPOptions())
+
+    assert f"wrong after wrong-pass\n  {rule}: %{wrong.named} " in str(caught.value)
+
+
+def test_a_correct_graph_is_returned(only_pass: Callable[[Edit], WrongPass]) -> None:
+    only_pass(lambda step: step.output)
+    step = graph(Phase.BACKWARD)
+
+    assert pipeline.transform(step, FSDPOptions()) is step
+    assert list(step.nodes(Role.GATHER))
