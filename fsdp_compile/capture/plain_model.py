@@ -18,7 +18,8 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.moved import MovedParameter
-from fsdp_compile.parameters.sharding import fully_shard, is_ignored, is_sharded, refuse_wrappers
+from fsdp_compile.parameters.refusals import refuse_wrappers
+from fsdp_compile.parameters.sharding import fully_shard, is_ignored, is_sharded
 
 
 def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions) -> bool:

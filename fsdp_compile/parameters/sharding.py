@@ -8,9 +8,8 @@ from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.parameters import moved, splitting, storage
@@ -18,6 +17,7 @@ from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.groups import check_mesh, default_mesh
 from fsdp_compile.parameters.moved import MovedParameter
 from fsdp_compile.parameters.reads import PRECISION, READS, gather_on_read
+from fsdp_compile.parameters.refusals import refuse_part, refuse_policies, refuse_root, refuse_wrappers
 from fsdp_compile.parameters.spec import Reshard
 from fsdp_compile.parameters.splitting import WrapPolicy
 from fsdp_compile.parameters.storage import Member, PlacementFn
@@ -76,24 +76,38 @@ def fully_shard(
         ConfigError: If the module is sharded already, the mesh has not 1 or 2 dimensions, or a policy is not supported.
         UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
     """
-    _check(module, reshard_after_forward, mp_policy, offload_policy)
+    refuse_root(module)
+    refuse_policies(reshard_after_forward, mp_policy, offload_policy)
+    refuse_wrappers(module)
+    if is_sharded(module):
+        raise ConfigError(
+            "this module is sharded already",
+            where=f"fully_shard({type(module).__name__})",
+            instead="call fully_shard() once per module, children before parents",
+        )
+    refuse_part(module, units(module))
     if mesh is None:
         mesh = default_mesh(_device_type(module))
     check_mesh(mesh)
     reshard = Reshard.AFTER_BACKWARD if reshard_after_forward is False else Reshard.AFTER_FORWARD
     policy = UnitPolicy(mesh, mp_policy, reshard)
-    below = {name: m for name, m in module.named_modules() if _STATE in m.__dict__}
-    for name, descendant in below.items():
-        _adopt(name, descendant)
+    below = [m for m in module.modules() if is_sharded(m)]
+    for descendant in below:
+        _merge_split(descendant)
+    names = {id(m): name for name, m in module.named_modules()}
+    for unit in units(module):
+        unit.name = names[id(unit.root)]
     ignored = {id(p) for p in ignored_params or ()}
-    ignored |= {i for m in below.values() for i in m.__dict__[_STATE].ignored}
+    ignored |= {i for m in below for i in m.__dict__[_STATE].ignored}
     occurrences = list(_unmanaged(module, ignored))
     managed = {p for _, _, _, p in occurrences}
+    roots: list[nn.Module] = []
+    origin = Origin.CALL
     if auto_wrap_policy is not None:
         roots = splitting.policy_units(module, auto_wrap_policy, managed)
-    else:
-        roots = [] if below else splitting.automatic_units(module, managed)
-    made = _make_units(module, roots, policy, occurrences, shard_placement_fn)
+    elif not below:
+        roots, origin = splitting.automatic_units(module, managed), Origin.SPLIT
+    made = _make_units(module, roots, policy, origin, occurrences, shard_placement_fn)
     object.__setattr__(module, _STATE, Sharding(made, ignored))
     _enter_forwards(module)
     moved.update_optimizers()
@@ -118,63 +132,6 @@ def is_sharded(module: nn.Module) -> bool:
     return _STATE in module.__dict__
 
 
-def _check(
-    module: nn.Module, reshard_after_forward: object, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy
-) -> None:
-    if not isinstance(module, nn.Module):
-        raise ConfigError(
-            f"{type(module).__name__} is not a torch.nn.Module",
-            where="fully_shard(module)",
-            instead="pass the module whose parameters are to be sharded",
-        )
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
-        raise ConfigError(
-            f"{type(module).__name__} has no forward",
-            where="fully_shard(module)",
-            instead="call fully_shard() on its children, or on the module that holds it",
-        )
-    refuse_wrappers(module)
-    if _STATE in module.__dict__:
-        raise ConfigError(
-            "this module is sharded already",
-            where=f"fully_shard({type(module).__name__})",
-            instead="call fully_shard() once per module, children before parents",
-        )
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ConfigError(
-            f"reshard_after_forward={reshard_after_forward!r} is not supported",
-            where="fully_shard(reshard_after_forward=...)",
-            instead="True (gather again in backward), False (keep for backward) or None (True)",
-        )
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ConfigError(
-            f"mp_policy is a {type(mp_policy).__name__}",
-            where="fully_shard(mp_policy=...)",
-            instead="torch.distributed.fsdp.MixedPrecisionPolicy",
-        )
-    if type(offload_policy) is not OffloadPolicy:
-        raise ConfigError(
-            f"{type(offload_policy).__name__} is not supported",
-            where="fully_shard(offload_policy=...)",
-            instead="leave it out: parameters stay on their device",
-        )
-
-
-def refuse_wrappers(root: nn.Module) -> None:
-    """Refuses a model of which another data parallelism has taken hold.
-
-    Raises:
-        ConfigError: If some module is DDP, FSDP1 or sharded by FSDP2.
-    """
-    for name, module in root.named_modules():
-        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
-            raise ConfigError(
-                f"{type(module).__name__} averages gradients by itself",
-                where=name or "the outermost module",
-                instead="the plain model: shard with fsdp_compile.fully_shard(), or with backend='fsdp' alone",
-            )
-
-
 def _device_type(module: nn.Module) -> str:
     parameter = next(module.parameters(), None)
     if parameter is None or parameter.device.type == "meta":
@@ -185,28 +142,21 @@ def _device_type(module: nn.Module) -> str:
     return parameter.device.type
 
 
-def _adopt(name: str, descendant: nn.Module) -> None:
-    """Names the units of an earlier call after their place in the larger model, and undoes its automatic split."""
+def _merge_split(descendant: nn.Module) -> None:
+    """Undoes the automatic split of an earlier call, which was one call of a bottom-up series after all."""
     sharding: Sharding = descendant.__dict__[_STATE]
-    first = sharding.units[0] if sharding.units else None
-    if first is not None and len(sharding.units) > 1 and all(u.origin is Origin.SPLIT for u in sharding.units):
-        sharding.units = [_merge(descendant, sharding.units)]
-    for unit in sharding.units:
-        if unit.root is descendant:
-            unit.name = name
-        elif not unit.name.startswith(f"{name}."):
-            unit.name = f"{name}.{unit.name}"
-
-
-def _merge(root: nn.Module, parts: list[Unit]) -> Unit:
-    unit = Unit(root, "", parts[0].policy, Origin.CALL)
+    parts = sharding.units
+    if len(parts) < 2 or any(part.origin is not Origin.SPLIT for part in parts):
+        return
+    unit = Unit(descendant, "", parts[0].policy, Origin.CALL)
+    names = {id(m): name for name, m in descendant.named_modules()}
     members = [
-        Member(part.parameter_name(slot), slot.owners, slot.parameter, slot.spec.dim)
+        Member(f"{names[id(part.root)]}.{slot.name}".removeprefix("."), slot.owners, slot.parameter, slot.spec.dim)
         for part in parts
         for slot in part.slots
     ]
     storage.fill(unit, members)
-    return unit
+    sharding.units = [unit]
 
 
 Occurrence = tuple[str, nn.Module, str, nn.Parameter]
@@ -244,6 +194,7 @@ def _make_units(
     module: nn.Module,
     roots: list[nn.Module],
     policy: UnitPolicy,
+    origin: Origin,
     occurrences: list[Occurrence],
     placement: PlacementFn | None,
 ) -> list[Unit]:
@@ -263,7 +214,6 @@ def _make_units(
     made = []
     for name, root in chosen.items():
         if members[name]:
-            origin = Origin.SPLIT if roots else Origin.CALL
             unit = Unit(root, name, policy, origin)
             storage.fill(unit, list(members[name].values()))
             made.append(unit)

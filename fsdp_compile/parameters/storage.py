@@ -173,7 +173,7 @@ def shard_dim(name: str, parameter: nn.Parameter, size: int, placement: Placemen
         raise ConfigError(f"it returned {chosen!r}", where=where, instead="Shard(dim), or None for Shard(0)")
     dim = chosen.dim + parameter.dim() if chosen.dim < 0 else chosen.dim
     if not 0 <= dim < parameter.dim():
-        raise ConfigError(f"{chosen} names a dimension that does not exist", where=where, instead="Shard(0)")
+        raise ConfigError(f"{chosen!r} names a dimension that does not exist", where=where, instead="Shard(0)")
     if dim > 0 and parameter.shape[dim] % size:
         raise ConfigError(
             f"dimension {dim} of size {parameter.shape[dim]} does not divide over {size} ranks",

@@ -44,7 +44,7 @@ class Origin(enum.Enum):
     """Why a unit exists."""
 
     CALL = "call"
-    """`fully_shard` was called on its root module."""
+    """A person chose it: `fully_shard` was called on its root module, or a wrap policy named it."""
     SPLIT = "split"
     """The automatic split of a larger model made it."""
 

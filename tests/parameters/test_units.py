@@ -172,6 +172,14 @@ def test_units_of_an_explicit_split_below_are_not_merged() -> None:
     assert sorted(_titles(model)) == ["d.inner", "d.inner.blocks.0", "d.inner.blocks.1", "d.inner.blocks.2"]
 
 
+def test_units_of_a_policy_below_are_kept_and_named_after_their_place() -> None:
+    inner = fully_shard(Transformer(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    middle = fully_shard(_in_dict({"d": inner, "own": nn.Linear(4, 4)}))
+    model = fully_shard(_in_dict({"middle": middle, "own": nn.Linear(4, 4)}))
+    blocks = [f"d.middle.d.d.blocks.{i}" for i in range(3)]
+    assert sorted(_titles(model)) == ["(root)", "d.middle", "d.middle.d.d", *blocks]
+
+
 def test_units_of_a_compiled_model_are_those_of_the_model() -> None:
     model = fully_shard(Transformer())
     assert units(torch.compile(model, backend="fsdp")) == units(model)  # type: ignore[arg-type]

@@ -1,0 +1,225 @@
+"""Wrong use is refused by the right class of error, with what was wrong, where, and what to write instead.
+
+An error of the backend reaches the user as the `inner_exception` of Dynamo's `BackendCompilerFailed`, whose own text
+contains ours whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import Replicate, Shard
+
+from fsdp_compile import ConfigError, FSDPCompileError, UnsupportedModelError, fully_shard
+from tests.fake_world import fake_world
+from tests.parameters.models import Block, Small, Transformer
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with fake_world(4):
+        yield
+
+
+def _compiled(model: Any, **options: Any) -> Any:
+    return torch.compile(model, backend="fsdp", options={"lower": "eager", **options})
+
+
+def _says(error: FSDPCompileError, what: str, where: str, instead: str) -> None:
+    assert what in error.what
+    assert where in (error.where or "")
+    assert instead in (error.instead or "")
+    assert str(error) == f"{error.what}\n  where: {error.where}\n  instead: {error.instead}"
+
+
+def _refusal(call: Callable[[], object]) -> FSDPCompileError:
+    """What `call` was refused with, looked up where Dynamo puts it."""
+    with pytest.raises((BackendCompilerFailed, FSDPCompileError)) as caught:
+        call()
+    if isinstance(caught.value, FSDPCompileError):
+        return caught.value
+    assert isinstance(caught.value, BackendCompilerFailed)
+    inner = caught.value.inner_exception
+    assert isinstance(inner, FSDPCompileError)
+    assert str(inner) in str(caught.value), "readable through Dynamo's wrapping"
+    assert type(inner).__name__ in str(caught.value)
+    return inner
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "unknown": ({"prefech": 1}, "unknown option 'prefech'", "options={...}", "'prefetch'"),
+    "bad-value": ({"prefetch": -1}, "'prefetch' cannot be -1", "'prefetch'", "0, 1, 2"),
+    "bad-reshard": ({"reshard_after_forward": 2}, "reshard_after_forward=2", "reshard_after_forward", "False"),
+    "bad-policy": (
+        {"auto_wrap_policy": "blocks"},
+        "'blocks' is no wrap policy",
+        "auto_wrap_policy",
+        "ModuleWrapPolicy",
+    ),
+    "bad-mesh": ({"mesh": (2, 2)}, "mesh is a tuple", "mesh=", "init_device_mesh"),
+}
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_wrong_options_of_the_backend(kind: str) -> None:
+    options, what, where, instead = OPTIONS[kind]
+    error = _refusal(lambda: _compiled(Small(), **options)(torch.ones(2, 6)))
+    assert type(error) is ConfigError
+    _says(error, what, where, instead)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_refused_call_leaves_the_model_as_it_was() -> None:
+    model = Small()
+    before = list(model.parameters())
+    _refusal(lambda: _compiled(model, mesh="all")(torch.ones(2, 6)))
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    assert model(torch.ones(2, 6)).shape == (2, 3)
+    assert type(model) is Small
+
+
+@pytest.mark.usefixtures("world")
+def test_meta_parameters_of_a_plain_model() -> None:
+    with torch.device("meta"):
+        model = Small()
+    error = _refusal(lambda: _compiled(model)(torch.ones(2, 6, device="meta")))
+    assert type(error) is ConfigError
+    _says(error, "on the meta device", "scale", "to_empty")
+
+
+@pytest.mark.usefixtures("world")
+def test_meta_parameters_of_a_sharded_model() -> None:
+    with torch.device("meta"):
+        model = fully_shard(Small())
+    error = _refusal(lambda: _compiled(model)(torch.ones(2, 6)))
+    assert type(error) is ConfigError
+    _says(error, "has no value yet", "scale", "model.to_empty")
+
+
+@pytest.mark.usefixtures("world")
+def test_sharding_twice() -> None:
+    model = fully_shard(Small())
+    error = _refusal(lambda: fully_shard(model))
+    assert type(error) is ConfigError
+    _says(error, "sharded already", "fully_shard(Small)", "once per module")
+
+
+@pytest.mark.usefixtures("world")
+def test_sharding_what_torch_shards_already() -> None:
+    model = Block()
+    torchs_fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    for call in (lambda: fully_shard(model), lambda: _compiled(model)(torch.ones(2, 16))):
+        error = _refusal(call)
+        assert type(error) is ConfigError
+        _says(error, "averages gradients by itself", "the outermost module", "fsdp_compile.fully_shard()")
+    error = _refusal(lambda: fully_shard(nn.Sequential(model)))
+    assert error.where == "0"
+
+
+@pytest.mark.usefixtures("world")
+def test_a_model_under_ddp() -> None:
+    wrapped = nn.parallel.DistributedDataParallel(Small())
+    error = _refusal(lambda: fully_shard(wrapped))
+    assert type(error) is ConfigError
+    _says(error, "DistributedDataParallel averages gradients by itself", "outermost", "plain model")
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("world")
+def test_a_mesh_of_the_wrong_dimension() -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pipe", "replicate", "shard"))
+    for call in (lambda: fully_shard(Small(), mesh=mesh), lambda: _compiled(Small(), mesh=mesh)(torch.ones(2, 6))):
+        error = _refusal(call)
+        assert type(error) is ConfigError
+        _says(error, "mesh has 3 dimensions", "mesh=", 'mesh["replicate", "shard"]')
+    fully_shard(Small(), mesh=mesh["replicate", "shard"])
+
+
+def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    for call in (lambda: fully_shard(Small()), lambda: _compiled(Small())(torch.ones(2, 6))):
+        error = _refusal(call)
+        assert type(error) is ConfigError
+        _says(error, "lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "backend='fsdp'", "torchrun")
+    assert not dist.is_initialized()
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "offload": ({"offload_policy": CPUOffloadPolicy()}, "CPUOffloadPolicy", "offload_policy=", "leave it out"),
+    "reshard-integer": ({"reshard_after_forward": 2}, "reshard_after_forward=2", "reshard_after_forward=", "True"),
+    "reshard-one": ({"reshard_after_forward": 1}, "reshard_after_forward=1", "reshard_after_forward=", "True"),
+    "reshard-text": ({"reshard_after_forward": "no"}, "reshard_after_forward='no'", "reshard_after_forward=", "True"),
+    "fsdp1-precision": ({"mp_policy": MixedPrecision()}, "MixedPrecision", "mp_policy=", "MixedPrecisionPolicy"),
+    "no-precision": ({"mp_policy": None}, "NoneType", "mp_policy=", "MixedPrecisionPolicy"),
+    "placement": ({"shard_placement_fn": lambda _: Replicate()}, "Replicate()", "scale", "Shard(dim)"),
+    "placement-dim": ({"shard_placement_fn": lambda _: Shard(5)}, "Shard(dim=5)", "weight", "Shard(0)"),
+    "mesh": ({"mesh": "cuda"}, "mesh is a str", "mesh=", "init_device_mesh"),
+}
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_wrong_arguments_of_fully_shard(kind: str) -> None:
+    arguments, what, where, instead = ARGUMENTS[kind]
+    model = nn.Linear(6, 7) if "placement" in kind else Small()
+    before = list(model.parameters())
+    error = _refusal(lambda: fully_shard(model, **arguments))
+    assert type(error) is ConfigError
+    _says(error, what, "weight" if "placement" in kind else where, instead)
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True)), "nothing was touched"
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("root", "what", "instead"),
+    [
+        (nn.ModuleList([Small()]), "ModuleList has no forward", "on its children"),
+        (nn.ModuleDict({"a": Small()}), "ModuleDict has no forward", "on its children"),
+        ([Small()], "list is not a torch.nn.Module", "pass the module"),
+        (Small().parameters(), "generator is not a torch.nn.Module", "pass the module"),
+    ],
+)
+def test_roots_that_cannot_be_called(root: Any, what: str, instead: str) -> None:
+    error = _refusal(lambda: fully_shard(root))
+    assert type(error) is ConfigError
+    _says(error, what, "fully_shard(module)", instead)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_parameter_added_after_sharding() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    fully_shard(model)
+    model.append(nn.Linear(6, 2))
+    error = _refusal(lambda: _compiled(model)(torch.ones(2, 6)))
+    assert type(error) is ConfigError
+    _says(error, "added to a module after it was sharded", "2.", "ignored_params")
+
+
+@pytest.mark.usefixtures("world")
+def test_a_parameter_that_belongs_to_no_module() -> None:
+    loose = nn.Parameter(torch.ones(3))
+    error = _refusal(lambda: _compiled(lambda x: x * loose)(torch.ones(3)))
+    assert type(error) is UnsupportedModelError
+    _says(error, "belongs to no torch.nn.Module", "loose", "attribute of a module")
+
+
+@pytest.mark.usefixtures("world")
+def test_a_part_of_a_model_that_is_sharded_already() -> None:
+    model = fully_shard(Transformer())
+    for part, where in ((model.blocks[0], "fully_shard(Block), norm"), (model.embed, "fully_shard(Embedding)")):
+        error = _refusal(lambda: fully_shard(part))  # noqa: B023  called at once
+        assert type(error) is ConfigError
+        _says(error, "by a call on a module above it", where, "children before parents")
