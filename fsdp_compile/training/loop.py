@@ -90,6 +90,7 @@ class _Run:
         say(f"{job.ranks} ranks on {self.world.device.type}, run folder {job.folder.path}")
         say(f"text: {corpus.size_bytes / 1e6:.1f} MB, {corpus.source}")
         say(f"each rank will hold {compare_bytes(trainer.sharded, trainer.unsharded)}")
+        say("compiling, about a minute where Inductor's cache is cold ...")
 
     def _begin(self) -> None:
         job = self.job
