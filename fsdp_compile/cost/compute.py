@@ -1,0 +1,116 @@
+"""Time of each computing node: a roofline over its FLOPs and the bytes that its kernel reads and writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fsdp_compile.cost.formulas import roofline_us
+from fsdp_compile.cost.fusion import Kernels, launches_nothing, shares_memory
+from fsdp_compile.cost.hardware import Device
+from fsdp_compile.cost.sizes import result_bytes, tensor_bytes, tensors_of
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeCost:
+    """What one node costs.
+
+    Attributes:
+        flops: Floating-point operations; a multiply and an add are two.
+        size_bytes: Bytes read and written in device memory.
+        time_us: The roofline of the two.
+    """
+
+    flops: int
+    size_bytes: int
+    time_us: float
+
+
+FREE = NodeCost(0, 0, 0.0)
+
+
+def node_costs(graph: fx.Graph, device: Device, kernels: Kernels) -> dict[fx.Node, NodeCost]:
+    """Costs of all nodes; each memory that a kernel reads twice is counted at the first node that reads it."""
+    costs = {}
+    read: dict[int, set[fx.Node]] = {}
+    for node in graph.nodes:
+        if launches_nothing(node):
+            costs[node] = FREE
+            continue
+        seen = read.setdefault(kernels.of[node], set())
+        sources = {_memory(source) for source in node.all_input_nodes} - kernels.inner - seen
+        seen |= sources
+        size_bytes = sum(_read_bytes(node, source) for source in sources)
+        size_bytes += 0 if node in kernels.inner else result_bytes(node)
+        flops = count_flops(node)
+        rate = device.flops_per_s(_dtype(node))
+        costs[node] = NodeCost(flops, size_bytes, roofline_us(flops, size_bytes, rate, device.bytes_per_s))
+    return costs
+
+
+def count_flops(node: fx.Node) -> int:
+    """FLOPs by torch's own formulas; 0 for operators without one, which are bound by memory."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    formula = _ATTENTION.get(packet)
+    if formula is not None:
+        return formula(node)
+    counted = flop_registry.get(packet)
+    if counted is None:
+        return 0
+    args, kwargs = tree_map(lambda a: a.meta.get("val") if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
+    return int(counted(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _attention(node: fx.Node) -> int:
+    return _causal_share(node, sdpa_flop_count(*(_shape(a) for a in node.args[:3])), position=4)
+
+
+def _attention_backward(node: fx.Node) -> int:
+    return _causal_share(node, sdpa_backward_flop_count(*(_shape(a) for a in node.args[:4])), position=7)
+
+
+def _causal_share(node: fx.Node, flops: int, *, position: int) -> int:
+    """Half, if the kernel is told to skip what a causal mask hides."""
+    causal = node.args[position] if len(node.args) > position else node.kwargs.get("is_causal", False)
+    return flops // 2 if causal is True else flops
+
+
+def _shape(arg: Any) -> tuple[int, ...]:
+    return tuple(arg.meta["val"].shape)
+
+
+# Attention as the CPU traces it, which stands for the flash kernels of other devices; torch has no formula for it.
+_ATTENTION: dict[Any, Callable[[fx.Node], int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def _memory(node: fx.Node) -> fx.Node:
+    """The node that made the memory which a view shows."""
+    while shares_memory(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _read_bytes(reader: fx.Node, source: fx.Node) -> int:
+    """Bytes that a reader takes from a source: of a lookup, only the rows that it returns."""
+    views = [n for n in reader.all_input_nodes if _memory(n) is source]
+    size = max((tensor_bytes(t) for v in views for t in tensors_of(v)), default=0)
+    if getattr(reader.target, "overloadpacket", None) in (aten.embedding, aten.index, aten.gather):
+        return min(size, result_bytes(reader))
+    return size
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype in which a matmul multiplies: that of its last tensor input."""
+    floating = [t.dtype for n in node.all_input_nodes for t in tensors_of(n) if t.is_floating_point()]
+    return floating[-1] if floating else None

@@ -1,0 +1,46 @@
+"""The formulas of the model, over plain numbers or sympy expressions alike. Times in us, sizes in byte."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import sympy
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """The larger of two numbers; an open expression if one of them is open."""
+    return sympy.Max(a, b) if isinstance(a, sympy.Expr) or isinstance(b, sympy.Expr) else max(a, b)
+
+
+def log2(x: Any) -> Any:
+    """Logarithm to base 2."""
+    return sympy.log(x, 2) if isinstance(x, sympy.Expr) else math.log2(x)
+
+
+def roofline_us(flops: Any, size_bytes: Any, flops_per_s: Any, bytes_per_s: Any) -> Any:
+    """Time of a kernel that computes and moves memory at once."""
+    return maximum(flops * 1e6 / flops_per_s, size_bytes * 1e6 / bytes_per_s)
+
+
+def share_of_others(ranks: Any) -> Any:
+    """Share of a sharded whole that one rank does not hold: `(N-1)/N`."""
+    return (ranks - 1) / ranks
+
+
+def collective_us(sent_bytes: Any, ranks: Any, *, launch_us: Any, hop_us: Any, bytes_per_s: Any) -> Any:
+    """Time of a collective: latency, then the bytes that each rank sends."""
+    return launch_us + hop_us * log2(ranks) + sent_bytes * 1e6 / bytes_per_s
+
+
+def floor_bytes(numel: Any, ranks: Any, *, gathers: Any, gathered_bytes: Any, reduced_bytes: Any) -> Any:
+    """Least bytes that each rank sends in a step of full sharding: `(gathers * b_p + b_g) P (N-1)/N`.
+
+    Args:
+        numel: Parameters, P.
+        ranks: Ranks in the shard group, N.
+        gathers: How often parameters are gathered: 2, or 1 if they are kept for backward.
+        gathered_bytes: Bytes of a gathered element, b_p.
+        reduced_bytes: Bytes of a reduced gradient element, b_g; 0 for frozen parameters.
+    """
+    return (gathers * gathered_bytes + reduced_bytes) * numel * share_of_others(ranks)

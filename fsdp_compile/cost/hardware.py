@@ -1,0 +1,175 @@
+"""Devices and links that plans are made for: every number with its unit and where it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from fsdp_compile.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """A number that can be questioned.
+
+    Attributes:
+        value: A number, or a sympy expression where a formula is to stay open.
+        unit: Unit of `value`.
+        source: Where the number comes from; "assumed" where nobody measured it.
+    """
+
+    value: Any
+    unit: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        name: As users write it.
+        matmul: Dense peak per dtype, FLOP/s; dtypes that are absent take the slowest of these.
+        matmul_share: Share of the peak that a large matmul reaches.
+        memory_rate: Peak of device memory, byte/s.
+        memory_share: Share of the peak that a large copy reaches.
+        memory: Device memory, byte.
+    """
+
+    name: str
+    matmul: Mapping[torch.dtype, Quantity]
+    matmul_share: Quantity
+    memory_rate: Quantity
+    memory_share: Quantity
+    memory: Quantity
+
+    def flops_per_s(self, dtype: torch.dtype | None) -> Any:
+        """FLOP/s that a large matmul of `dtype` reaches."""
+        slowest = min(self.matmul.values(), key=lambda q: q.value)
+        return self.matmul.get(dtype, slowest).value * self.matmul_share.value  # type: ignore[arg-type]
+
+    @property
+    def bytes_per_s(self) -> Any:
+        """Bytes per second that a large copy reads and writes together."""
+        return self.memory_rate.value * self.memory_share.value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """What connects the ranks of a group, as one rank sees it.
+
+    Attributes:
+        name: As users write it.
+        rate: One direction of one rank, byte/s.
+        rate_share: Share of it that a large collective reaches.
+        launch: Time of a collective without data, us.
+        hop: Added for every doubling of the number of ranks, us.
+    """
+
+    name: str
+    rate: Quantity
+    rate_share: Quantity
+    launch: Quantity
+    hop: Quantity
+
+    @property
+    def bytes_per_s(self) -> Any:
+        """Bytes per second that a large collective sends per rank."""
+        return self.rate.value * self.rate_share.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """One device per rank, and what connects them."""
+
+    device: Device
+    link: Link
+
+
+_SHARE: Final = "assumed; large bf16 matmuls on this class of device are reported between 0.6 and 0.8"
+_COPY_SHARE: Final = "assumed; stream-like kernels are reported between 0.85 and 0.95"
+_LINK_SHARE: Final = "assumed; nccl-tests bus bandwidth of large messages is reported between 0.8 and 0.95"
+_LATENCY: Final = "assumed; order of magnitude of nccl-tests at small sizes, growing with log2 of the ranks"
+
+
+def _device(name: str, sheet: str, *, tflops: Mapping[torch.dtype, float], tb_per_s: float, gb: float) -> Device:
+    return Device(
+        name=name,
+        matmul={dtype: Quantity(value * 1e12, "FLOP/s", sheet) for dtype, value in tflops.items()},
+        matmul_share=Quantity(0.7, "share of peak", _SHARE),
+        memory_rate=Quantity(tb_per_s * 1e12, "byte/s", sheet),
+        memory_share=Quantity(0.9, "share of peak", _COPY_SHARE),
+        memory=Quantity(gb * 1e9, "byte", sheet),
+    )
+
+
+def make_link(name: str, gb_per_s: Any, source: str) -> Link:
+    """A link of a given rate, with assumed efficiency and latency.
+
+    Args:
+        name: As users write it.
+        gb_per_s: 1e9 byte/s, one direction of one rank; a number or a sympy expression.
+        source: Where the number comes from.
+    """
+    return Link(
+        name=name,
+        rate=Quantity(gb_per_s * 1e9, "byte/s", source),
+        rate_share=Quantity(0.9, "share of rate", _LINK_SHARE),
+        launch=Quantity(10.0, "us", _LATENCY),
+        hop=Quantity(5.0, "us", _LATENCY),
+    )
+
+
+_HOPPER: Final = {torch.bfloat16: 989.4, torch.float16: 989.4, torch.float32: 66.9, torch.float64: 66.9}
+_AMPERE: Final = {torch.bfloat16: 312.0, torch.float16: 312.0, torch.float32: 19.5, torch.float64: 19.5}
+
+DEVICES: Final = {
+    device.name: device
+    for device in (
+        _device("h100-sxm", "NVIDIA H100 data sheet, SXM5, dense", tflops=_HOPPER, tb_per_s=3.35, gb=80),
+        _device("h200-sxm", "NVIDIA H200 data sheet, SXM, dense", tflops=_HOPPER, tb_per_s=4.8, gb=141),
+        _device("a100-sxm", "NVIDIA A100 80GB data sheet, SXM4, dense", tflops=_AMPERE, tb_per_s=2.039, gb=80),
+    )
+}
+LINKS: Final = {
+    link.name: link
+    for link in (
+        make_link("ib-400", 50.0, "InfiniBand NDR, one 400 Gb/s port per device"),
+        make_link("ib-200", 25.0, "InfiniBand HDR, one 200 Gb/s port per device"),
+        make_link("nvlink4", 450.0, "NVIDIA H100 data sheet: 900 GB/s NVLink, both directions"),
+        make_link("nvlink3", 300.0, "NVIDIA A100 data sheet: 600 GB/s NVLink, both directions"),
+        make_link("ethernet-1", 0.125, "1 Gb/s Ethernet"),
+    )
+}
+
+
+def hardware(device: str = "h100-sxm", link: str | float = "ib-400") -> Hardware:
+    """Looks hardware up by name.
+
+    Args:
+        device: One of `DEVICES`.
+        link: One of `LINKS`, or a number of GB/s (1e9 byte/s) for one direction of one rank.
+
+    Raises:
+        ConfigError: For an unknown name, or a rate that is not positive.
+    """
+    if isinstance(link, int | float):
+        if link <= 0:
+            raise ConfigError(f"a link of {link} GB/s sends nothing", where="hardware(link=...)", instead="50")
+        return Hardware(_find(device, DEVICES, "device"), make_link(f"{link:g} GB/s", link, "given by the user"))
+    return Hardware(_find(device, DEVICES, "device"), _find(link, LINKS, "link"))
+
+
+def _find(name: str, known: Mapping[str, Any], what: str) -> Any:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        raise ConfigError(
+            f"there is no {what} {name!r}",
+            where=f"hardware({what}=...)",
+            instead=near[0] if near else "one of " + ", ".join(known),
+        )
+    return known[name]

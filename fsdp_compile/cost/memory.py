@@ -1,0 +1,220 @@
+"""Live bytes at each node of a graph: who allocates what, and until when it lives.
+
+Views share the memory of what they show (by the operators' schemas), values that stay inside a fused kernel have
+none, and the messages of a running collective live until it is waited for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Iterable, Mapping
+from operator import getitem
+
+from torch import fx
+
+from fsdp_compile.cost.fusion import Kernels, shares_memory
+from fsdp_compile.cost.sizes import tensor_bytes, tensors_of
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.record import Phase, Role, role_of
+
+
+class Holder(enum.Enum):
+    """What memory is held for."""
+
+    SHARD = "sharded parameters"
+    SHARD_GRADIENT = "sharded gradients"
+    UNSHARDED = "gathered units"
+    GRADIENT = "unsharded gradients"
+    SAVED = "saved for backward"
+    INPUT = "inputs and buffers"
+    OUTPUT = "outputs"
+    TEMPORARY = "temporaries"
+
+
+_HOLDERS = {
+    Role.GATHER: Holder.UNSHARDED,
+    Role.COPY_OUT: Holder.UNSHARDED,
+    Role.FULL: Holder.UNSHARDED,
+    Role.GRADIENT: Holder.GRADIENT,
+    Role.REDUCE: Holder.SHARD_GRADIENT,
+    Role.REPLICATE: Holder.SHARD_GRADIENT,
+    Role.SHARD_GRADIENT: Holder.SHARD_GRADIENT,
+    Role.FLAT_GRADIENT: Holder.SHARD_GRADIENT,
+}
+_STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE)
+_WAITS = (Role.GATHER_WAIT, Role.REDUCE_WAIT, Role.REPLICATE_WAIT)
+
+
+@dataclasses.dataclass(eq=False)
+class Buffer:
+    """One piece of memory.
+
+    Attributes:
+        node: The node that allocates it.
+        size_bytes: Its size.
+        holder: What it is for.
+        first: Position of the node that allocates it; 0 for inputs.
+        last: Position of the last node that needs it.
+    """
+
+    node: fx.Node
+    size_bytes: int
+    holder: Holder
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Memory of one graph.
+
+    Attributes:
+        buffers: Everything that is held at some time.
+        outputs: For each node that the graph returns, the buffers behind it.
+        length: Number of nodes.
+    """
+
+    buffers: tuple[Buffer, ...]
+    outputs: Mapping[str, tuple[Buffer, ...]]
+    length: int
+
+    def live_bytes(self, holders: Iterable[Holder] = Holder) -> list[int]:
+        """Bytes that are live while each node runs, in graph order; only those held for `holders`."""
+        change = [0] * (self.length + 1)
+        wanted = frozenset(holders)
+        for buffer in self.buffers:
+            if buffer.holder in wanted:
+                change[buffer.first] += buffer.size_bytes
+                change[buffer.last + 1] -= buffer.size_bytes
+        live, total = [], 0
+        for step in change[:-1]:
+            total += step
+            live.append(total)
+        return live
+
+    def at(self, position: int) -> list[Buffer]:
+        """Buffers that are live while a node runs, largest first."""
+        live = [b for b in self.buffers if b.first <= position <= b.last and b.size_bytes]
+        return sorted(live, key=lambda b: -b.size_bytes)
+
+
+Held = tuple[Buffer, ...]
+
+
+def memory_of(step: StepGraph, kernels: Kernels, before: Memory | None = None) -> Memory:
+    """Finds the buffers of a graph.
+
+    Args:
+        step: The graph.
+        kernels: Which values stay inside their kernels.
+        before: For a backward graph, the memory of its forward: what that returned is still held.
+    """
+    return _Walk(step, kernels, before).memory()
+
+
+class _Walk:
+    """One pass over a graph that keeps, for each node, the buffers behind each of its results."""
+
+    def __init__(self, step: StepGraph, kernels: Kernels, before: Memory | None) -> None:
+        self.step = step
+        self.kernels = kernels
+        self.before = before
+        self.end = len(step.graph.nodes) - 1
+        self.behind: dict[fx.Node, list[Held]] = {}
+        self.in_flight: dict[Buffer, Held] = {}
+        self.buffers: list[Buffer] = []
+        self.carried: dict[Buffer, Buffer] = {}
+
+    def memory(self) -> Memory:
+        for position, node in enumerate(self.step.graph.nodes):
+            for source in node.all_input_nodes:
+                self._touch(self._all(source), position)
+            self.behind[node] = self._results(node, position)
+        self._name_outputs()
+        self.buffers += [self._kept(b) for b in self._returned_before() if b not in self.carried]
+        outputs = {node.name: self._all(node) for node in self.step.output.all_input_nodes}
+        return Memory(tuple(self.buffers), outputs, self.end + 1)
+
+    def _all(self, node: fx.Node) -> Held:
+        return tuple(dict.fromkeys(buffer for held in self.behind[node] for buffer in held))
+
+    def _touch(self, held: Iterable[Buffer], position: int) -> None:
+        for buffer in held:
+            buffer.last = max(buffer.last, position)
+
+    def _results(self, node: fx.Node, position: int) -> list[Held]:
+        if node.op == "placeholder":
+            return [self._input(node)]
+        if node.op != "call_function":
+            return []
+        if node.target is getitem and len(self.behind[node.all_input_nodes[0]]) > 1:
+            return [self.behind[node.all_input_nodes[0]][node.args[1]]]  # type: ignore[index]
+        if shares_memory(node):
+            shared = self._all(node.all_input_nodes[0])
+            if role_of(node) in _WAITS:
+                for buffer in shared:
+                    self._touch(self.in_flight.get(buffer, ()), position)
+            return [shared]
+        sources = tuple(dict.fromkeys(b for n in node.all_input_nodes for b in self._all(n)))
+        if node in self.kernels.inner:
+            return [sources]  # whoever reads it reads, in the same kernel, what it is made of
+        return self._allocate(node, position, sources)
+
+    def _allocate(self, node: fx.Node, position: int, sources: Held) -> list[Held]:
+        role = role_of(node)
+        holder = _HOLDERS.get(role, Holder.TEMPORARY) if role is not None else Holder.TEMPORARY
+        made = [Buffer(node, tensor_bytes(t), holder, position, position) for t in tensors_of(node)]
+        self.buffers += made
+        if role in _STARTS:
+            self.in_flight.update(dict.fromkeys(made, sources))
+        if role in (Role.GRADIENT, Role.REDUCE):
+            for buffer in sources:
+                if buffer.holder is Holder.TEMPORARY:
+                    buffer.holder = Holder.GRADIENT
+        return [(buffer,) for buffer in made]
+
+    def _input(self, node: fx.Node) -> Held:
+        if role_of(node) is Role.FLAT:
+            return self._hold(node, Holder.SHARD, self.end)
+        if self.step.phase is Phase.FORWARD or node.name.startswith("primals"):
+            return self._hold(node, Holder.INPUT, self.end)
+        earlier = self.before.outputs.get(node.name) if self.before is not None else None
+        if earlier is None:
+            tangent = node.name.startswith("tangents")
+            return self._hold(node, Holder.TEMPORARY if tangent else Holder.SAVED, 0)
+        return tuple(self._carry(buffer) for buffer in earlier)
+
+    def _hold(self, node: fx.Node, holder: Holder, last: int) -> Held:
+        held = tuple(Buffer(node, tensor_bytes(t), holder, 0, last) for t in tensors_of(node))
+        self.buffers += held
+        return held
+
+    def _carry(self, buffer: Buffer) -> Buffer:
+        """What forward saved, as backward's own buffer: freed after its last use unless somebody else holds it."""
+        if buffer not in self.carried:
+            stays = buffer.holder in (Holder.SHARD, Holder.INPUT, Holder.OUTPUT)
+            self.carried[buffer] = Buffer(buffer.node, buffer.size_bytes, buffer.holder, 0, self.end if stays else 0)
+            self.buffers.append(self.carried[buffer])
+        return self.carried[buffer]
+
+    def _returned_before(self) -> list[Buffer]:
+        """Outputs of the forward, which its caller holds."""
+        return [] if self.before is None else [b for b in self.before.buffers if b.holder is Holder.OUTPUT]
+
+    def _kept(self, buffer: Buffer) -> Buffer:
+        return Buffer(buffer.node, buffer.size_bytes, buffer.holder, 0, self.end)
+
+    def _name_outputs(self) -> None:
+        """Tells what is returned to the caller from what is saved for backward; what is both counts as returned."""
+        returned = self.step.output.args[0]
+        nodes = returned if isinstance(returned, tuple | list) else (returned,)
+        notes = self.step.output.meta.get("desc") or ()
+        for node, note in itertools.zip_longest(nodes, notes[: len(nodes)]):
+            if not isinstance(node, fx.Node):
+                continue
+            saved = type(note).__name__.startswith("SavedForBackwards")
+            for buffer in self._all(node):
+                if buffer.holder is Holder.TEMPORARY or (buffer.holder is Holder.SAVED and not saved):
+                    buffer.holder = Holder.SAVED if saved else Holder.OUTPUT

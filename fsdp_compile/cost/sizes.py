@@ -1,0 +1,32 @@
+"""Bytes of values in a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors among a node's results, in order."""
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+
+
+def tensor_bytes(value: torch.Tensor) -> int:
+    """Bytes of the memory that a tensor's strides reach, gaps included."""
+    shape, strides = [concrete(s) for s in value.shape], [concrete(s) for s in value.stride()]
+    if 0 in shape:
+        return 0
+    return (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * value.element_size()
+
+
+def result_bytes(node: fx.Node) -> int:
+    """Bytes of all of a node's results."""
+    return sum(map(tensor_bytes, tensors_of(node)))
+
+
+def concrete(size: Any) -> int:
+    """A size as a number: for a dynamic one, the size at which it was traced."""
+    return size if isinstance(size, int) else size.node.hint

@@ -1,0 +1,320 @@
+"""What `explain` reports: plain frozen data, and the ways to look at it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.memory import Holder
+from fsdp_compile.ir.record import Phase
+
+
+class Layout(enum.Enum):
+    """How parameters travel."""
+
+    OWN = "own message"
+    """One large parameter, into memory of its own."""
+    PACKED = "packed"
+    """Several small parameters side by side in one message."""
+
+
+class Exposure(enum.Enum):
+    """Whether compute stands still for a collective, and why."""
+
+    HIDDEN = "hidden"
+    NO_COMPUTE = "no compute between start and wait"
+    QUEUED = "behind other collectives"
+    TOO_SHORT = "too little compute between start and wait"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A node of a graph.
+
+    Attributes:
+        node: Its name.
+        index: Its position.
+        where: The module that it computes for, or the unit that it serves; may be empty.
+        time_us: When compute reaches it, from the start of its graph.
+    """
+
+    node: str
+    index: int
+    where: str
+    time_us: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """What is sent in one piece: parameters, layout, and the bytes of the whole."""
+
+    parameters: tuple[str, ...]
+    layout: Layout
+    size_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One bucket: a collective with all its messages.
+
+    Attributes:
+        kind: What it does.
+        unit: The unit that it serves.
+        messages: What travels.
+        dtype: Dtype of the messages.
+        group: Alias of the process group.
+        ranks: Size of the group.
+        size_bytes: Bytes of the whole, on all ranks together, padding included.
+        sent_bytes: Bytes that each rank sends.
+        start: Where it starts.
+        wait: Where it is first waited for.
+        last_use: For gathers, the last node that uses the gathered memory.
+        reshard: For gathers, where the memory is freed; `None` if it is kept.
+        issued_us: When compute reaches the start, from the start of the graph.
+        begin_us: When the lane is free for it.
+        end_us: When it is done.
+        computed_us: Computing between start and first wait.
+        exposed_us: How long compute stands still for it.
+        exposure: Why.
+        reason: The same in words and numbers.
+    """
+
+    kind: Kind
+    unit: str
+    messages: tuple[Message, ...]
+    dtype: str
+    group: str
+    ranks: int
+    size_bytes: int
+    sent_bytes: float
+    start: Place
+    wait: Place | None
+    last_use: Place | None
+    reshard: Place | None
+    issued_us: float
+    begin_us: float
+    end_us: float
+    computed_us: float
+    exposed_us: float
+    exposure: Exposure
+    reason: str
+
+    @property
+    def time_us(self) -> float:
+        """Time on the link."""
+        return self.end_us - self.begin_us
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of all parameters in it."""
+        return tuple(name for message in self.messages for name in message.parameters)
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """Memory that is live at the peak: the node that made it, for whom, and its size."""
+
+    node: str
+    where: str
+    holder: Holder
+    size_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryCurve:
+    """Live bytes along a graph.
+
+    Attributes:
+        peak_bytes: The largest sum.
+        peak: The node that runs then.
+        at_peak: The sum by what memory is held for.
+        largest: The largest pieces at the peak.
+        time_us: For each node, when compute reaches it.
+        live_bytes: For each holder, bytes while each node runs.
+    """
+
+    peak_bytes: int
+    peak: Place
+    at_peak: Mapping[Holder, int]
+    largest: tuple[Allocation, ...]
+    time_us: tuple[float, ...]
+    live_bytes: Mapping[Holder, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Computing for one module without a break, in us from the start of the graph."""
+
+    where: str
+    first: str
+    last: str
+    begin_us: float
+    end_us: float
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphPlan:
+    """One forward or backward graph.
+
+    Attributes:
+        phase: Which.
+        region: Number of the compiled region; more than 0 after graph breaks.
+        nodes: Number of nodes.
+        flops: Floating-point operations of one rank.
+        compute_us: Computing alone.
+        communication_us: Time of the busiest link lane.
+        exposed_us: How long compute stands still.
+        end_us: Estimated duration.
+        collectives: In the order in which they start.
+        memory: Live bytes.
+        spans: The compute lane.
+    """
+
+    phase: Phase
+    region: int
+    nodes: int
+    flops: int
+    compute_us: float
+    communication_us: float
+    exposed_us: float
+    end_us: float
+    collectives: tuple[Collective, ...]
+    memory: MemoryCurve
+    spans: tuple[Span, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPlan:
+    """One unit.
+
+    Attributes:
+        name: Its module.
+        parameters: Number of parameters.
+        numel: Elements of all of them.
+        stored: Dtypes in which shards are stored.
+        sent: Dtypes in which parameters are gathered.
+        reduced: Dtypes in which gradients are reduced; empty if all are frozen.
+        full_bytes: Full parameters in their stored dtype.
+        shard_bytes: What one rank holds, padding included.
+        padding_bytes: Padding in that.
+    """
+
+    name: str
+    parameters: int
+    numel: int
+    stored: tuple[str, ...]
+    sent: tuple[str, ...]
+    reduced: tuple[str, ...]
+    full_bytes: int
+    shard_bytes: int
+    padding_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Volume:
+    """Bytes that one rank sends in a step.
+
+    Attributes:
+        sent_bytes: By kind of collective.
+        floor_bytes: `(2 b_p + b_g) P (N-1)/N`, and with replicas the least all-reduce of the shards besides.
+    """
+
+    sent_bytes: Mapping[Kind, float]
+    floor_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """All kinds together."""
+        return sum(self.sent_bytes.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """Something that is not done, and why."""
+
+    what: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the passes make of a model; `print` it, save it as a page or a trace, or read it as data.
+
+    Attributes:
+        title: Name of the model.
+        world_size: Ranks.
+        hardware: What times are estimated for.
+        units: All units, in registration order.
+        graphs: In the order in which they run: forwards, then backwards.
+        volume: Communication of one step.
+        skipped: What is not done, and why.
+    """
+
+    title: str
+    world_size: int
+    hardware: Hardware
+    units: tuple[UnitPlan, ...]
+    graphs: tuple[GraphPlan, ...]
+    volume: Volume
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def forward(self) -> tuple[GraphPlan, ...]:
+        """Forward graphs; more than one after graph breaks."""
+        return tuple(graph for graph in self.graphs if graph.phase is Phase.FORWARD)
+
+    @property
+    def backward(self) -> tuple[GraphPlan, ...]:
+        """Backward graphs; none without gradients."""
+        return tuple(graph for graph in self.graphs if graph.phase is Phase.BACKWARD)
+
+    @property
+    def step_us(self) -> float:
+        """Estimated time of forward and backward."""
+        return sum(graph.end_us for graph in self.graphs)
+
+    @property
+    def floor_us(self) -> float:
+        """What no schedule can beat: all compute, or all communication, whichever takes longer."""
+        return max(sum(g.compute_us for g in self.graphs), sum(g.communication_us for g in self.graphs))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest sum of live bytes in any graph."""
+        return max((graph.memory.peak_bytes for graph in self.graphs), default=0)
+
+    def __str__(self) -> str:
+        from fsdp_compile.explain.tables import render
+
+        return render(self, width=80)
+
+    def save_html(self, path: str | Path) -> Path:
+        """Writes one self-contained page and returns its path."""
+        from fsdp_compile.explain.page import page
+
+        return _write(path, page(self))
+
+    def save_trace(self, path: str | Path) -> Path:
+        """Writes a trace that Perfetto and chrome://tracing open, and returns its path."""
+        from fsdp_compile.explain.trace_events import trace_events
+
+        return _write(path, json.dumps(trace_events(self)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as dicts, lists, strings and numbers, ready for JSON; units are in the names of the fields."""
+        from fsdp_compile.explain.plain import to_plain
+
+        return to_plain(self)
+
+
+def _write(path: str | Path, text: str) -> Path:
+    target = Path(path)
+    target.write_text(text, encoding="utf-8")
+    return target

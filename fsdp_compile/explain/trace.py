@@ -1,0 +1,85 @@
+"""The graphs that a compile would run, made by the backend's own pipeline and then not run.
+
+Dynamo, AOTAutograd, partitioner and passes are those of a real compile. In place of compiled code stands a function
+that returns hollow tensors of the right types, so that Python goes on after a graph break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
+from fsdp_compile.explain.stand_in import hollow
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.record import Phase
+from fsdp_compile.lower.eager import compile_eagerly
+from fsdp_compile.lower.inductor import compile_with_inductor
+from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.runtime import Compiled
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parameters.reads import call_in_forward
+from fsdp_compile.pipeline import transform
+
+
+class _Unlowered(Region):
+    """A region whose graphs are kept as the passes leave them."""
+
+    def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:  # noqa: ARG002
+        """Returns a function of the graph's signature that computes nothing."""
+        returned = gm.graph.output_node().args[0]
+        nodes: Any = returned if isinstance(returned, tuple | list) else (returned,)
+        values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in nodes]
+
+        def run(args: list[Any]) -> list[Any]:
+            args.clear()
+            return [hollow(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+def trace(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: FSDPOptions
+) -> list[list[StepGraph]]:
+    """Compiles a sharded model without lowering it.
+
+    Args:
+        model: The sharded stand-in.
+        args: Hollow arguments.
+        kwargs: Hollow keyword arguments.
+        options: Options of the compile.
+
+    Returns:
+        For each compiled region, in the order in which they run, its forward and, when training, its backward.
+
+    Raises:
+        UnsupportedModelError: If torch cannot trace the model.
+    """
+    regions: list[_Unlowered] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        region = _Unlowered(flat_inputs(inputs), lambda step: transform(step, options))
+        regions.append(region)
+        if options.lower == "eager":
+            return compile_eagerly(gm, inputs, region)
+        return compile_with_inductor(gm, inputs, region, options.inductor)
+
+    try:
+        call_in_forward(torch.compile(model, backend=backend, dynamic=False), tuple(args), dict(kwargs))
+    except FSDPCompileError:
+        raise
+    except Exception as error:
+        cause = getattr(error, "inner_exception", None)  # what a backend raised, in Dynamo's wrapper
+        if isinstance(cause, FSDPCompileError):
+            raise cause from error
+        raise UnsupportedModelError(
+            f"the model cannot be traced: {type(error).__name__}: {error}",
+            where=f"explain({type(model).__name__})",
+            instead="arguments with which model(*args, **kwargs) runs; shapes are enough",
+        ) from error
+    return [region.steps for region in regions]
