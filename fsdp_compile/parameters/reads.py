@@ -23,6 +23,7 @@ from fsdp_compile._torch import skip_code
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.parameters import ops  # noqa: F401  registers fsdp::unshard
 from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.saving import give_storages
 from fsdp_compile.parameters.unit import Unit
 
 Read = tuple[nn.Parameter, str, FlatShard]
@@ -69,6 +70,7 @@ def _make_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
     members |= {
         "forward": forward,
         "__deepcopy__": _refuse_deepcopy,
+        "_save_to_state_dict": _save_to_state_dict,
         "_fsdp_original_class": original,
         "_fsdp_original_forward": original.forward,
         "_fsdp_outermost_forward": _outermost_forward(original),
@@ -106,6 +108,13 @@ def _read_property(name: str) -> property:
         return module._parameters[name]
 
     return property(read)
+
+
+def _save_to_state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  torch's
+    original_class(module)._save_to_state_dict(module, destination, prefix, keep_vars)
+    if not keep_vars:
+        reads: dict[str, Read] = getattr(module, READS)
+        give_storages(module, destination, prefix, [(name, flat) for name, (_, _, flat) in reads.items()])
 
 
 def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
