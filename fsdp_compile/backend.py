@@ -13,6 +13,7 @@ from fsdp_compile.capture.plain_model import shard_plain_models
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import compile_with_inductor
+from fsdp_compile.lower.ran import remember
 from fsdp_compile.lower.region import Region
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.reads import in_forward_until_return
@@ -43,8 +44,10 @@ def fsdp(
         in_forward_until_return(_torch.caller_of_root_frame())
         raise _torch.restart_trace()
 
+    ran = remember(example_inputs, checked.lower)
+
     def run_passes(step: StepGraph) -> StepGraph:
-        return transform(step, checked)
+        return ran.note(transform(step, checked))
 
     region = Region(flat_inputs(example_inputs), run_passes)
     if checked.lower == "eager":
