@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from fsdp_compile.cost.formulas import roofline_us
 from fsdp_compile.cost.fusion import Kernels, launches_nothing, shares_memory
 from fsdp_compile.cost.hardware import Device
-from fsdp_compile.cost.sizes import result_bytes, tensor_bytes, tensors_of
+from fsdp_compile.cost.sizes import concrete, result_bytes, tensor_bytes, tensors_of
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def count_flops(node: fx.Node) -> int:
     if counted is None:
         return 0
     args, kwargs = tree_map(lambda a: a.meta.get("val") if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
-    return int(counted(*args, **kwargs, out_val=node.meta["val"]))
+    return concrete(counted(*args, **kwargs, out_val=node.meta["val"]))
 
 
 def _attention(node: fx.Node) -> int:
@@ -84,7 +84,7 @@ def _causal_share(node: fx.Node, flops: int, *, position: int) -> int:
 
 
 def _shape(arg: Any) -> tuple[int, ...]:
-    return tuple(arg.meta["val"].shape)
+    return tuple(concrete(size) for size in arg.meta["val"].shape)
 
 
 # Attention as the CPU traces it, which stands for the flash kernels of other devices; torch has no formula for it.

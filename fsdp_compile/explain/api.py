@@ -12,12 +12,13 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.build import build_plan
-from fsdp_compile.explain.report import Plan
+from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.stand_in import hollow_flats, hollow_inputs, stand_in
 from fsdp_compile.explain.trace import trace
 from fsdp_compile.explain.world import planning_mesh, planning_world
+from fsdp_compile.lower.ran import regions_of
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.parameters.sharding import fully_shard
+from fsdp_compile.parameters.sharding import fully_shard, units
 
 
 def explain(
@@ -46,16 +47,50 @@ def explain(
         UnsupportedModelError: If the model cannot be traced or sharded.
     """
     checked = FSDPOptions.from_dict(options)
-    fusion = Fusion.KERNELS if checked.lower == "inductor" else Fusion.NONE
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"{type(model).__name__} is not a torch.nn.Module",
             where="explain(model)",
             instead="the model, or what torch.compile(model) returned",
         )
+    plain = getattr(model, "_orig_mod", model)
+    estimated_for = hardware or named_hardware()
+    if units(plain):
+        if args or kwargs or options is not None:
+            raise ConfigError(
+                "a sharded model is explained as it ran; inputs and options have no effect",
+                where=f"explain({type(plain).__name__}, ...)",
+                instead="explain(model) alone, or explain the plain model before it is sharded",
+            )
+        return _as_it_ran(plain, world_size, estimated_for)
     with planning_world(world_size) as ranks:
-        copied = stand_in(model)
+        copied = stand_in(plain)
         fully_shard(copied, **{"mesh": planning_mesh(), **checked.sharding})
         hollow_flats(copied)
         regions = trace(copied, hollow_inputs(args), hollow_inputs(kwargs), checked)
-        return build_plan(copied, regions, world_size=ranks, hardware=hardware or named_hardware(), fusion=fusion)
+        fusion = _FUSION[checked.lower]
+        return build_plan(copied, regions, world_size=ranks, hardware=estimated_for, fusion=fusion)
+
+
+_FUSION = {"inductor": Fusion.KERNELS, "eager": Fusion.NONE}
+
+
+def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> Plan:
+    """Reports on the graphs that a compiled model ran last."""
+    made = units(model)
+    regions = regions_of(made)
+    if not regions:
+        raise ConfigError(
+            "the sharded model has not run yet",
+            where=f"explain({type(model).__name__})",
+            instead="run one step of the compiled model first, or explain the plain model before it is sharded",
+        )
+    ranks = made[0].policy.mesh.size()
+    if world_size not in (None, ranks):
+        raise ConfigError(
+            f"the model is sharded over {ranks} ranks",
+            where=f"explain(world_size={world_size})",
+            instead="explain the plain model before it is sharded",
+        )
+    fusion = _FUSION[regions[0].lower]
+    return build_plan(model, [r.steps for r in regions], world_size=ranks, hardware=hardware, fusion=fusion)

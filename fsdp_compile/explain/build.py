@@ -14,7 +14,8 @@ from fsdp_compile.cost.memory import Memory, memory_of
 from fsdp_compile.cost.schedule import schedule
 from fsdp_compile.explain.collectives import collectives
 from fsdp_compile.explain.curve import memory_curve, spans
-from fsdp_compile.explain.report import GraphPlan, Plan, UnitPlan, Volume
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.report import GraphPlan, UnitPlan, Volume
 from fsdp_compile.explain.skipped import skipped
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Phase

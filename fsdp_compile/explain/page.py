@@ -10,7 +10,8 @@ from typing import Any
 
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain.plain import to_plain
-from fsdp_compile.explain.report import GraphPlan, MemoryCurve, Plan
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.report import GraphPlan, MemoryCurve
 
 _POINTS = 900
 """Memory is drawn with about this many points per graph; each is the largest sum of its stretch of time."""

@@ -7,7 +7,8 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_compile.explain.report import Collective, GraphPlan, Plan, Volume
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.report import Collective, GraphPlan, Volume
 
 _DERIVED: dict[type, tuple[str, ...]] = {
     Plan: ("step_us", "floor_us", "peak_bytes"),

@@ -1,16 +1,12 @@
-"""What `explain` reports: plain frozen data, and the ways to look at it."""
+"""The parts of a plan: plain frozen data, times in us and sizes in byte."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.ir.record import Phase
 
@@ -241,80 +237,3 @@ class Skipped:
 
     what: str
     why: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the passes make of a model; `print` it, save it as a page or a trace, or read it as data.
-
-    Attributes:
-        title: Name of the model.
-        world_size: Ranks.
-        hardware: What times are estimated for.
-        units: All units, in registration order.
-        graphs: In the order in which they run: forwards, then backwards.
-        volume: Communication of one step.
-        skipped: What is not done, and why.
-    """
-
-    title: str
-    world_size: int
-    hardware: Hardware
-    units: tuple[UnitPlan, ...]
-    graphs: tuple[GraphPlan, ...]
-    volume: Volume
-    skipped: tuple[Skipped, ...]
-
-    @property
-    def forward(self) -> tuple[GraphPlan, ...]:
-        """Forward graphs; more than one after graph breaks."""
-        return tuple(graph for graph in self.graphs if graph.phase is Phase.FORWARD)
-
-    @property
-    def backward(self) -> tuple[GraphPlan, ...]:
-        """Backward graphs; none without gradients."""
-        return tuple(graph for graph in self.graphs if graph.phase is Phase.BACKWARD)
-
-    @property
-    def step_us(self) -> float:
-        """Estimated time of forward and backward."""
-        return sum(graph.end_us for graph in self.graphs)
-
-    @property
-    def floor_us(self) -> float:
-        """What no schedule can beat: all compute, or all communication, whichever takes longer."""
-        return max(sum(g.compute_us for g in self.graphs), sum(g.communication_us for g in self.graphs))
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest sum of live bytes in any graph."""
-        return max((graph.memory.peak_bytes for graph in self.graphs), default=0)
-
-    def __str__(self) -> str:
-        from fsdp_compile.explain.tables import render
-
-        return render(self, width=80)
-
-    def save_html(self, path: str | Path) -> Path:
-        """Writes one self-contained page and returns its path."""
-        from fsdp_compile.explain.page import page
-
-        return _write(path, page(self))
-
-    def save_trace(self, path: str | Path) -> Path:
-        """Writes a trace that Perfetto and chrome://tracing open, and returns its path."""
-        from fsdp_compile.explain.trace_events import trace_events
-
-        return _write(path, json.dumps(trace_events(self)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as dicts, lists, strings and numbers, ready for JSON; units are in the names of the fields."""
-        from fsdp_compile.explain.plain import to_plain
-
-        return to_plain(self)
-
-
-def _write(path: str | Path, text: str) -> Path:
-    target = Path(path)
-    target.write_text(text, encoding="utf-8")
-    return target

@@ -11,12 +11,13 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.explain.report import Collective, Exposure, GraphPlan, Layout, Plan
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.report import Collective, Exposure, GraphPlan, Layout
 from fsdp_compile.explain.words import count, share, size, time
 
-_LEGEND = """Own: messages of one parameter; pk.: parameters that share one message. Below the
-reason: nodes at which it starts > is waited for > is last used > is freed.
-behind: so much compute covers it; queued: the link was busy that long.
+_LEGEND = """own: messages of one parameter; pk.: parameters that share one message
+numbers: nodes where it starts > is waited for > is last used > is freed
+behind: so much compute covers it; queued: the link was busy that long
 """
 
 

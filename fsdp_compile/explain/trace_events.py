@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from fsdp_compile.explain.report import Collective, GraphPlan, Plan
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.report import Collective, GraphPlan
 
 _PROCESS: Final = 1
 _COMPUTE: Final = 0

@@ -1,0 +1,129 @@
+"""`fsdp-compile explain`: what the passes make of a model, without ranks and devices."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile.cost.hardware import DEVICES, LINKS, hardware
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.tables import parts
+from fsdp_compile.training.model import Llama, ModelShape
+
+NAME = "explain"
+ABOUT = "Show units, collectives, time and memory of a model on any number of ranks; nothing is run."
+
+_BUILT_IN: Final = ModelShape(width=1024, layers=8, heads=16, seq_len=2048)
+_BATCH: Final = 4
+_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": None}
+_CONTRACT: Final = "a function without arguments that returns (model, args) or (model, args, kwargs)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, for which ranks, and how it is shown."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help=f"{_CONTRACT}; it is called under torch.device('meta') (default: a small Llama)",
+    )
+    parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks to plan for (default: 8)")
+    parser.add_argument("--param-dtype", choices=list(_DTYPES), default="bfloat16", help="gathered (default: bfloat16)")
+    parser.add_argument("--prefetch", type=int, default=1, metavar="N", help="buckets gathered ahead (default: 1)")
+    parser.add_argument("--lower", choices=["inductor", "eager"], default="inductor", help="default: inductor")
+    parser.add_argument("--device", default="h100-sxm", metavar="NAME", help=f"one of {', '.join(DEVICES)}")
+    parser.add_argument("--link", default="ib-400", metavar="NAME", help=f"one of {', '.join(LINKS)}, or GB/s per rank")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="also write a trace for Perfetto")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Explains.
+
+    Args:
+        arguments: What `add_arguments` declared.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: If the model cannot be found, or an option has an impossible value.
+        UnsupportedModelError: If it cannot be traced.
+    """
+    with torch.device("meta"):
+        model, args, kwargs = _built_in() if arguments.model is None else _load(arguments.model)
+    policy = MixedPrecisionPolicy(param_dtype=_DTYPES[arguments.param_dtype])
+    plan = explain(
+        model,
+        *args,
+        world_size=arguments.world_size,
+        options={"lower": arguments.lower, "prefetch": arguments.prefetch, "mp_policy": policy},
+        hardware=hardware(arguments.device, _link(arguments.link)),
+        **kwargs,
+    )
+    _show(plan, arguments)
+    return 0
+
+
+def _show(plan: Plan, arguments: argparse.Namespace) -> None:
+    for path, save in ((arguments.html, plan.save_html), (arguments.trace, plan.save_trace)):
+        if path is not None:
+            _save(path, save)
+    if arguments.json:
+        print(json.dumps(plan.to_dict(), indent=2))
+    elif sys.stdout.isatty():
+        console = Console(highlight=False)
+        for part in parts(plan):
+            console.print(part)
+    else:
+        print(plan, end="")
+
+
+def _save(path: Path, save: Any) -> None:
+    try:
+        save(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}", instead="a path in a folder that exists") from error
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _built_in() -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
+    tokens = torch.zeros(_BATCH, _BUILT_IN.seq_len, dtype=torch.long)
+    return Llama(_BUILT_IN), (tokens,), {}
+
+
+def _load(path: str) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
+    """Calls the function that a path names."""
+    module_name, _, function_name = path.partition(":")
+    sys.path.insert(0, "")  # as `python -m` does, so that a file in the current folder is found
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"cannot find {path}: {error}", instead=f"package.module:function, {_CONTRACT}") from error
+    made = function()
+    match made:
+        case (nn.Module() as model, tuple() as args):
+            return model, args, {}
+        case (nn.Module() as model, tuple() as args, Mapping() as kwargs):
+            return model, args, kwargs
+    raise ConfigError(f"{path} returned {type(made).__name__}", where=path, instead=_CONTRACT)
+
+
+def _link(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
