@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import getitem
 
 import torch
 from torch import fx
@@ -52,6 +53,8 @@ def _is_pure(node: fx.Node) -> bool:
 
 def is_alias(node: fx.Node) -> bool:
     """Whether a node's result shares the memory of its first input, by the operator's schema."""
+    if node.target is getitem:  # out of a list of views, as `chunk` makes
+        return is_alias(node.all_input_nodes[0])
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return False

@@ -2,8 +2,8 @@
 
 One flat shard holds the parameters of one dtype and one trainability. Every rank's flat shard has the same size, so
 ranks with fewer rows (or none) hold padding. Each slot starts at a multiple of `ALIGNMENT_BYTES` and ends at one, in
-the stored dtype as in the dtype that is sent: misaligned message slices have been seen to run an all-gather 12 times
-slower, and Inductor copies inputs that are not aligned.
+the stored dtype as in those that are sent and reduced: misaligned message slices have been seen to run an all-gather
+12 times slower, and Inductor copies inputs that are not aligned.
 """
 
 from __future__ import annotations
@@ -66,7 +66,12 @@ def shard_numel(shape: tuple[int, ...], dim: int | None, size: int) -> int:
 
 
 def plan_layout(
-    parameters: Sequence[ParameterShape], *, size: int, stored: torch.dtype, sent: torch.dtype
+    parameters: Sequence[ParameterShape],
+    *,
+    size: int,
+    stored: torch.dtype,
+    sent: torch.dtype,
+    reduced: torch.dtype | None = None,
 ) -> FlatLayout:
     """Lays parameters out one after the other: small ones first, so that they travel as one packed piece.
 
@@ -74,12 +79,13 @@ def plan_layout(
         parameters: In the module's registration order, which is kept among small and among large ones.
         size: Ranks in the shard group.
         stored: Dtype of the flat shard.
-        sent: Dtype of the message, which may be narrower.
+        sent: Dtype of gathered messages, which may be narrower.
+        reduced: Dtype of reduced messages; by default `sent`.
 
     Returns:
         The layout; its size is never 0, so that a flat shard always has an address.
     """
-    step = ALIGNMENT_BYTES // min(stored.itemsize, sent.itemsize)
+    step = ALIGNMENT_BYTES // min(dtype.itemsize for dtype in (stored, sent, reduced or sent))
     numels = [shard_numel(p.shape, p.dim, size) for p in parameters]
     order = sorted(range(len(parameters)), key=lambda i: numels[i] * stored.itemsize >= LARGE_BYTES)
     slots = []

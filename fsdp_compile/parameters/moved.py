@@ -7,6 +7,7 @@ the successor at once, with their state sharded; lists of parameters that users 
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from fsdp_compile.parameters.rows import local_part
 
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """State of torch's optimizers that is one number; a 0-d parameter's other state looks the same."""
+_OWN_REFERENCES = 3
+"""To a retired parameter that nobody else holds: the list's below, the loop variable's and `getrefcount`'s own."""
 _unannounced: list[nn.Parameter] = []
 """Parameters that were retired since optimizers were last told."""
 
@@ -75,12 +78,14 @@ def successor(parameter: torch.Tensor) -> torch.Tensor:
 def update_optimizers() -> None:
     """Gives every optimizer of the process the successors of the parameters it holds, and shards its state.
 
-    Does nothing if nothing was retired since the last call.
+    Does nothing if nothing was retired since the last call, or nobody holds what was: the search goes through every
+    object of the process, and a bottom-up split calls this for every block.
     """
-    if not _unannounced:
-        return
-    retired = set(_unannounced)  # and no others: an optimizer of a model that is gone is nobody's business any more
+    # These and no others: an optimizer of a model that is gone is nobody's business any more.
+    retired = {p for p in _unannounced if sys.getrefcount(p) > _OWN_REFERENCES}
     _unannounced.clear()
+    if not retired:
+        return
     for optimizer in (o for o in gc.get_objects() if _is_optimizer(o)):
         for group in optimizer.param_groups:
             if not retired.isdisjoint(group["params"]):

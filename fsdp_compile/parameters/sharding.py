@@ -110,6 +110,7 @@ def fully_shard(
     made = _make_units(module, roots, policy, origin, occurrences, shard_placement_fn)
     object.__setattr__(module, _STATE, Sharding(made, ignored))
     _enter_forwards(module)
+    del occurrences, managed  # so that only others' references to the old parameters are left
     moved.update_optimizers()
     if mp_policy.param_dtype is not None or mp_policy.output_dtype is not None:
         _cast_at(module, mp_policy)

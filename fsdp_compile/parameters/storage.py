@@ -62,7 +62,8 @@ def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
     sent = policy.mixed_precision.param_dtype or first.dtype
     sent = sent if first.dtype.is_floating_point else first.dtype
     shapes = [layout.ParameterShape(m.name, tuple(m.parameter.shape), m.dim) for m in members]
-    planned = layout.plan_layout(shapes, size=policy.size, stored=first.dtype, sent=sent)
+    reduced = policy.mixed_precision.reduce_dtype
+    planned = layout.plan_layout(shapes, size=policy.size, stored=first.dtype, sent=sent, reduced=reduced)
     buffer = torch.zeros(planned.numel, dtype=first.dtype, device=_device(first))
     slots = [_slot(unit, members[place.index], place, buffer, sent) for place in planned.slots]
     flat = FlatShard(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), slots)

@@ -108,10 +108,11 @@ class BucketCollectives:
 
     def apply(self, step: StepGraph, plan: BucketPlan) -> None:
         """Writes the grouped collectives and erases the single ones."""
+        order = step.order()  # of the nodes that are there now, which inserting others does not change
         for bucket in plan.gathers:
-            _write_gather(step, bucket)
+            _write_gather(step, bucket, order)
         if plan.reductions:
-            _write_reductions(step, plan.reductions)
+            _write_reductions(step, plan.reductions, order)
 
 
 def _gather_single(start: fx.Node) -> Single:
@@ -179,9 +180,9 @@ def _joint_record(singles: Sequence[Single], role: Role) -> Record:
     return Record(role, first.unit, names, tuple(s.spec for s in singles), first.phase)
 
 
-def _write_gather(step: StepGraph, bucket: Bucket) -> None:
-    first = first_of([s.start for s in bucket.singles], step.order())
-    anchor = first_of([*upstream(first, Role.SHARD), first], step.order())
+def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) -> None:
+    first = first_of([s.start for s in bucket.singles], order)
+    anchor = first_of([*upstream(first, Role.SHARD), first], order)
     spec = bucket.singles[0].spec
     b = GraphBuilder(step.graph, _joint_record(bucket.singles, Role.SHARD), first)
     with step.graph.inserting_before(anchor):
@@ -229,10 +230,10 @@ def start_grouped(
     return waits
 
 
-def _write_reductions(step: StepGraph, buckets: Sequence[Bucket]) -> None:
+def _write_reductions(step: StepGraph, buckets: Sequence[Bucket], order: dict[fx.Node, int]) -> None:
     reduced: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
     for bucket in buckets:
-        for piece, shard in zip(bucket.pieces, _write_reduction(step, bucket), strict=True):
+        for piece, shard in zip(bucket.pieces, _write_reduction(step, bucket, order), strict=True):
             reduced.setdefault(piece.flat, []).append((piece.begin, shard))
     for flat, pieces in reduced.items():
         _rewrite_flat_gradient(step, flat, pieces)
@@ -241,8 +242,8 @@ def _write_reductions(step: StepGraph, buckets: Sequence[Bucket]) -> None:
             _erase_chain(single)
 
 
-def _write_reduction(step: StepGraph, bucket: Bucket) -> list[fx.Node]:
-    final = last_of([s.start for s in bucket.singles], step.order())
+def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) -> list[fx.Node]:
+    final = last_of([s.start for s in bucket.singles], order)
     spec = bucket.singles[0].spec
     b = GraphBuilder(step.graph, _joint_record(bucket.singles, Role.GRADIENT), final)
     with step.graph.inserting_before(final):
@@ -251,7 +252,12 @@ def _write_reduction(step: StepGraph, bucket: Bucket) -> list[fx.Node]:
             b, collectives.reduce_scatter_tensor_coalesced.default, (messages, "avg", spec.size, spec.group),
             bucket.pieces, (Role.REDUCE, Role.REDUCE_ITEM, Role.REDUCE_WAIT),
         )  # fmt: skip
-        return [average_over_replicas(b, shard, spec) for shard in waited]
+        return [_averaged(b, piece, shard) for piece, shard in zip(bucket.pieces, waited, strict=True)]
+
+
+def _averaged(b: GraphBuilder, piece: Piece, shard: fx.Node) -> fx.Node:
+    b.record = piece.record(Role.SHARD_GRADIENT)
+    return average_over_replicas(b, shard, piece.singles[0].spec)
 
 
 def _sent(single: Single) -> fx.Node:

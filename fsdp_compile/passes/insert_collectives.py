@@ -11,14 +11,14 @@ a read is a view of the flat shard.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
 
 from fsdp_compile._torch import collectives
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.ir.edit import GraphBuilder, erase_unused
+from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD, last_of, parameter_only
 from fsdp_compile.ir.record import Record, Role, require
@@ -38,9 +38,9 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """Gradients of one parameter, in the order in which autograd would add them, and the last marker among them."""
+    """Markers of one parameter's gradients in the order in which autograd adds them, and the last in the graph."""
 
-    gradients: tuple[fx.Node, ...]
+    markers: tuple[fx.Node, ...]
     last_marker: fx.Node
     spec: ReadSpec
 
@@ -73,19 +73,20 @@ class InsertCollectives:
         reads: dict[tuple[fx.Node, str], list[fx.Node]] = {}
         for node in step.graph.find_nodes(op="call_function", target=UNSHARD):
             reads.setdefault(node.args, []).append(node)
-        outputs = [n for n in step.output.all_input_nodes if n.target is REDUCE_GRAD or _is_gradient_sum(n)]
+        sums = _gradient_sums(step)
         return InsertPlan(
             tuple(Read(tuple(markers), parse(text)) for (_, text), markers in reads.items()),
-            tuple(_plan_flat_gradient(node, order) for node in outputs),
+            tuple(_plan_flat_gradient(n, sums[n], order) for n in step.output.all_input_nodes if n in sums),
         )
 
     def apply(self, step: StepGraph, plan: InsertPlan) -> None:
         """Writes the collectives and erases the markers."""
         _sink(step, parameter_only(step.graph))
+        order = step.order()  # of the nodes that are there now, which inserting others does not change
         for read in plan.reads:
-            _insert_gather(step, read)
+            _insert_gather(step, read, order)
         for flat_gradient in plan.flat_gradients:
-            _insert_reductions(step, flat_gradient)
+            _insert_reductions(step, flat_gradient, order)
 
 
 def _sink(step: StepGraph, nodes: Iterable[fx.Node]) -> None:
@@ -104,9 +105,8 @@ def _parameter_record(flat: fx.Node, spec: ReadSpec, role: Role, step: StepGraph
     return Record(role, record.unit, (name,), (spec,), step.phase)
 
 
-def _insert_gather(step: StepGraph, read: Read) -> None:
+def _insert_gather(step: StepGraph, read: Read, order: dict[fx.Node, int]) -> None:
     spec = read.spec
-    order = step.order()
     marker = min(read.markers, key=order.__getitem__)
     flat = marker.args[0]
     assert isinstance(flat, fx.Node)
@@ -135,34 +135,30 @@ def full_node(b: GraphBuilder, message: fx.Node, spec: ReadSpec, *, start: int, 
     return full
 
 
-def _is_gradient_sum(node: fx.Node) -> bool:
-    return node.target is aten.add.Tensor and all(
-        isinstance(a, fx.Node) and (a.target is REDUCE_GRAD or _is_gradient_sum(a)) for a in node.args[:2]
-    )
+def _gradient_sums(step: StepGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """Markers, and sums of nothing but markers, each with its markers from left to right."""
+    sums: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for node in step.graph.nodes:
+        if node.target is REDUCE_GRAD:
+            sums[node] = (node,)
+        elif node.target is aten.add.Tensor and all(side in sums for side in node.args[:2]):
+            left, right = node.args[:2]
+            sums[node] = sums[left] + sums[right]  # type: ignore[index]
+    return sums
 
 
-def _leaves(node: fx.Node) -> list[fx.Node]:
-    if node.target is REDUCE_GRAD:
-        return [node]
-    return [leaf for side in node.args[:2] for leaf in _leaves(side)]  # type: ignore[arg-type]
-
-
-def _plan_flat_gradient(output: fx.Node, order: dict[fx.Node, int]) -> FlatGradient:
-    markers = _leaves(output)
+def _plan_flat_gradient(output: fx.Node, markers: Sequence[fx.Node], order: dict[fx.Node, int]) -> FlatGradient:
     flats = {m.args[0] for m in markers}
     if len(flats) != 1:
         raise UnsupportedModelError("the gradients of two flat shards are added to one another", where=str(output))
     by_spec: dict[str, list[fx.Node]] = {}
     for marker in markers:
         by_spec.setdefault(marker.args[2], []).append(marker)  # type: ignore[arg-type]
-    reductions = [
-        Reduction(tuple(m.args[1] for m in same), last_of(same, order), parse(text))  # type: ignore[misc]
-        for text, same in by_spec.items()
-    ]
+    reductions = [Reduction(tuple(same), last_of(same, order), parse(text)) for text, same in by_spec.items()]
     return FlatGradient(output, flats.pop(), tuple(sorted(reductions, key=lambda r: r.spec.offset)))  # type: ignore[arg-type]
 
 
-def _insert_reductions(step: StepGraph, planned: FlatGradient) -> None:
+def _insert_reductions(step: StepGraph, planned: FlatGradient, order: dict[fx.Node, int]) -> None:
     pieces = []
     for reduction in planned.reductions:
         marker = reduction.last_marker
@@ -171,7 +167,8 @@ def _insert_reductions(step: StepGraph, planned: FlatGradient) -> None:
         with step.graph.inserting_before(marker):
             pieces.append((reduction.spec.offset, _insert_reduction(b, reduction)))
     flat_record = dataclasses.replace(require(planned.flat), role=Role.SHARD_GRADIENT, phase=step.phase)
-    with step.graph.inserting_before(_after_pieces(step, planned)):
+    # Where all pieces exist: at the sum that the flat gradient replaces, or at the last marker.
+    with step.graph.inserting_before(last_of([planned.output, *(r.last_marker for r in planned.reductions)], order)):
         b = GraphBuilder(step.graph, flat_record, planned.output)
         flat_gradient = join_pieces(b, planned.flat, pieces)
     flat_gradient.meta["fsdp"] = dataclasses.replace(flat_record, role=Role.FLAT_GRADIENT)
@@ -179,16 +176,13 @@ def _insert_reductions(step: StepGraph, planned: FlatGradient) -> None:
     _erase_sums(planned.output)
 
 
-def _after_pieces(step: StepGraph, planned: FlatGradient) -> fx.Node:
-    """The node before which all pieces exist: the sum that the flat gradient replaces, or the last marker."""
-    return last_of([planned.output, *(r.last_marker for r in planned.reductions)], step.order())
-
-
 def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
     """Records one parameter's reduction; the result is `[extent]` in the flat shard's dtype."""
     spec = reduction.spec
-    gradient = reduction.gradients[0]
-    for other in reduction.gradients[1:]:
+    # Read now, not when planned: a gradient may itself be a parameter whose read has been replaced since.
+    gradient, *others = [marker.args[1] for marker in reduction.markers]
+    assert isinstance(gradient, fx.Node)
+    for other in others:
         gradient = b.call(aten.add.Tensor, gradient, other)
     rows = assemble.cast(b, assemble.gradient_rows(b, gradient, spec), spec.reduce_dtype)
     message = assemble.view(b, rows, [spec.size * spec.extent])
@@ -214,24 +208,28 @@ def average_over_replicas(b: GraphBuilder, shard: fx.Node, spec: ReadSpec) -> fx
 def join_pieces(b: GraphBuilder, flat: fx.Node, pieces: Iterable[tuple[int, fx.Node]]) -> fx.Node:
     """Records the flat gradient: pieces at their offsets, zeros where nothing arrived, in the flat shard's dtype."""
     value = b.value(flat)
-    parts: list[fx.Node] = []
-    end = 0
-
-    def zeros_until(offset: int) -> None:
-        if offset > end:
-            parts.append(b.call(aten.full.default, [offset - end], 0, dtype=value.dtype, device=value.device))
-
-    for offset, piece in sorted(pieces, key=lambda item: item[0]):
-        zeros_until(offset)
-        parts.append(assemble.cast(b, piece, value.dtype))
-        end = offset + b.value(piece).shape[0]
-    zeros_until(value.shape[0])
+    ordered = sorted(pieces, key=lambda item: item[0])
+    ends = [*(offset for offset, _ in ordered[1:]), value.shape[0]]
+    parts = []
+    begin = 0
+    for (offset, piece), end in zip(ordered, ends, strict=True):
+        part = assemble.cast(b, piece, value.dtype)
+        before, after = offset - begin, end - offset - b.value(piece).shape[0]
+        # Padding, not zeros of their own: those would name this rank's device.
+        parts.append(b.call(aten.constant_pad_nd.default, part, [before, after]) if before or after else part)
+        begin = end
+    if len(parts) == 1 and require(parts[0]).role is not Role.GRADIENT:  # a message that nobody else holds
+        return b.call(aten.view.default, parts[0], list(value.shape))
     return b.call(aten.cat.default, parts)
 
 
-def _erase_sums(node: fx.Node) -> None:
-    sources = node.all_input_nodes
-    erase_unused([node])
-    for source in sources:
-        if source.target is REDUCE_GRAD or _is_gradient_sum(source):
-            _erase_sums(source)
+def _erase_sums(output: fx.Node) -> None:
+    todo = [output]
+    while todo:
+        node = todo.pop()
+        if node.users:
+            continue
+        todo.extend(
+            s for s in node.all_input_nodes if s.target in (REDUCE_GRAD, aten.add.Tensor) and "fsdp" not in s.meta
+        )
+        node.graph.erase_node(node)

@@ -70,8 +70,7 @@ def _followers(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
             if reduces:
                 latest[node] = last_of(reduces, order)
                 if role_of(node) in _FOLLOWERS:
-                    zeros = [s for s in node.all_input_nodes if role_of(s) is Role.SHARD_GRADIENT and s not in latest]
-                    followers[latest[node]] += [*zeros, node]
+                    followers[latest[node]].append(node)
     return followers
 
 
