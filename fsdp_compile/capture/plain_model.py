@@ -85,13 +85,24 @@ def _owner(placeholder: fx.Node, parameter: nn.Parameter) -> nn.Module:
 
 
 def _compiled_modules() -> Iterator[nn.Module]:
-    """Modules that were passed to `torch.compile` and are being called right now, outermost first."""
-    found = []
+    """Modules that are being called right now by compiled code or as compiled modules, outermost first.
+
+    Where a graph break leaves a model's forward to Python, Dynamo compiles its children's forwards one by one. The
+    model is on the stack then, inside of the compiled call.
+    """
+    found: list[nn.Module] = []
+    inside: list[nn.Module] = []
     frame: Any = sys._getframe()
     while frame is not None:
-        candidate = frame.f_locals.get("self") if frame.f_code.co_name in ("__call__", "_call_impl") else None
+        name = frame.f_code.co_name
+        candidate = frame.f_locals.get("self") if name in ("__call__", "_call_impl") else None
         if isinstance(candidate, _torch.OptimizedModule):
             found.append(candidate._orig_mod)
+        elif isinstance(candidate, nn.Module):
+            inside.append(candidate)
+        elif name == "compile_wrapper":  # everything further in was called by compiled code
+            found.extend(inside)
+            inside.clear()
         frame = frame.f_back
     return iter(found[::-1])
 

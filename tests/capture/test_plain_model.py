@@ -62,6 +62,32 @@ class _Breaks(Small):
         return self.down(x) * self.scale
 
 
+class _LeftToPython(nn.Module):
+    """Its forward cannot be resumed after a graph break, so Dynamo compiles the children's; two share a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Matrix(torch.randn(6, 6)), _Matrix(None)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            torch._dynamo.graph_break()
+            return self.second(torch.tanh(self.first(x)))
+        finally:
+            pass
+
+
+class _Matrix(nn.Module):
+    def __init__(self, weight: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight = None if weight is None else nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.weight is not None
+        return x @ self.weight
+
+
 class _Nested(nn.Module):
     """A model in a model: the outermost one is sharded, as one model."""
 
@@ -101,6 +127,17 @@ GLOBAL: nn.Module = nn.Identity()
 @compile_eagerly
 def _call_global(x: torch.Tensor) -> torch.Tensor:
     return GLOBAL(x)
+
+
+def _left_to_python() -> None:
+    model = _LeftToPython()
+
+    @compile_eagerly
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    _train(call, model)
+    assert [unit.root for unit in units(model)] == [model]
 
 
 def _global() -> None:
@@ -164,6 +201,8 @@ CASES: dict[str, Callable[[], None]] = {
     "nested": lambda: _module(_Nested),
     "module.compile": _module_itself_compiled,
     "closure": _closure,
+    "forward-left-to-python": _left_to_python,
+    "module-left-to-python": lambda: _module(_LeftToPython),
     "global": _global,
     "object-argument": _object_argument,
     "bound-method": _bound_method,
