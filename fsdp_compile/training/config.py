@@ -87,7 +87,9 @@ class TrainConfig:
     mixed_precision: MixedPrecision = option(  # noqa: RUF009 (an enum member is immutable)
         MixedPrecision.NONE, "bf16: gather and compute in bfloat16, reduce gradients in float32"
     )
-    seed: int = option(0, "decides initial weights, batches and sample", at_least=0, on_resume=OnResume.FIXED)
+    seed: int = option(
+        0, "decides initial weights, batches and sample", at_least=0, at_most=2**63 - 1, on_resume=OnResume.FIXED
+    )
     log_every: int = option(5, "steps between two lines of metrics", at_least=1)
     eval_every: int = option(50, "steps between two held-out losses", at_least=1)
     eval_batches: int = option(4, "batches of held-out text per held-out loss", at_least=1, on_resume=OnResume.FIXED)

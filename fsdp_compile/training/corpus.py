@@ -55,7 +55,7 @@ def read_corpus(data: str | None, seq_len: int) -> Corpus:
         The text; the same for the same files, whatever order the file system lists them in.
 
     Raises:
-        ConfigError: The path does not exist, holds no text, or too little.
+        ConfigError: The path does not exist, cannot be read, holds no text, or too little.
     """
     if data is None:
         folder = Path(sysconfig.get_path("stdlib"))
@@ -113,12 +113,17 @@ def _walk(folder: Path, *, skipped: frozenset[str]) -> list[Path]:
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         found += [Path(parent, name) for name in files if not name.startswith(".")]
+    # A link to nowhere cannot be read, and a pipe could be read for ever.
+    found = [file for file in found if file.is_file()]
     return sorted(found, key=lambda file: file.relative_to(folder).parts)
 
 
 def _contents(files: Iterable[Path]) -> Iterable[bytes]:
     """The bytes of every file that is text: binary files contain zero bytes, text does not."""
     for file in files:
-        content = file.read_bytes()
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read text: {error.strerror}: {file}", where="--data") from error
         if content and _FILE_END not in content:
             yield content + _FILE_END

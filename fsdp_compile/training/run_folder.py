@@ -58,18 +58,23 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         written = {"options": config.to_dict(), "text_fingerprint": fingerprint}
-        self.config.write_text(json.dumps(written, indent=2) + "\n")
+        aside = self.config.with_suffix(".partial")  # a resumed run that is interrupted here can be resumed again
+        aside.write_text(json.dumps(written, indent=2) + "\n")
+        aside.replace(self.config)
 
     def read_config(self) -> tuple[TrainConfig, str]:
         """The options and the text's hash of the run in this folder.
 
         Raises:
-            ConfigError: No run was started here.
+            ConfigError: No run was started here, or the file is damaged.
         """
         if not self.config.is_file():
             raise ConfigError(f"there is no run in {self.path}", where="--resume", instead="the --out folder of a run")
-        written: dict[str, Any] = json.loads(self.config.read_text())
-        return TrainConfig.from_dict(written["options"]), written["text_fingerprint"]
+        try:
+            written: dict[str, Any] = json.loads(self.config.read_text())
+            return TrainConfig.from_dict(written["options"]), written["text_fingerprint"]
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{self.config} is damaged: {error}", where="--resume", instead="a new run") from error
 
 
 def new_folder(out: Path | None) -> RunFolder:
@@ -79,9 +84,12 @@ def new_folder(out: Path | None) -> RunFolder:
         out: Where the user wants it; None for one below `RUNS` named after the time.
 
     Raises:
-        ConfigError: A run was started there before.
+        ConfigError: A run was started there before, or there is a file instead of a folder.
     """
     folder = RunFolder(out or RUNS / datetime.now().astimezone().strftime("%Y-%m-%d_%H-%M-%S"))
+    for path in (folder.path, *folder.path.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file", where="--out", instead="a folder, or a path that is free")
     if folder.config.exists():
         raise ConfigError(
             f"there is a run in {folder.path} already",
