@@ -157,7 +157,7 @@ class _Run:
         if not self.world.is_first:
             return
         if config.sample_bytes:
-            folder.sample.write_text(text)
+            folder.sample.write_text(text, encoding="utf-8")
             say(f"---- sample, {folder.sample} ----\n{text}\n----")
         records = read_records(folder.metrics)
         if plot_losses(records, folder.plot):

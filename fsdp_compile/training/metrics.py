@@ -38,10 +38,11 @@ def append_record(path: Path, record: Record) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All lines of a file, none where there is no file."""
+    """All whole lines of a file, none where there is no file. A run that was killed may have cut off the last."""
     if not path.exists():
         return []
-    return [Record(**json.loads(line)) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines(keepends=True)
+    return [Record(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def drop_records_after(path: Path, step: int) -> None:
@@ -52,7 +53,9 @@ def drop_records_after(path: Path, step: int) -> None:
         step: The step of the checkpoint.
     """
     kept = [record for record in read_records(path) if record.step <= step]
-    path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in kept))
+    aside = path.with_suffix(".partial")  # whatever interrupts this, no earlier line is lost
+    aside.write_text("".join(json.dumps(asdict(record)) + "\n" for record in kept))
+    aside.replace(path)
 
 
 def held_out_losses(records: Iterable[Record]) -> list[tuple[int, float]]:

@@ -33,7 +33,7 @@ def generate(
         The prompt and what follows it; bytes that are not UTF-8 become U+FFFD.
     """
     dice = torch.Generator().manual_seed(seed)
-    text = list(prompt.encode())
+    text = list(prompt.encode(errors="surrogateescape"))  # gives back bytes of the command line that are not UTF-8
     for _ in range(size_bytes):
         context = torch.tensor([text[-seq_len:]], device=device)
         logits = model(context)[0, -1].float().cpu()
