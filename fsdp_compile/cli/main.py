@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise _unknown_argument(unknown[0], arguments)
         return arguments.run(arguments)
     except (ConfigError, UnsupportedModelError) as error:
-        # Below a launcher every rank finds the same mistake; one of them says it.
-        if os.environ.get("RANK", "0") == "0":
+        # Below a launcher every rank finds the same mistake; one of each host says it, since hosts have other files.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"fsdp-compile {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from dataclasses import fields
 from enum import StrEnum
@@ -12,7 +13,7 @@ from typing import Any, get_type_hints
 from rich.console import Console
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.training.checkpoint import last_checkpoint
+from fsdp_compile.training.checkpoint import last_checkpoint, step_of
 from fsdp_compile.training.config import TrainConfig, flag
 from fsdp_compile.training.job import Job, Placement, new_job, resumed_job
 from fsdp_compile.training.launch import Interrupted, RankFailedError, join, launch
@@ -35,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument(
         "--device",
-        type=DeviceKind,
-        choices=list(DeviceKind),
-        default=DeviceKind.AUTO,
+        choices=[kind.value for kind in DeviceKind],
+        default=DeviceKind.AUTO.value,
         help="cpu uses gloo, cuda uses NCCL (default: cuda where every local rank has a GPU)",
     )
     run.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the run (default: runs/<time>)")
@@ -88,7 +88,8 @@ def _add_option(group: argparse._ArgumentGroup, name: str, kind: Any, default: A
     shown = "" if default is None else f" (default: {default!r})" if kind is str else f" (default: {default})"
     settings: dict[str, Any] = {"help": (about + shown).replace("%", "%%")}
     if isinstance(kind, type) and issubclass(kind, StrEnum):
-        settings |= {"type": kind, "choices": list(kind)}
+        # Converted later: argparse names the choices only for text that is none of them.
+        settings |= {"choices": [member.value for member in kind]}
     elif kind in (int, float):
         settings |= {"type": kind, "metavar": "N" if kind is int else "X"}
     else:
@@ -99,15 +100,19 @@ def _add_option(group: argparse._ArgumentGroup, name: str, kind: Any, default: A
 def _job(arguments: argparse.Namespace, placement: Placement) -> Job:
     given = vars(arguments)
     options = {field.name: given[field.name] for field in fields(TrainConfig) if field.name in given}
+    device = DeviceKind(arguments.device)
     if arguments.resume is None:
-        return new_job(options, arguments.out, placement, arguments.device)
+        return new_job(options, arguments.out, placement, device)
     if arguments.out is not None:
         raise ConfigError("a resumed run stays in its folder", where="--out", instead="--resume FOLDER alone")
     folder = None if arguments.resume is _NEWEST else Path(arguments.resume)
-    return resumed_job(options, folder, placement, arguments.device)
+    return resumed_job(options, folder, placement, device)
 
 
 def _how_to_go_on(job: Job) -> str:
-    if last_checkpoint(job.folder.checkpoints) is None:
+    checkpoint = last_checkpoint(job.folder.checkpoints)
+    if checkpoint is None:
         return "there is no checkpoint yet, start again"
-    return f"go on with: fsdp-compile train --resume {job.folder.path}"
+    if step_of(checkpoint) == job.config.steps:
+        return f"all steps were done, see {job.folder.path}"
+    return f"go on with: fsdp-compile train --resume {shlex.quote(str(job.folder.path))}"
