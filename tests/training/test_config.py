@@ -1,0 +1,74 @@
+"""Options of a run: bounds, JSON, what a resumed run may change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.training.config import MixedPrecision, TrainConfig, flag
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"steps": 0}, "--steps"),
+        ({"batch_size": 0}, "--batch-size"),
+        ({"seq_len": 1}, "--seq-len"),
+        ({"layers": 0}, "--layers"),
+        ({"heads": 3}, "--width, --heads"),
+        ({"width": 12, "heads": 4}, "--width, --heads"),  # three features a head: rotary positions need pairs
+        ({"learning_rate": 0.0}, "--learning-rate"),
+        ({"learning_rate": float("nan")}, "--learning-rate"),
+        ({"learning_rate": float("inf")}, "--learning-rate"),
+        ({"warmup_ratio": 1.1}, "--warmup-ratio"),
+        ({"final_ratio": -0.1}, "--final-ratio"),
+        ({"clip_norm": 0.0}, "--clip-norm"),
+        ({"seed": -1}, "--seed"),
+        ({"seed": 2**64}, "--seed"),
+        ({"log_every": 0}, "--log-every"),
+        ({"eval_batches": 0}, "--eval-batches"),
+        ({"checkpoint_every": 0}, "--checkpoint-every"),
+        ({"temperature": -1.0}, "--temperature"),
+        ({"prompt": ""}, "--prompt"),
+    ],
+)
+def test_an_impossible_value_is_refused_where_it_was_given(options: dict[str, Any], place: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(**options)
+    assert f"\n  where: {place}\n  instead: " in str(caught.value)
+
+
+def test_no_prompt_is_needed_where_no_sample_is_wanted() -> None:
+    assert TrainConfig(prompt="", sample_bytes=0).sample_bytes == 0
+
+
+def test_every_option_has_a_default_and_a_line_of_help() -> None:
+    assert TrainConfig().steps == 300
+    assert all(each.metadata["about"] for each in fields(TrainConfig))
+
+
+def test_options_come_back_from_json() -> None:
+    config = TrainConfig(mixed_precision=MixedPrecision.BF16, data="text", learning_rate=0.5)
+    back = TrainConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert back == config
+    assert back.mixed_precision is MixedPrecision.BF16
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown training options: depth"):
+        TrainConfig.from_dict({"depth": 3})
+
+
+def test_a_resumed_run_may_train_longer_but_not_something_else() -> None:
+    config = TrainConfig(steps=10, width=32)
+    assert config.resumed_with({"steps": 20, "width": 32}) == TrainConfig(steps=20, width=32)
+    with pytest.raises(ConfigError, match=r"was started with 32.*\n  where: --width"):
+        config.resumed_with({"width": 64})
+
+
+def test_a_flag_is_written_with_dashes() -> None:
+    assert flag("batch_size") == "--batch-size"

@@ -1,0 +1,92 @@
+"""Text as bytes: what is read, what is held out, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.training.corpus import HELD_OUT_EVERY, LARGEST_BLOCK_BYTES, cut, read_corpus
+
+
+def test_every_byte_is_trained_on_or_held_out_never_both() -> None:
+    corpus = cut(bytes(range(200)), 4, "here")  # 20 blocks of 10 bytes, each byte names its place
+    train, held_out = set(corpus.train.flatten().tolist()), set(corpus.held_out.flatten().tolist())
+    assert not train & held_out
+    assert train | held_out == set(range(200))
+    assert held_out == set(range(100, 110))
+    assert corpus.size_bytes == 200
+
+
+def test_one_block_in_twenty_of_a_long_text_is_held_out() -> None:
+    corpus = cut(b"x" * (LARGEST_BLOCK_BYTES * 60 + 1), 256, "here")
+    assert corpus.train.shape == (57, LARGEST_BLOCK_BYTES)
+    assert corpus.held_out.shape == (60 // HELD_OUT_EVERY, LARGEST_BLOCK_BYTES)
+
+
+def test_a_text_that_is_one_byte_too_short_is_refused() -> None:
+    assert cut(b"x" * 100, 4, "here").train.shape == (19, 5)
+    with pytest.raises(ConfigError, match=r"99 bytes; sequences of 4 need 100\n.*--data \(here\)"):
+        cut(b"x" * 99, 4, "here")
+
+
+def test_a_sequence_longer_than_any_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="longer than a block"):
+        cut(b"x" * 10**6, LARGEST_BLOCK_BYTES, "here")
+
+
+def test_a_folder_is_read_sorted_without_hidden_and_binary_files(tmp_path: Path) -> None:
+    for name, content in {
+        "b.txt": b"2" * 99,
+        "a/z.txt": b"1" * 99,
+        ".git/x": b"4" * 99,
+        "c.bin": b"\0" * 99,
+        "empty": b"",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    corpus = read_corpus(str(tmp_path), 4)
+    read = bytes(torch.cat([corpus.train, corpus.held_out]).flatten().tolist())
+    assert sorted(set(read)) == sorted(b"\x0012")
+    assert read.startswith(b"1" * 10)
+    assert corpus.source == str(tmp_path)
+
+
+def test_the_fingerprint_is_that_of_the_text(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"ab" * 100)
+    first = read_corpus(str(file), 4).fingerprint
+    assert read_corpus(str(file), 8).fingerprint == first
+    file.write_bytes(b"ab" * 99 + b"ac")
+    assert read_corpus(str(file), 4).fingerprint != first
+
+
+def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no file or folder"):
+        read_corpus(str(tmp_path / "nothing"), 4)
+
+
+def test_links_that_lead_nowhere_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"x" * 200)
+    (tmp_path / "broken").symlink_to(tmp_path / "nothing")
+    assert read_corpus(str(tmp_path), 4).size_bytes == 200
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text").write_bytes(b"x" * 200)
+
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read whatever the mode says
+    with pytest.raises(ConfigError, match=r"Permission denied: .*text"):
+        read_corpus(str(tmp_path), 4)
+
+
+def test_by_default_the_standard_library_is_read() -> None:
+    corpus = read_corpus(None, 256)
+    assert "standard library" in corpus.source
+    assert corpus.size_bytes > 5_000_000
+    assert b"import " in bytes(corpus.held_out.flatten()[:200_000].tolist())

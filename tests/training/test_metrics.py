@@ -1,0 +1,54 @@
+"""Metrics as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fsdp_compile.training.metrics import (
+    Record,
+    append_record,
+    drop_records_after,
+    held_out_losses,
+    read_records,
+)
+
+KEYS = ["step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "time_s"]
+RECORDS = [Record(step=step, loss=5.0 - step, held_out_loss=4.0 if step == 2 else None, time_s=1) for step in range(4)]
+
+
+def _written(folder: Path) -> Path:
+    path = folder / "metrics.jsonl"
+    for record in RECORDS:
+        append_record(path, record)
+    return path
+
+
+def test_every_line_is_an_object_with_the_same_keys(tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in _written(tmp_path).read_text().splitlines()]
+    assert [list(line) for line in lines] == [KEYS] * 4
+    assert lines[1] == dict.fromkeys(KEYS) | {"step": 1, "loss": 4.0, "time_s": 1}
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    assert read_records(_written(tmp_path)) == RECORDS
+    assert read_records(tmp_path / "nothing") == []
+
+
+def test_what_a_resumed_run_measures_again_is_dropped(tmp_path: Path) -> None:
+    path = _written(tmp_path)
+    drop_records_after(path, 2)
+    assert [record.step for record in read_records(path)] == [0, 1, 2]
+    append_record(path, RECORDS[3])
+    assert [record.step for record in read_records(path)] == [0, 1, 2, 3]
+
+
+def test_a_last_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
+    path = _written(tmp_path)
+    path.write_text(path.read_text()[:-10])
+    drop_records_after(path, 3)
+    assert read_records(path) == RECORDS[:3]
+
+
+def test_held_out_losses_come_with_their_steps() -> None:
+    assert held_out_losses(RECORDS) == [(2, 4.0)]
