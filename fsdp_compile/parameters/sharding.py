@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -136,9 +137,8 @@ def is_sharded(module: nn.Module) -> bool:
 def _device_type(module: nn.Module) -> str:
     parameter = next(module.parameters(), None)
     if parameter is None or parameter.device.type == "meta":
-        import torch
-
-        accelerator = torch.accelerator.current_accelerator()
+        # A build for CUDA names it as its accelerator on machines without a GPU, too.
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return "cpu" if accelerator is None else accelerator.type
     return parameter.device.type
 
