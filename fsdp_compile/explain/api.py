@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,7 @@ from fsdp_compile.parameters.sharding import fully_shard, units
 
 
 def explain(
-    model: nn.Module,
+    model: nn.Module | Callable[..., Any],
     *args: Any,
     world_size: int | None = None,
     options: Mapping[str, Any] | FSDPOptions | None = None,

@@ -88,7 +88,7 @@ def _graph(
 
 def _unit(unit: Unit) -> UnitPlan:
     trained = [slot for slot in unit.slots if slot.parameter.requires_grad]
-    held = sum(slot.spec.shard_numel * slot.parameter.element_size() for slot in unit.slots)
+    least = sum(s.parameter.numel() * s.parameter.element_size() / _ranks(s.spec) for s in unit.slots)
     return UnitPlan(
         name=unit.title,
         parameters=len(list(unit.slots)),
@@ -98,8 +98,13 @@ def _unit(unit: Unit) -> UnitPlan:
         reduced=_names(slot.spec.reduce_dtype for slot in trained),
         full_bytes=unit.full_bytes,
         shard_bytes=unit.shard_bytes,
-        padding_bytes=unit.shard_bytes - held,
+        padding_bytes=round(unit.shard_bytes - least),
     )
+
+
+def _ranks(spec: ReadSpec) -> int:
+    """Ranks that share a parameter; a 0-d one is held whole by each."""
+    return 1 if spec.dim is None else spec.size
 
 
 def _names(dtypes: object) -> tuple[str, ...]:

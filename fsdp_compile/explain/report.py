@@ -199,7 +199,7 @@ class UnitPlan:
         reduced: Dtypes in which gradients are reduced; empty if all are frozen.
         full_bytes: Full parameters in their stored dtype.
         shard_bytes: What one rank holds, padding included.
-        padding_bytes: Padding in that.
+        padding_bytes: Padding in that: to whole rows on every rank, and to aligned offsets.
     """
 
     name: str

@@ -14,6 +14,9 @@ from fsdp_compile.parameters.spec import Reshard
 from fsdp_compile.parameters.unit import Unit
 
 _NAMED = 3
+_MUCH_PADDING = 0.1
+_LARGE_SHARE = 1000
+"""Parameters below a thousandth of their unit are not worth a line."""
 
 
 def skipped(model: nn.Module, units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
@@ -24,6 +27,7 @@ def skipped(model: nn.Module, units: Sequence[Unit], graphs: Sequence[GraphPlan]
     if units and all(slot.spec.size == 1 for unit in units for slot in unit.slots):
         yield Skipped("all collectives", "there is one rank")
         return
+    yield from _uneven(units)
     yield from _never_gathered(units, graphs)
     yield from _never_reduced(units, graphs)
     yield from _kept(units, graphs)
@@ -36,6 +40,21 @@ def _graph_breaks(graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
             "overlap across compiled regions",
             f"graph breaks split the model into {regions}; set TORCH_LOGS=graph_breaks to see where",
         )
+
+
+def _uneven(units: Sequence[Unit]) -> Iterator[Skipped]:
+    """Parameters whose padding is a real part of what is held and sent."""
+    found: dict[str, list[str]] = {}
+    for unit in units:
+        for slot in unit.slots:
+            spec = slot.spec
+            padding = spec.shard_numel * spec.size / max(slot.parameter.numel(), 1) - 1
+            large = slot.parameter.numel() * _LARGE_SHARE >= sum(s.parameter.numel() for s in unit.slots)
+            if spec.dim is not None and padding > _MUCH_PADDING and large:
+                why = f"its {spec.shape[spec.dim]} rows over {spec.size} ranks are padded by {100 * padding:.0f} %"
+                found.setdefault(why, []).append(unit.parameter_name(slot))
+    for why, names in found.items():
+        yield from _some(names, "even split", why)
 
 
 def _never_gathered(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:

@@ -1,0 +1,89 @@
+"""Live bytes of graphs written by hand, counted by hand. One row of 256 float32 is 1 kB (1024 byte)."""
+
+from __future__ import annotations
+
+from operator import getitem
+
+import torch
+
+from fsdp_compile.cost.fusion import Fusion, plan_kernels
+from fsdp_compile.cost.memory import Holder, Memory, memory_of
+from fsdp_compile.ir.graph import StepGraph
+from tests.cost.graphs import Sketch
+
+aten = torch.ops.aten
+KB = 1024
+
+
+def _memory(step: StepGraph, fusion: Fusion = Fusion.NONE) -> Memory:
+    return memory_of(step, plan_kernels(step.graph, fusion))
+
+
+def test_a_value_lives_from_its_node_to_its_last_use() -> None:
+    s = Sketch()
+    x = s.input("x", 256, 256)
+    w = s.input("w", 256, 256)
+    a = s.call(aten.mm.default, x, w)
+    b = s.call(aten.mm.default, a, w)
+    c = s.call(aten.mm.default, b, w)
+    memory = _memory(s.done(c))
+    piece = 256 * KB
+    assert memory.live_bytes([Holder.INPUT]) == [2 * piece] * 6
+    # a is alone, then beside b; b beside c, which is returned and so an output from its first node on.
+    assert memory.live_bytes([Holder.TEMPORARY]) == [0, 0, piece, 2 * piece, piece, 0]
+    assert memory.live_bytes([Holder.OUTPUT]) == [0, 0, 0, 0, piece, piece]
+
+
+def test_views_keep_the_memory_that_they_show() -> None:
+    s = Sketch()
+    x = s.input("x", 4, 256)
+    a = s.call(aten.mm.default, x, s.input("w", 256, 256))
+    t = s.call(aten.t.default, a)
+    v = s.call(aten.view.default, s.call(aten.t.default, t), [256, 4])
+    last = s.call(aten.mm.default, v, x)
+    memory = _memory(s.done(last))
+    (shown,) = [b for b in memory.buffers if b.node is a]
+    names = [n.name for n in s.graph.nodes]
+    assert shown.last == names.index(last.name)
+    assert [b.node for b in memory.buffers if b.holder is Holder.TEMPORARY] == [a]
+
+
+def test_several_results_are_freed_one_by_one() -> None:
+    s = Sketch()
+    x = s.input("x", 256, 256)
+    both = s.call(aten.var_mean.correction, x, [1])
+    variance = s.call(getitem, both, 0)
+    mean = s.call(getitem, both, 1)
+    a = s.call(aten.mv.default, x, variance)
+    b = s.call(aten.mv.default, x, mean)
+    memory = _memory(s.done(s.call(aten.add.Tensor, a, b)))
+    spans = [(buffer.first, buffer.last) for buffer in memory.buffers if buffer.node is both]
+    assert spans == [(1, 4), (1, 5)]
+    assert sum(buffer.size_bytes for buffer in memory.buffers if buffer.node is both) == 2 * KB
+
+
+def test_what_stays_inside_a_kernel_takes_no_memory_but_keeps_what_it_reads() -> None:
+    s = Sketch()
+    x = s.input("x", 256, 256)
+    a = s.call(aten.mm.default, x, x)
+    inner = s.call(aten.relu.default, a)
+    outer = s.call(aten.mul.Tensor, inner, 2.0)
+    last = s.call(aten.mm.default, outer, x)
+    step = s.done(last)
+    piece = 256 * KB
+    assert _memory(step).live_bytes([Holder.TEMPORARY]) == [0, piece, 2 * piece, 2 * piece, piece, 0]
+    fused = _memory(step, Fusion.KERNELS)
+    # relu is never written; the product is read until mul, which reads it in relu's place.
+    assert fused.live_bytes([Holder.TEMPORARY]) == [0, piece, piece, 2 * piece, piece, 0]
+
+
+def test_a_value_that_is_used_in_another_kernel_is_written() -> None:
+    s = Sketch()
+    x = s.input("x", 256, 256)
+    a = s.call(aten.relu.default, x)
+    b = s.call(aten.mul.Tensor, a, 2.0)
+    c = s.call(aten.mm.default, b, x)
+    d = s.call(aten.add.Tensor, c, a)
+    kernels = plan_kernels(s.done(d).graph, Fusion.KERNELS)
+    assert kernels.inner == frozenset()
+    assert kernels.of[a] == kernels.of[b] != kernels.of[d]

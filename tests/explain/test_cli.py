@@ -1,0 +1,74 @@
+"""`fsdp-compile explain`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_compile.cli.main import main
+
+_MODULE = """
+import torch
+from tests.explain.models import Stack
+
+def make():
+    return Stack(), (torch.zeros(64, 256),)
+
+def wrong():
+    return Stack()
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "explained_here.py").write_text(_MODULE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "explained_here"
+
+
+def test_the_built_in_model_is_explained_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--world-size", "4", "--lower", "eager"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Llama on 4 ranks, h100-sxm, ib-400")
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_model_of_the_users_is_explained_as_json_page_and_trace(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    html, trace = tmp_path / "p.html", tmp_path / "p.json"
+    argv = [
+        "explain",
+        f"{module}:make",
+        "--world-size",
+        "16",
+        "--lower",
+        "eager",
+        "--link",
+        "25",
+        "--device",
+        "a100-sxm",
+    ]
+    assert main([*argv, "--json", "--html", str(html), "--trace", str(trace)]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["title"], data["world_size"]) == ("Stack", 16)
+    assert data["hardware"]["link"]["rate"]["value"] == 25e9
+    assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["nowhere:make"], "cannot find nowhere:make"),
+        (["explained_here:absent"], "cannot find explained_here:absent"),
+        (["explained_here:wrong"], "a function without arguments"),
+        (["--device", "h10"], "h100-sxm"),
+        (["--world-size", "0"], "world_size=0"),
+    ],
+)
+def test_mistakes_are_explained(argv: list[str], says: str, module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *argv]) == 2
+    assert says in capsys.readouterr().err

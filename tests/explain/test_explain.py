@@ -1,0 +1,173 @@
+"""What `explain` may be given, what it leaves alone, and what it says that it skipped."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.ir.record import Phase
+from fsdp_compile.parameters.sharding import fully_shard
+from tests.explain.models import WIDTH, Broken, Partial, Stack, on_meta
+from tests.fake_world import fake_world
+
+EAGER: dict[str, Any] = {"lower": "eager"}
+
+
+def _skipped(plan: Plan) -> dict[str, str]:
+    return {item.what: item.why for item in plan.skipped}
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Stack(2)
+    model.register_buffer("scale", torch.ones(3))
+    held = dict(model.named_parameters())
+    values = {name: p.detach().clone() for name, p in held.items()}
+    explain(model, torch.randn(8, WIDTH), world_size=4, options=EAGER)
+    assert not dist.is_initialized()
+    assert type(model) is Stack
+    for name, parameter in model.named_parameters():
+        assert parameter is held[name]
+        assert type(parameter) is nn.Parameter
+        assert torch.equal(parameter, values[name])
+        assert parameter.grad is None
+    model(torch.randn(8, WIDTH)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_model_larger_than_this_machine_is_explained() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1 << 17, 1 << 17, bias=False) for _ in range(2)))
+        x = torch.zeros(16, 1 << 17)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    plan = explain(model, x, world_size=64, options=EAGER)
+    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert sum(unit.full_bytes for unit in plan.units) == 2 * 4 << 34  # 137 GB
+    assert grown_kb < 500_000
+    assert all(p.device.type == "meta" for p in model.parameters())
+
+
+def test_meta_and_real_models_have_the_same_plan() -> None:
+    meta, x = on_meta(Stack)
+    options = {"lower": "eager"}
+    first = explain(meta, x, world_size=4, options=options).to_dict()
+    again = explain(meta, x, world_size=4, options=options).to_dict()
+    real = explain(Stack(), torch.zeros(64, WIDTH), world_size=4, options=options).to_dict()
+    assert first == again == real
+
+
+def test_inductor_graphs_have_the_same_forward_collectives_and_fewer_live_values() -> None:
+    model, x = on_meta(Stack)
+    eager, inductor = (explain(model, x, world_size=4, options={"lower": lower}) for lower in ("eager", "inductor"))
+
+    def sent(plan: Plan) -> list[tuple[str, str, int]]:
+        return [(c.unit, c.kind.value, c.size_bytes) for graph in plan.forward for c in graph.collectives]
+
+    assert sent(inductor) == sent(eager)
+    assert inductor.volume.sent_bytes[Kind.REDUCE] == eager.volume.sent_bytes[Kind.REDUCE]
+    assert sum(g.compute_us for g in inductor.graphs) < sum(g.compute_us for g in eager.graphs)
+
+
+def test_rows_that_do_not_divide_are_counted_as_padding_and_named() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(1000, 5, bias=False), torch.zeros(8, 1000)
+    plan = explain(model, x, world_size=4, options=EAGER)
+    # Each rank holds ceil(5 / 4) = 2 rows of 1000 float32, rounded up to 128 byte; 5/4 of a row would do.
+    (unit,) = plan.units
+    assert (unit.shard_bytes, unit.padding_bytes) == (63 * 128, 63 * 128 - 5000)
+    assert _skipped(plan)["weight: even split"] == "its 5 rows over 4 ranks are padded by 60 %"
+
+
+def test_a_group_of_the_same_size_is_used_and_kept() -> None:
+    model, x = on_meta(Stack)
+    with fake_world(4):
+        assert explain(model, x, options=EAGER).world_size == 4
+        assert dist.get_world_size() == 4
+        with pytest.raises(ConfigError, match="process group of 4 ranks"):
+            explain(model, x, world_size=8, options=EAGER)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    model, x = on_meta(Stack)
+    with pytest.raises(ConfigError, match="world_size"):
+        explain(model, x)
+    with pytest.raises(ConfigError, match="world_size=0"):
+        explain(model, x, world_size=0)
+    with pytest.raises(ConfigError, match=r"not a torch\.nn\.Module"):
+        explain(lambda: None, world_size=4)
+    with pytest.raises(ConfigError, match="lower"):
+        explain(model, x, world_size=4, options={"lowr": "eager"})
+    with pytest.raises(UnsupportedModelError, match="cannot be traced"):
+        explain(model, torch.zeros(64, WIDTH + 1, device="meta"), world_size=4, options=EAGER)
+    model.attached = (n for n in range(3))  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="cannot be copied"):
+        explain(model, x, world_size=4)
+    assert not dist.is_initialized()
+
+
+def test_graph_breaks_make_regions_whose_backwards_run_in_reverse() -> None:
+    model, x = on_meta(Broken)
+    plan = explain(model, x, world_size=4, options=EAGER)
+    order = [(graph.phase, graph.region) for graph in plan.graphs]
+    assert order == [(Phase.FORWARD, 0), (Phase.FORWARD, 1), (Phase.BACKWARD, 1), (Phase.BACKWARD, 0)]
+    assert "graph breaks" in _skipped(plan)["overlap across compiled regions"]
+
+
+def test_frozen_and_unread_parameters_are_named() -> None:
+    model, x = on_meta(Partial)
+    said = _skipped(explain(model, x, world_size=4, options=EAGER))
+    assert said["frozen.weight: not reduced"] == "frozen"
+    assert said["unused: not gathered in forward"] == "the graph does not read it"
+    assert said["unused: not reduced"] == "no output depends on it"
+
+
+def test_kept_units_a_single_rank_and_missing_gradients_are_named() -> None:
+    model, x = on_meta(Stack)
+    kept = _skipped(explain(model, x, world_size=4, options={**EAGER, "reshard_after_forward": False}))
+    assert kept["blocks.0, blocks.1, blocks.2: not resharded after forward"] == "reshard_after_forward=False"
+    alone = explain(model, x, world_size=1, options=EAGER)
+    assert _skipped(alone) == {"all collectives": "there is one rank"}
+    assert alone.volume.total_bytes == 0
+    with torch.no_grad():
+        inference = explain(model, x, world_size=4, options=EAGER)
+    assert "gradients are off" in _skipped(inference)["backward"]
+    assert inference.backward == ()
+    assert inference.volume.sent_bytes.keys() == {Kind.GATHER}
+
+
+def test_a_compiled_model_is_explained_as_it_ran() -> None:
+    model = Stack()
+    planned = explain(model, torch.zeros(64, WIDTH), world_size=4, options=EAGER)
+    with fake_world(4):
+        compiled = torch.compile(model, backend="fsdp", options=EAGER)
+        compiled(torch.randn(64, WIDTH)).sum().backward()
+        ran = explain(compiled)
+        with torch.no_grad():
+            compiled(torch.randn(64, WIDTH))
+        assert [graph.phase for graph in explain(model).graphs] == [Phase.FORWARD, Phase.BACKWARD]
+        with pytest.raises(ConfigError, match="as it ran"):
+            explain(compiled, torch.randn(64, WIDTH))
+        with pytest.raises(ConfigError, match="sharded over 4 ranks"):
+            explain(compiled, world_size=8)
+    assert ran.world_size == 4
+    assert [c.parameters for g in ran.graphs for c in g.collectives] == [
+        c.parameters for g in planned.graphs for c in g.collectives
+    ]
+    assert ran.volume == planned.volume
+
+
+def test_a_compiled_model_that_has_not_run_is_planned_if_plain_and_refused_if_sharded() -> None:
+    model, x = on_meta(Stack)
+    assert explain(torch.compile(model), x, world_size=4, options=EAGER).world_size == 4
+    with fake_world(4):
+        sharded = fully_shard(Stack())
+        with pytest.raises(ConfigError, match="has not run yet"):
+            explain(sharded)
