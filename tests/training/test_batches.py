@@ -48,7 +48,8 @@ def test_no_window_crosses_from_one_block_into_the_next() -> None:
 
 
 def test_steps_and_seeds_read_different_windows() -> None:
-    drawn = [_draw(0, 1, key, seed)[0] for key, seed in [(1, 0), (2, 0), (1, 1), ("held-out 1", 0)]]
+    keys: list[tuple[str | int, int]] = [(1, 0), (2, 0), (1, 1), ("held-out 1", 0)]
+    drawn = [_draw(0, 1, key, seed)[0] for key, seed in keys]
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
 
 
