@@ -50,6 +50,9 @@ def launch(job: Job) -> None:
     """
     # Set before ranks import torch, which reads it once.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // job.ranks)))
+    # Semaphores of a rank that is ended are freed by Python's resource tracker, a process that would warn about them.
+    quiet = (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, quiet))
     with tempfile.TemporaryDirectory(prefix="fsdp-compile-") as reports, _silent_launcher():
         config = LaunchConfig(
             min_nodes=1,
