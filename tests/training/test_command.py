@@ -1,0 +1,106 @@
+"""`fsdp-compile train` from start to end, in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fsdp_compile.training.checkpoint import last_checkpoint
+from tests.training.command import DRIVER, TINY, finish, metrics, session_of, start, wait_for_line
+
+KEYS = {"step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "time_s"}
+LAST_LINE = re.compile(r"held-out loss (\d\.\d+) -> (\d\.\d+) nats per byte \(.* bits\) after 6 steps, \d+ s")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    status, _, err = finish(start(folder, DRIVER, "train", *TINY, "--ranks", "2", "--out", "run"))
+    assert status == 0, err
+    return folder / "run"
+
+
+def _check_run(run: Path, out: str) -> None:
+    lines = out.splitlines()
+    before, after = map(float, LAST_LINE.fullmatch(lines[-1]).groups())  # type: ignore[union-attr]
+    assert after < before
+    records = metrics(run)
+    assert [record["step"] for record in records] == list(range(7))
+    assert all(set(record) == KEYS for record in records)
+    assert before == pytest.approx(records[0]["held_out_loss"], abs=6e-4)
+    assert after == pytest.approx(records[-1]["held_out_loss"], abs=6e-4)
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert (run / "sample.txt").read_text().startswith("def ")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000006"]
+
+
+@pytest.mark.inductor
+def test_one_command_trains(tmp_path: Path) -> None:
+    command = ["-m", "fsdp_compile.cli", "train", *TINY, "--ranks", "2", "--out", "run"]
+    status, out, err = finish(start(tmp_path, *command))
+    assert status == 0, err
+    assert err == ""
+    _check_run(tmp_path / "run", out)
+    # Embedding, head, four projections, feed-forward of 96, three norms: 4 bytes a number, half of them on each rank.
+    whole = 4 * (2 * 256 * 32 + 4 * 32 * 32 + 3 * 32 * 96 + 3 * 32)
+    for line in ("each rank will hold", "measured: a rank holds"):
+        assert f"{line} parameters {whole / 2e6:.2f} of {whole / 1e6:.2f} MB" in out
+
+
+@pytest.mark.inductor
+def test_an_existing_torchrun_is_joined(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [*torchrun, "-m", "fsdp_compile.cli", "train", *TINY, "--mixed-precision", "bf16", "--out", "run"]
+    status, out, err = finish(start(tmp_path, *command))
+    assert status == 0, err
+    assert out.startswith("2 ranks on cpu, run folder run\n")
+    _check_run(tmp_path / "run", out)
+
+
+def _interrupt(process: subprocess.Popen[str], target: str) -> None:
+    if target == "group":  # as a terminal does
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("target", ["group", "parent"])
+def test_an_interrupted_run_leaves_nothing_but_a_checkpoint_to_go_on_from(
+    target: str, tmp_path: Path, uninterrupted: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start(tmp_path, DRIVER, "train", *TINY, "--ranks", "2", "--out", "run", PAUSE_AT="4")
+    wait_for_line(process, "paused")
+    assert len(session_of(process, within_s=0)) >= 3
+    _interrupt(process, target)
+    status, _, err = finish(process)
+    assert status == 128 + signal.SIGINT
+    assert session_of(process) == []
+    assert err.strip() == "interrupted; go on with: fsdp-compile train --resume run"
+    assert [record["step"] for record in metrics(run)] == [0, 1, 2, 3]
+    assert last_checkpoint(run / "checkpoints") == run / "checkpoints" / "step-000002"
+    if target == "parent":
+        return  # once is enough
+
+    status, out, err = finish(start(tmp_path, DRIVER, "train", "--resume", "run", "--ranks", "2"))
+    assert status == 0, err
+    assert "resumed after step 2\n" in out
+    _check_run(run, out)
+    for mine, theirs in zip(metrics(run), metrics(uninterrupted), strict=True):
+        for name in ("loss", "held_out_loss", "grad_norm", "lr"):
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-6), (mine["step"], name)
+
+
+def test_a_rank_that_fails_ends_the_others_and_shows_why(tmp_path: Path) -> None:
+    process = start(tmp_path, DRIVER, "train", *TINY, "--ranks", "2", "--out", "run", FAIL_AT="3")
+    status, _, err = finish(process)
+    assert status == 1
+    assert session_of(process) == []
+    assert err.startswith("rank 1 failed, the other ranks were ended:\nTraceback (most recent call last):\n")
+    assert err.rstrip().endswith("RuntimeError: trouble on demand")
+    assert last_checkpoint(tmp_path / "run" / "checkpoints") is not None
