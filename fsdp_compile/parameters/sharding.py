@@ -138,7 +138,9 @@ def _device_type(module: nn.Module) -> str:
     parameter = next(module.parameters(), None)
     if parameter is None or parameter.device.type == "meta":
         # A build for CUDA names it as its accelerator on machines without a GPU, too.
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        accelerator = (
+            torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+        )
         return "cpu" if accelerator is None else accelerator.type
     return parameter.device.type
 

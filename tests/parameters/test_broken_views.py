@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp_compile import ConfigError, fully_shard, units
@@ -301,7 +302,8 @@ def test_changes_under_a_compiled_function() -> None:
 def _check_meta() -> None:
     with torch.device("meta"):
         model = Odd()
-    fully_shard(model)
+    # A machine with a GPU would give a model on meta a mesh of GPUs.
+    fully_shard(model, mesh=None if not torch.accelerator.is_available() else init_device_mesh("cpu", (4,)))
     assert {p.device.type for p in model.parameters()} == {"meta"}
     with pytest.raises(ConfigError, match="has no value yet") as caught:
         model(torch.zeros(2, 10))
