@@ -54,8 +54,8 @@ def test_one_command_trains(tmp_path: Path) -> None:
 
 @pytest.mark.inductor
 def test_an_existing_torchrun_is_joined(tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    command = [*torchrun, "-m", "fsdp_compile.cli", "train", *TINY, "--mixed-precision", "bf16", "--out", "run"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "fsdp_compile.cli", "train", *TINY, "--out", "run"]
     status, out, err = finish(start(tmp_path, *command))
     assert status == 0, err
     assert out.startswith("2 ranks on cpu, run folder run\n")
