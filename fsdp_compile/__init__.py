@@ -12,6 +12,7 @@ from fsdp_compile.errors import (
     RankMismatchError,
     UnsupportedModelError,
 )
+from fsdp_compile.explain import explain
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.sharding import fully_shard, units
 
@@ -23,6 +24,7 @@ __all__ = [
     "ParityError",
     "RankMismatchError",
     "UnsupportedModelError",
+    "explain",
     "fsdp",
     "fully_shard",
     "units",

@@ -56,6 +56,7 @@ __all__ = [
 ]
 
 OpOverload = torch._ops.OpOverload
+_GRAD: Any = torch.Tensor.grad  # a descriptor: what `.grad` is, whatever a subclass says
 collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
 
@@ -92,6 +93,28 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
         new.register_hook(hook)
     for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
         new.register_post_accumulate_grad_hook(hook)
+
+
+def backward_in_progress() -> int:
+    """A number that identifies the backward pass that this thread is running; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def is_saved_by_autograd(tensor: torch.Tensor) -> bool:
+    """Whether something besides the Python object holds a leaf: an autograd graph that has read it."""
+    return tensor._use_count() > 1  # type: ignore[attr-defined]
+
+
+def own_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
+    """What autograd has accumulated into a leaf, whatever its class says `.grad` is."""
+    with plain_torch_functions():
+        return _GRAD.__get__(leaf)
+
+
+def clear_own_gradient(leaf: torch.Tensor) -> None:
+    """Forgets what autograd has accumulated into a leaf, whatever its class says `.grad` is."""
+    with plain_torch_functions():
+        _GRAD.__set__(leaf, None)
 
 
 def plain_torch_functions() -> Any:

@@ -10,6 +10,7 @@ from torch import fx
 from fsdp_compile import _torch
 from fsdp_compile.capture.inputs import flat_inputs
 from fsdp_compile.capture.plain_model import shard_plain_models
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import compile_with_inductor
@@ -40,6 +41,12 @@ def fsdp(
         UnsupportedModelError: For a model that cannot be sharded.
     """
     checked = FSDPOptions.from_dict(options)
+    if checked.lower == "eager" and (mode or checked.inductor):
+        raise ConfigError(
+            "settings of Inductor were given, and Inductor is not used",
+            where="torch.compile(mode=...)" if mode else "options={'inductor': ...}",
+            instead="lower='inductor', or leave them out",
+        )
     if shard_plain_models(gm, example_inputs, checked):
         in_forward_until_return(_torch.caller_of_root_frame())
         raise _torch.restart_trace()

@@ -67,7 +67,7 @@ class FSDPOptions:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
                 raise ConfigError(
                     f"unknown option {name!r}",
                     where='torch.compile(..., backend="fsdp", options={...})',

@@ -148,9 +148,7 @@ class _Pool:
 def _start_worker(rank: int, folder: Path) -> _Worker:
     ours, theirs = _SPAWN.Pipe()
     stacks = folder / f"stacks-{rank}"
-    process = _SPAWN.Process(
-        target=serve, args=(theirs, stacks, os.getpid()), name=f"rank {rank}", daemon=True
-    )
+    process = _SPAWN.Process(target=serve, args=(theirs, stacks, os.getpid()), name=f"rank {rank}", daemon=True)
     process.start()
     theirs.close()  # so that the end of the process ends the stream
     assert process.pid is not None
@@ -191,9 +189,7 @@ def _problem(workers: list[_Worker], outcomes: dict[int, Outcome], timeout_s: fl
     if missing:
         stacks = [f"rank {rank}:\n{_stacks(workers[rank])}" for rank in missing]
         named = ", ".join(map(str, missing))
-        return RankError(
-            "\n".join([f"rank {named} {world} did not end within {timeout_s:g} s; killed at", *stacks])
-        )
+        return RankError("\n".join([f"rank {named} {world} did not end within {timeout_s:g} s; killed at", *stacks]))
     return None
 
 

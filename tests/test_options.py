@@ -85,3 +85,12 @@ def test_a_bad_value_is_refused_with_what_is_allowed(name: str, value: Any, allo
     assert caught.value.what == f"option {name!r} cannot be {value!r}"
     assert allowed in str(caught.value.instead)
     assert name in str(caught.value.where)
+
+
+@pytest.mark.parametrize("given", [{"mode": "max-autotune"}, {"options": {"inductor": {"cpp.threads": 1}}}])
+def test_settings_of_inductor_are_refused_where_it_is_not_used(given: dict[str, Any]) -> None:
+    from fsdp_compile.backend import fsdp
+
+    options = {**given.get("options", {}), "lower": "eager"}
+    with pytest.raises(ConfigError, match="Inductor is not used"):
+        fsdp(torch.fx.symbolic_trace(torch.nn.Identity()), [torch.ones(1)], options=options, mode=given.get("mode"))

@@ -15,9 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def _python(code: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -58,10 +56,7 @@ def test_an_entry_point_is_declared_and_loads(group: str, name: str, value: str)
 
 @pytest.mark.core
 def test_torch_lists_the_backend_without_importing_the_package() -> None:
-    code = (
-        "import sys, torch._dynamo\n"
-        "print('fsdp' in torch._dynamo.list_backends(), 'fsdp_compile' in sys.modules)"
-    )
+    code = "import sys, torch._dynamo\nprint('fsdp' in torch._dynamo.list_backends(), 'fsdp_compile' in sys.modules)"
     assert _python(code) == "True False"
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch import local_tensor
+from fsdp_compile._torch import backward_in_progress, local_tensor
 from fsdp_compile.parameters.spec import ReadSpec
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ class FlatShard:
     Attributes:
         leaf: The buffer, `[numel]`, the same size on every rank. Reads gather from it, autograd accumulates into it.
         slots: The parameters in it, by offset.
-        arrived: Offsets of the slots that got a gradient in the backward that is running.
+        arrived: Offsets of the slots that got a gradient in the backward pass `noted_in`.
+        noted_in: Which backward pass that was.
         unit: The unit that it belongs to.
     """
 
@@ -72,6 +73,7 @@ class FlatShard:
         self.leaf = leaf
         self.slots = tuple(slots)
         self.arrived: set[int] = set()
+        self.noted_in = -1
         if leaf.device.type != "meta":
             FlatShard._by_address[leaf.data_ptr()] = self
 
@@ -85,6 +87,9 @@ class FlatShard:
 
     def note_gradients(self, offsets: Iterable[int]) -> None:
         """Notes which slots the gradient that is about to be accumulated covers; the others get none."""
+        if self.noted_in != backward_in_progress():
+            # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
+            self.arrived, self.noted_in = set(), backward_in_progress()
         self.arrived.update(offsets)
 
     def is_broken(self) -> bool:

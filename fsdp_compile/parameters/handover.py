@@ -9,10 +9,12 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch import nn
 
-from fsdp_compile._torch import make_dtensor
+from fsdp_compile._torch import clear_own_gradient, make_dtensor, own_gradient
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
+from fsdp_compile.parameters.reads import READS
 
 
 def install(flat: FlatShard) -> None:
@@ -46,6 +48,26 @@ def hand_over(flat: FlatShard) -> None:
         # Nothing noted: saved-tensor hooks gave backward a copy of the buffer. Then zeros stand for "no gradient".
         if slot.spec.offset in arrived or not arrived:
             _accumulate(slot, gradient)
+
+
+def await_late_gradient(parameter: nn.Parameter, slot: ParameterSlot) -> None:
+    """Sees to it that the gradient of a plain parameter that was read before it was sharded reaches its successor.
+
+    The first call of a compiled model may run code that Dynamo leaves to Python before the first graph is compiled, and
+    with it before anything is sharded. Autograd will then accumulate a full gradient, of this rank alone, into the old
+    parameter; it is averaged over the ranks and handed over like any other.
+    """
+
+    def reduce(old: torch.Tensor) -> None:
+        gradient = own_gradient(old)
+        if gradient is not None:
+            clear_own_gradient(old)
+            module, attribute = slot.owners[0]
+            leaf, text, _ = getattr(module, READS)[attribute]
+            with torch.no_grad():
+                _accumulate(slot, torch.ops.fsdp.reduce_grad(leaf, gradient.to(slot.spec.param_dtype), text))
+
+    parameter.register_post_accumulate_grad_hook(reduce)
 
 
 def _accumulate(slot: ParameterSlot, flat_gradient: torch.Tensor) -> None:

@@ -60,10 +60,11 @@ class MovedParameter(nn.Parameter):
 
 
 def retire(parameter: nn.Parameter, slot: ParameterSlot) -> None:
-    """Releases the memory of a plain parameter and makes it point at its sharded successor."""
+    """Makes a plain parameter point at its sharded successor, and releases its memory if no graph still needs it."""
     shape = parameter.shape
     parameter.grad = None
-    parameter.data = parameter.data.new_empty(0)
+    if not _torch.is_saved_by_autograd(parameter):
+        parameter.data = parameter.data.new_empty(0)
     parameter.__class__ = MovedParameter
     assert isinstance(parameter, MovedParameter)
     parameter.slot, parameter.full_shape = slot, shape

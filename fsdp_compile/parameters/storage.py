@@ -126,6 +126,8 @@ def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> N
         with torch.no_grad():
             slot.local.copy_(local_part(parameter, slot.spec.dim, policy.size, policy.rank))
         slot.parameter = _sharded_parameter(parameter, slot.local, policy, placements)
+        if parameter.requires_grad and _torch.is_saved_by_autograd(parameter):
+            handover.await_late_gradient(parameter, slot)
         moved.retire(parameter, slot)
     slot.shell = slot.parameter.untyped_storage()
     for module, attribute in slot.owners:

@@ -143,7 +143,7 @@ def _gradient_sums(step: StepGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
             sums[node] = (node,)
         elif node.target is aten.add.Tensor and all(side in sums for side in node.args[:2]):
             left, right = node.args[:2]
-            sums[node] = sums[left] + sums[right]  # type: ignore[index]
+            sums[node] = sums[left] + sums[right]
     return sums
 
 

@@ -122,7 +122,7 @@ class Frozen(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[0].requires_grad_(requires_grad=False)
-        self.blocks[1].up.weight.requires_grad_(requires_grad=False)
+        self.get_parameter("blocks.1.up.weight").requires_grad = False
         self.unused = nn.Parameter(torch.ones(3))
 
 

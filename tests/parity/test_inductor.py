@@ -63,7 +63,7 @@ def _train_llama(optimizer_made: Literal["before", "after"]) -> tuple[list[float
             each.step()
             each.zero_grad()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return losses, max((p.full_tensor() - q).abs().max().item() for p, q in pairs) / RATE  # type: ignore[operator]
+    return losses, max((p.full_tensor() - q).abs().max().item() for p, q in pairs) / RATE  # type: ignore[attr-defined]
 
 
 @pytest.mark.core

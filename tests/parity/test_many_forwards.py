@@ -21,7 +21,7 @@ def _pair() -> tuple[nn.Module, nn.Module, nn.Module]:
 
 def _worst_gradient(model: nn.Module, reference: nn.Module) -> float:
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item() for p, q in pairs)  # type: ignore[union-attr, operator]
+    return max(((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item() for p, q in pairs)  # type: ignore[union-attr]
 
 
 def _several_forwards_one_backward() -> float:

@@ -138,7 +138,10 @@ def _wrong_bounds(node: fx.Node, record: Record) -> Iterator[Complaint]:
     if not isinstance(source, fx.Node) or role_of(source) is not Role.FLAT:
         return
     wanted = (min(s.offset for s in record.specs), max(s.offset + s.extent for s in record.specs))
-    if tuple(node.args[2:4]) != wanted:
+    first = record.specs[0]
+    alone = (first.offset, first.offset + first.shard_numel)  # read in place by the only rank, padding left out
+    allowed = (wanted, alone) if first.size == 1 and len(record.specs) == 1 else (wanted,)
+    if tuple(node.args[2:4]) not in allowed:
         yield _complaint(
             node,
             f"takes [{node.args[2]}, {node.args[3]}) of the flat shard",
