@@ -73,13 +73,12 @@ def _end_of_life(waits: list[fx.Node], order: dict[fx.Node, int]) -> tuple[fx.No
 
 
 def _exposure(transfer: Transfer) -> tuple[Exposure, str]:
-    needed, computed = time(transfer.end_us - transfer.begin_us), time(transfer.computed_us)
+    needed_us = transfer.end_us - transfer.begin_us
+    needed, computed = time(needed_us), time(transfer.computed_us)
     if transfer.exposed_us < _NEGLIGIBLE_US:
-        return Exposure.HIDDEN, f"{computed} of compute between start and wait cover {needed} on the link"
-    exposed = time(transfer.exposed_us)
-    if transfer.computed_us < _NEGLIGIBLE_SHARE * (transfer.end_us - transfer.begin_us):
-        return Exposure.NO_COMPUTE, f"next to nothing is computed between start and wait: {exposed} exposed"
-    if transfer.computed_us >= transfer.end_us - transfer.begin_us:
-        queued = time(transfer.queued_us)
-        return Exposure.QUEUED, f"the link is busy with earlier collectives for {queued} after the start"
-    return Exposure.TOO_SHORT, f"{computed} of compute between start and wait, {needed} on the link"
+        return Exposure.HIDDEN, f"{computed} of compute cover {needed} on the link"
+    if transfer.computed_us < _NEGLIGIBLE_SHARE * needed_us:
+        return Exposure.NO_COMPUTE, f"almost nothing is computed during {needed} on the link"
+    if transfer.computed_us >= needed_us:
+        return Exposure.QUEUED, f"the link is busy for {time(transfer.queued_us)} after the start"
+    return Exposure.TOO_SHORT, f"only {computed} of compute for {needed} on the link"

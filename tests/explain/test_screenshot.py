@@ -53,6 +53,47 @@ def test_the_script_draws_lanes_curve_and_tables(written: Path, tmp_path: Path) 
     assert "undefined" not in re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
 
 
+_HOVER = """
+<script>
+const over = (element, dx) => {
+  const box = element.getBoundingClientRect();
+  const at = { bubbles: true, clientX: box.left + dx, clientY: box.top + 2 };
+  element.dispatchEvent(new PointerEvent("pointermove", at));
+  document.body.insertAdjacentHTML("beforeend", `<pre class="told">${document.getElementById("tip").innerText}</pre>`);
+};
+over(document.querySelector("[data-transfer]"), 1);
+over(document.querySelector("[data-span]"), 1);
+over(document.querySelector("#memory polygon"), 300);
+const bars = () => document.querySelectorAll("#timeline rect").length, before = bars();
+const timeline = document.getElementById("timeline");
+const turn = { deltaY: -500, clientX: timeline.getBoundingClientRect().left + 100, cancelable: true };
+for (let i = 0; i < 8; i++) timeline.dispatchEvent(new WheelEvent("wheel", turn));
+const zoomed = bars();
+timeline.dispatchEvent(new MouseEvent("dblclick"));
+document.body.insertAdjacentHTML("beforeend", `<pre class="bars">${before} ${zoomed} ${bars()}</pre>`);
+</script>
+"""
+
+
+def test_hovering_tells_details_and_the_wheel_zooms(written: Path, tmp_path: Path) -> None:
+    hovered = tmp_path / "hovered.html"
+    page, end, rest = written.read_text(encoding="utf-8").rpartition("</body>")
+    hovered.write_text(page + _HOVER + end + rest, encoding="utf-8")
+    browsed = _browse(hovered, tmp_path / "profile", "--dump-dom")
+    assert "CONSOLE" not in browsed.stderr
+    drawn = re.sub(r"<script.*?</script>", "", browsed.stdout, flags=re.DOTALL)
+    transfer, span, memory = re.findall(r'<pre class="told">(.*?)</pre>', drawn, re.DOTALL)
+    for word in ("all-gather of blocks.0", "on the link", "starts", "waited for", "last used", "freed"):
+        assert word in transfer
+    assert "TFLOP" in span
+    assert "live" in memory
+    assert "sharded parameters" in memory
+    bars = re.search(r'<pre class="bars">(\d+) (\d+) (\d+)</pre>', drawn)
+    assert bars is not None
+    before, zoomed, after = map(int, bars.groups())
+    assert before == after > zoomed > 0
+
+
 def test_a_screenshot_is_not_blank(written: Path, tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     _browse(written, tmp_path / "profile", f"--screenshot={picture}")

@@ -35,7 +35,7 @@ function fillCollectives(shown) {
       return {
         attributes: `class="pick" data-row="${c.id}"`,
         cells: [plan.graphs[c.graph].phase, escapeHtml(c.unit), `<i style="display:inline-block;width:9px;height:9px;border-radius:2px;margin-right:6px;background:${COLOR[c.kind]}"></i>${c.kind}`,
-          c.dtype, `<span title="${escapeHtml(names)}">${layout}</span>`, bytes(c.size_bytes), time(c.time_us),
+          c.dtype, `<span class="whole" title="${escapeHtml(names)}">${layout}</span>`, bytes(c.size_bytes), time(c.time_us),
           c.exposed_us > 1 ? `<span class="bad">${time(c.exposed_us)}</span>` : "hidden", escapeHtml(c.reason), where(c.start), where(c.wait), where(c.last_use), where(c.reshard)],
       };
     }));
@@ -55,8 +55,8 @@ function fillRest() {
   const peak = plan.graphs.find(g => g.memory.peak_bytes === plan.peak_bytes);
   table("peak", ["node", "module or unit", "held for", "bytes "], !peak ? [] : peak.memory.largest.map(a => ({
     cells: [`<code>%${escapeHtml(a.node)}</code>`, escapeHtml(a.where), escapeHtml(a.holder), bytes(a.size_bytes)] })));
-  table("units", ["unit", "parameters ", "elements ", "stored", "sent", "reduced", "full ", "per rank "], plan.units.map(u => ({
-    cells: [escapeHtml(u.name), u.parameters, u.numel.toLocaleString("en"), u.stored.join(", "), u.sent.join(", "), u.reduced.join(", ") || "–", bytes(u.full_bytes), `<span title="padding ${bytes(u.padding_bytes)}">${bytes(u.shard_bytes)}</span>`] })));
+  table("units", ["unit", "parameters ", "elements ", "stored, sent, reduced", "full ", "per rank "], plan.units.map(u => ({
+    cells: [escapeHtml(u.name), u.parameters, u.numel.toLocaleString("en"), `<span class="whole">${[u.stored, u.sent, u.reduced].map(d => d.join("/").replace("float", "f") || "–").join(", ")}</span>`, bytes(u.full_bytes), `<span title="padding ${bytes(u.padding_bytes)}">${bytes(u.shard_bytes)}</span>`] })));
   table("skipped", ["what", "why"], plan.skipped.length ? plan.skipped.map(s => ({ cells: [escapeHtml(s.what), escapeHtml(s.why)] })) : [{ cells: ["nothing", ""] }]);
   const { device, link } = plan.hardware;
   const quantity = (name, q) => ({ cells: [name, q.value >= 1e6 ? q.value.toExponential(3) : String(q.value), escapeHtml(q.unit), `<span class="quiet">${escapeHtml(q.source)}</span>`] });
