@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -135,6 +136,32 @@ def resolve_group(name: str) -> dist.ProcessGroup | None:
         return _resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
     except RuntimeError:
         return None
+
+
+_SERIAL_GLOO = "fsdp_serial_gloo"
+
+
+def serial_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second gloo group of the same ranks whose collectives run one after the other, on one thread.
+
+    Gloo runs the collectives of a group on two threads, and with several in flight it corrupts its heap now and then
+    (`docs/versions.md`). Collectives still run beside computation. The number of threads can only be set on the backend
+    itself: `new_group` does not pass options on to gloo.
+    """
+    if _SERIAL_GLOO not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_SERIAL_GLOO, _make_serial_gloo, devices=["cpu"])
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, backend=f"cpu:{_SERIAL_GLOO}", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _make_serial_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._threads = 1
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def register_group_alias(name: str, group: dist.ProcessGroup) -> None:

@@ -6,6 +6,7 @@ Graphs name our aliases instead: `fsdp.shard.0` is, on each rank, the group that
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Literal
 
@@ -13,27 +14,42 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compile._torch import register_group_alias, resolve_group
+from fsdp_compile._torch import register_group_alias, resolve_group, serial_gloo_group
 from fsdp_compile.errors import ConfigError
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_aliases: dict[str, dist.ProcessGroup] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alias:
+    """What a name stands for: `used` runs the collectives of `group`."""
+
+    role: str
+    group: dist.ProcessGroup
+    used: dist.ProcessGroup
+
+    def is_alive(self, name: str) -> bool:
+        return resolve_group(name) is self.used
+
+
+_aliases: dict[str, _Alias] = {}
 
 
 def alias_of(group: dist.ProcessGroup, role: Literal["shard", "replicate"]) -> str:
-    """The rank-independent name of `group`; names are numbered in the order of first use, alike on every rank."""
+    """The rank-independent name of `group`; names are numbered in the order of first use, alike on every rank.
+
+    All ranks of the group must call this together: for gloo, the name stands for a group of the same ranks that runs
+    one collective at a time.
+    """
+    for name in [n for n, known in _aliases.items() if not known.is_alive(n)]:
+        del _aliases[name]  # its world was destroyed; the number is free again
     for name, known in _aliases.items():
-        if known is group and name.split(".")[1] == role:
-            break
-    else:
-        stale = [n for n, g in _aliases.items() if resolve_group(n) is not g]
-        for n in stale:  # their world was destroyed; the numbers are free again
-            del _aliases[n]
-        taken = sum(n.split(".")[1] == role for n in _aliases)
-        name = f"fsdp.{role}.{taken}"
-    if resolve_group(name) is not group:
-        register_group_alias(name, group)
-    _aliases[name] = group
+        if known.group is group and known.role == role:
+            return name
+    name = f"fsdp.{role}.{sum(known.role == role for known in _aliases.values())}"
+    used = serial_gloo_group(group) if dist.get_backend(group) == "gloo" and group.size() > 1 else group
+    register_group_alias(name, used)
+    _aliases[name] = _Alias(role, group, used)
     return name
 
 
