@@ -9,7 +9,7 @@ from torch import fx
 
 from fsdp_compile import _torch
 from fsdp_compile.capture.inputs import flat_inputs
-from fsdp_compile.capture.plain_model import shard_plain_models
+from fsdp_compile.capture.plain_model import refuse_unused_sharding, shard_plain_models
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower.eager import compile_eagerly
@@ -50,6 +50,7 @@ def fsdp(
     if shard_plain_models(gm, example_inputs, checked):
         in_forward_until_return(_torch.caller_of_root_frame())
         raise _torch.restart_trace()
+    refuse_unused_sharding(example_inputs, checked)
 
     ran = remember(example_inputs, checked.lower)
 

@@ -7,9 +7,11 @@ module that holds them and asks Dynamo to trace the frame again, which then read
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
+import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +21,11 @@ from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.moved import MovedParameter
 from fsdp_compile.parameters.refusals import refuse_wrappers
-from fsdp_compile.parameters.sharding import fully_shard, is_ignored, is_sharded
+from fsdp_compile.parameters.sharding import fully_shard, is_ignored, is_sharded, units
+from fsdp_compile.parameters.unit import Unit
+
+_sharded_here: weakref.WeakSet[Unit] = weakref.WeakSet()
+"""Units that the backend made, with the options of its compile."""
 
 
 def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions) -> bool:
@@ -54,9 +60,32 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
                 instead="add it before fully_shard() or the first compiled call, or list it in ignored_params",
             )
         _refuse_meta(module)
+        before = set(units(module))
         fully_shard(module, **options.sharding)
+        _sharded_here.update(unit for unit in units(module) if unit not in before)
         sharded = True
     return sharded
+
+
+def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> None:
+    """Refuses options for `fully_shard` where the user has called it already: they would do nothing.
+
+    Args:
+        inputs: Example inputs of a Dynamo graph that reads from flat shards.
+        options: `options.sharding` is looked at.
+
+    Raises:
+        ConfigError: If there are such options, and no unit of the graph was made with them.
+    """
+    flats = [FlatShard.of(value) for value in inputs if isinstance(value, torch.Tensor)]
+    read = {flat.unit for flat in flats if flat is not None}
+    if options.sharding and read and not any(unit in _sharded_here for unit in read):
+        name = next(iter(options.sharding))
+        raise ConfigError(
+            f"option {name!r} says how to shard, and the model was sharded before it was compiled",
+            where=f"options={{{name!r}: ...}}",
+            instead=f"fully_shard(model, {name}=...), or compile the plain model",
+        )
 
 
 def _is_plain(value: object) -> TypeGuard[nn.Parameter]:
