@@ -169,7 +169,7 @@ class _Walk:
         self.buffers += made
         if role in _STARTS:
             self.in_flight.update(dict.fromkeys(made, sources))
-        if role in (Role.GRADIENT, Role.REDUCE):
+        if role in (Role.GRADIENT, Role.REDUCE, Role.REPLICATE):
             for buffer in sources:
                 if buffer.holder is Holder.TEMPORARY:
                     buffer.holder = Holder.GRADIENT

@@ -15,6 +15,7 @@ from fsdp_compile.cost.timeline import Compute, Event, Start, Timeline, Wait, si
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Role, role_of
 
+_ITEMS = (Role.GATHER_ITEM, Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
 _WAITS = (Role.GATHER_WAIT, Role.REDUCE_WAIT, Role.REPLICATE_WAIT)
 
 
@@ -61,5 +62,5 @@ def start_of(node: fx.Node) -> fx.Node:
 
 def waits_of(start: fx.Node) -> list[fx.Node]:
     """The waits for a collective, in the order of its messages."""
-    running = [start, *(u for u in start.users if role_of(u) in (Role.GATHER_ITEM, Role.REDUCE_ITEM))]
+    running = [start, *(u for u in start.users if role_of(u) in _ITEMS)]
     return [user for node in running for user in node.users if role_of(user) in _WAITS]

@@ -17,6 +17,7 @@ from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import aliases
 from fsdp_compile.ir.record import Role, require, role_of
 
+_ITEMS = (Role.GATHER_ITEM, Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
 _NEGLIGIBLE_US = 1.0
 _NEGLIGIBLE_SHARE = 0.01
 
@@ -57,7 +58,7 @@ def collectives(step: StepGraph, schedule: Schedule) -> Iterator[Collective]:
 
 
 def _messages(start: fx.Node, communication: Communication) -> Iterator[Message]:
-    items = [u for u in start.users if role_of(u) in (Role.GATHER_ITEM, Role.REDUCE_ITEM)] or [start]
+    items = [u for u in start.users if role_of(u) in _ITEMS] or [start]
     ranks = communication.ranks if communication.kind is Kind.REDUCE else 1
     for item in items:
         names = require(item).parameters

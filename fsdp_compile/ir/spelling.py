@@ -41,6 +41,7 @@ OPERATORS: Final[dict[Any, str]] = {
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
     collectives.reduce_scatter_tensor_coalesced.default: "reduce_scatter_coalesced",
     collectives.all_reduce.default: "all_reduce",
+    collectives.all_reduce_coalesced.default: "all_reduce_coalesced",
     collectives.wait_tensor.default: "wait",
 }
 """Operators with a name of their own; all others go by their qualified name, `aten.mm` or `aten.slice.Tensor`."""

@@ -24,6 +24,7 @@ from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD, last_of, parameter_onl
 from fsdp_compile.ir.record import Record, Role, require
 from fsdp_compile.parameters import assemble
 from fsdp_compile.parameters.spec import ReadSpec, parse
+from fsdp_compile.passes.reduction import reduce_one
 
 aten = torch.ops.aten
 
@@ -185,24 +186,7 @@ def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
     for other in others:
         gradient = b.call(aten.add.Tensor, gradient, other)
     rows = assemble.cast(b, assemble.gradient_rows(b, gradient, spec), spec.reduce_dtype)
-    message = assemble.view(b, rows, [spec.size * spec.extent])
-    if spec.size > 1:
-        with b.as_role(Role.REDUCE):
-            op = collectives.reduce_scatter_tensor.default
-            message = b.call(op, message, "avg", spec.size, spec.group)
-        with b.as_role(Role.REDUCE_WAIT):
-            message = b.call(collectives.wait_tensor.default, message)
-    return average_over_replicas(b, message, spec)
-
-
-def average_over_replicas(b: GraphBuilder, shard: fx.Node, spec: ReadSpec) -> fx.Node:
-    """Records the all-reduce of a reduced shard over the replicate group, if there is one (hybrid sharding)."""
-    if spec.replicas == 1:
-        return shard
-    with b.as_role(Role.REPLICATE):
-        shard = b.call(collectives.all_reduce.default, shard, "avg", spec.replicate_group)
-    with b.as_role(Role.REPLICATE_WAIT):
-        return b.call(collectives.wait_tensor.default, shard)
+    return reduce_one(b, assemble.view(b, rows, [spec.size * spec.extent]), spec)
 
 
 def join_pieces(b: GraphBuilder, flat: fx.Node, pieces: Iterable[tuple[int, fx.Node]]) -> fx.Node:

@@ -1,14 +1,19 @@
-"""Waits for each reduce-scatter late: right before the next one starts, the last one at the end of the graph.
+"""Waits for each reduction late: right before the next one starts, the last one at the end of the graph.
 
     reduce 1, wait 1, compute 0, reduce 0, wait 0   ->   reduce 1, compute 0, wait 1, reduce 0, wait 0
 
 So the reduction of one bucket runs beside the computation of the next one's gradients, and at most one bucket's full
-gradients are on the wire.
+gradients are on the wire. Where shards are averaged over replicas as well, an all-reduce starts as soon as its
+reduce-scatter has completed, and is waited for before the next bucket's all-reduce starts:
+
+    reduce 1, compute 0, wait 1, all-reduce 1, reduce 0, wait 0, wait 1, all-reduce 0, wait 0
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -16,8 +21,10 @@ from fsdp_compile.ir.edit import move_before
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import last_of, upstream
 from fsdp_compile.ir.record import Role, role_of
+from fsdp_compile.passes.reduction import STARTS
 
-_FOLLOWERS = (Role.REDUCE_WAIT, Role.REPLICATE, Role.REPLICATE_WAIT, Role.SHARD_GRADIENT, Role.FLAT_GRADIENT)
+_ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
+_MOVED = (*STARTS, *_ITEMS, Role.REDUCE_WAIT, Role.REPLICATE_WAIT, Role.SHARD_GRADIENT, Role.FLAT_GRADIENT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Deferral:
 
 @dataclasses.dataclass(frozen=True)
 class ReducePlan:
-    """Deferrals in graph order."""
+    """Deferrals stage by stage, each in graph order: a later stage's collectives move with the earlier one's waits."""
 
     deferrals: tuple[Deferral, ...]
 
@@ -42,13 +49,11 @@ class ScheduleReduce:
     name = "schedule-reduce"
 
     def plan(self, step: StepGraph) -> ReducePlan:
-        """Finds the next reduction after each."""
-        reduces = list(step.nodes(Role.REDUCE))
+        """Finds the next collective of the same stage after each."""
         followers = _followers(step)
-        anchors = [_first_message_node(node) for node in reduces[1:]] + [step.output] * bool(reduces)
-        return ReducePlan(
-            tuple(Deferral(r, tuple(followers[r]), a) for r, a in zip(reduces, anchors, strict=True)),
-        )
+        later = {node for following in followers.values() for node in following}
+        stages = [n for n in followers if n not in later], [n for n in followers if n in later]
+        return ReducePlan(tuple(itertools.chain(*(_deferrals(stage, followers, step.output) for stage in stages))))
 
     def apply(self, step: StepGraph, plan: ReducePlan) -> None:  # noqa: ARG002
         """Moves the followers."""
@@ -56,21 +61,28 @@ class ScheduleReduce:
             move_before(deferral.followers, deferral.anchor)
 
 
+def _deferrals(starts: Sequence[fx.Node], followers: dict[fx.Node, list[fx.Node]], end: fx.Node) -> list[Deferral]:
+    anchors = [*map(_first_message_node, starts[1:]), end]
+    return [Deferral(start, tuple(followers[start]), a) for start, a in zip(starts, anchors, strict=False)]
+
+
 def _followers(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
-    """What can be done once a reduction has completed and none of the later ones has, in graph order."""
+    """For each collective of a reduction, what can be done once it has completed and no later one has, in order."""
     order = step.order()
-    latest: dict[fx.Node, fx.Node] = {}
+    behind: dict[fx.Node, fx.Node] = {}
     followers: dict[fx.Node, list[fx.Node]] = {}
-    for node in step.graph.nodes:
-        if role_of(node) is Role.REDUCE:
-            latest[node] = node
+    for node in step.nodes(*_MOVED):
+        before = [s if s in followers else behind[s] for s in node.all_input_nodes if s in followers or s in behind]
+        if role_of(node) in _ITEMS:  # stays with its collective, whatever that follows
+            (start,) = before
+            behind[node] = start
+            if start in behind:
+                followers[behind[start]].append(node)
+        elif before:
+            behind[node] = last_of(before, order)
+            followers[behind[node]].append(node)
+        if role_of(node) in STARTS:
             followers[node] = []
-        elif role_of(node) in (Role.REDUCE_ITEM, *_FOLLOWERS):
-            reduces = [latest[source] for source in node.all_input_nodes if source in latest]
-            if reduces:
-                latest[node] = last_of(reduces, order)
-                if role_of(node) in _FOLLOWERS:
-                    followers[latest[node]].append(node)
     return followers
 
 

@@ -31,6 +31,7 @@ KINDS: dict[Any, Kind] = {
     collectives.reduce_scatter_tensor.default: Kind.REDUCE,
     collectives.reduce_scatter_tensor_coalesced.default: Kind.REDUCE,
     collectives.all_reduce.default: Kind.REPLICATE,
+    collectives.all_reduce_coalesced.default: Kind.REPLICATE,
 }
 KIND_OF_ROLE = {Role.GATHER: Kind.GATHER, Role.REDUCE: Kind.REDUCE, Role.REPLICATE: Kind.REPLICATE}
 

@@ -22,13 +22,18 @@ NOTHING_RANK_SPECIFIC = "nothing-rank-specific"
 ALIAS_PREFIX = "fsdp."
 _MARKERS = ("fsdp::unshard", "fsdp::reduce_grad")
 _ROLE_OF_KIND = {Kind.GATHER: Role.GATHER, Kind.REDUCE: Role.REDUCE, Kind.REPLICATE: Role.REPLICATE}
-_ITEM_OF = {Role.GATHER: Role.GATHER_ITEM, Role.REDUCE: Role.REDUCE_ITEM}
+_ITEM_OF = {
+    Role.GATHER: Role.GATHER_ITEM,
+    Role.REDUCE: Role.REDUCE_ITEM,
+    Role.REPLICATE: Role.REPLICATE_ITEM,
+}
 _WAIT_OF = {
     Role.GATHER: Role.GATHER_WAIT,
     Role.GATHER_ITEM: Role.GATHER_WAIT,
     Role.REDUCE: Role.REDUCE_WAIT,
     Role.REDUCE_ITEM: Role.REDUCE_WAIT,
     Role.REPLICATE: Role.REPLICATE_WAIT,
+    Role.REPLICATE_ITEM: Role.REPLICATE_WAIT,
 }
 _RESERVED = {*_ROLE_OF_KIND.values(), *_ITEM_OF.values(), *_WAIT_OF.values(), Role.FLAT, Role.RESHARD}
 _PORTABLE = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.SymInt)

@@ -1,0 +1,157 @@
+"""What travels together: parameters as pieces, and pieces as buckets.
+
+Small parameters that lie side by side in a flat shard are one piece, which travels as one packed message; every large
+one is a piece of its own that lands in its own contiguous memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Sequence
+from operator import getitem
+
+from torch import fx
+
+from fsdp_compile._torch import OpOverload, collectives
+from fsdp_compile.ir.edit import GraphBuilder
+from fsdp_compile.ir.record import Record, Role, require
+from fsdp_compile.parameters.layout import LARGE_BYTES
+from fsdp_compile.parameters.spec import ReadSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Single:
+    """One parameter's collectives, as insert-collectives left them.
+
+    Attributes:
+        start: The node that starts the first one.
+        flat: The flat shard that it reads, or whose gradient it makes.
+        end: The full parameter, or the reduced shard.
+    """
+
+    start: fx.Node
+    flat: fx.Node
+    end: fx.Node
+
+    @property
+    def spec(self) -> ReadSpec:
+        """The parameter's place."""
+        return require(self.start).specs[0]
+
+    @property
+    def sent(self) -> fx.Node:
+        """The message that goes in."""
+        message = self.start.args[0]
+        assert isinstance(message, fx.Node)
+        return message
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Adjacent slots of one flat shard that travel as one message."""
+
+    singles: tuple[Single, ...]
+
+    @property
+    def flat(self) -> fx.Node:
+        """The flat shard that the slots lie in."""
+        return self.singles[0].flat
+
+    @property
+    def begin(self) -> int:
+        """First element in the flat shard."""
+        return self.singles[0].spec.offset
+
+    @property
+    def span(self) -> int:
+        """Elements per rank."""
+        return self.singles[-1].spec.offset + self.singles[-1].spec.extent - self.begin
+
+    def record(self, role: Role) -> Record:
+        """The record of a node that serves the whole piece."""
+        return joint_record(self.singles, role)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Pieces that share their collectives, in the order of the messages."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def singles(self) -> tuple[Single, ...]:
+        """All parameters of the bucket."""
+        return tuple(single for piece in self.pieces for single in piece.singles)
+
+    @property
+    def spec(self) -> ReadSpec:
+        """The first parameter's place; group, sizes and dtypes are those of the whole bucket."""
+        return self.pieces[0].singles[0].spec
+
+
+def buckets(singles: Iterable[Single]) -> tuple[Bucket, ...]:
+    """One bucket per unit, groups and dtype of the message."""
+    groups: dict[Hashable, list[Single]] = {}
+    for single in singles:
+        spec = single.spec
+        key = (require(single.start).unit, spec.group, spec.replicate_group, single.sent.meta["val"].dtype)
+        groups.setdefault(key, []).append(single)
+    return tuple(Bucket(tuple(_pieces(group))) for group in groups.values())
+
+
+def _pieces(singles: Sequence[Single]) -> list[Piece]:
+    """Small neighbours joined, large ones apart; flat shard by flat shard, by offset."""
+    flats = list(dict.fromkeys(single.flat for single in singles))
+    pieces: list[Piece] = []
+    for single in sorted(singles, key=lambda s: (flats.index(s.flat), s.spec.offset)):
+        last = pieces[-1] if pieces else None
+        if last is not None and _is_small(single) and _is_small(last.singles[-1]) and _adjacent(last, single):
+            pieces[-1] = Piece((*last.singles, single))
+        else:
+            pieces.append(Piece((single,)))
+    return pieces
+
+
+def _is_small(single: Single) -> bool:
+    return single.spec.shard_numel * single.flat.meta["val"].element_size() < LARGE_BYTES
+
+
+def _adjacent(piece: Piece, single: Single) -> bool:
+    return piece.flat is single.flat and piece.begin + piece.span == single.spec.offset
+
+
+def joint_record(singles: Sequence[Single], role: Role) -> Record:
+    """The record of a node that serves several parameters."""
+    first = require(singles[0].start)
+    names = tuple(name for s in singles for name in require(s.start).parameters)
+    return Record(role, first.unit, names, tuple(s.spec for s in singles), first.phase)
+
+
+def start_grouped(
+    b: GraphBuilder,
+    op: OpOverload,
+    args: tuple[object, ...],
+    pieces: Sequence[Piece],
+    roles: tuple[Role, Role, Role],
+) -> list[fx.Node]:
+    """Records a grouped collective, its items and a wait for each; returns the waits.
+
+    Args:
+        b: Writes at one place.
+        op: The operator.
+        args: Its arguments, a list of one message per piece first.
+        pieces: What the messages hold.
+        roles: Of the start, of the items, of the waits.
+    """
+    start_role, item_role, wait_role = roles
+    b.record = joint_record([s for piece in pieces for s in piece.singles], start_role)
+    started = b.call(op, *args)
+    items = []
+    for index, piece in enumerate(pieces):
+        b.record = piece.record(item_role)
+        items.append(b.call(getitem, started, index))
+    waits = []
+    for item, piece in zip(items, pieces, strict=True):
+        b.record = piece.record(wait_role)
+        waits.append(b.call(collectives.wait_tensor.default, item))
+    return waits
