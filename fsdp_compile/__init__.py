@@ -14,6 +14,7 @@ from fsdp_compile.errors import (
 )
 from fsdp_compile.explain import explain
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parameters.materialize import materialize
 from fsdp_compile.parameters.sharding import fully_shard, units
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "explain",
     "fsdp",
     "fully_shard",
+    "materialize",
     "units",
 ]

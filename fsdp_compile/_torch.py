@@ -31,6 +31,8 @@ from torch._logging._internal import trace_structured_artifact
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OptimizedModule",
+    "TorchDispatchMode",
     "TracingContext",
     "aot_autograd",
     "collectives",
@@ -54,6 +57,7 @@ __all__ = [
     "register_group_alias",
     "set_local_tensor",
     "skip_code",
+    "tree_leaves",
 ]
 
 OpOverload = torch._ops.OpOverload

@@ -97,3 +97,40 @@ def check_mesh(mesh: DeviceMesh) -> None:
             instead="a 1-D mesh to shard over, or a 2-D mesh (replicate, shard); take the two dimensions from a larger "
             'mesh with mesh["replicate", "shard"]',
         )
+
+
+def device_on(mesh: DeviceMesh, device: torch.device | str | int | None, *, where: str) -> torch.device:
+    """The device that a user chose for this rank, or the current one of the mesh's kind.
+
+    Args:
+        mesh: Of the sharded parameters.
+        device: A device, an index, or `None`.
+        where: What the user wrote, for errors.
+
+    Raises:
+        ConfigError: If it is of another kind than the mesh, or does not exist.
+    """
+    kind = mesh.device_type
+    if isinstance(device, int) and not isinstance(device, bool):
+        chosen = torch.device(kind) if kind == "cpu" else torch.device(kind, device)
+    elif device is None or isinstance(device, str | torch.device):
+        chosen = torch.device(kind if device is None else device)
+    else:
+        raise ConfigError(f"{device!r} is no device", where=where, instead="a torch.device, or the index of one")
+    if chosen.type != kind or (kind == "cpu" and isinstance(device, int)):
+        raise ConfigError(
+            f"device {device!r} is not one of the mesh, which communicates on {kind}",
+            where=where,
+            instead=f'a {kind} device, or another mesh: fully_shard(..., mesh=init_device_mesh("{chosen.type}", ...))',
+        )
+    if kind == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(chosen)
+    index = module.current_device() if chosen.index is None else chosen.index
+    if index >= module.device_count():
+        raise ConfigError(
+            f"device {index} does not exist: there are {module.device_count()}",
+            where=where,
+            instead='int(os.environ["LOCAL_RANK"]), the number of this process on its machine',
+        )
+    return torch.device(kind, index)

@@ -134,6 +134,13 @@ def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> N
         module._parameters[attribute] = slot.parameter
 
 
+def give_memory(slot: ParameterSlot, policy: UnitPolicy, device: torch.device) -> None:
+    """Gives a parameter on meta uninitialized memory on `device`; it keeps its identity, for optimizers' sake."""
+    local = torch.empty(slot.local_shape, dtype=slot.parameter.dtype, device=device)
+    made = _sharded_parameter(slot.parameter, local, policy, _placements(policy, slot.spec.dim))
+    torch.utils.swap_tensors(slot.parameter, made)
+
+
 def _part_with(slot: ParameterSlot, successor: nn.Parameter) -> None:
     """Gives a replaced parameter memory of its own: an optimizer that still holds it must not write into the slot."""
     replaced = slot.parameter

@@ -1,0 +1,114 @@
+"""Moving whole parameters between the ranks of a shard group, outside of any graph: one parameter at a time."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compile._torch import collectives, resolve_group
+from fsdp_compile.parameters import assemble
+from fsdp_compile.parameters.spec import ReadSpec
+
+_EAGER = assemble.EagerBuilder()
+
+
+def gather(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+    """The full value on every rank, in the dtype that is stored. All ranks of the shard group call it together.
+
+    Args:
+        local: This rank's part, without padding.
+        spec: The parameter's slot.
+
+    Returns:
+        A tensor of `spec.shape` in memory of its own.
+    """
+    piece = padded(local, spec)
+    if spec.size > 1:
+        piece = collectives.wait_tensor(collectives.all_gather_into_tensor(piece, spec.size, spec.group))
+    return _whole(piece, spec)
+
+
+def gather_to_first(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor | None:
+    """As `gather`, but only the first rank of the shard group gets the value; the others get `None`."""
+    piece = padded(local, spec)
+    if spec.size == 1:
+        return _whole(piece, spec)
+    group = group_named(spec.group)
+    pieces = None
+    if dist.get_rank(group) == 0:
+        message = piece.new_empty(spec.size * spec.extent)
+        pieces = list(message.chunk(spec.size))
+    dist.gather(as_bytes(piece), [as_bytes(p) for p in pieces] if pieces else None, group=group, group_dst=0)
+    return None if pieces is None else _whole(message, spec)
+
+
+def scatter_from_first(full: torch.Tensor | None, like: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+    """This rank's part of the value that the first rank of the shard group has.
+
+    Args:
+        full: The full value on the first rank; not looked at on others.
+        like: This rank's part as it is now: its shape, dtype and device.
+        spec: The parameter's slot.
+    """
+    group = group_named(spec.group) if spec.size > 1 else None
+    rows = None
+    if group is None or dist.get_rank(group) == 0:
+        assert full is not None
+        rows = rows_of(full.to(device=like.device, dtype=like.dtype), spec)
+    if group is None:
+        assert rows is not None
+        piece = rows.reshape(-1)
+    else:
+        piece = like.new_empty(spec.extent)
+        dist.scatter(
+            as_bytes(piece), [as_bytes(row) for row in rows] if rows is not None else None, group=group, group_src=0
+        )
+    return piece[: like.numel()].view(like.shape)
+
+
+def share_among_replicas(shard: torch.Tensor, spec: ReadSpec) -> None:
+    """Overwrites a contiguous tensor with what the first replica's rank at the same place has."""
+    if spec.replicas > 1:
+        dist.broadcast(as_bytes(shard), group=group_named(spec.replicate_group), group_src=0)
+
+
+def is_first_replica(spec: ReadSpec) -> bool:
+    """Whether this rank belongs to the first shard group of its mesh."""
+    return spec.replicas == 1 or dist.get_rank(group_named(spec.replicate_group)) == 0
+
+
+def is_first(spec: ReadSpec) -> bool:
+    """Whether this rank is the first of its mesh."""
+    return is_first_replica(spec) and (spec.size == 1 or dist.get_rank(group_named(spec.group)) == 0)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that graphs know by `name`."""
+    group = resolve_group(name)
+    assert group is not None, f"{name} was destroyed"
+    return group
+
+
+def padded(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+    """This rank's part as the `[extent]` elements that it sends."""
+    piece = local.new_zeros(spec.extent)
+    piece[: local.numel()].view(local.shape).copy_(local)
+    return piece
+
+
+def rows_of(full: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+    """A full value as `[size, extent]`, padding zero: row r is what rank r holds."""
+    return assemble.gradient_rows(_EAGER, full, spec).contiguous()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: sent like that, every dtype arrives bit by bit over every backend."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _whole(message: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+    full = assemble.full_parameter(_EAGER, message, spec, start=0, span=spec.extent)
+    # State dicts are saved with the whole storage behind them, so padding must not stay in it.
+    return full if full.untyped_storage().nbytes() == math.prod(spec.shape) * full.element_size() else full.clone()
