@@ -1,0 +1,97 @@
+"""What the planner has to know of one graph.
+
+A graph is a row of steps, each of which computes for some time. Position `p` is the moment right before step `p`;
+position `n` is the end of a graph of `n` steps. All collectives share one link, which serves them in the order in
+which they are started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gather:
+    """One bucket's all-gather.
+
+    Attributes:
+        need: Position at which its result must be there.
+        free: Position at which its result is freed; the number of steps if it leaves the graph.
+        size_bytes: Memory of the result, held from the start of the gather until `free`.
+        time_us: Time on the link.
+    """
+
+    need: int
+    free: int
+    size_bytes: int
+    time_us: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """One bucket's reduce-scatter, and the all-reduce over replicas that follows it in hybrid sharding.
+
+    Attributes:
+        born: Position at which the first of its gradients is computed.
+        ready: Position at which the last one is, so that the first stage can start.
+        size_bytes: Memory of the full gradients, held from `born` until the first stage is waited for.
+        stages_us: Time on the link of each stage; one starts where the one before it has been waited for.
+    """
+
+    born: int
+    ready: int
+    size_bytes: int
+    stages_us: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One graph.
+
+    Attributes:
+        steps_us: Time of each step.
+        gathers: In the order of `need`.
+        reductions: In the order of `ready`.
+    """
+
+    steps_us: tuple[float, ...]
+    gathers: tuple[Gather, ...]
+    reductions: tuple[Reduction, ...]
+
+    @functools.cached_property
+    def reached_us(self) -> tuple[float, ...]:
+        """For each position, the time of all steps before it."""
+        return tuple(itertools.accumulate(self.steps_us, initial=0.0))
+
+    @property
+    def compute_us(self) -> float:
+        """Time of all steps."""
+        return self.reached_us[-1]
+
+    @property
+    def link_us(self) -> float:
+        """Time of all collectives."""
+        return sum(g.time_us for g in self.gathers) + sum(sum(r.stages_us) for r in self.reductions)
+
+    def least_live_bytes(self) -> list[int]:
+        """Bytes held during each step, if nothing starts early and everything is waited for at once."""
+        change = [0] * (len(self.steps_us) + 1)
+        held = [(g.need, g.free, g.size_bytes) for g in self.gathers]
+        held += [(r.born, r.ready, r.size_bytes) for r in self.reductions]
+        for begin, end, size_bytes in held:
+            change[begin] += size_bytes
+            change[end] -= size_bytes
+        return list(itertools.accumulate(change[:-1]))
+
+    @property
+    def bound_us(self) -> float:
+        """A time that no plan of this problem can beat.
+
+        Both lanes must do all their work; nothing computes before the gathers of the first step are there, and
+        reductions that are ready only after the last step run after it.
+        """
+        first = sum(g.time_us for g in self.gathers if self.reached_us[g.need] == 0.0)
+        last = sum(sum(r.stages_us) for r in self.reductions if self.reached_us[r.ready] == self.compute_us)
+        return max(self.compute_us + first + last, self.link_us)

@@ -1,0 +1,94 @@
+"""`place`: its plans keep the budget, and cost no more time than others."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_compile.planner.place import BudgetError, place
+from fsdp_compile.planner.problem import Gather, Problem, Reduction
+from tests.planner.problems import live_bytes, play, problems
+
+
+def gather(need: int, time_us: float, *, free: int | None = None, size_bytes: int = 1) -> Gather:
+    return Gather(need=need, free=need + 1 if free is None else free, size_bytes=size_bytes, time_us=time_us)
+
+
+@given(problems(), st.integers(0, 20))
+@settings(max_examples=200, deadline=None)
+def test_a_plan_holds_what_it_says_and_never_more_than_the_budget(problem: Problem, extra: int) -> None:
+    budget = max(problem.least_live_bytes()) + extra
+    plan = place(problem, budget_bytes=budget)
+    held = live_bytes(problem, plan.starts, plan.waits)
+    assert max(held) == plan.peak_bytes <= budget
+    assert list(plan.starts) == sorted(plan.starts)
+    assert all(s <= g.need for s, g in zip(plan.starts, problem.gathers, strict=True))
+    assert all(list(w) == sorted((r.ready, *w))[1:] for w, r in zip(plan.waits, problem.reductions, strict=True))
+
+
+@given(problems(), st.integers(0, 20))
+@settings(max_examples=200, deadline=None)
+def test_the_time_it_states_is_what_another_simulator_finds(problem: Problem, extra: int) -> None:
+    plan = place(problem, budget_bytes=max(problem.least_live_bytes()) + extra)
+    assert plan.end_us == pytest.approx(play(problem, plan.starts, plan.waits))
+    assert plan.end_us >= plan.bound_us - 1e-9
+
+
+@given(problems(), st.integers(0, 20))
+@settings(max_examples=200, deadline=None)
+def test_it_is_never_slower_than_starting_everything_when_it_is_needed(problem: Problem, extra: int) -> None:
+    plan = place(problem, budget_bytes=max(problem.least_live_bytes()) + extra)
+    late = play(problem, [g.need for g in problem.gathers], [[r.ready] * len(r.stages_us) for r in problem.reductions])
+    assert plan.end_us <= late + 1e-9
+
+
+@given(problems(steps=4, collectives=3))
+@settings(max_examples=100, deadline=None)
+def test_without_reductions_and_a_limit_no_other_plan_is_faster(problem: Problem) -> None:
+    problem = Problem(problem.steps_us, problem.gathers, ())
+    plan = place(problem, budget_bytes=10**6)
+    orders = itertools.product(*(range(g.need + 1) for g in problem.gathers))
+    best = min(play(problem, starts, []) for starts in orders if list(starts) == sorted(starts))
+    assert plan.end_us == pytest.approx(best)
+
+
+def test_a_gather_starts_no_earlier_than_it_must() -> None:
+    problem = Problem((10.0,) * 6, (gather(5, 15.0),), ())
+    assert place(problem, budget_bytes=10).starts == (3,)
+    assert place(problem, budget_bytes=10, margin=2.0).starts == (2,)
+
+
+def test_one_that_queues_behind_another_makes_that_start_earlier() -> None:
+    problem = Problem((10.0,) * 6, (gather(4, 10.0), gather(5, 25.0)), ())
+    assert place(problem, budget_bytes=10).starts[0] <= 2
+    assert place(problem, budget_bytes=10).end_us == 60.0
+
+
+def test_the_budget_decides_where_the_link_is_the_bottleneck() -> None:
+    problem = Problem((1.0,) * 4, tuple(gather(i, 5.0) for i in range(4)), ())
+    assert place(problem, budget_bytes=2).starts == (0, 0, 1, 2)
+    assert place(problem, budget_bytes=4).starts == (0, 0, 0, 0)
+
+
+def test_gradients_are_held_while_they_are_on_the_link_and_the_budget_allows() -> None:
+    reductions = tuple(Reduction(born=i, ready=i + 1, size_bytes=4, stages_us=(8.0,)) for i in range(3))
+    problem = Problem((10.0,) * 4, (), reductions)
+    assert place(problem, budget_bytes=8).waits == ((2,), (3,), (4,))
+    assert place(problem, budget_bytes=4).waits == ((1,), (2,), (4,))
+
+
+def test_a_budget_that_no_plan_keeps_is_refused_with_the_least_that_one_does() -> None:
+    problem = Problem((1.0, 1.0), (gather(0, 1.0, size_bytes=3), gather(1, 1.0, size_bytes=7)), ())
+    with pytest.raises(BudgetError) as caught:
+        place(problem, budget_bytes=6)
+    assert (caught.value.least_bytes, caught.value.step) == (7, 1)
+
+
+def test_what_cannot_be_hidden_is_in_the_bound() -> None:
+    first = gather(0, 7.0)
+    last = Reduction(born=1, ready=2, size_bytes=1, stages_us=(3.0,))
+    problem = Problem((10.0, 10.0), (first,), (last,))
+    assert problem.bound_us == place(problem, budget_bytes=10).end_us == 30.0
