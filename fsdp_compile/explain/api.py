@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.build import build_plan
 from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.rescale import Traced
 from fsdp_compile.explain.stand_in import hollow_flats, hollow_inputs, stand_in
 from fsdp_compile.explain.trace import trace
 from fsdp_compile.explain.world import planning_mesh, planning_world
@@ -68,8 +70,11 @@ def explain(
         fully_shard(copied, **{"mesh": planning_mesh(), **checked.sharding})
         hollow_flats(copied)
         regions = trace(copied, hollow_inputs(args), hollow_inputs(kwargs), checked)
-        fusion = _FUSION[checked.lower]
-        return build_plan(copied, regions, world_size=ranks, hardware=estimated_for, fusion=fusion)
+        fusion, made = _FUSION[checked.lower], units(copied)
+        steps = [region.steps for region in regions]
+        plan = build_plan(copied, made, steps, world_size=ranks, hardware=estimated_for, fusion=fusion)
+        captured = tuple(tuple(region.captured) for region in regions)
+        return dataclasses.replace(plan, traced=Traced(copied, tuple(made), captured, checked, fusion))
 
 
 _FUSION = {"inductor": Fusion.KERNELS, "eager": Fusion.NONE}
@@ -93,4 +98,4 @@ def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> 
             instead="explain the plain model before it is sharded",
         )
     fusion = _FUSION[regions[0].lower]
-    return build_plan(model, [r.steps for r in regions], world_size=ranks, hardware=hardware, fusion=fusion)
+    return build_plan(model, made, [r.steps for r in regions], world_size=ranks, hardware=hardware, fusion=fusion)

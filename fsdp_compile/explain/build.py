@@ -19,24 +19,29 @@ from fsdp_compile.explain.report import GraphPlan, UnitPlan, Volume
 from fsdp_compile.explain.skipped import skipped
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Phase
-from fsdp_compile.parameters.sharding import units
 from fsdp_compile.parameters.spec import ReadSpec, Reshard
 from fsdp_compile.parameters.unit import Unit
 
 
 def build_plan(
-    model: nn.Module, regions: Sequence[Sequence[StepGraph]], *, world_size: int, hardware: Hardware, fusion: Fusion
+    model: nn.Module,
+    made: Sequence[Unit],
+    regions: Sequence[Sequence[StepGraph]],
+    *,
+    world_size: int,
+    hardware: Hardware,
+    fusion: Fusion,
 ) -> Plan:
     """Reports on all graphs of a sharded model.
 
     Args:
-        model: The sharded model, for its units.
+        model: The sharded model.
+        made: Its units.
         regions: For each compiled region its forward and, when training, its backward.
         world_size: Ranks.
         hardware: What times are estimated for.
         fusion: Who runs the graphs.
     """
-    made = units(model)
     names = frozenset(unit.title for unit in made)
     forwards: list[GraphPlan] = []
     backwards: list[GraphPlan] = []

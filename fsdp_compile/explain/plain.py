@@ -21,7 +21,7 @@ _DERIVED: dict[type, tuple[str, ...]] = {
 def to_plain(value: Any) -> Any:
     """Dataclasses as dicts, enums as their values, everything else as JSON has it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)] + list(_DERIVED.get(type(value), ()))
+        names = [field.name for field in dataclasses.fields(value) if field.repr] + list(_DERIVED.get(type(value), ()))
         return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {_key(key): to_plain(item) for key, item in value.items()}

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.explain.report import GraphPlan, Skipped, UnitPlan, Volume
 from fsdp_compile.ir.record import Phase
+
+if TYPE_CHECKING:
+    from fsdp_compile.explain.rescale import Traced
+    from fsdp_compile.explain.symbolic import Formulas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Plan:
         graphs: In the order in which they run: forwards, then backwards.
         volume: Communication of one step.
         skipped: What is not done, and why.
+        traced: The graphs before the passes, for `at`; `None` for a model that has run.
     """
 
     title: str
@@ -33,6 +38,27 @@ class Plan:
     graphs: tuple[GraphPlan, ...]
     volume: Volume
     skipped: tuple[Skipped, ...]
+    traced: Traced | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def at(self, *, world_size: int | None = None, gb_per_s: float | None = None) -> Plan:
+        """The plan for another number of ranks or another link; the model is not traced again.
+
+        Args:
+            world_size: Ranks that share the parameters.
+            gb_per_s: What one rank sends in one direction, 1e9 byte/s.
+
+        Raises:
+            ConfigError: For a number that is not positive, a model that has run already, or a mesh of two dimensions.
+        """
+        from fsdp_compile.explain.rescale import rescaled
+
+        return rescaled(self, world_size=world_size, gb_per_s=gb_per_s)
+
+    def formulas(self) -> Formulas:
+        """Bytes and times as formulas of the number of ranks and the link, for the same choices as in this plan."""
+        from fsdp_compile.explain.symbolic import formulas
+
+        return formulas(self)
 
     @property
     def forward(self) -> tuple[GraphPlan, ...]:

@@ -6,6 +6,7 @@ that returns hollow tensors of the right types, so that Python goes on after a g
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +27,15 @@ from fsdp_compile.parameters.reads import call_in_forward
 from fsdp_compile.pipeline import transform
 
 
-class _Unlowered(Region):
-    """A region whose graphs are kept as the passes leave them."""
+@dataclasses.dataclass
+class TracedRegion(Region):
+    """A region whose graphs are kept as they were captured, and as the passes leave them.
+
+    Attributes:
+        captured: Copies of its graphs before the first pass, forward first.
+    """
+
+    captured: list[StepGraph] = dataclasses.field(default_factory=list)
 
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:  # noqa: ARG002
         """Returns a function of the graph's signature that computes nothing."""
@@ -43,9 +51,7 @@ class _Unlowered(Region):
         return run
 
 
-def trace(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: FSDPOptions
-) -> list[list[StepGraph]]:
+def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: FSDPOptions) -> list[TracedRegion]:
     """Compiles a sharded model without lowering it.
 
     Args:
@@ -55,15 +61,21 @@ def trace(
         options: Options of the compile.
 
     Returns:
-        For each compiled region, in the order in which they run, its forward and, when training, its backward.
+        The compiled regions in the order in which they run, each with a forward and, when training, a backward.
 
     Raises:
         UnsupportedModelError: If torch cannot trace the model.
     """
-    regions: list[_Unlowered] = []
+    regions: list[TracedRegion] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        region = _Unlowered(flat_inputs(inputs), lambda step: transform(step, options))
+        captured: list[StepGraph] = []
+
+        def run_passes(step: StepGraph) -> StepGraph:
+            captured.append(step.copy())
+            return transform(step, options)
+
+        region = TracedRegion(flat_inputs(inputs), run_passes, captured=captured)
         regions.append(region)
         if options.lower == "eager":
             return compile_eagerly(gm, inputs, region)
@@ -82,4 +94,4 @@ def trace(
             where=f"explain({type(model).__name__})",
             instead="arguments with which model(*args, **kwargs) runs; shapes are enough",
         ) from error
-    return [region.steps for region in regions]
+    return regions

@@ -35,6 +35,13 @@ class StepGraph:
         """Position of each node; valid until the next edit."""
         return {node: index for index, node in enumerate(self.graph.nodes)}
 
+    def copy(self) -> StepGraph:
+        """The same graph in nodes of its own; records, fake values and code that nodes came from are shared."""
+        copied = fx.Graph()
+        returned = copied.graph_copy(self.graph, {})
+        copied.output(returned).meta.update(self.output.meta)
+        return StepGraph(fx.GraphModule(self.gm, copied), self.phase)
+
     @property
     def output(self) -> fx.Node:
         """The output node."""

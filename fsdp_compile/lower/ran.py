@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import fx
 
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.parameters.flat import FlatShard
@@ -34,10 +33,7 @@ class Ran:
 
     def note(self, step: StepGraph) -> StepGraph:
         """Keeps a copy of a transformed graph, and returns the graph."""
-        copied = fx.Graph()
-        returned = copied.graph_copy(step.graph, {})
-        copied.output(returned).meta.update(step.output.meta)
-        self.steps.append(StepGraph(fx.GraphModule(step.gm, copied), step.phase))
+        self.steps.append(step.copy())
         return step
 
 

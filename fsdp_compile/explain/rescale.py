@@ -1,0 +1,156 @@
+"""A plan for other ranks or another link, out of graphs that were traced once.
+
+How many ranks share a parameter stands in the text of its reads, and nowhere else in a graph before the passes. So the
+texts are written anew, the flat shards get their new sizes, and the passes run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import fx, nn
+
+from fsdp_compile.cost.fusion import Fusion
+from fsdp_compile.cost.hardware import Hardware, hardware
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.explain.build import build_plan
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD
+from fsdp_compile.ir.record import KEY, Role, require, role_of
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parameters import layout
+from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.parameters.unit import Unit
+from fsdp_compile.pipeline import transform
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What a plan was made of.
+
+    Attributes:
+        model: The stand-in that was traced.
+        units: Its units.
+        regions: For each compiled region its graphs before the first pass, forward first.
+        options: Options of the compile.
+        fusion: Who would run the graphs.
+    """
+
+    model: nn.Module
+    units: tuple[Unit, ...]
+    regions: tuple[tuple[StepGraph, ...], ...]
+    options: FSDPOptions
+    fusion: Fusion
+
+
+def rescaled(plan: Plan, *, world_size: int | None, gb_per_s: float | None) -> Plan:
+    """See `Plan.at`."""
+    traced = plan.traced
+    if traced is None:
+        raise ConfigError(
+            "the plan is of a model that has run, on the ranks that there were",
+            where="Plan.at(...)",
+            instead="explain() the plain model before it is sharded",
+        )
+    ranks = plan.world_size if world_size is None else world_size
+    link = plan.hardware.link if gb_per_s is None else hardware(link=gb_per_s).link
+    _refuse(traced, ranks)
+    order = _order(traced.model)
+    options = dataclasses.replace(traced.options, artifacts=None)
+    made = build_plan(
+        traced.model,
+        [_resized(unit, order, ranks) for unit in traced.units],
+        [[transform(_rewritten(step, order, ranks), options) for step in steps] for steps in traced.regions],
+        world_size=ranks,
+        hardware=Hardware(plan.hardware.device, link),
+        fusion=traced.fusion,
+    )
+    return dataclasses.replace(made, traced=traced)
+
+
+def _refuse(traced: Traced, ranks: int) -> None:
+    if ranks < 1:
+        raise ConfigError(f"there are no {ranks} ranks", where="Plan.at(world_size=...)", instead="1, 2, ...")
+    for unit in traced.units:
+        if unit.policy.mesh.ndim != 1:
+            raise ConfigError(
+                f"the mesh has {unit.policy.mesh.ndim} dimensions, and one number does not say how both change",
+                where=f"Plan.at(world_size={ranks}), unit {unit.title}",
+                instead="explain() once more in a world of that size, with its mesh",
+            )
+        for slot in unit.slots:
+            spec = slot.spec
+            if spec.dim and spec.shape[spec.dim] % ranks:
+                raise ConfigError(
+                    f"dimension {spec.dim} of size {spec.shape[spec.dim]} does not divide over {ranks} ranks",
+                    where=f"Plan.at(world_size={ranks}), parameter {unit.parameter_name(slot)}",
+                    instead="a number of ranks that divides it, or Shard(0)",
+                )
+
+
+Order = Mapping[str, int]
+"""Place of each parameter of a model in the order of their registration, which layouts keep."""
+
+
+def _order(model: nn.Module) -> Order:
+    return {name: index for index, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+
+
+def _laid_out(specs: Mapping[str, ReadSpec], order: Order, stored: torch.dtype, ranks: int) -> dict[str, ReadSpec]:
+    """The reads of a flat shard that is spread over so many ranks, by offset."""
+    names = sorted(specs, key=lambda name: order.get(name, len(order)))
+    first = specs[names[0]]
+    shapes = [layout.ParameterShape(name, specs[name].shape, specs[name].dim) for name in names]
+    planned = layout.plan_layout(shapes, size=ranks, stored=stored, sent=first.param_dtype, reduced=first.reduce_dtype)
+    return {
+        names[place.index]: dataclasses.replace(
+            specs[names[place.index]], offset=place.offset, extent=place.extent, size=ranks
+        )
+        for place in planned.slots
+    }
+
+
+def _numel(specs: Mapping[str, ReadSpec]) -> int:
+    """Elements of a flat shard."""
+    return max(spec.offset + spec.extent for spec in specs.values())
+
+
+def _resized(unit: Unit, order: Order, ranks: int) -> Unit:
+    """A unit of the same parameters, whose flat shards have sizes and no memory."""
+    made = Unit(unit.root, unit.name, unit.policy, unit.origin)
+    for flat in unit.flats:
+        slots = {unit.parameter_name(slot): slot for slot in flat.slots}
+        specs = _laid_out({name: slot.spec for name, slot in slots.items()}, order, flat.leaf.dtype, ranks)
+        leaf = torch.empty(_numel(specs), dtype=flat.leaf.dtype, device="meta")
+        placed = [dataclasses.replace(slots[name], spec=spec) for name, spec in specs.items()]
+        made.flats.append(FlatShard(made, nn.Parameter(leaf, flat.leaf.requires_grad), placed))
+    return made
+
+
+def _rewritten(step: StepGraph, order: Order, ranks: int) -> StepGraph:
+    """A copy of a graph before the passes, for so many ranks."""
+    copied = step.copy()
+    texts: dict[fx.Node, dict[str, str]] = {}
+    like_flats: dict[fx.Node, int] = {}
+    for node in copied.graph.nodes:
+        if role_of(node) is Role.FLAT:
+            record = require(node)
+            before = dict(zip(record.parameters, record.specs, strict=True))
+            after = _laid_out(before, order, node.meta["val"].dtype, ranks)
+            node.meta[KEY] = dataclasses.replace(record, parameters=tuple(after), specs=tuple(after.values()))
+            texts[node] = {before[name].text: spec.text for name, spec in after.items()}
+            like_flats[node] = _numel(after)
+        elif node.target in (UNSHARD, REDUCE_GRAD):
+            flat, *others, text = node.args
+            node.args = (flat, *others, texts[flat][text])
+        if node.target is REDUCE_GRAD or (node.target is aten.add.Tensor and set(node.args) <= set(like_flats)):
+            like_flats[node] = like_flats[node.args[0]]
+    for node, numel in like_flats.items():
+        node.meta["val"] = node.meta["val"].new_empty(numel)
+    return copied

@@ -1,0 +1,91 @@
+"""`Plan.at`: a plan for other ranks or another link is the one that tracing there would have given."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.explain import api
+from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.symbolic import GB_PER_S, RANKS
+from tests.explain.models import Stack, on_meta
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Odd(nn.Module):
+    """Shapes that divide over nothing, a 0-d parameter, a frozen one and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(67, 301)
+        self.down = nn.Linear(301, 67)
+        self.frozen = nn.Linear(67, 67).requires_grad_(requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.frozen(self.down(self.up(x).relu())) * self.scale
+        return x
+
+
+def _explain(ranks: int, kind: type[nn.Module] = Stack, *args: torch.Tensor, gb_per_s: float = 50.0) -> Plan:
+    model, x = (kind(), args[0]) if args else on_meta(kind)
+    options = {"lower": "eager", "mp_policy": MIXED}
+    return explain(model, x, world_size=ranks, options=options, hardware=hardware(link=gb_per_s))
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64, 1])
+def test_it_is_the_plan_of_a_world_of_that_size(ranks: int) -> None:
+    assert _explain(4).at(world_size=ranks) == _explain(ranks)
+
+
+@pytest.mark.parametrize("ranks", [3, 16])
+def test_shapes_that_divide_over_nothing_are_padded_as_they_would_be(ranks: int) -> None:
+    x = torch.zeros(8, 67)
+    assert _explain(4, Odd, x).at(world_size=ranks) == _explain(ranks, Odd, x)
+
+
+def test_a_link_can_be_exchanged_together_with_the_ranks_and_back() -> None:
+    plan = _explain(4)
+    elsewhere = plan.at(world_size=4096, gb_per_s=3.0)
+    assert elsewhere == _explain(4096, gb_per_s=3.0)
+    assert elsewhere.at(world_size=4, gb_per_s=50.0) == plan
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 64, 1000])
+def test_formulas_give_the_numbers_of_the_plan_there(ranks: int) -> None:
+    plan = _explain(4, Odd, torch.zeros(8, 67))
+    formulas, there = plan.formulas(), plan.at(world_size=ranks, gb_per_s=7.0)
+    values = {RANKS: ranks, GB_PER_S: 7.0}
+    assert formulas.shard_bytes.subs(values) == sum(unit.shard_bytes for unit in there.units)
+    assert float(formulas.sent_bytes.subs(values)) == pytest.approx(there.volume.total_bytes)
+    spent = sum(graph.communication_us for graph in there.graphs)
+    assert float(formulas.communication_us.subs(values).evalf()) == pytest.approx(spent)
+
+
+def test_nothing_is_traced_again() -> None:
+    plan = _explain(4)
+    with (
+        mock.patch.object(api, "trace", side_effect=AssertionError),
+        mock.patch("torch.compile", side_effect=AssertionError),
+    ):
+        assert plan.at(world_size=8).world_size == 8
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    plan = _explain(4)
+    with pytest.raises(ConfigError, match="no 0 ranks"):
+        plan.at(world_size=0)
+    with pytest.raises(ConfigError, match="-1 GB/s"):
+        plan.at(gb_per_s=-1)
+    with pytest.raises(ConfigError, match="has run"):
+        dataclasses.replace(plan, traced=None).at(world_size=8)
