@@ -15,6 +15,7 @@ from fsdp_compile.errors import (
 from fsdp_compile.explain import explain
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.materialize import materialize
+from fsdp_compile.parameters.precision import MixedPrecision
 from fsdp_compile.parameters.sharding import fully_shard, units
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "FSDPCompileError",
     "FSDPOptions",
     "InvariantError",
+    "MixedPrecision",
     "ParityError",
     "RankMismatchError",
     "UnsupportedModelError",

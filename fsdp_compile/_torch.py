@@ -122,6 +122,11 @@ def clear_own_gradient(leaf: torch.Tensor) -> None:
         _GRAD.__set__(leaf, None)
 
 
+def allow_any_gradient_dtype(leaf: torch.Tensor) -> None:
+    """Lets `leaf.grad` have another dtype than the leaf."""
+    leaf.grad_dtype = None  # type: ignore[attr-defined, unused-ignore]  # newer than some stubs
+
+
 def plain_torch_functions() -> Any:
     """A context in which `__torch_function__` of subclasses is not asked."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters.precision import Policy
 from fsdp_compile.parameters.splitting import WrapPolicy
 
 
@@ -38,7 +38,7 @@ class FSDPOptions:
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     artifacts: str | os.PathLike[str] | None = None
     mesh: DeviceMesh | None = None
-    mp_policy: MixedPrecisionPolicy | None = None
+    mp_policy: Policy | None = None
     reshard_after_forward: bool | None = None
     auto_wrap_policy: WrapPolicy | None = None
 
@@ -51,7 +51,7 @@ class FSDPOptions:
             raise _bad_value("inductor", self.inductor, "a dict of settings of torch._inductor.config")
         if self.artifacts is not None and not isinstance(self.artifacts, str | os.PathLike):
             raise _bad_value("artifacts", self.artifacts, "the path of a folder")
-        if self.mp_policy is not None and not isinstance(self.mp_policy, MixedPrecisionPolicy):
+        if self.mp_policy is not None and not isinstance(self.mp_policy, Policy):
             raise _bad_value("mp_policy", self.mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
 
     @classmethod

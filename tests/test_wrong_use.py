@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
@@ -163,7 +163,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "reshard-integer": ({"reshard_after_forward": 2}, "reshard_after_forward=2", "reshard_after_forward=", "True"),
     "reshard-one": ({"reshard_after_forward": 1}, "reshard_after_forward=1", "reshard_after_forward=", "True"),
     "reshard-text": ({"reshard_after_forward": "no"}, "reshard_after_forward='no'", "reshard_after_forward=", "True"),
-    "fsdp1-precision": ({"mp_policy": MixedPrecision()}, "MixedPrecision", "mp_policy=", "MixedPrecisionPolicy"),
     "no-precision": ({"mp_policy": None}, "NoneType", "mp_policy=", "MixedPrecisionPolicy"),
     "placement": ({"shard_placement_fn": lambda _: Replicate()}, "Replicate()", "scale", "Shard(dim)"),
     "placement-dim": ({"shard_placement_fn": lambda _: Shard(5)}, "Shard(dim=5)", "weight", "Shard(0)"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
+from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD
 from fsdp_compile.ir.record import KEY, Phase, Record, Role
 from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.spec import ReadSpec, parse
 from fsdp_compile.parameters.unit import Unit
 
 
@@ -48,4 +52,21 @@ def name_inputs(graph: fx.Graph, flats: Mapping[int, Record]) -> None:
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         index = getattr(node.meta.get("desc"), "idx", position)
         if index in flats and not node.name.startswith("tangents"):
-            node.meta[KEY] = flats[index]
+            node.meta[KEY] = _as_read(node, flats[index])
+
+
+def _as_read(flat: fx.Node, record: Record) -> Record:
+    """The record of a flat shard with the specs by which this graph reads it: eval mode may read otherwise."""
+    read: dict[int, ReadSpec] = {}
+    for user in flat.users:
+        if user.target not in (UNSHARD, REDUCE_GRAD):
+            continue
+        spec = parse(user.args[-1])  # type: ignore[arg-type]
+        if read.setdefault(spec.offset, spec) != spec:
+            name = record.parameters[[s.offset for s in record.specs].index(spec.offset)]
+            raise UnsupportedModelError(
+                "one graph reads a parameter in two dtypes: some of its modules are in eval mode, others are not",
+                where=name,
+                instead="model.eval() or model.train() for all modules that share the parameter",
+            )
+    return dataclasses.replace(record, specs=tuple(read.get(spec.offset, spec) for spec in record.specs))

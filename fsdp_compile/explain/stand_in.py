@@ -60,7 +60,8 @@ def hollow_flats(model: nn.Module) -> None:
         for flat in unit.flats:
             for slot in flat.slots:
                 for module, attribute in slot.owners:
-                    gather_on_read(module, {attribute: (flat.leaf, slot.spec.text, flat)})
+                    read = (flat.leaf, slot.spec.text, flat)
+                    gather_on_read(module, {attribute: read}, slot.eval_read(attribute))
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:

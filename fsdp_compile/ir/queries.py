@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.record import Role, role_of
+from fsdp_compile.parameters import ops  # noqa: F401  registers the markers
 
 UNSHARD = torch.ops.fsdp.unshard.default
 REDUCE_GRAD = torch.ops.fsdp.reduce_grad.default

@@ -32,6 +32,8 @@ class ParameterSlot:
         local_shape: Shape of this rank's part, without padding; rows may be fewer than on other ranks, or none.
         local: The view of the flat shard that the DTensor holds.
         shell: The DTensor's own, empty storage; `parameter.data = ...` replaces it and leaves `local` behind.
+        eval_spec: How it is gathered in eval mode, where that differs.
+        kept_gradient_dtype: Dtype of its `.grad`, where that is not its own.
     """
 
     name: str
@@ -42,12 +44,18 @@ class ParameterSlot:
     local_shape: tuple[int, ...]
     local: torch.Tensor
     shell: torch.UntypedStorage | None = None
+    eval_spec: ReadSpec | None = None
+    kept_gradient_dtype: torch.dtype | None = None
 
     @property
     def dtensor(self) -> DTensor:
         """The parameter, typed as what it also is."""
         assert isinstance(self.parameter, DTensor)
         return self.parameter
+
+    def eval_read(self, attribute: str) -> dict[str, str]:
+        """For a module that holds it as `attribute`: the text by which eval mode reads it, where that differs."""
+        return {} if self.eval_spec is None else {attribute: self.eval_spec.text}
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's part of a tensor that is laid out like its flat shard."""

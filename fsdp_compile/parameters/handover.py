@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch import nn
 
-from fsdp_compile._torch import clear_own_gradient, make_dtensor, own_gradient
+from fsdp_compile._torch import allow_any_gradient_dtype, clear_own_gradient, make_dtensor, own_gradient
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.reads import READS
@@ -71,12 +71,20 @@ def await_late_gradient(parameter: nn.Parameter, slot: ParameterSlot) -> None:
 
 
 def _accumulate(slot: ParameterSlot, flat_gradient: torch.Tensor) -> None:
+    """Adds a gradient in the parameter's dtype; what is kept may be narrower (`keep_low_precision_grads`)."""
     parameter = slot.parameter
+    kept = slot.kept_gradient_dtype
     gradient: torch.Tensor = make_dtensor(slot.view_of(flat_gradient), slot.dtensor)
     for hook in (parameter._backward_hooks or {}).values():
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
-    if parameter.grad is None:
+    if kept is not None:
+        held = parameter.grad
+        with torch.no_grad():
+            total = gradient if held is None else held.to(gradient.dtype) + gradient
+            allow_any_gradient_dtype(parameter)
+            parameter.grad = total.to(kept)
+    elif parameter.grad is None:
         parameter.grad = gradient
     else:
         with torch.no_grad():

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_map
 
 from fsdp_compile._torch import skip_code
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.parameters import ops  # noqa: F401  registers fsdp::unshard
+from fsdp_compile.parameters import (
+    buffers,
+    ops,  # noqa: F401  registers fsdp::unshard
+)
+from fsdp_compile.parameters.boundary import Arguments, Boundary, Island, cast_inputs, cast_output
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.saving import give_storages
 from fsdp_compile.parameters.unit import Unit
@@ -30,28 +32,34 @@ Read = tuple[nn.Parameter, str, FlatShard]
 
 READS = "_fsdp_reads"
 """Attribute of a sharded module: parameter name to (flat shard's leaf, text of its `ReadSpec`, flat shard)."""
-PRECISION = "_fsdp_precision"
-"""Attribute of a module on which a mixed-precision policy was set, to cast its inputs and outputs."""
+EVAL_READS = "_fsdp_eval_reads"
+"""Attribute of a sharded module: parameter name to the text of the read that eval mode makes, where it is another."""
+BOUNDARY = "_fsdp_boundary"
+"""Attribute of a module whose inputs and outputs are cast: its `Boundary` or `Island`."""
 _UNITS_BELOW = "_fsdp_units_below"
 _layouts = [0]
 """How often anything was laid out, so that what modules remember of it can be told stale."""
-_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[nn.Module]] = {}
 _forward_depth = threading.local()
 _first_call = threading.local()
 
 
-def gather_on_read(module: nn.Module, reads: Mapping[str, Read]) -> None:
+def gather_on_read(module: nn.Module, reads: Mapping[str, Read], in_eval: Mapping[str, str] | None = None) -> None:
     """Makes `module` gather the named parameters, besides those it gathers already, when its forward reads them.
 
     Args:
         module: The module; its class is replaced by a subclass.
         reads: For each parameter name, the leaf that it is gathered from, the text of its `ReadSpec`, the flat shard.
+        in_eval: For those of `reads` that are read otherwise in eval mode, the text of that `ReadSpec`.
     """
+    kept_in_eval = {n: t for n, t in module.__dict__.get(EVAL_READS, {}).items() if n not in reads}
+    in_eval = {**kept_in_eval, **(in_eval or {})}
     reads = {**module.__dict__.get(READS, {}), **reads}
     _layouts[0] += 1
     original = original_class(module)
     object.__setattr__(module, READS, reads)
-    key = (original, tuple(sorted(reads)))
+    object.__setattr__(module, EVAL_READS, in_eval)
+    key = (original, tuple(sorted(reads)), tuple(sorted(in_eval)))
     if key not in _classes:
         _classes[key] = _make_class(*key)
     module.__class__ = _classes[key]
@@ -62,15 +70,17 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_fsdp_original_class", type(module))
 
 
-def _make_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _make_class(original: type[nn.Module], names: tuple[str, ...], in_eval: tuple[str, ...]) -> type[nn.Module]:
     # Each subclass has its own function object for the signature, over one code object for Dynamo's skip list.
     forward = types.FunctionType(_forward.__code__, _forward.__globals__, "forward")
     functools.update_wrapper(forward, original.forward)
-    members: dict[str, Any] = {name: _read_property(name) for name in names}
+    members: dict[str, Any] = {n: _read_property(n, _eval_text if n in in_eval else _text) for n in names}
     members |= {
         "forward": forward,
+        "train": _train,
         "__deepcopy__": _refuse_deepcopy,
         "_save_to_state_dict": _save_to_state_dict,
+        "_load_from_state_dict": _load_from_state_dict,
         "_fsdp_original_class": original,
         "_fsdp_original_forward": original.forward,
         "_fsdp_outermost_forward": _outermost_forward(original),
@@ -98,11 +108,18 @@ def _call_original(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # no
     return self._fsdp_original_forward(*args, **kwargs)
 
 
-def _read_property(name: str) -> property:
+def _text(module: nn.Module, name: str) -> str:
+    return getattr(module, READS)[name][1]
+
+
+def _eval_text(module: nn.Module, name: str) -> str:
+    return _text(module, name) if module.training else getattr(module, EVAL_READS)[name]
+
+
+def _read_property(name: str, text_of: Callable[[nn.Module, str], str]) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         if torch.compiler.is_compiling() or in_forward():
-            entry = getattr(module, READS)[name]
-            return torch.ops.fsdp.unshard(entry[0], entry[1])
+            return torch.ops.fsdp.unshard(getattr(module, READS)[name][0], text_of(module, name))
         if name not in module._parameters:  # deleted by the user
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         return module._parameters[name]
@@ -115,6 +132,19 @@ def _save_to_state_dict(module: nn.Module, destination: dict[str, Any], prefix: 
     if not keep_vars:
         reads: dict[str, Read] = getattr(module, READS)
         give_storages(module, destination, prefix, [(name, flat) for name, (_, _, flat) in reads.items()])
+        buffers.save_original(module, destination, prefix)
+
+
+def _train(module: nn.Module, mode: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's
+    changed = original_class(module).train(module, mode)
+    buffers.follow_mode(module)
+    return changed
+
+
+def _load_from_state_dict(module: nn.Module, *args: Any) -> None:
+    buffers.restore(module)
+    original_class(module)._load_from_state_dict(module, *args)
+    buffers.follow_mode(module)
 
 
 def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
@@ -128,11 +158,11 @@ def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
 def _forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
     if not torch.compiler.is_compiling():
         return run_eagerly(self, args, kwargs)
-    precision = self.__dict__.get(PRECISION)
-    if precision is None:
+    boundary = self.__dict__.get(BOUNDARY)
+    if boundary is None:
         return self._fsdp_original_forward(*args, **kwargs)
-    args, kwargs = cast_inputs(precision, args, kwargs)
-    return cast_output(precision, self._fsdp_original_forward(*args, **kwargs))
+    cast_args, cast_kwargs = cast_inputs(boundary, self, (args, kwargs))
+    return cast_output(boundary, (args, kwargs), self._fsdp_original_forward(*cast_args, **cast_kwargs))
 
 
 def run_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,12 +170,13 @@ def run_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     outermost = not in_forward()
     if outermost:
         before_step(module)
-    precision = module.__dict__.get(PRECISION)
-    if precision is not None:
-        args, kwargs = torch.compiler.disable(cast_inputs)(precision, args, kwargs)
+    boundary: Boundary | Island | None = module.__dict__.get(BOUNDARY)
+    given: Arguments = (args, kwargs)
+    if boundary is not None:
+        args, kwargs = torch.compiler.disable(cast_inputs)(boundary, module, given)
     forward = module._fsdp_outermost_forward if outermost else module._fsdp_original_forward
     output = call_in_forward(forward, args, kwargs)
-    return output if precision is None else torch.compiler.disable(cast_output)(precision, output)
+    return output if boundary is None else torch.compiler.disable(cast_output)(boundary, given, output)
 
 
 # Dynamo must not make these frames graphs of their own: run eagerly they raise the depth that eager reads look at, and
@@ -209,22 +240,3 @@ def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 skip_code(call_in_forward.__code__)
-
-
-def cast_inputs(
-    policy: MixedPrecisionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Floating-point inputs in the policy's `param_dtype`, if it asks for that."""
-    if not policy.cast_forward_inputs or policy.param_dtype is None:
-        return args, kwargs
-    cast = functools.partial(_cast, policy.param_dtype)
-    return tree_map(cast, args), tree_map(cast, kwargs)
-
-
-def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
-    """Floating-point outputs in the policy's `output_dtype`, if it has one."""
-    return output if policy.output_dtype is None else tree_map(functools.partial(_cast, policy.output_dtype), output)
-
-
-def _cast(dtype: torch.dtype, value: Any) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

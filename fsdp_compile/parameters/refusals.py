@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.errors import ConfigError
@@ -33,9 +33,7 @@ def refuse_root(module: nn.Module) -> None:
         )
 
 
-def refuse_policies(
-    reshard_after_forward: object, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy
-) -> None:
+def refuse_policies(reshard_after_forward: object, offload_policy: OffloadPolicy) -> None:
     """Refuses arguments that mean nothing here.
 
     Raises:
@@ -46,12 +44,6 @@ def refuse_policies(
             f"reshard_after_forward={reshard_after_forward!r} is not supported",
             where="fully_shard(reshard_after_forward=...)",
             instead="True (gather again in backward), False (keep for backward) or None (True)",
-        )
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ConfigError(
-            f"mp_policy is a {type(mp_policy).__name__}",
-            where="fully_shard(mp_policy=...)",
-            instead="torch.distributed.fsdp.MixedPrecisionPolicy",
         )
     if type(offload_policy) is not OffloadPolicy:
         raise ConfigError(

@@ -16,8 +16,10 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.parameters import moved, splitting, storage
 from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.groups import check_mesh, default_mesh
+from fsdp_compile.parameters.islands import Place, cast_at, keep_full_precision
 from fsdp_compile.parameters.moved import MovedParameter
-from fsdp_compile.parameters.reads import PRECISION, READS, gather_on_read
+from fsdp_compile.parameters.precision import MixedPrecision, Policy, as_mixed_precision
+from fsdp_compile.parameters.reads import READS, gather_on_read
 from fsdp_compile.parameters.refusals import refuse_part, refuse_policies, refuse_root, refuse_wrappers
 from fsdp_compile.parameters.spec import Reshard
 from fsdp_compile.parameters.splitting import WrapPolicy
@@ -37,10 +39,12 @@ class Sharding:
     Attributes:
         units: Units that this call made, in registration order of their roots.
         ignored: `id`s of parameters that the call was told to leave alone.
+        precision: The dtypes that it was called with.
     """
 
     units: list[Unit]
     ignored: set[int]
+    precision: MixedPrecision
 
 
 def fully_shard(
@@ -49,7 +53,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | None = None,
     shard_placement_fn: PlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    mp_policy: Policy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
     ignored_params: set[nn.Parameter] | None = None,
     auto_wrap_policy: WrapPolicy | None = None,
@@ -65,7 +69,8 @@ def fully_shard(
         reshard_after_forward: True frees gathered parameters after forward and gathers them again in backward, False
             keeps them. By default True.
         shard_placement_fn: Names another dimension than 0 to shard a parameter on; it must divide evenly.
-        mp_policy: Dtypes of gathered parameters, reduction, inputs and outputs.
+        mp_policy: Dtypes of gathered parameters, reduction, inputs and outputs: FSDP2's `MixedPrecisionPolicy`, our
+            `MixedPrecision`, which says more, or FSDP1's.
         offload_policy: Only the default, which offloads nothing.
         ignored_params: Parameters to leave as they are: neither sharded nor reduced.
         auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split.
@@ -78,7 +83,8 @@ def fully_shard(
         UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
     """
     refuse_root(module)
-    refuse_policies(reshard_after_forward, mp_policy, offload_policy)
+    refuse_policies(reshard_after_forward, offload_policy)
+    precision = as_mixed_precision(mp_policy)
     refuse_wrappers(module)
     if is_sharded(module):
         raise ConfigError(
@@ -91,7 +97,7 @@ def fully_shard(
         mesh = default_mesh(_device_type(module))
     check_mesh(mesh)
     reshard = Reshard.AFTER_BACKWARD if reshard_after_forward is False else Reshard.AFTER_FORWARD
-    policy = UnitPolicy(mesh, mp_policy, reshard)
+    policy = UnitPolicy(mesh, precision, reshard)
     below = [m for m in module.modules() if is_sharded(m)]
     for descendant in below:
         _merge_split(descendant)
@@ -108,13 +114,17 @@ def fully_shard(
         roots = splitting.policy_units(module, auto_wrap_policy, managed)
     elif not below:
         roots, origin = splitting.automatic_units(module, managed), Origin.SPLIT
+    keep_full_precision(module, precision, below)
     made = _make_units(module, roots, policy, origin, occurrences, shard_placement_fn)
-    object.__setattr__(module, _STATE, Sharding(made, ignored))
+    object.__setattr__(module, _STATE, Sharding(made, ignored, precision))
     _enter_forwards(module)
     del occurrences, managed  # so that only others' references to the old parameters are left
     moved.update_optimizers()
-    if mp_policy.param_dtype is not None or mp_policy.output_dtype is not None:
-        _cast_at(module, mp_policy)
+    for descendant in below:
+        cast_at(descendant, descendant.__dict__[_STATE].precision, Place.INSIDE)
+    for root in roots if origin is Origin.CALL else ():
+        cast_at(root, dataclasses.replace(precision, output_dtype=None), Place.INSIDE)
+    cast_at(module, precision, Place.OUTERMOST)
     return module
 
 
@@ -190,7 +200,7 @@ def _join_slot(slot: ParameterSlot, module: nn.Module, attribute: str) -> None:
     owner, owner_attribute = slot.owners[0]
     module._parameters[attribute] = slot.parameter
     slot.owners.append((module, attribute))
-    gather_on_read(module, {attribute: getattr(owner, READS)[owner_attribute]})
+    gather_on_read(module, {attribute: getattr(owner, READS)[owner_attribute]}, slot.eval_read(attribute))
 
 
 def _make_units(
@@ -236,8 +246,3 @@ def _enter_forwards(root: nn.Module) -> None:
         reads_below = any(READS in m.__dict__ for m in module.modules())
         if reads_below and READS not in module.__dict__ and type(module).forward not in _FORWARDS_WITHOUT_READS:
             gather_on_read(module, {})
-
-
-def _cast_at(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    object.__setattr__(module, PRECISION, policy)
-    gather_on_read(module, {})

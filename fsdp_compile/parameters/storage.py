@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters import handover, layout, moved
+from fsdp_compile.parameters.boundary import Island
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.groups import alias_of
-from fsdp_compile.parameters.reads import gather_on_read
+from fsdp_compile.parameters.reads import BOUNDARY, gather_on_read
 from fsdp_compile.parameters.rows import local_part, local_shape
 from fsdp_compile.parameters.spec import ReadSpec
 from fsdp_compile.parameters.unit import Unit, UnitPolicy
@@ -46,36 +47,61 @@ def fill(unit: Unit, members: Sequence[Member]) -> None:
     A parameter that is a DTensor already keeps its identity. A full one is retired; the caller tells optimizers about
     it when everything is in place (`moved.update_optimizers`).
     """
-    key = lambda m: (str(m.parameter.dtype), m.parameter.requires_grad, str(m.parameter.device))  # noqa: E731
+    key = lambda m: (  # noqa: E731
+        str(m.parameter.dtype), m.parameter.requires_grad, str(m.parameter.device), keeps_own_dtype(m)
+    )  # fmt: skip
     groups = [list(group) for _, group in itertools.groupby(sorted(members, key=key), key)]
     order = {id(m): i for i, m in enumerate(members)}
     unit.flats = [_flat_shard(unit, sorted(group, key=lambda m: order[id(m)])) for group in groups]
     for flat in unit.flats:
         for slot in flat.slots:
             for module, attribute in slot.owners:
-                gather_on_read(module, {attribute: (flat.leaf, slot.spec.text, flat)})
+                gather_on_read(module, {attribute: (flat.leaf, slot.spec.text, flat)}, slot.eval_read(attribute))
 
 
 def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
     first = members[0].parameter
     policy = unit.policy
-    sent = policy.mixed_precision.param_dtype or first.dtype
-    sent = sent if first.dtype.is_floating_point else first.dtype
+    dtypes = _dtypes(policy, members[0])
     shapes = [layout.ParameterShape(m.name, tuple(m.parameter.shape), m.dim) for m in members]
-    reduced = policy.mixed_precision.reduce_dtype
-    planned = layout.plan_layout(shapes, size=policy.size, stored=first.dtype, sent=sent, reduced=reduced)
+    planned = layout.plan_layout(
+        shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.sent, reduced=dtypes.reduced
+    )
     buffer = torch.zeros(planned.numel, dtype=first.dtype, device=_device(first))
-    slots = [_slot(unit, members[place.index], place, buffer, sent) for place in planned.slots]
+    slots = [_slot(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
     flat = FlatShard(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), slots)
     handover.install(flat)
     return flat
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dtypes:
+    """Of the parameters of one flat shard: as stored, as gathered and as reduced."""
+
+    stored: torch.dtype
+    sent: torch.dtype
+    reduced: torch.dtype
+
+
+def _dtypes(policy: UnitPolicy, member: Member) -> _Dtypes:
+    """Integer parameters, and those of modules that are kept in full precision, are sent and reduced as stored."""
+    stored, asked = member.parameter.dtype, policy.mixed_precision
+    if keeps_own_dtype(member):
+        return _Dtypes(stored, stored, stored)
+    sent = (asked.param_dtype or stored) if stored.is_floating_point else stored
+    return _Dtypes(stored, sent, asked.reduce_dtype or sent)
+
+
+def keeps_own_dtype(member: Member) -> bool:
+    """Whether some module that holds the parameter is, or is inside, one that is kept in full precision."""
+    return any(isinstance(module.__dict__.get(BOUNDARY), Island) for module, _ in member.owners)
 
 
 def _device(parameter: nn.Parameter) -> torch.device:
     return _torch.local_tensor(parameter).device if isinstance(parameter, DTensor) else parameter.device
 
 
-def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, sent: torch.dtype) -> ParameterSlot:
+def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, dtypes: _Dtypes) -> ParameterSlot:
     policy, parameter = unit.policy, member.parameter
     shape = tuple(parameter.shape)
     spec = ReadSpec(
@@ -87,14 +113,18 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
         group=alias_of(policy.mesh.get_group(policy.mesh.ndim - 1), "shard"),
         replicas=policy.mesh.size(0) if policy.mesh.ndim == 2 else 1,
         replicate_group=alias_of(policy.mesh.get_group(0), "replicate") if policy.mesh.ndim == 2 else "",
-        param_dtype=sent,
-        reduce_dtype=policy.mixed_precision.reduce_dtype or sent,
+        param_dtype=dtypes.sent,
+        reduce_dtype=dtypes.reduced,
         reshard=policy.reshard,
     )
     held = local_shape(shape, member.dim, policy.size, policy.rank)
     numel = torch.Size(held).numel()
     local = buffer[place.offset : place.offset + numel].view(held)
     slot = ParameterSlot(member.name, member.owners, parameter, spec, policy.rank, held, local)
+    if policy.mixed_precision.full_precision_in_eval and dtypes.sent is not dtypes.stored:
+        slot.eval_spec = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored)
+    if policy.mixed_precision.keep_low_precision_grads and dtypes.sent is not dtypes.stored:
+        slot.kept_gradient_dtype = dtypes.sent
     adopt(slot, parameter, policy)
     return slot
 

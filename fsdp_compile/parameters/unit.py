@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
+from fsdp_compile.parameters.precision import MixedPrecision
 from fsdp_compile.parameters.spec import Reshard
 
 
@@ -26,7 +26,7 @@ class UnitPolicy:
     """
 
     mesh: DeviceMesh
-    mixed_precision: MixedPrecisionPolicy
+    mixed_precision: MixedPrecision
     reshard: Reshard
 
     @property

@@ -1,0 +1,98 @@
+"""`MixedPrecision`: what a user can ask of dtypes, and what torch's two policies ask of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fsdp_compile.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecision(MixedPrecisionPolicy):
+    """FSDP2's `MixedPrecisionPolicy`, and what FSDP1 knew beyond it.
+
+    `param_dtype`, `reduce_dtype`, `output_dtype` and `cast_forward_inputs` are inherited.
+
+    Attributes:
+        buffer_dtype: Dtype of floating-point buffers. They are cast once, when the module is sharded; state dicts hold
+            them in their original dtype. `None` leaves them.
+        full_precision_classes: Parameters and buffers of modules of these classes keep their own dtype, in the gather,
+            in computation and in the reduction. Such a module's inputs are cast to it, and its outputs back to the
+            dtype of its inputs. By default batch norms, as in FSDP1.
+        full_precision_in_eval: A module in eval mode reads its parameters in their own dtype, and its buffers are
+            restored; inputs are not cast.
+        keep_low_precision_grads: `.grad` is left in `param_dtype`. Such gradients are summed in the parameter's dtype
+            and rounded after each backward. The optimizer must take them.
+        cast_root_forward_inputs: What `cast_forward_inputs` means for the outermost sharded module; `None` means the
+            same as for any other.
+    """
+
+    buffer_dtype: torch.dtype | None = None
+    full_precision_classes: tuple[type[nn.Module], ...] = (_BatchNorm,)
+    full_precision_in_eval: bool = False
+    keep_low_precision_grads: bool = False
+    cast_root_forward_inputs: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            _check_dtype(name, getattr(self, name))
+        classes = self.full_precision_classes
+        if not isinstance(classes, tuple) or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+            raise ConfigError(
+                f"full_precision_classes is {classes!r}",
+                where="MixedPrecision(full_precision_classes=...)",
+                instead="a tuple of module classes, such as (torch.nn.BatchNorm2d,)",
+            )
+
+
+Policy = MixedPrecisionPolicy | FSDP1MixedPrecision
+"""Every type that `fully_shard(mp_policy=...)` takes."""
+
+
+def as_mixed_precision(policy: Policy) -> MixedPrecision:
+    """Any of the three policies, as ours: same numbers, same casts.
+
+    Raises:
+        ConfigError: If it is none of them, or one of its dtypes is no floating-point dtype.
+    """
+    if isinstance(policy, MixedPrecision):
+        return policy
+    if isinstance(policy, MixedPrecisionPolicy):
+        return MixedPrecision(
+            policy.param_dtype,
+            policy.reduce_dtype,
+            policy.output_dtype,
+            policy.cast_forward_inputs,
+            full_precision_classes=(),
+        )
+    if isinstance(policy, FSDP1MixedPrecision):
+        return MixedPrecision(
+            policy.param_dtype,
+            policy.reduce_dtype,
+            None,
+            policy.cast_forward_inputs,
+            buffer_dtype=policy.buffer_dtype,
+            full_precision_classes=tuple(policy._module_classes_to_ignore),
+            keep_low_precision_grads=policy.keep_low_precision_grads,
+            cast_root_forward_inputs=policy.cast_root_forward_inputs,
+        )
+    raise ConfigError(
+        f"mp_policy is a {type(policy).__name__}",
+        where="fully_shard(mp_policy=...)",
+        instead="torch.distributed.fsdp.MixedPrecisionPolicy, or fsdp_compile.MixedPrecision",
+    )
+
+
+def _check_dtype(name: str, dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(
+            f"{name} is {dtype!r}",
+            where=f"MixedPrecision({name}=...)",
+            instead="a floating-point dtype such as torch.bfloat16, or None to keep the dtype",
+        )
