@@ -1,0 +1,202 @@
+"""Who lets time pass for a collective: threads beside the computing one on a CPU, a stream of its own on CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from benchmarks._torch import sleep_on_device
+from benchmarks.network.clock import Clock
+from benchmarks.network.traffic import Traffic
+from benchmarks.network.wire import Transfer, Wire
+
+Fill = Callable[[], None]
+"""Writes the outputs of a collective."""
+
+
+class Carrier(Protocol):
+    """Runs collectives on wires."""
+
+    def start(self, wire: Wire, lane: str, size_bytes: float, fill: Fill, outputs: list[torch.Tensor]) -> dist.Work:
+        """Begins a collective of which this rank sends `size_bytes`; `outputs` are what its future holds."""
+
+    def close(self) -> None:
+        """Ends what it started."""
+
+
+class CpuCarrier:
+    """On the CPU, a thread writes outputs while the transfer goes on, and waiting sleeps until the transfer has ended.
+
+    The time at which a transfer ends is calculated, not observed: a thread that is late delays nobody but its waiter.
+    """
+
+    def __init__(self, clock: Clock, traffic: Traffic) -> None:
+        self.clock = clock
+        self.lock = threading.Lock()
+        self._traffic = traffic
+        self._fills = _Thread(clock)
+        self._futures = _Thread(clock)
+
+    def start(self, wire: Wire, lane: str, size_bytes: float, fill: Fill, outputs: list[torch.Tensor]) -> dist.Work:
+        """See `Carrier`."""
+        with self.lock:
+            transfer = wire.submit(lane, size_bytes, self.clock.now_s())
+        work = _CpuWork(self, wire, transfer, outputs)
+        self._fills.put(lambda: self._fill(work, fill))
+        return work
+
+    def end_s(self, wire: Wire, transfer: Transfer) -> float:
+        """When a transfer ends, as known now; one that starts later on another lane may delay it."""
+        with self.lock:
+            wire.advance(self.clock.now_s())
+            return wire.end_s(transfer)
+
+    def complete(self, future: Future[Any], work: _CpuWork) -> None:
+        """Lets a future hold the outputs once they are there."""
+
+        def wait_and_set() -> None:
+            work.wait()
+            future.set_result(work.outputs)
+
+        self._futures.put(wait_and_set)
+
+    def close(self) -> None:
+        """Ends both threads."""
+        self._fills.close()
+        self._futures.close()
+
+    def _fill(self, work: _CpuWork, fill: Fill) -> None:
+        start_s = self.clock.now_s()
+        try:
+            fill()
+        except Exception as error:  # raised again by whoever waits
+            work.error = error
+        self._traffic.fill_s += self.clock.now_s() - start_s
+        work.filled.set()
+
+
+class _CpuWork(dist.Work):
+    def __init__(self, carrier: CpuCarrier, wire: Wire, transfer: Transfer, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.filled = threading.Event()
+        self.error: Exception | None = None
+        self.outputs = outputs
+        self._carrier, self._wire, self._transfer = carrier, wire, transfer
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        self.filled.wait()
+        if self.error is not None:
+            raise self.error
+        while (end_s := self._carrier.end_s(self._wire, self._transfer)) > self._carrier.clock.now_s():
+            self._carrier.clock.sleep_until(end_s)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.filled.is_set() and self._carrier.end_s(self._wire, self._transfer) <= self._carrier.clock.now_s()
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._carrier.complete(future, self)
+        return future
+
+
+class _Thread:
+    """Does things in order on a thread of its own, which has one processor; at once where the clock has no threads."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if clock.threads:
+            self._thread = threading.Thread(target=self._run, name="emulated network", daemon=True)
+            self._thread.start()
+
+    def put(self, do: Callable[[], None]) -> None:
+        if self._thread is None:
+            do()
+        else:
+            self._todo.put(do)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._todo.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # of this thread's own operators
+        while (do := self._todo.get()) is not None:
+            do()
+            del do  # so that no output outlives its collective while the queue is empty
+
+
+class CudaCarrier:
+    """On CUDA, everything is queued on one stream: outputs are written, then the stream stays busy for the time.
+
+    All lanes of all wires share the stream, so groups take turns and total bandwidth is kept.
+    """
+
+    def __init__(self, device: torch.device, traffic: Traffic) -> None:
+        self._stream: Any = torch.cuda.Stream(device, priority=-1)
+        self._device = device
+        self._traffic = traffic
+        self.cycles_per_s = self._calibrate()
+
+    def start(self, wire: Wire, lane: str, size_bytes: float, fill: Fill, outputs: list[torch.Tensor]) -> dist.Work:  # noqa: ARG002
+        """See `Carrier`."""
+        seconds = wire.link.latency_s + size_bytes / wire.link.bytes_per_s
+        with self._after_compute():
+            fill()
+            sleep_on_device(round(seconds * self.cycles_per_s))
+            event = self._stream.record_event()
+        for tensor in outputs:
+            tensor.record_stream(self._stream)
+        return _CudaWork(self._stream, event, outputs, self._device)
+
+    def close(self) -> None:
+        """Waits for what is queued."""
+        self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def _after_compute(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _calibrate(self) -> float:
+        """Clock cycles per second, while the device is awake."""
+        cycles = 200_000_000
+        for _ in range(2):  # the first wakes it
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            with torch.cuda.stream(self._stream):
+                begin.record()
+                sleep_on_device(cycles)
+                end.record()
+            end.synchronize()
+        return cycles / (begin.elapsed_time(end) / 1e3)
+
+
+class _CudaWork(dist.Work):
+    def __init__(self, stream: Any, event: Any, outputs: list[torch.Tensor], device: torch.device) -> None:
+        super().__init__()
+        self._stream, self._event, self._device = stream, event, device
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future(devices=[self._device])
+        with torch.cuda.stream(self._stream):
+            future.set_result(self._outputs)
+        return future

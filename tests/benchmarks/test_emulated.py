@@ -1,0 +1,191 @@
+"""The emulated network: values, bytes, order and virtual time of what runs on it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp_compile
+from benchmarks.network.clock import VirtualClock
+from benchmarks.network.emulated import Lanes, Network, World, emulated_world
+from benchmarks.network.traffic import Kind, full_sharding_bytes, sent_bytes
+from benchmarks.network.wire import Link
+
+RANKS = 8
+WIDTH = 256
+FAST = Network(Link(bytes_per_s=1e15))
+functional = torch.ops._c10d_functional
+
+
+def _world_name() -> str:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.group_name
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+
+
+def _fsdp2(model: nn.Sequential) -> Any:
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _fsdp1(model: nn.Sequential) -> nn.Module:
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def _ours(model: nn.Sequential) -> Any:
+    return torch.compile(model, backend="fsdp", options={"lower": "eager"})
+
+
+def _step(model: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(1)
+    model(torch.randn(4, WIDTH)).square().mean().backward()
+
+
+@pytest.mark.core
+def test_collectives_return_what_ranks_with_equal_tensors_would() -> None:
+    with emulated_world(RANKS, FAST):
+        gathered = functional.all_gather_into_tensor_coalesced([torch.arange(3.0)], RANKS, _world_name())
+        assert torch.equal(functional.wait_tensor(gathered[0]), torch.arange(3.0).repeat(RANKS))
+        whole = torch.arange(16.0)
+        for op, factor in (("avg", 1), ("sum", RANKS)):
+            one = functional.reduce_scatter_tensor(whole, op, RANKS, _world_name())
+            assert torch.equal(functional.wait_tensor(one), whole[:2] * factor)
+            (grouped,) = functional.reduce_scatter_tensor_coalesced([whole], op, RANKS, _world_name())
+            assert torch.equal(functional.wait_tensor(grouped), whole[:2] * factor)
+            reduced = functional.all_reduce(whole, op, _world_name())
+            assert torch.equal(functional.wait_tensor(reduced), whole * factor)
+        in_place = torch.zeros(RANKS)
+        in_place[0] = 3
+        dist.all_gather_into_tensor(in_place, in_place[:1])
+        assert torch.equal(in_place, torch.full((RANKS,), 3.0))
+
+
+@pytest.mark.core
+def test_time_passes_while_computing_and_is_waited_for() -> None:
+    clock = VirtualClock()
+    with emulated_world(RANKS, Network(Link(bytes_per_s=1e6, latency_s=0.5)), clock=clock):
+        tensor = torch.ones(250_000)  # 2 * 1 MB * 7/8 are sent
+        work = dist.all_reduce(tensor, async_op=True)
+        clock.compute(2.0)
+        assert not work.is_completed()
+        work.wait()
+        assert clock.now_s() == pytest.approx(0.5 + 1.75)
+        work = dist.all_reduce(tensor, async_op=True)
+        clock.compute(3.0)
+        work.wait()  # hidden
+        assert clock.now_s() == pytest.approx(2.25 + 3.0)
+
+
+@pytest.mark.parametrize(("lanes", "end_s"), [(Lanes.ONE, 1.0), (Lanes.PER_GROUP, 2.0)])
+def test_two_groups_take_turns_or_share(lanes: Lanes, end_s: float) -> None:
+    clock = VirtualClock()
+    network = Network(Link(bytes_per_s=1.75e6), lanes=lanes)
+    with emulated_world(RANKS, network, clock=clock):
+        other = dist.new_group(list(range(RANKS)))
+        first = dist.all_reduce(torch.ones(250_000), async_op=True)
+        second = dist.all_reduce(torch.ones(250_000), group=other, async_op=True)
+        first.wait()
+        assert clock.now_s() == pytest.approx(end_s)
+        second.wait()
+        assert clock.now_s() == pytest.approx(2.0)
+
+
+def test_groups_inside_a_node_use_its_link() -> None:
+    clock = VirtualClock()
+    slow, quick = Link(bytes_per_s=1e6), Link(bytes_per_s=4e6)
+    with emulated_world(RANKS, Network(slow, node=quick, ranks_per_node=4), clock=clock):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        clock_at_start = clock.now_s()
+        dist.all_gather_into_tensor(torch.empty(1_000_000), torch.ones(250_000), group=mesh.get_group("shard"))
+        assert clock.now_s() - clock_at_start == pytest.approx(3e6 / 4e6)
+        clock_at_start = clock.now_s()
+        dist.all_reduce(torch.ones(250_000), group=mesh.get_group("replicate"))
+        assert clock.now_s() - clock_at_start == pytest.approx(1e6 / 1e6)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", [_fsdp2, _fsdp1, _ours])
+def test_full_sharding_gathers_and_reduces(make: Callable[[nn.Sequential], nn.Module]) -> None:
+    with emulated_world(RANKS, FAST) as world:
+        model = make(_model())
+        world.reset()
+        _step(model)
+        size_bytes = 3 * WIDTH * WIDTH * 4
+        gathered = sent_bytes(Kind.ALL_GATHER, size_bytes, RANKS)
+        # The first weight's value is in no gradient: a compiled backward does not gather it again.
+        assert gathered * 5 / 3 <= world.traffic.sent[Kind.ALL_GATHER] <= gathered * 2
+        assert world.traffic.sent[Kind.REDUCE_SCATTER] == pytest.approx(size_bytes * 7 / 8)
+        assert world.traffic.total_bytes <= full_sharding_bytes(size_bytes, RANKS)
+
+
+def test_data_parallel_gradients_are_those_of_one_process() -> None:
+    reference = _model()
+    model = copy.deepcopy(reference)
+    _step(reference)
+    with emulated_world(RANKS, FAST) as world:
+        parallel = DistributedDataParallel(model)
+        world.reset()
+        _step(parallel)
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, expected.grad)
+        assert world.traffic.sent[Kind.ALL_REDUCE] == pytest.approx(2 * 3 * WIDTH * WIDTH * 4 * 7 / 8)
+
+
+def test_gradients_of_a_sharded_model_are_this_ranks_part() -> None:
+    reference = _model()
+    # Rank 0's rows everywhere, as the emulated gathers will have it.
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(parameter[: WIDTH // RANKS].repeat(RANKS, 1))
+    model = copy.deepcopy(reference)
+    _step(reference)
+    with emulated_world(RANKS, FAST):
+        fsdp_compile.fully_shard(model)
+        _step(_ours(model))
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert expected.grad is not None
+            local = parameter.grad.to_local()  # type: ignore[attr-defined]
+            torch.testing.assert_close(local, expected.grad[: WIDTH // RANKS])
+
+
+def test_errors_reach_the_waiter() -> None:
+    with emulated_world(RANKS, FAST), pytest.raises(RuntimeError, match=r"shape|size|view"):
+        dist.all_gather_into_tensor(torch.empty(15), torch.ones(2))
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    with emulated_world(RANKS, FAST), pytest.raises(NotImplementedError, match="PRODUCT"):
+        dist.all_reduce(torch.ones(2), op=dist.ReduceOp.PRODUCT)
+
+
+def test_another_link_counts_from_then_on() -> None:
+    clock = VirtualClock()
+    with emulated_world(RANKS, FAST, clock=clock) as world:
+        _gather_megabyte(world)
+        before_s = clock.now_s()
+        world.change(Link(bytes_per_s=1e6))
+        _gather_megabyte(world)
+        assert clock.now_s() - before_s == pytest.approx(7.0)
+        assert [kind for kind, _ in world.traffic.order] == [Kind.ALL_GATHER]
+
+
+def _gather_megabyte(world: World) -> None:
+    world.reset()
+    dist.all_gather_into_tensor(torch.empty(2_000_000), torch.ones(250_000))
