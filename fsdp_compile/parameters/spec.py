@@ -34,7 +34,7 @@ class ReadSpec:
         shape: Shape of the full parameter.
         dim: The dimension that is sharded; `None` for a value held whole by every rank (0-d parameters).
         size: Number of ranks in the shard group.
-        group: Alias of the shard group (see `groups.py`).
+        group: Alias of the shard group (see `groups.py`), empty if parameters are not split.
         replicas: Number of ranks in the replicate group, 1 if there is none.
         replicate_group: Alias of the replicate group, empty if there is none.
         param_dtype: Dtype that is sent and that the reader gets.
@@ -90,7 +90,7 @@ class ReadSpec:
             "extent": self.extent,
             "shape": "x".join(map(str, self.shape)) or "scalar",
             "dim": "none" if self.dim is None else self.dim,
-            "over": f"{self.group}/{self.size}",
+            "over": f"{self.group}/{self.size}" if self.group else "none",
         }
         if self.replicas > 1:
             fields["replicas"] = f"{self.replicate_group}/{self.replicas}"
@@ -109,7 +109,7 @@ def parse(text: str) -> ReadSpec:
     """
     try:
         fields = dict(item.split("=", 1) for item in text.split(" "))
-        group, size = fields["over"].rsplit("/", 1)
+        group, size = ("", "1") if fields["over"] == "none" else fields["over"].rsplit("/", 1)
         replicate_group, replicas = fields.get("replicas", "/1").rsplit("/", 1)
         shape = fields["shape"]
         spec = ReadSpec(

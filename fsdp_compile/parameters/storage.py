@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
@@ -110,12 +111,12 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
         shape=shape,
         dim=member.dim,
         size=policy.size,
-        group=alias_of(policy.mesh.get_group(policy.mesh.ndim - 1), "shard"),
-        replicas=policy.mesh.size(0) if policy.mesh.ndim == 2 else 1,
-        replicate_group=alias_of(policy.mesh.get_group(0), "replicate") if policy.mesh.ndim == 2 else "",
+        group=_alias(policy, policy.arrangement.shard_dim, "shard"),
+        replicas=policy.arrangement.replicas,
+        replicate_group=_alias(policy, policy.arrangement.replicate_dim, "replicate"),
         param_dtype=dtypes.sent,
         reduce_dtype=dtypes.reduced,
-        reshard=policy.reshard,
+        reshard=policy.arrangement.reshard,
     )
     held = local_shape(shape, member.dim, policy.size, policy.rank)
     numel = torch.Size(held).numel()
@@ -129,6 +130,13 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
     return slot
 
 
+def _alias(policy: UnitPolicy, dim: int | None, role: Literal["shard", "replicate"]) -> str:
+    """Name of the group along a dimension of the mesh; empty if there is none, or nobody to be averaged with."""
+    if dim is None or (role == "replicate" and policy.mesh.size(dim) == 1):
+        return ""
+    return alias_of(policy.mesh.get_group(dim), role)
+
+
 def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> None:
     """Copies a parameter's values into its slot, and makes the slot's modules hold a DTensor that is a view of it.
 
@@ -140,7 +148,7 @@ def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> N
     Raises:
         ConfigError: If the parameter is a DTensor of another mesh or placement.
     """
-    placements = _placements(policy, slot.spec.dim)
+    placements = policy.arrangement.placements(slot.spec.dim)
     _part_with(slot, parameter)
     if isinstance(parameter, DTensor):
         if parameter.device_mesh != policy.mesh or tuple(parameter.placements) != placements:
@@ -167,7 +175,7 @@ def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> N
 def give_memory(slot: ParameterSlot, policy: UnitPolicy, device: torch.device) -> None:
     """Gives a parameter on meta uninitialized memory on `device`; it keeps its identity, for optimizers' sake."""
     local = torch.empty(slot.local_shape, dtype=slot.parameter.dtype, device=device)
-    made = _sharded_parameter(slot.parameter, local, policy, _placements(policy, slot.spec.dim))
+    made = _sharded_parameter(slot.parameter, local, policy, policy.arrangement.placements(slot.spec.dim))
     torch.utils.swap_tensors(slot.parameter, made)
 
 
@@ -176,11 +184,6 @@ def _part_with(slot: ParameterSlot, successor: nn.Parameter) -> None:
     replaced = slot.parameter
     if replaced is not successor and isinstance(replaced, DTensor) and _torch.local_tensor(replaced) is slot.local:
         _torch.set_local_tensor(replaced, slot.local.clone())
-
-
-def _placements(policy: UnitPolicy, dim: int | None) -> tuple[Shard | Replicate, ...]:
-    inner = Replicate() if dim is None else Shard(dim)
-    return (inner,) if policy.mesh.ndim == 1 else (Replicate(), inner)
 
 
 def _sharded_parameter(
