@@ -80,8 +80,8 @@ def _refuse(traced: Traced, ranks: int) -> None:
     for unit in traced.units:
         if unit.policy.arrangement.replicate_dim is not None:
             raise ConfigError(
-                f"{unit.policy.arrangement.replicas} replicas of groups of {unit.policy.size} ranks: one number does not "
-                "say how both change",
+                f"{unit.policy.arrangement.replicas} replicas of groups of {unit.policy.size} ranks: one number does "
+                "not say how both change",
                 where=f"Plan.at(world_size={ranks}), unit {unit.title}",
                 instead="explain() once more in a world of that size, with its mesh",
             )
