@@ -53,6 +53,12 @@ def formulas(plan: Plan) -> Formulas:
             where="Plan.formulas()",
             instead="explain() the plain model before it is sharded",
         )
+    if any(unit.policy.mixed_precision.gather_dtype is not None for unit in plan.traced.units):
+        raise ConfigError(
+            "which parameters are sent in 8 bits depends on the number of ranks",
+            where="Plan.formulas()",
+            instead="explain() in a world of each size, or without gather_dtype",
+        )
     slots = {unit.parameter_name(slot): slot for unit in plan.traced.units for slot in unit.slots}
     link = make_link("open", GB_PER_S, "a symbol")
     sent = [_sent_bytes(c, slots) for graph in plan.graphs for c in graph.collectives]

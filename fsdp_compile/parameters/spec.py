@@ -37,7 +37,8 @@ class ReadSpec:
         group: Alias of the shard group (see `groups.py`), empty if parameters are not split.
         replicas: Number of ranks in the replicate group, 1 if there is none.
         replicate_group: Alias of the replicate group, empty if there is none.
-        param_dtype: Dtype that is sent and that the reader gets.
+        param_dtype: Dtype that the reader gets, and that is sent unless `gather_dtype` says otherwise.
+        gather_dtype: 8-bit dtype that is sent, with scales (`quantize.py`); `None` sends `param_dtype`.
         reduce_dtype: Dtype in which gradients are reduced.
         reshard: Whether the gathered value is kept for backward.
     """
@@ -53,6 +54,7 @@ class ReadSpec:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reshard: Reshard = Reshard.AFTER_FORWARD
+    gather_dtype: torch.dtype | None = None
 
     @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
@@ -78,6 +80,11 @@ class ReadSpec:
         return tuple(shape)
 
     @property
+    def wire_dtype(self) -> torch.dtype:
+        """Dtype of the all-gather's message: numbers of 8 bits travel as bytes."""
+        return self.param_dtype if self.gather_dtype is None else torch.uint8
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the gathered slot is the parameter's own memory, so that reading it needs no copy."""
         return self.size == 1 or (self.dim == 0 and self.extent == self.shard_numel)
@@ -95,6 +102,8 @@ class ReadSpec:
         if self.replicas > 1:
             fields["replicas"] = f"{self.replicate_group}/{self.replicas}"
         fields["param"] = _dtype_name(self.param_dtype)
+        if self.gather_dtype is not None:
+            fields["gather"] = _dtype_name(self.gather_dtype)
         fields["reduce"] = _dtype_name(self.reduce_dtype)
         fields["reshard"] = self.reshard.value
         return " ".join(f"{key}={value}" for key, value in fields.items())
@@ -122,6 +131,7 @@ def parse(text: str) -> ReadSpec:
             replicas=int(replicas),
             replicate_group=replicate_group,
             param_dtype=_dtype(fields["param"]),
+            gather_dtype=_dtype(fields["gather"]) if "gather" in fields else None,
             reduce_dtype=_dtype(fields["reduce"]),
             reshard=Reshard(fields["reshard"]),
         )

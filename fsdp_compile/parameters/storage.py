@@ -66,7 +66,7 @@ def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
     dtypes = _dtypes(policy, members[0])
     shapes = [layout.ParameterShape(m.name, tuple(m.parameter.shape), m.dim) for m in members]
     planned = layout.plan_layout(
-        shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.sent, reduced=dtypes.reduced
+        shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.quantized or dtypes.sent, reduced=dtypes.reduced
     )
     buffer = torch.zeros(planned.numel, dtype=first.dtype, device=_device(first))
     slots = [_slot(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
@@ -77,11 +77,12 @@ def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
 
 @dataclasses.dataclass(frozen=True)
 class _Dtypes:
-    """Of the parameters of one flat shard: as stored, as gathered and as reduced."""
+    """Of the parameters of one flat shard: as stored, as read, as reduced, and in 8 bits if large ones travel so."""
 
     stored: torch.dtype
     sent: torch.dtype
     reduced: torch.dtype
+    quantized: torch.dtype | None = None
 
 
 def _dtypes(policy: UnitPolicy, member: Member) -> _Dtypes:
@@ -90,7 +91,8 @@ def _dtypes(policy: UnitPolicy, member: Member) -> _Dtypes:
     if keeps_own_dtype(member):
         return _Dtypes(stored, stored, stored)
     sent = (asked.param_dtype or stored) if stored.is_floating_point else stored
-    return _Dtypes(stored, sent, asked.reduce_dtype or sent)
+    quantized = asked.gather_dtype if stored.is_floating_point and policy.size > 1 else None
+    return _Dtypes(stored, sent, asked.reduce_dtype or sent, quantized)
 
 
 def keeps_own_dtype(member: Member) -> bool:
@@ -116,14 +118,16 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
         replicate_group=_alias(policy, policy.arrangement.replicate_dim, "replicate"),
         param_dtype=dtypes.sent,
         reduce_dtype=dtypes.reduced,
+        gather_dtype=dtypes.quantized if layout.is_large(shape, member.dim, policy.size, dtypes.stored) else None,
         reshard=policy.arrangement.reshard,
     )
     held = local_shape(shape, member.dim, policy.size, policy.rank)
     numel = torch.Size(held).numel()
     local = buffer[place.offset : place.offset + numel].view(held)
     slot = ParameterSlot(member.name, member.owners, parameter, spec, policy.rank, held, local)
-    if policy.mixed_precision.full_precision_in_eval and dtypes.sent is not dtypes.stored:
-        slot.eval_spec = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored)
+    in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_dtype=None)
+    if policy.mixed_precision.full_precision_in_eval and in_eval != spec:
+        slot.eval_spec = in_eval
     if policy.mixed_precision.keep_low_precision_grads and dtypes.sent is not dtypes.stored:
         slot.kept_gradient_dtype = dtypes.sent
     adopt(slot, parameter, policy)
