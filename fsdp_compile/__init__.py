@@ -13,8 +13,6 @@ from fsdp_compile.errors import (
     UnsupportedModelError,
 )
 from fsdp_compile.explain import explain
-from fsdp_compile.gradients.clip import clip_grad_norm_
-from fsdp_compile.gradients.scaler import GradScaler
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.materialize import materialize
 from fsdp_compile.parameters.precision import MixedPrecision
@@ -24,13 +22,11 @@ __all__ = [
     "ConfigError",
     "FSDPCompileError",
     "FSDPOptions",
-    "GradScaler",
     "InvariantError",
     "MixedPrecision",
     "ParityError",
     "RankMismatchError",
     "UnsupportedModelError",
-    "clip_grad_norm_",
     "explain",
     "fsdp",
     "fully_shard",

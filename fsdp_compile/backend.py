@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from fsdp_compile import _torch
+from fsdp_compile.capture.in_place import refuse_updates
 from fsdp_compile.capture.inputs import flat_inputs
 from fsdp_compile.capture.plain_model import refuse_unused_sharding, shard_plain_models
 from fsdp_compile.errors import ConfigError
@@ -51,6 +52,7 @@ def fsdp(
         in_forward_until_return(_torch.caller_of_root_frame())
         raise _torch.restart_trace()
     refuse_unused_sharding(example_inputs, checked)
+    refuse_updates(gm, example_inputs)
 
     ran = remember(example_inputs, checked.lower)
 

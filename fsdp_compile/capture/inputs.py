@@ -50,7 +50,9 @@ def _record(flat: FlatShard, title: str) -> Record:
 def name_inputs(graph: fx.Graph, flats: Mapping[int, Record]) -> None:
     """Writes the records on the placeholders of a graph that AOTAutograd made of Dynamo's."""
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
-        index = getattr(node.meta.get("desc"), "idx", position)
+        described = node.meta.get("desc")
+        # What AOTAutograd takes out of a DTensor input is described by its attribute and has no number of Dynamo's.
+        index = position if described is None else getattr(described, "idx", -1)
         if index in flats and not node.name.startswith("tangents"):
             node.meta[KEY] = _as_read(node, flats[index])
 

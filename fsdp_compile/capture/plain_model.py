@@ -21,7 +21,7 @@ from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.moved import MovedParameter
 from fsdp_compile.parameters.refusals import refuse_wrappers
-from fsdp_compile.parameters.sharding import fully_shard, is_ignored, is_sharded, units
+from fsdp_compile.parameters.sharding import added_later, fully_shard, is_ignored, is_sharded, units
 from fsdp_compile.parameters.unit import Unit
 
 _sharded_here: weakref.WeakSet[Unit] = weakref.WeakSet()
@@ -54,11 +54,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
         if is_sharded(module):
             if is_ignored(module, value) or not _is_unclaimed(module, value):
                 continue
-            raise ConfigError(
-                "a parameter was added to a module after it was sharded",
-                where=_name_in(module, value),
-                instead="add it before fully_shard() or the first compiled call, or list it in ignored_params",
-            )
+            raise added_later(_name_in(module, value))
         _refuse_meta(module)
         before = set(units(module))
         fully_shard(module, **options.sharding)
@@ -97,7 +93,7 @@ def _is_plain(value: object) -> TypeGuard[nn.Parameter]:
 
 
 def _is_unclaimed(module: nn.Module, parameter: nn.Parameter) -> bool:
-    return any(p is parameter for p in module.parameters())
+    return any(p is parameter for p in nn.Module.parameters(module))
 
 
 def _owner(placeholder: fx.Node, parameter: nn.Parameter) -> nn.Module:
@@ -149,11 +145,11 @@ def _modules_on_the_way(placeholder: fx.Node) -> Iterator[nn.Module]:
 
 
 def _name_in(module: nn.Module, parameter: nn.Parameter) -> str:
-    return next((name for name, p in module.named_parameters() if p is parameter), "?")
+    return next((name for name, p in nn.Module.named_parameters(module) if p is parameter), "?")
 
 
 def _refuse_meta(module: nn.Module) -> None:
-    name = next((name for name, p in module.named_parameters() if p.device.type == "meta"), None)
+    name = next((name for name, p in nn.Module.named_parameters(module) if p.device.type == "meta"), None)
     if name is not None:
         raise ConfigError(
             "a parameter is on the meta device and has no value yet",

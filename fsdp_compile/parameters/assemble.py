@@ -85,8 +85,9 @@ def full_parameter(b: Builder[T], gathered: T, spec: ReadSpec, *, start: int, sp
         span: Elements that each rank sent.
 
     Returns:
-        A tensor of `spec.shape`; a view of `gathered` where the slot is alone in its message and needs no padding
-        between ranks, else a copy (which Inductor fuses into pointwise readers).
+        A tensor of `spec.shape`, its dimensions in memory in `spec.order` (then always a copy); a view of `gathered`
+        where the slot is alone in its message and needs no padding between ranks, else a copy (which Inductor fuses
+        into pointwise readers).
     """
     if spec.dim is None:  # every rank sent the same value: take the first rank's
         return view(b, narrow(b, gathered, 0, start, start + math.prod(spec.shape)), spec.shape)
@@ -99,9 +100,23 @@ def full_parameter(b: Builder[T], gathered: T, spec: ReadSpec, *, start: int, sp
         order = [*range(1, spec.dim + 1), 0, *range(spec.dim + 1, len(spec.shape) + 1)]
         full = view(b, b.call(aten.permute.default, parts, order), spec.padded_shape)
     full = narrow(b, full, spec.dim, 0, spec.shape[spec.dim])
+    if spec.order:
+        return _in_order(b, full, spec.order)
     if b.value(full).is_contiguous():
         return full
     return b.call(aten.clone.default, full, memory_format=torch.contiguous_format)
+
+
+def _in_order(b: Builder[T], full: T, order: Sequence[int]) -> T:
+    """A copy of `full` whose dimensions lie in memory in the order given, outermost first."""
+    stored = b.call(aten.permute.default, full, list(order))
+    stored = b.call(aten.clone.default, stored, memory_format=torch.contiguous_format)
+    return b.call(aten.permute.default, stored, inverse(order))
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes `order`."""
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def gradient_rows(b: Builder[T], grad: T, spec: ReadSpec) -> T:

@@ -122,7 +122,9 @@ def _members(unit: Unit) -> list[storage.Member]:
                 known.owners.append((module, attribute))
                 continue
             name = slot.name if (module, attribute) == slot.owners[0] else f"{slot.name} ({attribute})"
-            members[id(parameter)] = storage.Member(name, [(module, attribute)], parameter, _dim(unit, slot, parameter))
+            order = slot.spec.order if isinstance(parameter, DTensor) and parameter is slot.parameter else ()
+            dim = _dim(unit, slot, parameter)
+            members[id(parameter)] = storage.Member(name, [(module, attribute)], parameter, dim, order)
     return list(members.values())
 
 

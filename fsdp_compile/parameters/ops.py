@@ -12,7 +12,7 @@ import torch
 
 from fsdp_compile._torch import collectives
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.parameters import assemble, quantize
+from fsdp_compile.parameters import assemble
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.spec import ReadSpec, parse
 
@@ -31,28 +31,22 @@ def unshard(flat: torch.Tensor, spec: str) -> torch.Tensor:
         The full parameter, of the spec's shape and `param_dtype`.
     """
     read = parse(spec)
-    piece = flat[read.offset : read.offset + read.extent]
-    if read.gather_dtype is not None:
-        scales = quantize.block_scales(piece, read.gather_dtype)
-        sent = _gathered(quantize.quantize(piece, scales, read.gather_dtype), read)
-        piece = quantize.dequantize(sent, _gathered(scales, read), read.gather_dtype, read.size, read.param_dtype)
-    else:
-        piece = _gathered(piece.to(read.param_dtype), read)
+    piece = flat[read.offset : read.offset + read.extent].to(read.param_dtype)
+    if read.size > 1:
+        piece = collectives.all_gather_into_tensor(piece, read.size, read.group)
+        piece = collectives.wait_tensor(piece)
     full = assemble.full_parameter(_EAGER, piece, read, start=0, span=read.extent)
     # A custom operator may not return its input's memory, which a world of one rank would.
     return full.clone() if read.size == 1 else full
 
 
-def _gathered(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
-    if read.size == 1:
-        return message
-    return collectives.wait_tensor(collectives.all_gather_into_tensor(message, read.size, read.group))
-
-
 @unshard.register_fake
 def _(flat: torch.Tensor, spec: str) -> torch.Tensor:
     read = parse(spec)
-    return flat.new_empty(read.shape, dtype=read.param_dtype)
+    if not read.order:
+        return flat.new_empty(read.shape, dtype=read.param_dtype)
+    stored = flat.new_empty([read.shape[dim] for dim in read.order], dtype=read.param_dtype)
+    return stored.permute(assemble.inverse(read.order))
 
 
 @torch.library.custom_op("fsdp::reduce_grad", mutates_args=())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compile._torch import skip_code
+from fsdp_compile._torch import calls_are_compiled, skip_code
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.parameters import (
     buffers,
@@ -37,6 +37,7 @@ EVAL_READS = "_fsdp_eval_reads"
 BOUNDARY = "_fsdp_boundary"
 """Attribute of a module whose inputs and outputs are cast: its `Boundary` or `Island`."""
 _UNITS_BELOW = "_fsdp_units_below"
+_OWN_FORWARD = "_fsdp_own_forward"
 _layouts = [0]
 """How often anything was laid out, so that what modules remember of it can be told stale."""
 _classes: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[nn.Module]] = {}
@@ -63,6 +64,16 @@ def gather_on_read(module: nn.Module, reads: Mapping[str, Read], in_eval: Mappin
     if key not in _classes:
         _classes[key] = _make_class(*key)
     module.__class__ = _classes[key]
+    enter_own_forward(module)
+
+
+def enter_own_forward(module: nn.Module) -> None:
+    """Makes reads gather in a forward that the user assigned to a module instance, which hides the class's."""
+    own = module.__dict__.get("forward")
+    if own is None or getattr(own, "__func__", None) is _own_forward:
+        return
+    object.__setattr__(module, _OWN_FORWARD, own)
+    object.__setattr__(module, "forward", types.MethodType(_own_forward, module))
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -71,14 +82,11 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _make_class(original: type[nn.Module], names: tuple[str, ...], in_eval: tuple[str, ...]) -> type[nn.Module]:
-    # Each subclass has its own function object for the signature, over one code object for Dynamo's skip list.
-    forward = types.FunctionType(_forward.__code__, _forward.__globals__, "forward")
-    functools.update_wrapper(forward, original.forward)
     members: dict[str, Any] = {n: _read_property(n, _eval_text if n in in_eval else _text) for n in names}
     members |= {
-        "forward": forward,
         "train": _train,
         "__deepcopy__": _refuse_deepcopy,
+        "named_parameters": _named_parameters,
         "_save_to_state_dict": _save_to_state_dict,
         "_load_from_state_dict": _load_from_state_dict,
         "_fsdp_original_class": original,
@@ -88,6 +96,10 @@ def _make_class(original: type[nn.Module], names: tuple[str, ...], in_eval: tupl
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
+    if original.forward is not nn.Module.forward:  # of containers that cannot be called
+        # Each subclass has its own function object for the signature, over one code object for Dynamo's skip list.
+        forward = types.FunctionType(_forward.__code__, _forward.__globals__, "forward")
+        members["forward"] = functools.update_wrapper(forward, original.forward)
     return type(original.__name__, (original,), members)
 
 
@@ -127,6 +139,20 @@ def _read_property(name: str, text_of: Callable[[nn.Module, str], str]) -> prope
     return property(read)
 
 
+def _named_parameters(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
+    """What `parameters()` and `named_parameters()` give: in a forward that is differentiated, what reads give."""
+    stored = self._fsdp_original_class.named_parameters(self, *args, **kwargs)
+    if not torch.is_grad_enabled() or not (torch.compiler.is_compiling() or in_forward()):
+        return stored
+    return _read_each(self, stored, args[0] if args else kwargs.get("prefix", ""))
+
+
+def _read_each(module, stored, prefix):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    for name, _ in stored:
+        path, _, attribute = name.removeprefix(prefix).removeprefix(".").rpartition(".")
+        yield name, getattr(module.get_submodule(path), attribute)
+
+
 def _save_to_state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  torch's
     original_class(module)._save_to_state_dict(module, destination, prefix, keep_vars)
     if not keep_vars:
@@ -158,15 +184,25 @@ def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
 def _forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
     if not torch.compiler.is_compiling():
         return run_eagerly(self, args, kwargs)
+    return _trace(self, self._fsdp_original_forward, args, kwargs)
+
+
+def _own_forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
+    if not torch.compiler.is_compiling():
+        return run_eagerly(self, args, kwargs, own=True)
+    return _trace(self, self._fsdp_own_forward, args, kwargs)
+
+
+def _trace(self, forward, args, kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     boundary = self.__dict__.get(BOUNDARY)
     if boundary is None:
-        return self._fsdp_original_forward(*args, **kwargs)
+        return forward(*args, **kwargs)
     cast_args, cast_kwargs = cast_inputs(boundary, self, (args, kwargs))
-    return cast_output(boundary, (args, kwargs), self._fsdp_original_forward(*cast_args, **cast_kwargs))
+    return cast_output(boundary, (args, kwargs), forward(*cast_args, **cast_kwargs))
 
 
-def run_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a forward around or below which compiled graphs may start."""
+def run_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool = False) -> Any:
+    """Runs a forward around or below which compiled graphs may start: the class's, or the instance's own."""
     outermost = not in_forward()
     if outermost:
         before_step(module)
@@ -174,7 +210,10 @@ def run_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     given: Arguments = (args, kwargs)
     if boundary is not None:
         args, kwargs = torch.compiler.disable(cast_inputs)(boundary, module, given)
-    forward = module._fsdp_outermost_forward if outermost else module._fsdp_original_forward
+    if own:
+        forward = getattr(module, _OWN_FORWARD)
+    else:
+        forward = module._fsdp_outermost_forward if outermost else module._fsdp_original_forward
     output = call_in_forward(forward, args, kwargs)
     return output if boundary is None else torch.compiler.disable(cast_output)(boundary, given, output)
 
@@ -182,14 +221,17 @@ def run_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 # Dynamo must not make these frames graphs of their own: run eagerly they raise the depth that eager reads look at, and
 # the user's forward below them is compiled. Inlined from another frame, `_forward` is traced like any function.
 skip_code(_forward.__code__)
+skip_code(_own_forward.__code__)
 skip_code(run_eagerly.__code__)
 
 
 @torch.compiler.disable
 def before_step(module: nn.Module) -> None:
     """Restores the parameters below `module` that are no longer views of their flat shards."""
-    from fsdp_compile.parameters import integrity  # it lays units out anew, which needs this module
+    from fsdp_compile.parameters import integrity, sharding  # they lay units out anew, which needs this module
 
+    if not calls_are_compiled():  # else a parameter that is new is an input of a graph, and the backend sees it
+        sharding.refuse_new_parameters(module)
     for unit in _units_read_below(module):
         integrity.check(unit)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, OffloadPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters.moved import MovedParameter
 from fsdp_compile.parameters.reads import READS
 from fsdp_compile.parameters.unit import Unit
 
@@ -88,3 +90,39 @@ def refuse_part(module: nn.Module, units_below: Iterable[Unit]) -> None:
                     where=f"fully_shard({type(module).__name__})" + (f", {name}" if name else ""),
                     instead="call fully_shard() on children before parents",
                 )
+
+
+def refuse_gradients(root: nn.Module, ignored: Container[int]) -> None:
+    """Refuses plain parameters that have gradients: each rank's own, which no reduction has seen.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, DTensor | MovedParameter) or id(parameter) in ignored:
+            continue
+        if parameter.grad is not None:
+            raise ConfigError(
+                "a parameter has a gradient from before it was sharded, of this rank's data alone",
+                where=name,
+                instead="step with it or drop it (model.zero_grad(set_to_none=True)) before fully_shard() or the first "
+                "compiled call; or shard first",
+            )
+
+
+def refuse_several_devices(root: nn.Module, ignored: Container[int]) -> None:
+    """Refuses parameters that lie on devices of different kinds, those on the meta device apart.
+
+    Raises:
+        ConfigError: If there are some.
+    """
+    first: dict[str, str] = {}
+    for name, parameter in root.named_parameters():
+        if id(parameter) not in ignored and parameter.device.type != "meta":
+            first.setdefault(parameter.device.type, name)
+    if len(first) > 1:
+        raise ConfigError(
+            "parameters lie on several kinds of device: " + ", ".join(f"{n} on {d}" for d, n in first.items()),
+            where="fully_shard(module)",
+            instead="model.to(device) before, or list the others in ignored_params",
+        )

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.parameters import moved, splitting, storage
 from fsdp_compile.parameters.flat import ParameterSlot
+from fsdp_compile.parameters.groups import check_mesh, default_mesh
+from fsdp_compile.parameters.ignoring import ignored_ids
 from fsdp_compile.parameters.islands import Place, cast_at, keep_full_precision
 from fsdp_compile.parameters.moved import MovedParameter
-from fsdp_compile.parameters.overrides import Arguments
 from fsdp_compile.parameters.precision import MixedPrecision, Policy, as_mixed_precision
 from fsdp_compile.parameters.reads import READS, gather_on_read
-from fsdp_compile.parameters.refusals import refuse_part, refuse_policies, refuse_root, refuse_wrappers
+from fsdp_compile.parameters.refusals import (
+    refuse_gradients,
+    refuse_part,
+    refuse_policies,
+    refuse_root,
+    refuse_several_devices,
+    refuse_wrappers,
+)
+from fsdp_compile.parameters.spec import Reshard
 from fsdp_compile.parameters.splitting import WrapPolicy
 from fsdp_compile.parameters.storage import Member, PlacementFn
 from fsdp_compile.parameters.unit import Origin, Unit, UnitPolicy
 
 M = TypeVar("M", bound=nn.Module)
 _STATE = "_fsdp_sharding"
-_FORWARDS_WITHOUT_READS = (nn.Module.forward, nn.Sequential.forward)
-"""Of containers, unless a subclass writes its own."""
 
 
 @dataclasses.dataclass
@@ -46,7 +53,7 @@ class Sharding:
     precision: MixedPrecision
 
 
-def fully_shard(  # noqa: PLR0913  those of torch
+def fully_shard(
     module: M,
     *,
     mesh: DeviceMesh | None = None,
@@ -54,9 +61,8 @@ def fully_shard(  # noqa: PLR0913  those of torch
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: Policy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter | nn.Module] | None = None,
     auto_wrap_policy: WrapPolicy | None = None,
-    sharding_strategy: ShardingStrategy | None = None,
 ) -> M:
     """Shards the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -72,19 +78,16 @@ def fully_shard(  # noqa: PLR0913  those of torch
         mp_policy: Dtypes of gathered parameters, reduction, inputs and outputs: FSDP2's `MixedPrecisionPolicy`, our
             `MixedPrecision`, which says more, or FSDP1's.
         offload_policy: Only the default, which offloads nothing.
-        ignored_params: Parameters to leave as they are: neither sharded nor reduced.
-        auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split. A
-            `CustomPolicy` may return a dict for a module: `sharding_strategy`, `reshard_after_forward`, `mesh` or
-            `mp_policy` of that unit.
-        sharding_strategy: FSDP1's name for a mesh and what is kept for backward, instead of `reshard_after_forward`.
-            Hybrid sharding without a mesh shards over the ranks of each machine.
+        ignored_params: Parameters to leave as they are: neither sharded nor reduced. A module stands for all
+            parameters in it.
+        auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split.
 
     Returns:
         `module` itself.
 
     Raises:
-        ConfigError: If the module is sharded already, the mesh has not 1 or 2 dimensions, a policy is not supported, or
-            arguments contradict each other.
+        ConfigError: If the module is sharded already, the mesh has not 1 or 2 dimensions, a policy is not supported,
+            nothing is left to shard, or a parameter has a gradient already.
         UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
     """
     refuse_root(module)
@@ -98,39 +101,39 @@ def fully_shard(  # noqa: PLR0913  those of torch
             instead="call fully_shard() once per module, children before parents",
         )
     refuse_part(module, units(module))
-    arguments = Arguments(sharding_strategy, mesh, reshard_after_forward, precision, _device_type(module))
-    policy = arguments.policy()
+    ignored = ignored_ids(module, ignored_params)
+    refuse_gradients(module, ignored)
+    refuse_several_devices(module, ignored)
+    if mesh is None:
+        mesh = default_mesh(_device_type(module))
+    check_mesh(mesh)
+    reshard = Reshard.AFTER_BACKWARD if reshard_after_forward is False else Reshard.AFTER_FORWARD
+    policy = UnitPolicy(mesh, precision, reshard)
     below = [m for m in module.modules() if is_sharded(m)]
     for descendant in below:
         _merge_split(descendant)
     names = {id(m): name for name, m in module.named_modules()}
     for unit in units(module):
         unit.name = names[id(unit.root)]
-    ignored = {id(p) for p in ignored_params or ()}
     ignored |= {i for m in below for i in m.__dict__[_STATE].ignored}
     occurrences = list(_unmanaged(module, ignored))
     managed = {p for _, _, _, p in occurrences}
-    roots: dict[nn.Module, UnitPolicy] = {}
+    roots: list[nn.Module] = []
     origin = Origin.CALL
     if auto_wrap_policy is not None:
-        chosen = splitting.policy_units(module, auto_wrap_policy, managed)
-        roots = {root: arguments.overridden(overrides) for root, overrides in chosen.items()}
+        roots = splitting.policy_units(module, auto_wrap_policy, managed)
     elif not below:
-        roots, origin = dict.fromkeys(splitting.automatic_units(module, managed), policy), Origin.SPLIT
-    different = {root: own for root, own in roots.items() if own.mixed_precision != precision}
-    for root, own in different.items():
-        keep_full_precision(root, own.mixed_precision, below)
-    keep_full_precision(module, precision, [*below, *different])
-    made = _make_units(module, {**roots, module: policy}, origin, occurrences, shard_placement_fn)
+        roots, origin = splitting.automatic_units(module, managed), Origin.SPLIT
+    keep_full_precision(module, precision, below)
+    made = _make_units(module, roots, policy, origin, occurrences, shard_placement_fn)
     object.__setattr__(module, _STATE, Sharding(made, ignored, precision))
     _enter_forwards(module)
     del occurrences, managed  # so that only others' references to the old parameters are left
     moved.update_optimizers()
     for descendant in below:
         cast_at(descendant, descendant.__dict__[_STATE].precision, Place.INSIDE)
-    for root, own in roots.items() if origin is Origin.CALL else ():
-        output = own.mixed_precision.output_dtype if root in different else None
-        cast_at(root, dataclasses.replace(own.mixed_precision, output_dtype=output), Place.INSIDE)
+    for root in roots if origin is Origin.CALL else ():
+        cast_at(root, dataclasses.replace(precision, output_dtype=None), Place.INSIDE)
     cast_at(module, precision, Place.OUTERMOST)
     return module
 
@@ -144,6 +147,28 @@ def units(model: nn.Module) -> list[Unit]:
 def is_ignored(root: nn.Module, parameter: nn.Parameter) -> bool:
     """Whether a call of `fully_shard` in `root` was told to leave `parameter` alone."""
     return any(id(parameter) in m.__dict__[_STATE].ignored for m in root.modules() if _STATE in m.__dict__)
+
+
+def refuse_new_parameters(root: nn.Module) -> None:
+    """Refuses parameters that came into sharded modules after they were sharded: nobody would reduce their gradients.
+
+    Raises:
+        ConfigError: If there is one that no call was told to ignore.
+    """
+    for path, module in root.named_modules():
+        if is_sharded(module):
+            for name, parameter in nn.Module.named_parameters(module, prefix=path):
+                if not isinstance(parameter, DTensor | MovedParameter) and not is_ignored(root, parameter):
+                    raise added_later(name)
+
+
+def added_later(name: str) -> ConfigError:
+    """The error for a parameter that came into a module after it was sharded."""
+    return ConfigError(
+        "a parameter was added to a module after it was sharded",
+        where=name,
+        instead="add it before fully_shard() or the first compiled call, or list it in ignored_params",
+    )
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -171,7 +196,13 @@ def _merge_split(descendant: nn.Module) -> None:
     unit = Unit(descendant, "", parts[0].policy, Origin.CALL)
     names = {id(m): name for name, m in descendant.named_modules()}
     members = [
-        Member(f"{names[id(part.root)]}.{slot.name}".removeprefix("."), slot.owners, slot.parameter, slot.spec.dim)
+        Member(
+            f"{names[id(part.root)]}.{slot.name}".removeprefix("."),
+            slot.owners,
+            slot.parameter,
+            slot.spec.dim,
+            slot.spec.order,
+        )
         for part in parts
         for slot in part.slots
     ]
@@ -212,13 +243,14 @@ def _join_slot(slot: ParameterSlot, module: nn.Module, attribute: str) -> None:
 
 def _make_units(
     module: nn.Module,
-    roots: dict[nn.Module, UnitPolicy],
+    roots: list[nn.Module],
+    policy: UnitPolicy,
     origin: Origin,
     occurrences: list[Occurrence],
     placement: PlacementFn | None,
 ) -> list[Unit]:
     names = {id(m): name for name, m in module.named_modules()}
-    chosen = {names[id(m)]: m for m in roots}
+    chosen = {names[id(m)]: m for m in roots} | {"": module}
     members: dict[str, dict[int, Member]] = {name: {} for name in chosen}
     unit_of: dict[int, str] = {}
     for module_name, owner, attribute, parameter in occurrences:
@@ -227,13 +259,13 @@ def _make_units(
             members[unit_name][id(parameter)].owners.append((owner, attribute))
             continue
         full_name = f"{module_name}.{attribute}" if module_name else attribute
-        dim = storage.shard_dim(full_name, parameter, roots[chosen[unit_name]].size, placement)
+        dim = storage.shard_dim(full_name, parameter, policy.size, placement)
         local_name = full_name.removeprefix(f"{unit_name}.") if unit_name else full_name
         members[unit_name][id(parameter)] = Member(local_name, [(owner, attribute)], parameter, dim)
     made = []
     for name, root in chosen.items():
         if members[name]:
-            unit = Unit(root, name, roots[root], origin)
+            unit = Unit(root, name, policy, origin)
             storage.fill(unit, list(members[name].values()))
             made.append(unit)
     return made
@@ -249,6 +281,5 @@ def _nearest(name: str, chosen: dict[str, nn.Module]) -> str:
 def _enter_forwards(root: nn.Module) -> None:
     """Lets modules whose code may read parameters of their children know when they are inside their forward."""
     for module in root.modules():
-        reads_below = any(READS in m.__dict__ for m in module.modules())
-        if reads_below and READS not in module.__dict__ and type(module).forward not in _FORWARDS_WITHOUT_READS:
+        if READS not in module.__dict__ and any(READS in m.__dict__ for m in module.modules()):
             gather_on_read(module, {})

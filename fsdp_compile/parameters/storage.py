@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import nn
@@ -34,12 +33,14 @@ class Member:
         owners: Every (module, attribute) that holds it.
         parameter: What they hold: a full parameter, or a DTensor one that is already sharded on `dim`.
         dim: The dimension to shard; `None` for a 0-d parameter.
+        order: As in `ReadSpec`, if the parameter is a DTensor, which does not tell.
     """
 
     name: str
     owners: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
     dim: int | None
+    order: tuple[int, ...] = ()
 
 
 def fill(unit: Unit, members: Sequence[Member]) -> None:
@@ -66,7 +67,7 @@ def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
     dtypes = _dtypes(policy, members[0])
     shapes = [layout.ParameterShape(m.name, tuple(m.parameter.shape), m.dim) for m in members]
     planned = layout.plan_layout(
-        shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.quantized or dtypes.sent, reduced=dtypes.reduced
+        shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.sent, reduced=dtypes.reduced
     )
     buffer = torch.zeros(planned.numel, dtype=first.dtype, device=_device(first))
     slots = [_slot(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
@@ -77,12 +78,11 @@ def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
 
 @dataclasses.dataclass(frozen=True)
 class _Dtypes:
-    """Of the parameters of one flat shard: as stored, as read, as reduced, and in 8 bits if large ones travel so."""
+    """Of the parameters of one flat shard: as stored, as gathered and as reduced."""
 
     stored: torch.dtype
     sent: torch.dtype
     reduced: torch.dtype
-    quantized: torch.dtype | None = None
 
 
 def _dtypes(policy: UnitPolicy, member: Member) -> _Dtypes:
@@ -91,8 +91,7 @@ def _dtypes(policy: UnitPolicy, member: Member) -> _Dtypes:
     if keeps_own_dtype(member):
         return _Dtypes(stored, stored, stored)
     sent = (asked.param_dtype or stored) if stored.is_floating_point else stored
-    quantized = asked.gather_dtype if stored.is_floating_point and policy.size > 1 else None
-    return _Dtypes(stored, sent, asked.reduce_dtype or sent, quantized)
+    return _Dtypes(stored, sent, asked.reduce_dtype or sent)
 
 
 def keeps_own_dtype(member: Member) -> bool:
@@ -113,32 +112,36 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
         shape=shape,
         dim=member.dim,
         size=policy.size,
-        group=_alias(policy, policy.arrangement.shard_dim, "shard"),
-        replicas=policy.arrangement.replicas,
-        replicate_group=_alias(policy, policy.arrangement.replicate_dim, "replicate"),
+        group=alias_of(policy.mesh.get_group(policy.mesh.ndim - 1), "shard"),
+        replicas=policy.mesh.size(0) if policy.mesh.ndim == 2 else 1,
+        replicate_group=alias_of(policy.mesh.get_group(0), "replicate") if policy.mesh.ndim == 2 else "",
         param_dtype=dtypes.sent,
         reduce_dtype=dtypes.reduced,
-        gather_dtype=dtypes.quantized if layout.is_large(shape, member.dim, policy.size, dtypes.stored) else None,
-        reshard=policy.arrangement.reshard,
+        reshard=policy.reshard,
+        order=member.order or memory_order(parameter),
     )
     held = local_shape(shape, member.dim, policy.size, policy.rank)
     numel = torch.Size(held).numel()
     local = buffer[place.offset : place.offset + numel].view(held)
     slot = ParameterSlot(member.name, member.owners, parameter, spec, policy.rank, held, local)
-    in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_dtype=None)
-    if policy.mixed_precision.full_precision_in_eval and in_eval != spec:
-        slot.eval_spec = in_eval
+    if policy.mixed_precision.full_precision_in_eval and dtypes.sent is not dtypes.stored:
+        slot.eval_spec = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored)
     if policy.mixed_precision.keep_low_precision_grads and dtypes.sent is not dtypes.stored:
         slot.kept_gradient_dtype = dtypes.sent
     adopt(slot, parameter, policy)
     return slot
 
 
-def _alias(policy: UnitPolicy, dim: int | None, role: Literal["shard", "replicate"]) -> str:
-    """Name of the group along a dimension of the mesh; empty if there is none, or nobody to be averaged with."""
-    if dim is None or (role == "replicate" and policy.mesh.size(dim) == 1):
-        return ""
-    return alias_of(policy.mesh.get_group(dim), role)
+def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions of a full parameter from the outermost to the innermost in memory.
+
+    Returns:
+        Empty for a contiguous parameter, and for one with gaps or overlaps, whose readers get a contiguous one.
+    """
+    if isinstance(parameter, DTensor) or parameter.is_contiguous():
+        return ()
+    order = sorted(range(parameter.dim()), key=parameter.stride().__getitem__, reverse=True)
+    return tuple(order) if parameter.permute(order).is_contiguous() else ()
 
 
 def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> None:
@@ -152,7 +155,7 @@ def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> N
     Raises:
         ConfigError: If the parameter is a DTensor of another mesh or placement.
     """
-    placements = policy.arrangement.placements(slot.spec.dim)
+    placements = _placements(policy, slot.spec.dim)
     _part_with(slot, parameter)
     if isinstance(parameter, DTensor):
         if parameter.device_mesh != policy.mesh or tuple(parameter.placements) != placements:
@@ -179,7 +182,7 @@ def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> N
 def give_memory(slot: ParameterSlot, policy: UnitPolicy, device: torch.device) -> None:
     """Gives a parameter on meta uninitialized memory on `device`; it keeps its identity, for optimizers' sake."""
     local = torch.empty(slot.local_shape, dtype=slot.parameter.dtype, device=device)
-    made = _sharded_parameter(slot.parameter, local, policy, policy.arrangement.placements(slot.spec.dim))
+    made = _sharded_parameter(slot.parameter, local, policy, _placements(policy, slot.spec.dim))
     torch.utils.swap_tensors(slot.parameter, made)
 
 
@@ -190,11 +193,16 @@ def _part_with(slot: ParameterSlot, successor: nn.Parameter) -> None:
         _torch.set_local_tensor(replaced, slot.local.clone())
 
 
+def _placements(policy: UnitPolicy, dim: int | None) -> tuple[Shard | Replicate, ...]:
+    inner = Replicate() if dim is None else Shard(dim)
+    return (inner,) if policy.mesh.ndim == 1 else (Replicate(), inner)
+
+
 def _sharded_parameter(
     full: nn.Parameter, local: torch.Tensor, policy: UnitPolicy, placements: tuple[Shard | Replicate, ...]
 ) -> nn.Parameter:
     dtensor = _torch.new_dtensor(local, policy.mesh, placements, full.shape)
-    sharded = nn.Parameter(dtensor)
+    sharded = nn.Parameter(dtensor, requires_grad=full.is_floating_point() or full.is_complex())
     _torch.set_local_tensor(sharded, local)  # type: ignore[arg-type]  # nn.Parameter holds an alias of it
     for attribute, value in vars(full).items():  # marks that users and libraries put on parameters
         setattr(sharded, attribute, value)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.precision import MixedPrecision
-from fsdp_compile.parameters.strategy import Arrangement
+from fsdp_compile.parameters.spec import Reshard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,27 +20,24 @@ class UnitPolicy:
     """How the parameters of a unit are stored, sent and reduced.
 
     Attributes:
-        arrangement: Over which ranks, and what is kept for backward.
+        mesh: 1-D (shard) or 2-D (replicate, shard).
         mixed_precision: Dtypes; `None` in it keeps the parameter's own.
+        reshard: Whether gathered parameters are kept for backward.
     """
 
-    arrangement: Arrangement
+    mesh: DeviceMesh
     mixed_precision: MixedPrecision
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The ranks."""
-        return self.arrangement.mesh
+    reshard: Reshard
 
     @property
     def size(self) -> int:
         """Ranks in the shard group."""
-        return self.arrangement.size
+        return self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def rank(self) -> int:
         """This rank's place in the shard group."""
-        return self.arrangement.rank
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
 
 class Origin(enum.Enum):

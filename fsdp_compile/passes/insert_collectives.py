@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from operator import getitem
 
 import torch
 from torch import fx
@@ -25,7 +24,6 @@ from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD, last_of, parameter_onl
 from fsdp_compile.ir.record import Record, Role, require
 from fsdp_compile.parameters import assemble
 from fsdp_compile.parameters.spec import ReadSpec, parse
-from fsdp_compile.passes import wire
 from fsdp_compile.passes.reduction import reduce_one
 
 aten = torch.ops.aten
@@ -115,25 +113,17 @@ def _insert_gather(step: StepGraph, read: Read, order: dict[fx.Node, int]) -> No
     assert isinstance(flat, fx.Node)
     b = GraphBuilder(step.graph, _parameter_record(flat, spec, Role.SHARD, step), marker)
     with step.graph.inserting_before(marker):
-        messages = wire.messages(b, flat, spec.offset, spec.extent, spec)
-        arrived = _gather(b, messages, spec) if spec.size > 1 else messages
-        full = full_node(b, wire.received(b, arrived, spec), spec, start=0, span=spec.extent)
+        message = assemble.narrow(b, flat, 0, spec.offset, spec.offset + spec.extent)
+        message = assemble.cast(b, message, spec.param_dtype)
+        if spec.size > 1:
+            with b.as_role(Role.GATHER):
+                message = b.call(collectives.all_gather_into_tensor.default, message, spec.size, spec.group)
+            with b.as_role(Role.GATHER_WAIT):
+                message = b.call(collectives.wait_tensor.default, message)
+        full = full_node(b, message, spec, start=0, span=spec.extent)
     for node in read.markers:
         node.replace_all_uses_with(full)
         step.graph.erase_node(node)
-
-
-def _gather(b: GraphBuilder, messages: list[fx.Node], spec: ReadSpec) -> list[fx.Node]:
-    """Records one all-gather, grouped if there are several messages, and the waits."""
-    with b.as_role(Role.GATHER):
-        if len(messages) == 1:
-            started = [b.call(collectives.all_gather_into_tensor.default, messages[0], spec.size, spec.group)]
-        else:
-            group = b.call(collectives.all_gather_into_tensor_coalesced.default, messages, spec.size, spec.group)
-            with b.as_role(Role.GATHER_ITEM):
-                started = [b.call(getitem, group, index) for index in range(len(messages))]
-    with b.as_role(Role.GATHER_WAIT):
-        return [b.call(collectives.wait_tensor.default, item) for item in started]
 
 
 def full_node(b: GraphBuilder, message: fx.Node, spec: ReadSpec, *, start: int, span: int) -> fx.Node:

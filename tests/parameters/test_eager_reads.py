@@ -80,7 +80,7 @@ def _check_methods() -> None:
     assert model.seen == [DTensor, DTensor, DTensor]
     x = torch.randn(2, 4)
     torch.testing.assert_close(model(x), reference(x))
-    assert model.seen == [torch.Tensor, torch.Tensor, DTensor], "gathered inside of forward, also for its caller"
+    assert model.seen == [torch.Tensor, torch.Tensor, torch.Tensor], "gathered inside of forward, also for its caller"
     model.look()
     assert model.seen == [DTensor, DTensor, DTensor]
     with pytest.raises(ValueError, match="on purpose"):

@@ -1,0 +1,160 @@
+"""Models that reach their parameters in unusual ways train to the numbers of one process on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from fsdp_compile import UnsupportedModelError, fully_shard
+from tests.fake_world import fake_world
+from tests.parity.models import Stack
+from tests.parity.pair import Differences, batches, loss_of, train_pair
+from tests.parity.test_model_kinds import assert_equal_training
+from tests.parity.unusual_models import KINDS
+from tests.ranks import run_ranks
+
+LEFT_TO_PYTHON = ("recurrent", "recurrent-first", "experts")
+"""No frame of these reaches the backend: they have to be sharded before."""
+
+
+def _kind(name: str, *, sharded_before: bool, lower: str = "eager") -> Differences:
+    return train_pair(KINDS[name], prepare=fully_shard if sharded_before else None, lower=lower)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in LEFT_TO_PYTHON])
+def test_sharded_at_the_first_call(name: str) -> None:
+    assert_equal_training(run_ranks(_kind, name, sharded_before=False))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", [*LEFT_TO_PYTHON, "penalty-of-blocks", "channels-last"])
+def test_sharded_before_the_compile(name: str) -> None:
+    assert_equal_training(run_ranks(_kind, name, sharded_before=True))
+
+
+@pytest.mark.parametrize("name", ["channels-last", "reads-of-another"])
+def test_through_inductor(name: str) -> None:
+    assert_equal_training(run_ranks(_kind, name, sharded_before=False, lower="inductor"))
+
+
+def _without_compile(name: str) -> float:
+    """The largest relative difference of a gradient between a sharded model that is not compiled and one process."""
+    torch.manual_seed(0)
+    model = KINDS[name]()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    (batch,) = batches(1, 4 * world)
+    loss_of(model(batch.chunk(world)[rank])).backward()
+    loss_of(reference(batch)).backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(
+        ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item()  # type: ignore[union-attr]
+        for p, q in pairs
+        if q.grad is not None
+    )
+
+
+@pytest.mark.parametrize("name", ["recurrent", "penalty", "penalty-of-blocks", "own-forward", "channels-last"])
+def test_without_compile(name: str) -> None:
+    assert max(run_ranks(_without_compile, name)) < 1e-4
+
+
+class _OwnForwardAtTheTop(Stack):
+    """The outermost module has a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.through_all  # type: ignore[method-assign]
+
+    def through_all(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.head.weight.t()
+
+
+def _own_forward_at_the_top(*, compiled: bool) -> float:
+    torch.manual_seed(0)
+    model = _OwnForwardAtTheTop()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    call = torch.compile(model, backend="fsdp", options={"lower": "eager"}) if compiled else model
+    (batch,) = batches(1, 4)
+    loss_of(call(batch)).backward()
+    loss_of(reference(batch)).backward()
+    weight, expected = model.head.weight.grad, reference.head.weight.grad
+    assert expected is not None
+    assert model.head.bias.grad is None
+    return (weight.full_tensor() - expected).abs().max().item()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_forward_of_the_instances_own(*, compiled: bool) -> None:
+    assert max(run_ranks(_own_forward_at_the_top, compiled=compiled)) < 1e-5
+
+
+class _Slow(nn.Module):
+    """A teacher that follows the student inside of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(32, 5), nn.Linear(32, 5).requires_grad_(requires_grad=False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for mine, slow in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            slow.mul_(0.9).add_(mine, alpha=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.follow()
+        return self.student(x) - self.teacher(x)
+
+
+class _SlowInPython(_Slow):
+    """The same, where the update is not compiled."""
+
+    follow = torch.compiler.disable(_Slow.follow)
+
+
+class _Clamped(nn.Module):
+    """Writes into what a read gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return x * self.weight
+
+
+def _moving_average() -> Differences:
+    return train_pair(_SlowInPython)
+
+
+def test_updates_of_parameters_inside_of_forward_are_kept() -> None:
+    assert_equal_training(run_ranks(_moving_average))
+
+
+@pytest.mark.parametrize(
+    ("make", "what", "line"),
+    [(_Slow, "a parameter of (root)", "slow.mul_"), (_Clamped, "a gathered parameter", "clamp_")],
+)
+def test_updates_inside_of_a_graph_are_refused_with_their_line(
+    make: Callable[[], nn.Module], what: str, line: str
+) -> None:
+    with fake_world(2), pytest.raises(BackendCompilerFailed) as caught:
+        torch.compile(make(), backend="fsdp", options={"lower": "eager"})(torch.ones(2, 32))
+    error = caught.value.inner_exception
+    assert isinstance(error, UnsupportedModelError)
+    assert f"changes {what} in place" in error.what
+    assert line in (error.where or "")
+    assert "torch.compiler.disable" in (error.instead or "")
