@@ -14,6 +14,7 @@ from fsdp_compile.errors import (
 )
 from fsdp_compile.explain import explain
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parameters.full_params import full_params
 from fsdp_compile.parameters.materialize import materialize
 from fsdp_compile.parameters.precision import MixedPrecision
 from fsdp_compile.parameters.sharding import fully_shard, units
@@ -29,6 +30,7 @@ __all__ = [
     "UnsupportedModelError",
     "explain",
     "fsdp",
+    "full_params",
     "fully_shard",
     "materialize",
     "units",

@@ -20,6 +20,7 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.moved import MovedParameter
+from fsdp_compile.parameters.plain_view import is_shown
 from fsdp_compile.parameters.refusals import refuse_wrappers
 from fsdp_compile.parameters.sharding import added_later, fully_shard, is_ignored, is_sharded, units
 from fsdp_compile.parameters.unit import Unit
@@ -52,6 +53,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
             continue
         module = _owner(placeholder, value)
         if is_sharded(module):
+            _refuse_shown(module, value)
             if is_ignored(module, value) or not _is_unclaimed(module, value):
                 continue
             raise added_later(_name_in(module, value))
@@ -81,6 +83,15 @@ def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> No
             f"option {name!r} says how to shard, and the model was sharded before it was compiled",
             where=f"options={{{name!r}: ...}}",
             instead=f"fully_shard(model, {name}=...), or compile the plain model",
+        )
+
+
+def _refuse_shown(module: nn.Module, parameter: nn.Parameter) -> None:
+    if is_shown(parameter):
+        raise ConfigError(
+            "a compiled model is called while its parameters are held in full",
+            where=f"inside full_params(), {_name_in(module, parameter)}",
+            instead="call the plain model there, which is full too, or leave the context first",
         )
 
 

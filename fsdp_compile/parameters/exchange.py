@@ -74,14 +74,16 @@ def share_among_replicas(shard: torch.Tensor, spec: ReadSpec) -> None:
         dist.broadcast(as_bytes(shard), group=group_named(spec.replicate_group), group_src=0)
 
 
+def broadcast_from_first(value: torch.Tensor, spec: ReadSpec) -> None:
+    """Overwrites a contiguous tensor with what the first rank of the mesh has."""
+    share_among_replicas(value, spec)
+    if spec.size > 1:
+        dist.broadcast(as_bytes(value), group=group_named(spec.group), group_src=0)
+
+
 def is_first_replica(spec: ReadSpec) -> bool:
     """Whether this rank belongs to the first shard group of its mesh."""
     return spec.replicas == 1 or dist.get_rank(group_named(spec.replicate_group)) == 0
-
-
-def is_first(spec: ReadSpec) -> bool:
-    """Whether this rank is the first of its mesh."""
-    return is_first_replica(spec) and (spec.size == 1 or dist.get_rank(group_named(spec.group)) == 0)
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -15,7 +15,7 @@ from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters import moved, storage
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
-from fsdp_compile.parameters.unit import Unit
+from fsdp_compile.parameters.unit import Holding, Unit
 
 
 def check(unit: Unit) -> None:
@@ -24,8 +24,10 @@ def check(unit: Unit) -> None:
     New dtypes, devices, shapes and trainability give the unit new flat shards.
 
     Raises:
-        ConfigError: If a parameter is gone, is of another mesh, is on the meta device, or its `.data` was assigned to.
+        ConfigError: If a parameter is gone, is of another mesh, is on the meta device, or its `.data` was assigned to;
+            or if `full_params` holds some parameters of the model in full, and not all.
     """
+    refuse_held(unit)
     if any(flat.is_broken() for flat in unit.flats):
         repaired = [repair_in_place(flat) for flat in unit.flats]
         if not all(repaired):
@@ -36,7 +38,7 @@ def check(unit: Unit) -> None:
             raise ConfigError(
                 "a parameter is on the meta device and has no value yet",
                 where=unit.parameter_name(flat.slots[0]),
-                instead="call model.to_empty(device=...), then initialize (each module's reset_parameters()) or load a "
+                instead="fsdp_compile.materialize(model), which initializes it, or model.to_empty(device=...) and a "
                 "checkpoint, before the first step",
             )
 
@@ -47,6 +49,7 @@ def check_inside_graph(flat: FlatShard) -> None:
     Raises:
         ConfigError: If a parameter changed its dtype, device, shape or trainability since the region was entered.
     """
+    refuse_held(flat.unit)
     if not flat.is_broken():
         return
     if repair_in_place(flat):
@@ -59,6 +62,20 @@ def check_inside_graph(flat: FlatShard) -> None:
             where=flat.unit.parameter_name(changed),
             instead="compile the module itself (torch.compile(model, backend='fsdp')), or make the change before "
             "the first compiled call",
+        )
+
+
+def refuse_held(unit: Unit) -> None:
+    """Refuses to run a model of which `full_params` holds only a part in full.
+
+    Raises:
+        ConfigError: If modules of `unit` hold full parameters.
+    """
+    if unit.holding is Holding.FULL:
+        raise ConfigError(
+            "a forward reads sharded parameters of a model that is partly held in full",
+            where=f"inside full_params(), unit {unit.title}",
+            instead="full_params(model) of the whole model that is called, or leave the context before the call",
         )
 
 

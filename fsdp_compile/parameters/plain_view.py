@@ -10,6 +10,9 @@ from torch import nn
 from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.reads import READS
 
+_SHOWN = "_fsdp_shown"
+"""Attribute of a plain parameter that stands for a sharded one."""
+
 
 def own_slots(module: nn.Module) -> Iterator[tuple[str, ParameterSlot]]:
     """The sharded parameters that a module itself holds, by attribute, in registration order."""
@@ -25,8 +28,14 @@ def show(slot: ParameterSlot, full: torch.Tensor) -> nn.Parameter:
     plain = nn.Parameter(full, requires_grad=slot.parameter.requires_grad)
     for name, mark in vars(slot.parameter).items():  # that users and libraries put on parameters
         setattr(plain, name, mark)
+    setattr(plain, _SHOWN, True)
     _hold(slot, plain)
     return plain
+
+
+def is_shown(parameter: torch.Tensor) -> bool:
+    """Whether a plain parameter stands for a sharded one."""
+    return _SHOWN in vars(parameter)
 
 
 def hide(slot: ParameterSlot) -> None:

@@ -49,6 +49,15 @@ class Origin(enum.Enum):
     """The automatic split of a larger model made it."""
 
 
+class Holding(enum.Enum):
+    """What the modules of a unit hold."""
+
+    SHARDS = "shards"
+    """DTensors, views of the unit's flat shards."""
+    FULL = "full"
+    """Plain, full parameters, inside of `full_params`."""
+
+
 @dataclasses.dataclass(eq=False)
 class Unit:
     """One unit and its flat shards.
@@ -59,6 +68,7 @@ class Unit:
         policy: How its parameters are stored, sent and reduced.
         origin: Why it exists.
         flats: One flat shard per dtype and trainability.
+        holding: What its modules hold at the moment.
     """
 
     root: nn.Module
@@ -66,6 +76,7 @@ class Unit:
     policy: UnitPolicy
     origin: Origin
     flats: list[FlatShard] = dataclasses.field(default_factory=list)
+    holding: Holding = Holding.SHARDS
 
     @property
     def slots(self) -> Iterator[ParameterSlot]:
