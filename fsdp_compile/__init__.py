@@ -14,8 +14,11 @@ from fsdp_compile.errors import (
 )
 from fsdp_compile.explain import explain
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parameters.accumulation import no_sync
 from fsdp_compile.parameters.full_params import full_params
+from fsdp_compile.parameters.keeping import UnshardHandle
 from fsdp_compile.parameters.materialize import materialize
+from fsdp_compile.parameters.methods import ShardedModule
 from fsdp_compile.parameters.precision import MixedPrecision
 from fsdp_compile.parameters.sharding import fully_shard, units
 
@@ -27,11 +30,14 @@ __all__ = [
     "MixedPrecision",
     "ParityError",
     "RankMismatchError",
+    "ShardedModule",
+    "UnshardHandle",
     "UnsupportedModelError",
     "explain",
     "fsdp",
     "full_params",
     "fully_shard",
     "materialize",
+    "no_sync",
     "units",
 ]

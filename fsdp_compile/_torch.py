@@ -112,6 +112,11 @@ def backward_in_progress() -> int:
     return torch._C._current_graph_task_id()
 
 
+def after_this_backward(call: Callable[[], None]) -> None:
+    """Calls `call` when the backward pass that this thread is running has made all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def is_saved_by_autograd(tensor: torch.Tensor) -> bool:
     """Whether something besides the Python object holds a leaf: an autograd graph that has read it."""
     return tensor._use_count() > 1  # type: ignore[attr-defined]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD
+from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD, read_text
 from fsdp_compile.ir.record import KEY, Phase, Record, Role
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.spec import ReadSpec, parse
@@ -28,7 +28,22 @@ def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
     found = {i: FlatShard.of(value) for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
     flats = {i: flat for i, flat in found.items() if flat is not None}
     titles = _titles([flat.unit for flat in flats.values()])
-    return {i: _record(flat, titles[flat.unit]) for i, flat in flats.items()}
+    records = {i: _record(flat, titles[flat.unit]) for i, flat in flats.items()}
+    beside = {id(t): record for i, flat in flats.items() for t, record in _beside(flat, records[i])}
+    return records | {i: beside[id(value)] for i, value in enumerate(inputs) if id(value) in beside}
+
+
+def _beside(flat: FlatShard, record: Record) -> Iterator[tuple[torch.Tensor, Record]]:
+    """What reads of a flat shard may take besides it, with the record of each."""
+    for holder in flat.holders.values():
+        yield holder, dataclasses.replace(record, role=Role.HOLDER)
+    for role, place in ((Role.HELD, flat.held), (Role.PARTIAL, flat.partial)):
+        if place.value is not None:
+            yield place.value, dataclasses.replace(record, role=role)
+    if flat.kept is not None:
+        for name, spec in zip(record.parameters, record.specs, strict=True):
+            kept = flat.kept.values[spec.offset]
+            yield kept, dataclasses.replace(record, role=Role.KEPT, parameters=(name,), specs=(spec,))
 
 
 def _titles(units: Iterable[Unit]) -> dict[Unit, str]:
@@ -54,7 +69,8 @@ def name_inputs(graph: fx.Graph, flats: Mapping[int, Record]) -> None:
         # What AOTAutograd takes out of a DTensor input is described by its attribute and has no number of Dynamo's.
         index = position if described is None else getattr(described, "idx", -1)
         if index in flats and not node.name.startswith("tangents"):
-            node.meta[KEY] = _as_read(node, flats[index])
+            record = flats[index]
+            node.meta[KEY] = _as_read(node, record) if record.role is Role.FLAT else record
 
 
 def _as_read(flat: fx.Node, record: Record) -> Record:
@@ -63,7 +79,7 @@ def _as_read(flat: fx.Node, record: Record) -> Record:
     for user in flat.users:
         if user.target not in (UNSHARD, REDUCE_GRAD):
             continue
-        spec = parse(user.args[-1])  # type: ignore[arg-type]
+        spec = parse(read_text(user))
         if read.setdefault(spec.offset, spec) != spec:
             name = record.parameters[[s.offset for s in record.specs].index(spec.offset)]
             raise UnsupportedModelError(

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from fsdp_compile._torch import CheckpointPolicy, min_cut_rematerialization_partition
-from fsdp_compile.ir.queries import UNSHARD, parameter_only
+from fsdp_compile.ir.queries import UNSHARD, kept_value, parameter_only, read_text
 from fsdp_compile.parameters.spec import Reshard, parse
 
 _LAST_REGION = 1 << 60
@@ -23,7 +23,8 @@ def mark_reads(joint: fx.Graph) -> None:
     for node in parameter_only(joint):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _LAST_REGION
-        if node.target is UNSHARD and parse(node.args[1]).reshard is Reshard.AFTER_BACKWARD:  # type: ignore[arg-type]
+        gathers = node.target is UNSHARD and kept_value(node) is None
+        if gathers and parse(read_text(node)).reshard is Reshard.AFTER_BACKWARD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 

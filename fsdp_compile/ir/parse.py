@@ -18,7 +18,8 @@ from fsdp_compile._torch import FakeTensorMode
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.edit import infer_value
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import KEY, Phase, Record, Role
+from fsdp_compile.ir.queries import TEXT_POSITION
+from fsdp_compile.ir.record import INPUTS, KEY, Phase, Record, Role
 from fsdp_compile.ir.scan import Line, read_name, read_node_name, read_type, read_value
 from fsdp_compile.ir.spelling import read_operator, read_parameter
 from fsdp_compile.ir.symbols import SymbolTable
@@ -155,7 +156,7 @@ class _Reader:
             return self._read_input(line, name, call, slots)
         if head[0] == "attribute":
             return self._read_attribute(line, name, call)
-        node = self.graph.create_node("call_function", target, *self._arguments(line, call), name=name)
+        node = self.graph.create_node("call_function", target, *self._arguments(line, target, call), name=name)
         if call.role is not None:
             node.meta[KEY] = self._record(line, call, self._lookup(line, call))
         self._infer(line, node, head[0])
@@ -182,7 +183,9 @@ class _Reader:
         node = self.graph.placeholder(name)
         node.meta["val"] = self._declared(line)
         if call.role is not None:
-            node.meta[KEY] = self._record(line, call, self._read_slots(line, call, slots))
+            is_beside = call.role in {role.value for role in INPUTS - {Role.FLAT}}
+            places = self._lookup(line, call) if is_beside else self._read_slots(line, call, slots)
+            node.meta[KEY] = self._record(line, call, places)
         return node
 
     def _read_slots(self, line: Line, call: _Call, slots: list[Line]) -> list[tuple[str, ReadSpec]]:
@@ -212,9 +215,11 @@ class _Reader:
         node.meta["val"] = value
         return node
 
-    def _arguments(self, line: Line, call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        slot = [] if call.slot is None else [self._slot_text(line, call)]
-        return (*call.args, *slot), call.kwargs
+    def _arguments(self, line: Line, target: Any, call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if call.slot is None:
+            return tuple(call.args), call.kwargs
+        position = TEXT_POSITION.get(target, len(call.args))
+        return (*call.args[:position], self._slot_text(line, call), *call.args[position:]), call.kwargs
 
     def _slot_text(self, line: Line, call: _Call) -> str:
         record = call.args[0].meta.get(KEY) if call.args and isinstance(call.args[0], fx.Node) else None
@@ -246,8 +251,8 @@ class _Reader:
             role = Role(call.role)
         except ValueError:
             raise line.error(f"there is no role {call.role}", instead=", ".join(r.value for r in Role)) from None
-        # A flat shard keeps the record of the forward graph that it is an input of, in backward as well.
-        phase = Phase.FORWARD if role is Role.FLAT else self.phase
+        # An input keeps the record that it has in the forward graph, in backward as well.
+        phase = Phase.FORWARD if role in INPUTS else self.phase
         return Record(role, call.unit or "", tuple(n for n, _ in places), tuple(spec for _, spec in places), phase)
 
     def _declared(self, line: Line) -> Any:

@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
 
-from fsdp_compile.ir.record import Role, role_of
+from fsdp_compile.ir.record import Record, Role, record_of, require, role_of
 from fsdp_compile.parameters import ops  # noqa: F401  registers the markers
 
 UNSHARD = torch.ops.fsdp.unshard.default
 REDUCE_GRAD = torch.ops.fsdp.reduce_grad.default
+TEXT_POSITION: Mapping[Any, int] = {UNSHARD: 1, REDUCE_GRAD: 2}
+"""Where among the arguments of a marker the text of its spec is."""
+
+
+def read_text(marker: fx.Node) -> str:
+    """The text of the spec that a marker carries."""
+    text = marker.args[TEXT_POSITION[marker.target]]
+    assert isinstance(text, str)
+    return text
+
+
+def kept_value(marker: fx.Node) -> fx.Node | None:
+    """The full parameter that a read takes in place of gathering it."""
+    return _node(marker, 2)
+
+
+def added_gradients(marker: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """What a gradient's marker adds before the reduction, and before the sum over replicas."""
+    return _node(marker, 3), _node(marker, 4)
+
+
+def _node(marker: fx.Node, position: int) -> fx.Node | None:
+    found = marker.args[position] if position < len(marker.args) else None
+    return found if isinstance(found, fx.Node) else None
+
+
+def beside(flat: fx.Node, role: Role) -> fx.Node | None:
+    """The input of `role` that belongs to a flat shard, if the graph has one."""
+    owner = require(flat)
+    for node in flat.graph.find_nodes(op="placeholder"):
+        record = record_of(node)
+        if record is not None and record.role is role and same_flat(record, owner):
+            return node
+    return None
+
+
+def same_flat(one: Record, other: Record) -> bool:
+    """Whether two records are of one flat shard, or of what is laid out like it."""
+    return (one.unit, one.parameters) == (other.unit, other.parameters)
 
 
 def first_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:

@@ -28,6 +28,14 @@ class Role(enum.Enum):
 
     FLAT = "flat"
     """Graph input: a flat shard."""
+    HOLDER = "holder"
+    """Graph input: the leaf that gradients go to which are not summed over all ranks."""
+    HELD = "held"
+    """Graph input: full gradients that wait for their reduction."""
+    PARTIAL = "partial"
+    """Graph input: reduced gradients that wait for their sum over replicas."""
+    KEPT = "kept"
+    """Graph input: a full parameter that stayed gathered since an earlier call."""
     SHARD = "shard"
     """This rank's part of a message, on its way into an all-gather."""
     GATHER = "gather"
@@ -44,12 +52,16 @@ class Role(enum.Enum):
     """Frees gathered messages."""
     GRADIENT = "gradient"
     """A step from a full gradient to a message."""
+    ADD_HELD = "add_held"
+    """Adds held gradients to new ones, before they are reduced."""
     REDUCE = "reduce"
     """Starts a reduce-scatter."""
     REDUCE_ITEM = "reduce_item"
     """One message of a grouped reduce-scatter that is still running."""
     REDUCE_WAIT = "reduce_wait"
     """Completes a reduce-scatter, or one message of a grouped one."""
+    ADD_PARTIAL = "add_partial"
+    """Adds reduced gradients that were held to new ones, before they are summed over replicas."""
     REPLICATE = "replicate"
     """Starts an all-reduce over replicas."""
     REPLICATE_ITEM = "replicate_item"
@@ -60,6 +72,16 @@ class Role(enum.Enum):
     """A step from a reduced message to the flat shard's gradient."""
     FLAT_GRADIENT = "flat_gradient"
     """Graph output: the gradient of a flat shard."""
+    PARTIAL_GRADIENT = "partial_gradient"
+    """Graph output: the gradient of a flat shard before its sum over replicas."""
+    HELD_GRADIENT = "held_gradient"
+    """Graph output: the full gradients of a flat shard's parameters, not reduced."""
+
+
+INPUTS = frozenset({Role.FLAT, Role.HOLDER, Role.HELD, Role.PARTIAL, Role.KEPT})
+"""Roles of graph inputs; their records are the same in both graphs."""
+GRADIENTS = (Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT, Role.HELD_GRADIENT)
+"""Roles of a flat shard's gradient, summed over all ranks, over the shard group, over none."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD
+from fsdp_compile.ir.queries import REDUCE_GRAD, TEXT_POSITION, UNSHARD, read_text
 from fsdp_compile.ir.record import Record, Role, record_of, role_of
 from fsdp_compile.ir.spelling import spell_dtype, spell_name, spell_operator, spell_parameter, spell_word
 from fsdp_compile.ir.symbols import Size, spell_size, spell_symbols
@@ -132,7 +132,8 @@ def _arguments(node: fx.Node) -> Iterator[str]:
     if node.op == "get_attr":
         yield repr(node.target)
     elif node.op != "placeholder":
-        yield from map(_value, node.args if slot is None else node.args[:-1])
+        skipped = None if slot is None else TEXT_POSITION[node.target]
+        yield from (_value(value) for position, value in enumerate(node.args) if position != skipped)
     if slot is not None:
         yield f"slot={slot}"
     for key, value in node.kwargs.items():
@@ -148,7 +149,8 @@ def _slot(node: fx.Node) -> str | None:
     if flat is None:
         return None
     places: dict[Any, str] = {spec.text: name for name, spec in zip(flat.parameters, flat.specs, strict=True)}
-    return spell_parameter(places[node.args[-1]], flat.unit) if node.args[-1] in places else None
+    text = read_text(node)
+    return spell_parameter(places[text], flat.unit) if text in places else None
 
 
 def _record(node: fx.Node) -> Iterator[str]:

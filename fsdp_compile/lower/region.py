@@ -13,7 +13,7 @@ from fsdp_compile.capture.partition import partition
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.markers import erase_markers
 from fsdp_compile.ir.record import Phase, Record
-from fsdp_compile.lower.runtime import Compiled, arrivals, check_views, flat_positions, note_arrivals
+from fsdp_compile.lower.runtime import Compiled, arrivals, check_inputs, flat_inputs, note_arrivals
 
 Transform = Callable[[StepGraph], StepGraph]
 
@@ -23,7 +23,7 @@ class Region:
     """State of one compile.
 
     Attributes:
-        flats: Records of Dynamo's inputs that are flat shards.
+        flats: Records of Dynamo's inputs that are flat shards, or belong to one.
         transform: Runs the passes on one graph.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
     """
@@ -51,10 +51,10 @@ class Region:
         """Compiles a transformed graph and adds what has to run around it."""
         step = StepGraph(gm, phase)
         noted = arrivals(step) if phase is Phase.BACKWARD else []
-        positions = flat_positions(step) if phase is Phase.FORWARD else []
+        inputs = flat_inputs(step) if phase is Phase.FORWARD else []
         erase_markers(gm.graph)
         gm.recompile()
         compiled = compile_graph()
         if noted:
             return note_arrivals(compiled, noted)
-        return check_views(compiled, positions) if positions else compiled
+        return check_inputs(compiled, inputs) if inputs else compiled

@@ -13,9 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import backward_in_progress, local_tensor
-from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.parameters.held_gradients import HeldGradients
+from fsdp_compile.parameters.spec import ReadSpec, Sync
 
 if TYPE_CHECKING:
+    from fsdp_compile.parameters.kept import KeptParameters, RunningGather
     from fsdp_compile.parameters.unit import Unit
 
 
@@ -69,8 +71,14 @@ class FlatShard:
     Attributes:
         leaf: The buffer, `[numel]`, the same size on every rank. Reads gather from it, autograd accumulates into it.
         slots: The parameters in it, by offset.
-        arrived: Offsets of the slots that got a gradient in the backward pass `noted_in`.
+        arrived: Offsets of the slots that got a gradient in the backward pass `noted_in`, by how far it is summed.
         noted_in: Which backward pass that was.
+        undelivered: Offsets of the slots whose gradients wait in `leaf.grad` for the last backward pass.
+        held: Full gradients that wait for their reduction.
+        partial: Reduced gradients that wait for their sum over replicas.
+        holders: The leaves that gradients go to which are not summed over all ranks, by how far they are.
+        kept: The full parameters, by offset, while they stay gathered between calls.
+        arriving: An all-gather of them that is still running.
         unit: The unit that it belongs to.
     """
 
@@ -80,8 +88,15 @@ class FlatShard:
         self.unit = unit
         self.leaf = leaf
         self.slots = tuple(slots)
-        self.arrived: set[int] = set()
+        self.arrived: dict[Sync, set[int]] = {}
         self.noted_in = -1
+        self.undelivered: set[int] = set()
+        specs = [slot.spec for slot in self.slots]
+        self.held = HeldGradients(specs, specs[0].size if specs else 1)
+        self.partial = HeldGradients(specs, 1)
+        self.kept: KeptParameters | None = None
+        self.arriving: RunningGather | None = None
+        self.holders: dict[Sync, torch.Tensor] = {}
         if leaf.device.type != "meta":
             FlatShard._by_address[leaf.data_ptr()] = self
 
@@ -93,12 +108,25 @@ class FlatShard:
         found = FlatShard._by_address.get(leaf.data_ptr())
         return found if found is not None and found.leaf.numel() == leaf.numel() else None
 
-    def note_gradients(self, offsets: Iterable[int]) -> None:
+    def note_gradients(self, offsets: Iterable[int], sync: Sync) -> None:
         """Notes which slots the gradient that is about to be accumulated covers; the others get none."""
         if self.noted_in != backward_in_progress():
             # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
-            self.arrived, self.noted_in = set(), backward_in_progress()
-        self.arrived.update(offsets)
+            self.arrived, self.noted_in = {}, backward_in_progress()
+        self.arrived.setdefault(sync, set()).update(offsets)
+
+    def noted_gradients(self, sync: Sync) -> set[int]:
+        """What `note_gradients` was told since this was asked last.
+
+        All slots if that was nothing: saved-tensor hooks gave backward a copy of the buffer, whose owner is unknown.
+        Then zeros stand for "no gradient".
+        """
+        return self.arrived.pop(sync, None) or {slot.spec.offset for slot in self.slots}
+
+    @property
+    def owes_gradients(self) -> bool:
+        """Whether there are gradients that have not reached the parameters."""
+        return bool(self.held) or bool(self.partial) or self.leaf.grad is not None
 
     def is_broken(self) -> bool:
         """Whether some parameter is no longer its view of this buffer: replaced, converted, moved, frozen, thawed.

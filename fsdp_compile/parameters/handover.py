@@ -7,14 +7,17 @@ hooks run, and the flat gradient is forgotten, so that `zero_grad`, clipping and
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from fsdp_compile._torch import allow_any_gradient_dtype, clear_own_gradient, make_dtensor, own_gradient
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.parameters import epilogue
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.reads import READS
+from fsdp_compile.parameters.spec import Sync
 
 
 def install(flat: FlatShard) -> None:
@@ -24,19 +27,45 @@ def install(flat: FlatShard) -> None:
     def after_accumulation(_leaf: torch.Tensor) -> None:
         owner = reference()
         if owner is not None:
-            hand_over(owner)
+            arrived(owner)
 
     if flat.leaf.requires_grad:
         flat.leaf.register_post_accumulate_grad_hook(after_accumulation)
 
 
 @torch.compiler.disable
+def arrived(flat: FlatShard) -> None:
+    """Notes that `flat.leaf` has a gradient; in the last backward of a step, hands it over to the parameters."""
+    flat.held.confirm()
+    flat.partial.confirm()
+    flat.undelivered |= flat.noted_gradients(Sync.ALL)
+    if flat.unit.accumulation.last_backward:
+        hand_over(flat)
+    epilogue.expect(flat.unit)
+
+
 def hand_over(flat: FlatShard) -> None:
     """Moves the gradient of `flat.leaf` into the parameters whose gradients arrived, and clears it."""
     gradient, flat.leaf.grad = flat.leaf.grad, None
-    arrived, flat.arrived = flat.arrived, set()
-    if gradient is None:
-        return
+    offsets, flat.undelivered = flat.undelivered, set()
+    if gradient is not None:
+        refuse_double_backward(flat, gradient)
+        deliver(flat, gradient, offsets)
+
+
+def deliver(flat: FlatShard, gradient: torch.Tensor, offsets: Collection[int]) -> None:
+    """Adds a gradient, laid out and typed as the flat shard, to the `.grad` of the slots at `offsets`."""
+    for slot in flat.slots:
+        if slot.spec.offset in offsets:
+            _accumulate(slot, gradient)
+
+
+def refuse_double_backward(flat: FlatShard, gradient: torch.Tensor) -> None:
+    """Refuses a gradient that has a history.
+
+    Raises:
+        UnsupportedModelError: If it has.
+    """
     if gradient.requires_grad:
         raise UnsupportedModelError(
             "a gradient of the parameters' gradients is asked for (double backward)",
@@ -44,10 +73,6 @@ def hand_over(flat: FlatShard) -> None:
             instead="torch.autograd.grad(loss, inputs, create_graph=True) for a penalty on gradients of inputs, "
             "without torch.compile",
         )
-    for slot in flat.slots:
-        # Nothing noted: saved-tensor hooks gave backward a copy of the buffer. Then zeros stand for "no gradient".
-        if slot.spec.offset in arrived or not arrived:
-            _accumulate(slot, gradient)
 
 
 def await_late_gradient(parameter: nn.Parameter, slot: ParameterSlot) -> None:
@@ -63,7 +88,7 @@ def await_late_gradient(parameter: nn.Parameter, slot: ParameterSlot) -> None:
         if gradient is not None:
             clear_own_gradient(old)
             module, attribute = slot.owners[0]
-            leaf, text, _ = getattr(module, READS)[attribute]
+            leaf, text, _ = getattr(module, READS)[attribute]  # the text by which gradients are reduced at once
             with torch.no_grad():
                 _accumulate(slot, torch.ops.fsdp.reduce_grad(leaf, gradient.to(slot.spec.param_dtype), text))
 

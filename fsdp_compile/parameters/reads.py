@@ -23,17 +23,15 @@ from fsdp_compile.parameters import (
     buffers,
     ops,  # noqa: F401  registers fsdp::unshard
 )
+from fsdp_compile.parameters.attributes import EVAL_READS, READS, VARIANTS
 from fsdp_compile.parameters.boundary import Arguments, Boundary, Island, cast_inputs, cast_output
 from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.mixing import with_methods
 from fsdp_compile.parameters.saving import give_storages
 from fsdp_compile.parameters.unit import Unit
 
 Read = tuple[nn.Parameter, str, FlatShard]
 
-READS = "_fsdp_reads"
-"""Attribute of a sharded module: parameter name to (flat shard's leaf, text of its `ReadSpec`, flat shard)."""
-EVAL_READS = "_fsdp_eval_reads"
-"""Attribute of a sharded module: parameter name to the text of the read that eval mode makes, where it is another."""
 BOUNDARY = "_fsdp_boundary"
 """Attribute of a module whose inputs and outputs are cast: its `Boundary` or `Island`."""
 _UNITS_BELOW = "_fsdp_units_below"
@@ -55,15 +53,18 @@ def gather_on_read(module: nn.Module, reads: Mapping[str, Read], in_eval: Mappin
     """
     kept_in_eval = {n: t for n, t in module.__dict__.get(EVAL_READS, {}).items() if n not in reads}
     in_eval = {**kept_in_eval, **(in_eval or {})}
-    reads = {**module.__dict__.get(READS, {}), **reads}
+    changed, reads = reads, {**module.__dict__.get(READS, {}), **reads}
     _layouts[0] += 1
     original = original_class(module)
+    object.__setattr__(
+        module, VARIANTS, {n: v for n, v in module.__dict__.get(VARIANTS, {}).items() if n not in changed}
+    )
     object.__setattr__(module, READS, reads)
     object.__setattr__(module, EVAL_READS, in_eval)
     key = (original, tuple(sorted(reads)), tuple(sorted(in_eval)))
     if key not in _classes:
         _classes[key] = _make_class(*key)
-    module.__class__ = _classes[key]
+    module.__class__ = with_methods(_classes[key], module)
     enter_own_forward(module)
 
 
@@ -128,10 +129,24 @@ def _eval_text(module: nn.Module, name: str) -> str:
     return _text(module, name) if module.training else getattr(module, EVAL_READS)[name]
 
 
+def _arguments(
+    module: nn.Module, name: str, text_of: Callable[[nn.Module, str], str]
+) -> tuple[str | torch.Tensor | None, ...]:
+    """What a read takes besides the flat shard; each tensor that is there, and the text, is a variant to Dynamo."""
+    text = text_of(module, name)
+    variants = getattr(module, VARIANTS)
+    if name not in variants or text != _text(module, name):
+        return (text,)
+    variant = variants[name]
+    if torch.is_grad_enabled():
+        return variant
+    return (text,) if variant[1] is None else (text, variant[1])
+
+
 def _read_property(name: str, text_of: Callable[[nn.Module, str], str]) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         if torch.compiler.is_compiling() or in_forward():
-            return torch.ops.fsdp.unshard(getattr(module, READS)[name][0], text_of(module, name))
+            return torch.ops.fsdp.unshard(getattr(module, READS)[name][0], *_arguments(module, name, text_of))
         if name not in module._parameters:  # deleted by the user
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         return module._parameters[name]
@@ -228,12 +243,13 @@ skip_code(run_eagerly.__code__)
 @torch.compiler.disable
 def before_step(module: nn.Module) -> None:
     """Restores the parameters below `module` that are no longer views of their flat shards."""
-    from fsdp_compile.parameters import integrity, sharding  # they lay units out anew, which needs this module
+    from fsdp_compile.parameters import integrity, keeping, sharding  # they lay units out anew, which needs this module
 
     if not calls_are_compiled():  # else a parameter that is new is an input of a graph, and the backend sees it
         sharding.refuse_new_parameters(module)
     for unit in _units_read_below(module):
         integrity.check(unit)
+        keeping.before_forward(unit)
 
 
 def _units_read_below(module: nn.Module) -> list[Unit]:

@@ -33,6 +33,7 @@ from fsdp_compile.parameters.spec import Reshard
 from fsdp_compile.parameters.splitting import WrapPolicy
 from fsdp_compile.parameters.storage import Member, PlacementFn
 from fsdp_compile.parameters.unit import Origin, Unit, UnitPolicy
+from fsdp_compile.parameters.variants import publish
 
 M = TypeVar("M", bound=nn.Module)
 _STATE = "_fsdp_sharding"
@@ -144,6 +145,11 @@ def units(model: nn.Module) -> list[Unit]:
     return [unit for m in model.modules() if _STATE in m.__dict__ for unit in m.__dict__[_STATE].units]
 
 
+def units_of_call(module: nn.Module) -> list[Unit]:
+    """The units that the call of `fully_shard` on this very module made."""
+    return list(module.__dict__[_STATE].units) if _STATE in module.__dict__ else []
+
+
 def is_ignored(root: nn.Module, parameter: nn.Parameter) -> bool:
     """Whether a call of `fully_shard` in `root` was told to leave `parameter` alone."""
     return any(id(parameter) in m.__dict__[_STATE].ignored for m in root.modules() if _STATE in m.__dict__)
@@ -238,7 +244,9 @@ def _join_slot(slot: ParameterSlot, module: nn.Module, attribute: str) -> None:
     owner, owner_attribute = slot.owners[0]
     module._parameters[attribute] = slot.parameter
     slot.owners.append((module, attribute))
-    gather_on_read(module, {attribute: getattr(owner, READS)[owner_attribute]}, slot.eval_read(attribute))
+    read = getattr(owner, READS)[owner_attribute]
+    gather_on_read(module, {attribute: read}, slot.eval_read(attribute))
+    publish(read[2])
 
 
 def _make_units(

@@ -24,6 +24,17 @@ class Reshard(enum.Enum):
     """Kept from forward to backward (ZeRO-2, FSDP1's SHARD_GRAD_OP)."""
 
 
+class Sync(enum.Enum):
+    """Which ranks a gradient is summed over when it is made."""
+
+    ALL = "all"
+    """All of them."""
+    SHARD = "shard"
+    """The shard group alone: what each replica has is accumulated (FSDP2's `set_requires_all_reduce(False)`)."""
+    NONE = "none"
+    """None: the full gradient is accumulated (`no_sync`)."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadSpec:
     """Where a parameter lies in its flat shard and how its full value is made.
@@ -42,6 +53,8 @@ class ReadSpec:
         reshard: Whether the gathered value is kept for backward.
         order: Dimensions from the outermost to the innermost in the memory that readers see (channels last, say);
             empty for a contiguous parameter. The flat shard holds every parameter contiguously.
+        sync: Which ranks the gradient is summed over.
+        divide: What the sum of gradients is divided by; `None` for the number of ranks.
     """
 
     offset: int
@@ -56,6 +69,8 @@ class ReadSpec:
     reduce_dtype: torch.dtype
     reshard: Reshard = Reshard.AFTER_FORWARD
     order: tuple[int, ...] = ()
+    sync: Sync = Sync.ALL
+    divide: float | None = None
 
     @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
@@ -102,6 +117,10 @@ class ReadSpec:
         fields["reshard"] = self.reshard.value
         if self.order:
             fields["order"] = "x".join(map(str, self.order))
+        if self.sync is not Sync.ALL:
+            fields["sync"] = self.sync.value
+        if self.divide is not None:
+            fields["divide"] = repr(float(self.divide))
         return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
@@ -130,6 +149,8 @@ def parse(text: str) -> ReadSpec:
             reduce_dtype=_dtype(fields["reduce"]),
             reshard=Reshard(fields["reshard"]),
             order=tuple(map(int, fields["order"].split("x"))) if "order" in fields else (),
+            sync=Sync(fields.get("sync", Sync.ALL.value)),
+            divide=float(fields["divide"]) if "divide" in fields else None,
         )
     except (KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"not the text of a read: {text!r}") from error

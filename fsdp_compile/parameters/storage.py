@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters import handover, layout, moved
+from fsdp_compile.parameters import handover, holding, layout, moved
 from fsdp_compile.parameters.boundary import Island
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.groups import alias_of
@@ -20,6 +20,7 @@ from fsdp_compile.parameters.reads import BOUNDARY, gather_on_read
 from fsdp_compile.parameters.rows import local_part, local_shape
 from fsdp_compile.parameters.spec import ReadSpec
 from fsdp_compile.parameters.unit import Unit, UnitPolicy
+from fsdp_compile.parameters.variants import publish
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 
@@ -52,6 +53,7 @@ def fill(unit: Unit, members: Sequence[Member]) -> None:
     key = lambda m: (  # noqa: E731
         str(m.parameter.dtype), m.parameter.requires_grad, str(m.parameter.device), keeps_own_dtype(m)
     )  # fmt: skip
+    _refuse_to_lose_gradients(unit)
     groups = [list(group) for _, group in itertools.groupby(sorted(members, key=key), key)]
     order = {id(m): i for i, m in enumerate(members)}
     unit.flats = [_flat_shard(unit, sorted(group, key=lambda m: order[id(m)])) for group in groups]
@@ -59,6 +61,18 @@ def fill(unit: Unit, members: Sequence[Member]) -> None:
         for slot in flat.slots:
             for module, attribute in slot.owners:
                 gather_on_read(module, {attribute: (flat.leaf, slot.spec.text, flat)}, slot.eval_read(attribute))
+        publish(flat)
+
+
+def _refuse_to_lose_gradients(unit: Unit) -> None:
+    if any(flat.owes_gradients for flat in unit.flats):
+        raise ConfigError(
+            "parameters changed their dtype, device, shape or requires_grad while gradients of them wait for their "
+            "reduction",
+            where=unit.title,
+            instead="change them after a backward pass outside of no_sync(), or drop the gradients with "
+            "reset_iter_state()",
+        )
 
 
 def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
@@ -73,6 +87,7 @@ def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
     slots = [_slot(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
     flat = FlatShard(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), slots)
     handover.install(flat)
+    holding.install(flat)
     return flat
 
 
@@ -119,6 +134,7 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
         reduce_dtype=dtypes.reduced,
         reshard=policy.reshard,
         order=member.order or memory_order(parameter),
+        divide=unit.divide,
     )
     held = local_shape(shape, member.dim, policy.size, policy.rank)
     numel = torch.Size(held).numel()

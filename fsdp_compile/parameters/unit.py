@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.precision import MixedPrecision
-from fsdp_compile.parameters.spec import Reshard
+from fsdp_compile.parameters.spec import Reshard, Sync
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,27 @@ class UnitPolicy:
     def rank(self) -> int:
         """This rank's place in the shard group."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+
+@dataclasses.dataclass
+class Accumulation:
+    """What the next forward and backward passes do with gradients and parameters; users change it between steps.
+
+    Attributes:
+        reduce_gradients: Whether gradients are summed over ranks at all.
+        all_reduce: Whether they are summed over replicas.
+        last_backward: Whether the next backward hands gradients over to the parameters.
+        reshard_after_backward: Whether gathered parameters are freed after backward.
+        divide: What the sum of gradients is divided by; `None` for the number of ranks.
+        sum_only: Whether collectives may only sum, so that the division is a step of its own.
+    """
+
+    reduce_gradients: bool = True
+    all_reduce: bool = True
+    last_backward: bool = True
+    reshard_after_backward: bool = True
+    divide: float | None = None
+    sum_only: bool = False
 
 
 class Origin(enum.Enum):
@@ -69,6 +90,8 @@ class Unit:
         origin: Why it exists.
         flats: One flat shard per dtype and trainability.
         holding: What its modules hold at the moment.
+        accumulation: What happens to gradients and gathered parameters between steps.
+        outermost: The outermost sharded module that it is part of.
     """
 
     root: nn.Module
@@ -77,6 +100,32 @@ class Unit:
     origin: Origin
     flats: list[FlatShard] = dataclasses.field(default_factory=list)
     holding: Holding = Holding.SHARDS
+    accumulation: Accumulation = dataclasses.field(default_factory=Accumulation)
+    outermost: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        self.outermost = self.outermost or self.root
+
+    @property
+    def sync(self) -> Sync:
+        """Over which ranks its gradients are summed now."""
+        if not self.accumulation.reduce_gradients:
+            return Sync.NONE
+        has_replicas = self.policy.mesh.ndim == 2 and self.policy.mesh.size(0) > 1
+        return Sync.SHARD if has_replicas and not self.accumulation.all_reduce else Sync.ALL
+
+    @property
+    def divide(self) -> float | None:
+        """What sums of gradients are divided by, where collectives do not average by themselves."""
+        if self.accumulation.divide is None and self.accumulation.sum_only:
+            return float(self.policy.mesh.size())
+        return self.accumulation.divide
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether gathered parameters outlive backward: on request, and between microbatches as FSDP1's ZeRO-2 does."""
+        keeps_for_backward = self.policy.reshard is Reshard.AFTER_BACKWARD
+        return not self.accumulation.reshard_after_backward or (keeps_for_backward and self.sync is Sync.NONE)
 
     @property
     def slots(self) -> Iterator[ParameterSlot]:

@@ -18,12 +18,12 @@ from torch import fx
 from fsdp_compile._torch import collectives
 from fsdp_compile.ir.edit import GraphBuilder, erase_unused
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.queries import first_of, last_of, upstream
-from fsdp_compile.ir.record import Role, require, role_of
+from fsdp_compile.ir.queries import beside, first_of, last_of, same_flat, upstream
+from fsdp_compile.ir.record import GRADIENTS, Role, require, role_of
 from fsdp_compile.parameters import assemble
 from fsdp_compile.passes.insert_collectives import full_node, join_pieces
 from fsdp_compile.passes.pieces import Bucket, Piece, Single, buckets, joint_record, start_grouped
-from fsdp_compile.passes.reduction import ON_THE_WAY, STARTS, stages
+from fsdp_compile.passes.reduction import ON_THE_WAY, REPLICATE, STARTS, add_partial, scale_after, stages
 
 aten = torch.ops.aten
 
@@ -76,18 +76,11 @@ def _reduce_single(start: fx.Node) -> Single:
     while require(after := next(iter(end.users))).role in ON_THE_WAY:
         end = after
     joined = end
-    while require(joined).role is not Role.FLAT_GRADIENT:
+    while require(joined).role not in GRADIENTS:
         joined = next(iter(joined.users))
-    flat = next(n for n in start.graph.find_nodes(op="placeholder") if _same_flat(n, joined))
+    flat = beside(joined, Role.FLAT)
+    assert flat is not None
     return Single(start, flat, end)
-
-
-def _same_flat(placeholder: fx.Node, gradient: fx.Node) -> bool:
-    record = placeholder.meta.get("fsdp")
-    return record is not None and (record.unit, record.parameters) == (
-        require(gradient).unit,
-        require(gradient).parameters,
-    )
 
 
 def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) -> None:
@@ -137,11 +130,27 @@ def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int])
     with step.graph.inserting_before(final):
         messages = [_gradient_message(b, piece) for piece in bucket.pieces]
         for stage in stages(bucket.spec):
+            if stage is REPLICATE:
+                messages = [_with_partial(b, p, m) for p, m in zip(bucket.pieces, messages, strict=True)]
             arguments = (messages, *stage.arguments(bucket.spec))
             messages = start_grouped(
                 b, stage.grouped, arguments, bucket.pieces, (stage.start, stage.item, stage.wait)
             )  # fmt: skip
-    return messages
+        return [_finished(b, piece, shard) for piece, shard in zip(bucket.pieces, messages, strict=True)]
+
+
+def _finished(b: GraphBuilder, piece: Piece, shard: fx.Node) -> fx.Node:
+    b.record = piece.record(Role.SHARD_GRADIENT)
+    return scale_after(b, shard, piece.singles[0].spec)
+
+
+def _with_partial(b: GraphBuilder, piece: Piece, shard: fx.Node) -> fx.Node:
+    """What the replica has of a piece, with what it had before if that was held back."""
+    partial = beside(piece.flat, Role.PARTIAL)
+    if partial is None:
+        return shard
+    b.record = piece.record(Role.ADD_PARTIAL)
+    return add_partial(b, partial, piece.begin, shard)
 
 
 def _gradient_message(b: GraphBuilder, piece: Piece) -> fx.Node:
@@ -154,11 +163,11 @@ def _gradient_message(b: GraphBuilder, piece: Piece) -> fx.Node:
 
 
 def _rewrite_flat_gradient(step: StepGraph, flat: fx.Node, pieces: list[tuple[int, fx.Node]]) -> None:
-    old = next(n for n in step.nodes(Role.FLAT_GRADIENT) if _same_flat(flat, n))
+    old = next(n for n in step.nodes(Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT) if same_flat(require(flat), require(n)))
     old_parts = upstream(old, Role.SHARD_GRADIENT)
     record = dataclasses.replace(require(old), role=Role.SHARD_GRADIENT)
     with step.graph.inserting_before(step.output):
-        new = join_pieces(GraphBuilder(step.graph, record, old), flat, pieces)
+        new = join_pieces(GraphBuilder(step.graph, record, old), old, pieces)
     new.meta["fsdp"] = require(old)
     old.replace_all_uses_with(new)
     step.graph.erase_node(old)

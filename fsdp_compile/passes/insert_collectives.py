@@ -20,13 +20,22 @@ from fsdp_compile._torch import collectives
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD, last_of, parameter_only
+from fsdp_compile.ir.queries import (
+    REDUCE_GRAD,
+    UNSHARD,
+    added_gradients,
+    kept_value,
+    last_of,
+    parameter_only,
+    read_text,
+)
 from fsdp_compile.ir.record import Record, Role, require
 from fsdp_compile.parameters import assemble
-from fsdp_compile.parameters.spec import ReadSpec, parse
-from fsdp_compile.passes.reduction import reduce_one
+from fsdp_compile.parameters.spec import ReadSpec, Sync, parse
+from fsdp_compile.passes.reduction import reduce_one, scale_before
 
 aten = torch.ops.aten
+_ROLE_OF_SYNC = {Sync.ALL: Role.FLAT_GRADIENT, Sync.SHARD: Role.PARTIAL_GRADIENT, Sync.NONE: Role.HELD_GRADIENT}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +82,7 @@ class InsertCollectives:
         order = step.order()
         reads: dict[tuple[fx.Node, str], list[fx.Node]] = {}
         for node in step.graph.find_nodes(op="call_function", target=UNSHARD):
-            reads.setdefault(node.args, []).append(node)
+            reads.setdefault((node.args[0], read_text(node)), []).append(node)
         sums = _gradient_sums(step)
         return InsertPlan(
             tuple(Read(tuple(markers), parse(text)) for (_, text), markers in reads.items()),
@@ -102,7 +111,7 @@ def _sink(step: StepGraph, nodes: Iterable[fx.Node]) -> None:
 
 def _parameter_record(flat: fx.Node, spec: ReadSpec, role: Role, step: StepGraph) -> Record:
     record = require(flat)
-    name = record.parameters[record.specs.index(spec)]
+    name = record.parameters[[held.offset for held in record.specs].index(spec.offset)]
     return Record(role, record.unit, (name,), (spec,), step.phase)
 
 
@@ -112,18 +121,28 @@ def _insert_gather(step: StepGraph, read: Read, order: dict[fx.Node, int]) -> No
     flat = marker.args[0]
     assert isinstance(flat, fx.Node)
     b = GraphBuilder(step.graph, _parameter_record(flat, spec, Role.SHARD, step), marker)
+    kept = kept_value(marker)
     with step.graph.inserting_before(marker):
-        message = assemble.narrow(b, flat, 0, spec.offset, spec.offset + spec.extent)
-        message = assemble.cast(b, message, spec.param_dtype)
-        if spec.size > 1:
-            with b.as_role(Role.GATHER):
-                message = b.call(collectives.all_gather_into_tensor.default, message, spec.size, spec.group)
-            with b.as_role(Role.GATHER_WAIT):
-                message = b.call(collectives.wait_tensor.default, message)
-        full = full_node(b, message, spec, start=0, span=spec.extent)
+        full = _gathered(b, flat, spec) if kept is None else _view_of_kept(b, kept, spec)
     for node in read.markers:
         node.replace_all_uses_with(full)
         step.graph.erase_node(node)
+
+
+def _view_of_kept(b: GraphBuilder, kept: fx.Node, spec: ReadSpec) -> fx.Node:
+    with b.as_role(Role.FULL):
+        return b.call(aten.view.default, kept, list(spec.shape))
+
+
+def _gathered(b: GraphBuilder, flat: fx.Node, spec: ReadSpec) -> fx.Node:
+    message = assemble.narrow(b, flat, 0, spec.offset, spec.offset + spec.extent)
+    message = assemble.cast(b, message, spec.param_dtype)
+    if spec.size > 1:
+        with b.as_role(Role.GATHER):
+            message = b.call(collectives.all_gather_into_tensor.default, message, spec.size, spec.group)
+        with b.as_role(Role.GATHER_WAIT):
+            message = b.call(collectives.wait_tensor.default, message)
+    return full_node(b, message, spec, start=0, span=spec.extent)
 
 
 def full_node(b: GraphBuilder, message: fx.Node, spec: ReadSpec, *, start: int, span: int) -> fx.Node:
@@ -154,7 +173,7 @@ def _plan_flat_gradient(output: fx.Node, markers: Sequence[fx.Node], order: dict
         raise UnsupportedModelError("the gradients of two flat shards are added to one another", where=str(output))
     by_spec: dict[str, list[fx.Node]] = {}
     for marker in markers:
-        by_spec.setdefault(marker.args[2], []).append(marker)  # type: ignore[arg-type]
+        by_spec.setdefault(read_text(marker), []).append(marker)
     reductions = [Reduction(tuple(same), last_of(same, order), parse(text)) for text, same in by_spec.items()]
     return FlatGradient(output, flats.pop(), tuple(sorted(reductions, key=lambda r: r.spec.offset)))  # type: ignore[arg-type]
 
@@ -167,18 +186,29 @@ def _insert_reductions(step: StepGraph, planned: FlatGradient, order: dict[fx.No
         b = GraphBuilder(step.graph, record, marker)
         with step.graph.inserting_before(marker):
             pieces.append((reduction.spec.offset, _insert_reduction(b, reduction)))
-    flat_record = dataclasses.replace(require(planned.flat), role=Role.SHARD_GRADIENT, phase=step.phase)
+    sync = planned.reductions[0].spec.sync
+    between = Role.GRADIENT if sync is Sync.NONE else Role.SHARD_GRADIENT
+    flat_record = dataclasses.replace(require(planned.flat), role=between, phase=step.phase)
     # Where all pieces exist: at the sum that the flat gradient replaces, or at the last marker.
     with step.graph.inserting_before(last_of([planned.output, *(r.last_marker for r in planned.reductions)], order)):
         b = GraphBuilder(step.graph, flat_record, planned.output)
-        flat_gradient = join_pieces(b, planned.flat, pieces)
-    flat_gradient.meta["fsdp"] = dataclasses.replace(flat_record, role=Role.FLAT_GRADIENT)
+        flat_gradient = join_pieces(b, planned.output, pieces, parts=_parts(planned.reductions[0].spec))
+    flat_gradient.meta["fsdp"] = dataclasses.replace(flat_record, role=_ROLE_OF_SYNC[sync])
     planned.output.replace_all_uses_with(flat_gradient)
     _erase_sums(planned.output)
 
 
+def _parts(spec: ReadSpec) -> int:
+    """Into how many parts of the flat shard's size its gradient is divided: one for each rank that has rows in it."""
+    return spec.size if spec.sync is Sync.NONE else 1
+
+
 def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
-    """Records one parameter's reduction; the result is `[extent]` in the flat shard's dtype."""
+    """Records one parameter's reduction.
+
+    Returns:
+        `[extent]` in the dtype of reductions; `[size, extent]` if the gradient is held back.
+    """
     spec = reduction.spec
     # Read now, not when planned: a gradient may itself be a parameter whose read has been replaced since.
     gradient, *others = [marker.args[1] for marker in reduction.markers]
@@ -186,25 +216,46 @@ def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
     for other in others:
         gradient = b.call(aten.add.Tensor, gradient, other)
     rows = assemble.cast(b, assemble.gradient_rows(b, gradient, spec), spec.reduce_dtype)
-    return reduce_one(b, assemble.view(b, rows, [spec.size * spec.extent]), spec)
+    held, partial = added_gradients(reduction.last_marker)
+    if held is not None:
+        rows = _add_held(b, held, rows, spec)
+    if spec.sync is Sync.NONE:
+        return rows
+    message = scale_before(b, assemble.view(b, rows, [spec.size * spec.extent]), spec)
+    return reduce_one(b, message, spec, partial)
 
 
-def join_pieces(b: GraphBuilder, flat: fx.Node, pieces: Iterable[tuple[int, fx.Node]]) -> fx.Node:
-    """Records the flat gradient: pieces at their offsets, zeros where nothing arrived, in the flat shard's dtype."""
-    value = b.value(flat)
+def _add_held(b: GraphBuilder, held: fx.Node, rows: fx.Node, spec: ReadSpec) -> fx.Node:
+    with b.as_role(Role.ADD_HELD):
+        every = assemble.view(b, held, [spec.size, b.value(held).shape[0] // spec.size])
+        return b.call(aten.add.Tensor, assemble.narrow(b, every, 1, spec.offset, spec.offset + spec.extent), rows)
+
+
+def join_pieces(b: GraphBuilder, like: fx.Node, pieces: Iterable[tuple[int, fx.Node]], *, parts: int = 1) -> fx.Node:
+    """Records a flat shard's gradient: pieces at their offsets, zeros where nothing arrived.
+
+    Args:
+        b: Writes at one place.
+        like: A tensor of the size and dtype of the gradient.
+        pieces: Offsets in the flat shard, and `[n]` elements from there on; or `[parts, n]`.
+        parts: Into how many parts of the flat shard's size the gradient is divided.
+    """
+    value = b.value(like)
     ordered = sorted(pieces, key=lambda item: item[0])
-    ends = [*(offset for offset, _ in ordered[1:]), value.shape[0]]
-    parts = []
+    ends = [*(offset for offset, _ in ordered[1:]), value.shape[0] // parts]
+    padded = []
     begin = 0
     for (offset, piece), end in zip(ordered, ends, strict=True):
         part = assemble.cast(b, piece, value.dtype)
-        before, after = offset - begin, end - offset - b.value(piece).shape[0]
+        before, after = offset - begin, end - offset - b.value(piece).shape[-1]
         # Padding, not zeros of their own: those would name this rank's device.
-        parts.append(b.call(aten.constant_pad_nd.default, part, [before, after]) if before or after else part)
+        padded.append(b.call(aten.constant_pad_nd.default, part, [before, after]) if before or after else part)
         begin = end
-    if len(parts) == 1 and require(parts[0]).role is not Role.GRADIENT:  # a message that nobody else holds
-        return b.call(aten.view.default, parts[0], list(value.shape))
-    return b.call(aten.cat.default, parts)
+    if len(padded) == 1 and require(padded[0]).role is not Role.GRADIENT:  # a message that nobody else holds
+        return b.call(aten.view.default, padded[0], list(value.shape))
+    if b.value(padded[0]).dim() == 1:
+        return b.call(aten.cat.default, padded)
+    return b.call(aten.view.default, b.call(aten.cat.default, padded, 1), list(value.shape))
 
 
 def _erase_sums(output: fx.Node) -> None:

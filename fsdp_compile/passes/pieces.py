@@ -94,7 +94,8 @@ def buckets(singles: Iterable[Single]) -> tuple[Bucket, ...]:
     groups: dict[Hashable, list[Single]] = {}
     for single in singles:
         spec = single.spec
-        key = (require(single.start).unit, spec.group, spec.replicate_group, single.sent.meta["val"].dtype)
+        dtype = single.sent.meta["val"].dtype
+        key = (require(single.start).unit, spec.group, spec.replicate_group, dtype, spec.sync, spec.divide)
         groups.setdefault(key, []).append(single)
     return tuple(Bucket(tuple(_pieces(group))) for group in groups.values())
 

@@ -11,12 +11,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import fx
 
 from fsdp_compile._torch import OpOverload, collectives
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.record import Role
-from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.parameters import assemble
+from fsdp_compile.parameters.scaling import scaling
+from fsdp_compile.parameters.spec import ReadSpec, Sync
+
+aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +51,7 @@ SCATTER = ReduceStage(
     Role.REDUCE_WAIT,
     collectives.reduce_scatter_tensor.default,
     collectives.reduce_scatter_tensor_coalesced.default,
-    lambda spec: ("avg", spec.size, spec.group),
+    lambda spec: (scaling(spec).operation, spec.size, spec.group),
 )
 REPLICATE = ReduceStage(
     Role.REPLICATE,
@@ -54,27 +59,66 @@ REPLICATE = ReduceStage(
     Role.REPLICATE_WAIT,
     collectives.all_reduce.default,
     collectives.all_reduce_coalesced.default,
-    lambda spec: ("avg", spec.replicate_group),
+    lambda spec: (scaling(spec).operation, spec.replicate_group),
 )
 STARTS = (Role.REDUCE, Role.REPLICATE)
 """Roles of the nodes that start a stage."""
-ON_THE_WAY = (Role.REDUCE, Role.REDUCE_ITEM, Role.REDUCE_WAIT, Role.REPLICATE, Role.REPLICATE_ITEM, Role.REPLICATE_WAIT)
+ON_THE_WAY = (
+    Role.REDUCE,
+    Role.REDUCE_ITEM,
+    Role.REDUCE_WAIT,
+    Role.ADD_PARTIAL,
+    Role.REPLICATE,
+    Role.REPLICATE_ITEM,
+    Role.REPLICATE_WAIT,
+)
 """Roles of the nodes between a gradient's message and its average."""
 
 
 def stages(spec: ReadSpec) -> Iterator[ReduceStage]:
     """The stages of a parameter's reduction, in order."""
-    if spec.size > 1:
+    if spec.size > 1 and spec.sync is not Sync.NONE:
         yield SCATTER
-    if spec.replicas > 1:
+    if spec.replicas > 1 and spec.sync is Sync.ALL:
         yield REPLICATE
 
 
-def reduce_one(b: GraphBuilder, message: fx.Node, spec: ReadSpec) -> fx.Node:
-    """Records the reduction of one message of `[size * extent]` elements; the result is this rank's `[extent]`."""
+def scale_before(b: GraphBuilder, message: fx.Node, spec: ReadSpec) -> fx.Node:
+    """Records the division of a message before its first collective, if there is one."""
+    factor = scaling(spec).before
+    return message if factor is None else b.call(aten.div.Tensor, message, factor)
+
+
+def scale_after(b: GraphBuilder, shard: fx.Node, spec: ReadSpec) -> fx.Node:
+    """Records the division of a sum over all ranks, if there is one."""
+    factor = scaling(spec).after
+    if factor is None or spec.sync is not Sync.ALL:
+        return shard
+    with b.as_role(Role.SHARD_GRADIENT):
+        return b.call(aten.div.Tensor, shard, factor)
+
+
+def add_partial(b: GraphBuilder, partial: fx.Node, begin: int, shard: fx.Node) -> fx.Node:
+    """Records the sum of a reduced message and of what is held of the same slots, from element `begin` on."""
+    with b.as_role(Role.ADD_PARTIAL):
+        held = assemble.narrow(b, partial, 0, begin, begin + b.value(shard).shape[0])
+        return b.call(aten.add.Tensor, held, shard)
+
+
+def reduce_one(b: GraphBuilder, message: fx.Node, spec: ReadSpec, partial: fx.Node | None = None) -> fx.Node:
+    """Records the reduction of one message of `[size * extent]` elements; the result is this rank's `[extent]`.
+
+    Args:
+        b: Writes at one place.
+        message: The gradient, rank after rank.
+        spec: The parameter's slot.
+        partial: Reduced gradients of the whole flat shard that wait for their sum over replicas.
+    """
     for stage in stages(spec):
+        if stage is REPLICATE and partial is not None:
+            message = add_partial(b, partial, spec.offset, message)
         with b.as_role(stage.start):
             message = b.call(stage.single, message, *stage.arguments(spec))
         with b.as_role(stage.wait):
             message = b.call(collectives.wait_tensor.default, message)
-    return message
+    return scale_after(b, message, spec)

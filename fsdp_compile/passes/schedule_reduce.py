@@ -20,11 +20,12 @@ from torch import fx
 from fsdp_compile.ir.edit import move_before
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import last_of, upstream
-from fsdp_compile.ir.record import Role, role_of
+from fsdp_compile.ir.record import GRADIENTS, Role, role_of
 from fsdp_compile.passes.reduction import STARTS
 
 _ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
-_MOVED = (*STARTS, *_ITEMS, Role.REDUCE_WAIT, Role.REPLICATE_WAIT, Role.SHARD_GRADIENT, Role.FLAT_GRADIENT)
+_WAITS = (Role.REDUCE_WAIT, Role.REPLICATE_WAIT)
+_MOVED = (*STARTS, *_ITEMS, *_WAITS, Role.ADD_PARTIAL, Role.SHARD_GRADIENT, *GRADIENTS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import dataclasses
 import math
 from operator import getitem
 
+import torch
 from torch import fx
 
 from fsdp_compile.ir.record import Role, role_of
@@ -20,6 +21,8 @@ from fsdp_compile.verify.collective import KINDS, Collective, Kind
 from fsdp_compile.verify.facts import shape_of
 from fsdp_compile.verify.moves import Step, moved
 
+aten = torch.ops.aten
+_SUMS = (Role.ADD_HELD, Role.ADD_PARTIAL)
 LONGEST_CHAIN = 1000
 """Nodes between an element and its origin; more means a cycle."""
 
@@ -38,6 +41,23 @@ class Hop:
 
 
 @dataclasses.dataclass(frozen=True)
+class Addend:
+    """Gradients that were held back, where they are added to new ones.
+
+    Attributes:
+        at: The node that adds.
+        node: What is added.
+        index: Position of the element that is.
+        hops: Collectives between this sum and the element that was asked for.
+    """
+
+    at: fx.Node
+    node: fx.Node
+    index: int
+    hops: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Origin:
     """Where an element comes from.
 
@@ -47,12 +67,16 @@ class Origin:
         index: Position among the node's elements, row by row.
         last: The node of ours that is nearest to the origin.
         hops: Collectives on the way, the one nearest to the element first.
+        addends: What was added on the way, nearest to the element first.
+        divisor: What it was divided by on the way.
     """
 
     node: fx.Node | None
     index: int
     last: fx.Node
     hops: tuple[Hop, ...]
+    addends: tuple[Addend, ...] = ()
+    divisor: float = 1.0
 
 
 def origin(node: fx.Node, index: int, rank: int) -> Origin:
@@ -64,12 +88,22 @@ def origin(node: fx.Node, index: int, rank: int) -> Origin:
         rank: The rank, of the shard group, that is looked at: a reduce-scatter gives each rank something else.
     """
     hops: list[Hop] = []
+    addends: list[Addend] = []
+    divisor = 1.0
     start = last = node
     for _ in range(LONGEST_CHAIN):
         role = role_of(node)
-        if role is None or role is Role.FLAT or (role is Role.FULL and node is not start):
+        if role is None or node.op == "placeholder" or (role is Role.FULL and node is not start):
             break
         last = node
+        if role in _SUMS and node.target is aten.add.Tensor and len(node.all_input_nodes) == 2:
+            held, node = node.args[:2]  # type: ignore[assignment]
+            addends.append(Addend(last, held, index, len(hops)))  # type: ignore[arg-type]
+            continue
+        if node.target is aten.div.Tensor and isinstance(node.args[1], int | float):
+            divisor *= node.args[1]
+            node = node.args[0]  # type: ignore[assignment]
+            continue
         try:
             step = _sent(node, index, rank, hops) or moved(node, index)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -77,9 +111,9 @@ def origin(node: fx.Node, index: int, rank: int) -> Origin:
         if step is None:
             break
         if step.source is None:
-            return Origin(None, 0, last, tuple(hops))
+            return Origin(None, 0, last, tuple(hops), tuple(addends), divisor)
         node, index = step.source, step.index
-    return Origin(node, index, last, tuple(hops))
+    return Origin(node, index, last, tuple(hops), tuple(addends), divisor)
 
 
 def _sent(node: fx.Node, index: int, rank: int, hops: list[Hop]) -> Step | None:

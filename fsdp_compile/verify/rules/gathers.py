@@ -7,12 +7,12 @@ from math import prod
 
 from torch import fx
 
-from fsdp_compile.ir.record import Role, require, role_of
+from fsdp_compile.ir.record import Role, record_of, require, role_of
 from fsdp_compile.parameters.spec import ReadSpec
 from fsdp_compile.verify.collective import Collective, Kind
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
-from fsdp_compile.verify.origin import origin
+from fsdp_compile.verify.origin import Origin, origin
 from fsdp_compile.verify.slots import Slot, all_slots, claims, probes, slots_of
 
 RULE = "gathered-once"
@@ -102,10 +102,22 @@ def _where(spec: ReadSpec) -> str:
     )
 
 
+def _is_kept(found: Origin, slot: Slot) -> bool:
+    """Whether an element comes from the full parameter of a slot that stayed gathered since an earlier call."""
+    record = None if found.node is None else record_of(found.node)
+    if record is None or record.role is not Role.KEPT:
+        return False
+    return (record.unit, *record.parameters) == (require(slot.flat).unit, slot.name)
+
+
 def _wrong_element(node: fx.Node, slot: Slot) -> str:
     """What is wrong with the first element that comes from elsewhere; empty if none does."""
     for probe in probes(slot.spec):
         found = origin(node, probe.element, 0)
+        if _is_kept(found, slot):
+            if found.index != probe.element or found.hops:
+                return f"element {probe.element} is [{found.index}] of the full parameter %{found.node}"
+            continue
         ranks = [hop.rank for hop in found.hops if hop.collective.kind is Kind.GATHER]
         if (found.node, found.index) != (slot.flat, probe.place):
             return f"element {probe.element} is [{found.index}] of %{found.node}, not [{probe.place}] of %{slot.flat}"

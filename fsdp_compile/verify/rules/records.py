@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile.ir.record import Record, Role, record_of, role_of
+from fsdp_compile.ir.record import INPUTS, Record, Role, record_of, role_of
 from fsdp_compile.verify.collective import KINDS, WAIT, Kind
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts
@@ -35,7 +35,7 @@ _WAIT_OF = {
     Role.REPLICATE: Role.REPLICATE_WAIT,
     Role.REPLICATE_ITEM: Role.REPLICATE_WAIT,
 }
-_RESERVED = {*_ROLE_OF_KIND.values(), *_ITEM_OF.values(), *_WAIT_OF.values(), Role.FLAT, Role.RESHARD}
+_RESERVED = {*_ROLE_OF_KIND.values(), *_ITEM_OF.values(), *_WAIT_OF.values(), *INPUTS, Role.RESHARD}
 _PORTABLE = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.SymInt)
 
 
@@ -71,7 +71,8 @@ def _expected_role(node: fx.Node) -> Role | None:
     source = node.args[0] if node.op == "call_function" and node.args else None
     source_role = role_of(source) if isinstance(source, fx.Node) else None
     if node.op == "placeholder":
-        return Role.FLAT if role_of(node) is Role.FLAT else None
+        actual = role_of(node)
+        return actual if actual in INPUTS else None
     if _qualified_name(node.target) == "fsdp::reshard":
         return Role.RESHARD
     if source_role is not None and node.target in (getitem, WAIT):
@@ -89,7 +90,7 @@ def _wrong_role(node: fx.Node, expected: Role | None, actual: Role | None) -> Co
 
 
 def _wrong_record(facts: Facts, node: fx.Node, record: Record) -> Iterator[Complaint]:
-    if record.role is not Role.FLAT and record.phase is not facts.step.phase:
+    if record.role not in INPUTS and record.phase is not facts.step.phase:
         yield Complaint(
             TYPED,
             node,
@@ -110,7 +111,7 @@ def nothing_rank_specific(facts: Facts) -> list[Complaint]:
     return [
         complaint
         for node, record in facts.ours
-        if record.role is not Role.FLAT
+        if record.role not in INPUTS
         for complaint in _rank_specific(node, record)
     ]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 
-from fsdp_compile.ir.record import Role, require
-from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.ir.record import GRADIENTS, Record, Role, require, role_of
+from fsdp_compile.parameters.spec import ReadSpec, Sync
 from fsdp_compile.verify.collective import Kind
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
-from fsdp_compile.verify.origin import Hop, Origin, origin
+from fsdp_compile.verify.origin import Origin, origin
 from fsdp_compile.verify.slots import Probe, Slot, all_slots, claims, probes, slots_of
 
 RULE = "reduced-once"
@@ -19,21 +20,31 @@ _ONCE = "one reduce-scatter per parameter, then one all-reduce of the shard if t
 
 
 def reduced_once(facts: Facts) -> list[Complaint]:
-    """Follows each element of each flat gradient back, and counts what is reduced."""
+    """Follows each element of each flat shard's gradient back, and counts what is reduced."""
     complaints = list(_reduced_twice(facts))
     arrived: set[tuple[str, str]] = set()
-    for gradient in facts.of_role(Role.FLAT_GRADIENT):
+    for gradient in facts.of_role(*GRADIENTS):
         complaints.extend(_wrong_output(facts, gradient))
-        flat = _flat_of(facts, gradient)
-        if flat is None or shape_of(flat) != shape_of(gradient) or dtype_of(flat) != dtype_of(gradient):
+        flat, held = _flat_of(facts, gradient), role_of(gradient) is Role.HELD_GRADIENT
+        if flat is None or not _fits(gradient, flat):
             complaints.append(_fits_no_flat(gradient))
             continue
+        rows = shape_of(flat)[0] if held else 0
         for slot in slots_of(flat):
-            found = [(probe, origin(gradient, probe.place, probe.rank)) for probe in probes(slot.spec)]
+            places = [(probe, probe.place + probe.rank * rows) for probe in probes(slot.spec)]
+            found = [(probe, origin(gradient, place, 0 if held else probe.rank)) for probe, place in places]
             if any(o.node is not None for _, o in found):
                 arrived.add((require(flat).unit, slot.name))
                 complaints.extend(_wrong_elements(gradient, slot, found))
     return [*complaints, *_lost(facts, arrived)]
+
+
+def _fits(gradient: fx.Node, flat: fx.Node) -> bool:
+    """Whether a gradient has the size and dtype of the leaf that it goes to."""
+    spec, role = require(flat).specs[0], role_of(gradient)
+    parts = spec.size if role is Role.HELD_GRADIENT else 1
+    dtype = dtype_of(flat) if role is Role.FLAT_GRADIENT else spec.reduce_dtype
+    return shape_of(gradient) == (shape_of(flat)[0] * parts,) and dtype_of(gradient) == dtype
 
 
 def _reduced_twice(facts: Facts) -> Iterator[Complaint]:
@@ -67,13 +78,22 @@ def _wrong_output(facts: Facts, gradient: fx.Node) -> Iterator[Complaint]:
 def _flat_of(facts: Facts, gradient: fx.Node) -> fx.Node | None:
     """The flat shard whose gradient a node is: by its place among the outputs if that is described, else by record."""
     record = require(gradient)
-    key = (record.unit, record.parameters, record.specs)
-    flats = [f for f in facts.of_role(Role.FLAT) if (require(f).unit, require(f).parameters, require(f).specs) == key]
+    owner = Role.FLAT if record.role is Role.FLAT_GRADIENT else Role.HOLDER
+    leaves = [leaf for leaf in facts.of_role(owner) if _owns(require(leaf), record)]
+    flats = [flat for flat in facts.of_role(Role.FLAT) if _owns(require(flat), record)]
     notes = facts.step.output.meta.get("desc") or ()
     for out, note in zip(facts.outputs, notes, strict=False):
         if out is gradient and hasattr(note, "grad_of"):
-            flats = [f for f in flats if f.meta.get("desc") == note.grad_of]
+            if owner is Role.FLAT:
+                flats = [flat for flat in flats if flat.meta.get("desc") == note.grad_of]
+            elif leaves and all(leaf.meta.get("desc") != note.grad_of for leaf in leaves):
+                return None
     return flats[0] if flats else None
+
+
+def _owns(flat: Record, gradient: Record) -> bool:
+    offsets = [[spec.offset for spec in record.specs] for record in (flat, gradient)]
+    return (flat.unit, flat.parameters, offsets[0]) == (gradient.unit, gradient.parameters, offsets[1])
 
 
 def _fits_no_flat(gradient: fx.Node) -> Complaint:
@@ -98,7 +118,7 @@ def _wrong_elements(gradient: fx.Node, slot: Slot, found: list[tuple[Probe, Orig
         elif slot.name not in require(source.last).parameters:
             what = f"puts %{source.node}, a gradient of {require(source.last).parameters[0]}, where {slot.name} lies"
             hint = "messages, and slots in a message, keep their order"
-        elif wrong := _wrong_hops(source.hops, slot.spec):
+        elif wrong := _wrong_hops(source, slot.spec) or _wrong_addends(source, slot, probe):
             what, hint = f"the gradient of {slot.name} {wrong}", _wanted(slot.spec)
         else:
             continue
@@ -106,25 +126,70 @@ def _wrong_elements(gradient: fx.Node, slot: Slot, found: list[tuple[Probe, Orig
         return
 
 
-def _wrong_hops(hops: tuple[Hop, ...], spec: ReadSpec) -> str:
-    wanted = _wanted_hops(spec)
+def _wrong_hops(source: Origin, spec: ReadSpec) -> str:
+    hops, wanted = source.hops, _wanted_hops(spec)
     if [hop.collective.kind for hop in hops] != [kind for kind, _, _ in wanted]:
         went = " after ".join(hop.collective.kind.value for hop in hops) or "no collective"
         return f"went through {went}"
+    operation, divisor = _wanted_operation(spec), _wanted_divisor(spec)
     for hop, (_, group, size) in zip(hops, wanted, strict=True):
         c = hop.collective
-        if (c.reduction, c.group) != ("avg", group) or c.size not in (None, size):
+        if (c.reduction, c.group) != (operation, group) or c.size not in (None, size):
             ranks = "" if c.size is None else f"{c.size} ranks of "
             return f"is combined by {c.reduction!r} over {ranks}{c.group!r}"
         if dtype_of(c.sent[0]) != spec.reduce_dtype:
             return f"is reduced as {dtype_of(c.sent[0])}"
+    if divisor is not None and source.divisor != divisor:
+        return f"is divided by {source.divisor:g}"
+    return ""
+
+
+def _wanted_operation(spec: ReadSpec) -> str:
+    return "avg" if spec.divide is None and spec.reduce_dtype is not torch.float16 else "sum"
+
+
+def _wanted_divisor(spec: ReadSpec) -> float | None:
+    """What divisions by nodes of their own come to; `None` if only a part of them is in this graph."""
+    if spec.sync is Sync.NONE or _wanted_operation(spec) == "avg":
+        return 1.0
+    if spec.sync is Sync.SHARD:
+        return None
+    return float(spec.size * spec.replicas) if spec.divide is None else spec.divide
+
+
+def _wrong_addends(source: Origin, slot: Slot, probe: Probe) -> str:
+    """What is wrong with the held gradients that an element was added to; empty if nothing is."""
+    owner, numel = require(slot.flat), shape_of(slot.flat)[0]
+    waiting = {
+        role_of(node)
+        for node in slot.flat.graph.find_nodes(op="placeholder")
+        if role_of(node) in (Role.HELD, Role.PARTIAL) and _owns(require(node), owner)
+    }
+    wanted = {Role.HELD: (probe.place + probe.rank * numel, len(source.hops)), Role.PARTIAL: (probe.place, 1)}
+    added = []
+    for addend in source.addends:
+        found = origin(addend.node, addend.index, 0)
+        role = None if found.node is None else role_of(found.node)
+        if found.node is None or role not in wanted or not _owns(require(found.node), owner):
+            return f"is added to %{found.node}, which is no held gradient of its flat shard"
+        index, hops = wanted[role]
+        if found.index != index:
+            return f"is added to [{found.index}] of the held gradients, not to [{index}]"
+        if addend.hops != hops:
+            return f"is added to the {role.value} gradients at the wrong stage of its reduction"
+        added.append(role)
+    if len(added) != len(set(added)) or set(added) != waiting:
+        return f"takes along {len(added)} of the {len(waiting)} held gradients that wait for it"
     return ""
 
 
 def _wanted_hops(spec: ReadSpec) -> list[tuple[Kind, str, int]]:
     """Kind, group and size of the collectives, the last one first."""
-    replicate = [(Kind.REPLICATE, spec.replicate_group, spec.replicas)] * (spec.replicas > 1)
-    return replicate + [(Kind.REDUCE, spec.group, spec.size)] * (spec.size > 1)
+    replicate = [(Kind.REPLICATE, spec.replicate_group, spec.replicas)]
+    scatter = [(Kind.REDUCE, spec.group, spec.size)]
+    return replicate * (spec.replicas > 1 and spec.sync is Sync.ALL) + scatter * (
+        spec.size > 1 and spec.sync is not Sync.NONE
+    )
 
 
 def _wanted(spec: ReadSpec) -> str:

@@ -1,0 +1,44 @@
+"""What is done when a backward pass has made all gradients: nothing may be left over that belongs to this step."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from fsdp_compile._torch import after_this_backward, backward_in_progress
+from fsdp_compile.parameters.unit import Unit
+
+_expected: set[int] = set()
+"""Outermost modules, by `id`, whose end is asked for in the backward pass `_of[0]`."""
+_of = [-1]
+
+
+def expect(unit: Unit) -> None:
+    """Asks for the end of this backward pass to be noticed, once for all units of a model."""
+    if _of[0] != backward_in_progress():
+        _expected.clear()
+        _of[0] = backward_in_progress()
+    assert unit.outermost is not None
+    if id(unit.outermost) not in _expected:
+        _expected.add(id(unit.outermost))
+        after_this_backward(functools.partial(_finish, unit.outermost))
+
+
+@torch.compiler.disable
+def _finish(model: nn.Module) -> None:
+    """Delivers and reduces what waited for this backward, unit by unit in the same order on every rank."""
+    from fsdp_compile.parameters import handover, holding, keeping, sharding  # they need this module
+    from fsdp_compile.parameters.variants import publish
+
+    units = sharding.units(model)
+    for flat in (flat for unit in units for flat in unit.flats):
+        if any([flat.held.give_back(), flat.partial.give_back()]):
+            publish(flat)
+    units = [unit for unit in units if unit.accumulation.last_backward]
+    for unit in units:
+        for flat in unit.flats:
+            handover.hand_over(flat)
+            holding.reduce_rest(flat)
+    keeping.after_backward(units)

@@ -1,0 +1,131 @@
+"""The methods that a module gets when `fully_shard` is called on it: those of FSDP2, with its names and meanings."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import cast
+
+from torch import nn
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters import accumulation, keeping
+from fsdp_compile.parameters.keeping import UnshardHandle
+from fsdp_compile.parameters.spec import Reshard
+from fsdp_compile.parameters.unit import Unit
+from fsdp_compile.parameters.variants import respecify
+
+
+class ShardedModule:
+    """Methods of a module that `fully_shard` was called on.
+
+    Flags hold until they are changed; what a backward does with its gradients is decided when its forward runs. Each
+    combination that a step uses is compiled once.
+    """
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:  # noqa: FBT001
+        """Sets whether gradients are reduced, or held whole until the next backward that reduces (see `no_sync`)."""
+        flag = _flag(requires_gradient_sync, "set_requires_gradient_sync")
+        accumulation.switch(_units(self, recurse=recurse), reduce_gradients=flag, all_reduce=flag)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:  # noqa: FBT001
+        """Sets whether gradients are summed over replicas; if not, each replica accumulates its shards.
+
+        Without replicas it changes nothing.
+        """
+        flag = _flag(requires_all_reduce, "set_requires_all_reduce")
+        accumulation.switch(_units(self, recurse=recurse), all_reduce=flag)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001
+        """Sets whether the next backward ends the step, for the whole model.
+
+        If not, its reduced gradients are accumulated in the units' flat gradients: parameters get neither `.grad` nor
+        calls of their hooks, and what is held back is not flushed, until a last backward.
+        """
+        flag = _flag(is_last_backward, "set_is_last_backward")
+        own = _units(self, recurse=True)
+        models = {id(unit.outermost): cast("nn.Module", unit.outermost) for unit in own}
+        for model in models.values():
+            accumulation.switch(_units(model, recurse=True), last_backward=flag)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:  # noqa: FBT001
+        """Sets whether gathered parameters are freed after backward, or kept for the next microbatch.
+
+        Kept ones are gathered at the start of the first forward after they were written to, all at once, and never
+        used when they are out of date.
+        """
+        flag = _flag(reshard_after_backward, "set_reshard_after_backward")
+        accumulation.switch(_units(self, recurse=recurse), reshard_after_backward=flag)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Sets whether gathered parameters are freed after forward and gathered again in backward."""
+        flag = _flag(reshard_after_forward, "set_reshard_after_forward")
+        reshard = Reshard.AFTER_FORWARD if flag else Reshard.AFTER_BACKWARD
+        for unit in _units(self, recurse=recurse):
+            if unit.policy.reshard is not reshard:
+                unit.policy = dataclasses.replace(unit.policy, reshard=reshard)
+                respecify(unit)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Sets what the sum of gradients over all ranks is divided by, for the units of this call alone.
+
+        Raises:
+            ConfigError: If it is no positive finite number.
+        """
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not is_number or not math.isfinite(factor) or factor <= 0:
+            raise ConfigError(
+                f"factor is {factor!r}", where="set_gradient_divide_factor()", instead="a positive number"
+            )
+        accumulation.set_division(_units(self, recurse=False), divide=float(factor))
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:  # noqa: FBT001
+        """Sets whether collectives only sum, and the division is a step of its own, for this call's units alone."""
+        accumulation.set_division(
+            _units(self, recurse=False), sum_only=_flag(enable, "set_force_sum_reduction_for_comms")
+        )
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
+        """Gathers the parameters of this call's units, which stay until the end of the next backward or `reshard()`.
+
+        Until then, forwards take them and gather nothing.
+
+        Args:
+            async_op: Returns a handle at once; the next forward waits by itself if nobody called `handle.wait()`.
+        """
+        handle = keeping.unshard(_units(self, recurse=False))
+        if _flag(async_op, "unshard"):
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Frees what `unshard()` gathered, or what was kept after a backward."""
+        keeping.reshard(_units(self, recurse=False))
+
+    def reset_iter_state(self) -> None:
+        """Drops, for the whole model, gradients that are held back and gathered parameters: after an exception, say."""
+        own = list(_units(self, recurse=True))
+        for unit in own:
+            for flat in unit.flats:
+                flat.held.clear()
+                flat.partial.clear()
+                flat.leaf.grad = None
+                flat.undelivered.clear()
+            respecify(unit)
+        keeping.reshard(own)
+
+
+def _units(module: object, *, recurse: bool) -> Iterator[Unit]:
+    from fsdp_compile.parameters.sharding import units_of_call  # it needs this module
+
+    assert isinstance(module, nn.Module)
+    for part in module.modules() if recurse else (module,):
+        yield from units_of_call(part)
+
+
+def _flag(value: object, method: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{value!r} is no flag", where=f"{method}()", instead="True or False")
+    return value

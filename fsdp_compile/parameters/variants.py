@@ -1,0 +1,57 @@
+"""What reads of a flat shard take besides it: which gradients, which gathered values.
+
+By default nothing. While gradients are held back, a leaf that they go to; once some are held, the held ones, which
+backward adds to its own before it reduces both; while parameters stay gathered, their full values. Each combination is
+a graph of its own, compiled once: Dynamo guards on the text of a read and on which tensors are there, not on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fsdp_compile.parameters.attributes import EVAL_READS, READS, VARIANTS
+from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.spec import ReadSpec, Sync
+from fsdp_compile.parameters.unit import Unit
+
+
+def publish(flat: FlatShard) -> None:
+    """Makes the next reads of a flat shard what its unit asks for now."""
+    sync = sync_of(flat)
+    into = None if sync is Sync.ALL else flat.holders[sync]
+    held = None if sync is Sync.NONE else flat.held.value
+    partial = flat.partial.value if sync is Sync.ALL else None
+    is_default = sync is Sync.ALL and held is None and partial is None and flat.kept is None
+    for slot in flat.slots:
+        variant = None
+        if not is_default:
+            kept = None if flat.kept is None else flat.kept.values[slot.spec.offset]
+            variant = (dataclasses.replace(slot.spec, sync=sync).text, kept, into, held, partial)
+        for module, attribute in slot.owners:
+            variants = module.__dict__[VARIANTS]
+            if variant is not None:
+                variants[attribute] = variant
+            else:
+                variants.pop(attribute, None)
+
+
+def sync_of(flat: FlatShard) -> Sync:
+    """Over which ranks the gradients of a flat shard are summed now; frozen ones have none to hold back."""
+    return flat.unit.sync if flat.leaf.requires_grad else Sync.ALL
+
+
+def respecify(unit: Unit) -> None:
+    """Writes what a unit's policy and accumulation say into the specs of its slots, and into the next reads."""
+    for flat in unit.flats:
+        for slot in flat.slots:
+            slot.spec = _respecified(slot.spec, unit)
+            if slot.eval_spec is not None:
+                slot.eval_spec = _respecified(slot.eval_spec, unit)
+            for module, attribute in slot.owners:
+                module.__dict__[READS][attribute] = (flat.leaf, slot.spec.text, flat)
+                module.__dict__[EVAL_READS].update(slot.eval_read(attribute))
+        publish(flat)
+
+
+def _respecified(spec: ReadSpec, unit: Unit) -> ReadSpec:
+    return dataclasses.replace(spec, reshard=unit.policy.reshard, divide=unit.divide)
