@@ -165,6 +165,7 @@ def _refuse_meta(module: nn.Module) -> None:
         raise ConfigError(
             "a parameter is on the meta device and has no value yet",
             where=name,
-            instead="call fully_shard(model), then model.to_empty(device=...), then initialize (each module's "
-            "reset_parameters()) or load a checkpoint, before the first step",
+            instead="call fully_shard(model) and fsdp_compile.materialize(model), or fully_shard(model, "
+            "param_init_fn=...), which initialize it; or fully_shard(model), then model.to_empty(device=...), then "
+            "load a checkpoint, before the first step",
         )

@@ -21,7 +21,6 @@ from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.groups import device_on
 from fsdp_compile.parameters.reads import original_class
 from fsdp_compile.parameters.rows import local_part
-from fsdp_compile.parameters.sharding import units
 from fsdp_compile.parameters.source import Source
 from fsdp_compile.parameters.unit import Unit
 
@@ -60,6 +59,8 @@ def fill_in(
     model: nn.Module, device: torch.device | str | int | None, param_init_fn: InitFn | None, source: Source
 ) -> None:
     """`materialize`, with values of each rank's own initialization, or of the first rank's."""
+    from fsdp_compile.parameters.sharding import units  # which calls this
+
     check_init_fn(param_init_fn)
     sharded = units(model)
     if not sharded:
@@ -71,6 +72,8 @@ def fill_in(
         )
     names = {module: name for name, module in model.named_modules()}
     waiting = [module for module in names if any(t.is_meta for t in _own(module).values())]
+    if not waiting:
+        return
     for module in waiting if param_init_fn is None else ():
         if not callable(getattr(module, "reset_parameters", None)):
             raise _no_initialization(names[module], module)

@@ -245,6 +245,8 @@ def before_step(module: nn.Module) -> None:
     """Restores the parameters below `module` that are no longer views of their flat shards."""
     from fsdp_compile.parameters import integrity, keeping, sharding  # they lay units out anew, which needs this module
 
+    for unit in _units_read_below(module):
+        integrity.refuse_held(unit)
     if not calls_are_compiled():  # else a parameter that is new is an input of a graph, and the backend sees it
         sharding.refuse_new_parameters(module)
     for unit in _units_read_below(module):

@@ -18,6 +18,7 @@ from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.groups import check_mesh, default_mesh
 from fsdp_compile.parameters.ignoring import ignored_ids
 from fsdp_compile.parameters.islands import Place, cast_at, keep_full_precision
+from fsdp_compile.parameters.materialize import InitFn, check_init_fn, materialize
 from fsdp_compile.parameters.moved import MovedParameter
 from fsdp_compile.parameters.precision import MixedPrecision, Policy, as_mixed_precision
 from fsdp_compile.parameters.reads import READS, gather_on_read
@@ -54,7 +55,7 @@ class Sharding:
     precision: MixedPrecision
 
 
-def fully_shard(
+def fully_shard(  # noqa: PLR0913  FSDP's arguments
     module: M,
     *,
     mesh: DeviceMesh | None = None,
@@ -64,6 +65,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
     ignored_params: Iterable[nn.Parameter | nn.Module] | None = None,
     auto_wrap_policy: WrapPolicy | None = None,
+    param_init_fn: InitFn | None = None,
 ) -> M:
     """Shards the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -82,6 +84,8 @@ def fully_shard(
         ignored_params: Parameters to leave as they are: neither sharded nor reduced. A module stands for all
             parameters in it.
         auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split.
+        param_init_fn: Initializes what is on the meta device in `module`, as `materialize` does. Without it, that
+            stays on meta.
 
     Returns:
         `module` itself.
@@ -93,6 +97,7 @@ def fully_shard(
     """
     refuse_root(module)
     refuse_policies(reshard_after_forward, offload_policy)
+    check_init_fn(param_init_fn)
     precision = as_mixed_precision(mp_policy)
     refuse_wrappers(module)
     if is_sharded(module):
@@ -136,6 +141,8 @@ def fully_shard(
     for root in roots if origin is Origin.CALL else ():
         cast_at(root, dataclasses.replace(precision, output_dtype=None), Place.INSIDE)
     cast_at(module, precision, Place.OUTERMOST)
+    if param_init_fn is not None:
+        materialize(module, param_init_fn=param_init_fn)
     return module
 
 

@@ -90,6 +90,28 @@ def test_values_are_those_of_the_constructor() -> None:
     run_ranks(_check_constructor)
 
 
+def _check_argument() -> None:
+    torch.manual_seed(4)
+    model = fully_shard(on_meta(Tied), mesh=init_device_mesh("cpu", (2,)), param_init_fn=init_normal)
+    torch.manual_seed(4)
+    reference = Tied()
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for module in reference.modules():
+            init_normal(module)
+    assert_equal(model, reference)
+    with pytest.raises(ConfigError, match="cannot be called"):
+        fully_shard(nn.Linear(2, 2), param_init_fn=3)  # type: ignore[arg-type]
+    there = nn.Linear(2, 2)
+    kept = there.weight.detach().clone()
+    fully_shard(there, param_init_fn=init_normal)
+    assert torch.equal(full_state(there)["weight"], kept), "only what is on meta is initialized"
+
+
+def test_fully_shard_takes_param_init_fn() -> None:
+    run_ranks(_check_argument)
+
+
 def _most_at_once(model: nn.Module) -> int:
     """Largest number of elements of full parameters that stand at once while a model is initialized."""
     most = 0
