@@ -151,6 +151,11 @@ def fake_store() -> dist.Store:
     return FakeStore()
 
 
+def default_store() -> dist.Store:
+    """The store through which the ranks of the default process group found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def resolve_group(name: str) -> dist.ProcessGroup | None:
     """The process group that is registered under `name`, or `None`."""
     try:
@@ -232,6 +237,14 @@ def _root_translator() -> Any:
         return symbolic_convert.InstructionTranslator.current_tx()
     except AttributeError:
         return None
+
+
+def backend_of(compiled: OptimizedModule) -> object:
+    """The function that was given to `torch.compile`, or looked up by the name that was."""
+    found: Any = getattr(compiled.dynamo_ctx, "callback", None)
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        found = found._torchdynamo_orig_backend
+    return getattr(found, "compiler_fn", found)
 
 
 def calls_are_compiled() -> bool:

@@ -10,9 +10,11 @@ from torch import fx
 from fsdp_compile import _torch
 from fsdp_compile.capture.in_place import refuse_updates
 from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.capture.never_reached import watch_optimizers
 from fsdp_compile.capture.plain_model import refuse_unused_sharding, shard_plain_models
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.lower.agreement import agree
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import compile_with_inductor
 from fsdp_compile.lower.ran import remember
@@ -57,10 +59,14 @@ def fsdp(
     ran = remember(example_inputs, checked.lower)
 
     def run_passes(step: StepGraph) -> StepGraph:
-        return ran.note(transform(step, checked))
+        agree(transform(step, checked))
+        return ran.note(step)
 
     region = Region(flat_inputs(example_inputs), run_passes)
     if checked.lower == "eager":
         return compile_eagerly(gm, example_inputs, region)
     settings = _torch.list_mode_options(mode) if mode else {}
     return compile_with_inductor(gm, example_inputs, region, {**settings, **checked.inductor})
+
+
+watch_optimizers(fsdp)

@@ -158,3 +158,46 @@ def test_updates_inside_of_a_graph_are_refused_with_their_line(
     assert f"changes {what} in place" in error.what
     assert line in (error.where or "")
     assert "torch.compiler.disable" in (error.instead or "")
+
+
+def _never_reached(name: str) -> tuple[str, bool]:
+    """The refusal of a model that is not sharded before, and whether it trains once it is."""
+    model = KINDS[name]()
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(compiled(torch.ones(4, 32))).backward()
+    with pytest.raises(UnsupportedModelError) as caught:
+        optimizer.step()
+    optimizer.zero_grad()
+    fully_shard(model)
+    loss_of(compiled(torch.ones(4, 32))).backward()
+    optimizer.step()
+    return str(caught.value), all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.core
+def test_a_model_that_never_reaches_the_backend_is_refused_at_the_first_optimizer_step() -> None:
+    for message, trained in run_ranks(_never_reached, "recurrent"):
+        assert "never handed to its backend" in message
+        assert "Recurrent, parameter inner.weight" in message
+        assert "fsdp_compile.fully_shard(model) before torch.compile" in message
+        assert trained
+
+
+def _plain_beside_compiled() -> None:
+    """Another model's optimizer, and one of the ignored parameters of a compiled model, step as always."""
+    other = nn.Linear(32, 5)
+    model = Stack()
+    fully_shard(model, ignored_params=[model.head])
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    torch.compile(nn.Linear(2, 2), backend="fsdp")
+    for call in (compiled, other):
+        loss_of(call(torch.ones(4, 32))).backward()
+    for parameters in (list(other.parameters()), list(model.head.parameters())):
+        before = [p.clone() for p in parameters]
+        torch.optim.SGD(parameters, lr=0.1).step()
+        assert not any(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+
+
+def test_optimizers_of_plain_parameters_step_as_always() -> None:
+    run_ranks(_plain_beside_compiled)

@@ -1,0 +1,72 @@
+"""Ranks that compile different collectives are told so, all of them, before any of them hangs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compile import RankMismatchError
+from tests.parity.models import Stack
+from tests.parity.pair import loss_of
+from tests.ranks import run_ranks
+
+
+class _OtherWay(Stack):
+    """Rank 1 goes through the blocks backwards."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blocks = list(self.blocks)
+        for block in blocks[::-1] if dist.get_rank() == 1 else blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class _LessOnOne(Stack):
+    """Rank 1 leaves the last block out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in list(self.blocks)[: 3 - dist.get_rank()]:
+            x = block(x)
+        return self.head(x)
+
+
+def _message(make: type[nn.Module]) -> str:
+    compiled = torch.compile(make(), backend="fsdp", options={"lower": "eager"})
+    with pytest.raises(Exception, match="compile different collectives") as caught:
+        compiled(torch.ones(4, 32))
+    error = caught.value.inner_exception  # type: ignore[attr-defined]
+    assert isinstance(error, RankMismatchError)
+    return str(error)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("make", "first", "second"), [(_OtherWay, "blocks.0.", "blocks.2."), (_LessOnOne, "blocks.2.", "head.")]
+)
+def test_every_rank_names_both_ranks_and_where_they_part(make: type[nn.Module], first: str, second: str) -> None:
+    messages = run_ranks(_message, make)
+    assert messages[0] == messages[1]
+    assert "rank 0 and rank 1 compile different collectives" in messages[0]
+    zero, one = messages[0].split("where: ")[1].split("instead:")[0].split(" on rank 0, ")
+    assert "all_gather" in zero
+    assert first in zero
+    assert second in one
+    assert "must not depend on a rank's number or data" in messages[0]
+
+
+def _recompiles_alone() -> int:
+    """Rank 1 meets other batch sizes than rank 0, and evaluates at another time of its life."""
+    model = Stack()
+    compiled = torch.compile(model, backend="fsdp", dynamic=False, options={"lower": "eager"})
+    steps = 0
+    for rows in (4, 4, 4, 4) if dist.get_rank() == 0 else (4, 3, 5, 4):
+        loss_of(compiled(torch.ones(rows, 32))).backward()
+        steps += 1
+    return steps
+
+
+@pytest.mark.core
+def test_a_rank_that_recompiles_alone_waits_for_nobody() -> None:
+    assert run_ranks(_recompiles_alone, timeout_s=60) == [4, 4]
