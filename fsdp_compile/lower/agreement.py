@@ -33,12 +33,10 @@ class _Group:
 
     Attributes:
         group: The group that its alias stood for.
-        generation: How many groups the alias stood for before, in worlds that are gone.
         orders: Digests of the orders of collectives.
     """
 
     group: dist.ProcessGroup
-    generation: int = 0
     orders: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -61,7 +59,7 @@ def agree(step: StepGraph) -> None:
         digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
         if digest not in known.orders:
             known.orders.add(digest)
-            prefix = f"fsdp_compile/{alias}/{_ranks(group)}/{known.generation}/{len(known.orders)}"
+            prefix = f"fsdp_compile/{alias}/{_ranks(group)}/{len(known.orders)}"
             _compare(dist.PrefixStore(prefix, _torch.default_store()), group, digest, mine)
 
 
@@ -81,7 +79,7 @@ def _ranks(group: dist.ProcessGroup) -> str:
 def _known(alias: str, group: dist.ProcessGroup) -> _Group:
     known = _groups.get(alias)
     if known is None or known.group is not group:
-        known = _groups[alias] = _Group(group, 0 if known is None else known.generation + 1)
+        known = _groups[alias] = _Group(group)
     return known
 
 
@@ -106,6 +104,7 @@ def _compare(store: dist.Store, group: dist.ProcessGroup, digest: str, mine: lis
             store.set("all", "")
         store.wait(["all"])
         if not store.check(["differs"]):
+            _clean(store, group.size())
             return
         if rank == 0:
             store.set("text/0", text)
@@ -118,6 +117,13 @@ def _compare(store: dist.Store, group: dist.ProcessGroup, digest: str, mine: lis
             instead="the same control flow on every rank: what a rank reads must not depend on its data",
         ) from error
     raise _mismatch(dist.get_process_group_ranks(group), other, first, second)
+
+
+def _clean(store: dist.Store, size: int) -> None:
+    """The last one to leave deletes the round's keys: a later world of the same store counts rounds anew."""
+    if store.add("left", 1) == size:
+        for key in ("first", "arrived", "all", "left"):
+            store.delete_key(key)
 
 
 def _mismatch(ranks: list[int], other: int, first: list[str], second: list[str]) -> RankMismatchError:
