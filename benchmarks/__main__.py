@@ -1,0 +1,29 @@
+"""`python -m benchmarks`: lists the benchmarks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+BENCHMARKS = (
+    "step_time",
+    "sent_bytes",
+    "memory",
+    "compile_time",
+    "overhead",
+    "scaling",
+    "slow_network",
+    "gpu.run_all",
+)
+
+
+def main() -> int:
+    """Prints a line for each."""
+    for name in BENCHMARKS:
+        about = (importlib.import_module(f"benchmarks.{name}").__doc__ or "").splitlines()[0]
+        print(f"python -m benchmarks.{name:<14} {about}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

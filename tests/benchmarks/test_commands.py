@@ -1,0 +1,108 @@
+"""Each benchmark's command runs with tiny sizes and writes JSON that says with what it was measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import measure
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.models import SMOKE, llama, parameter_bytes
+from benchmarks.network import namespaces
+
+_ALL = pytest.mark.skipif(
+    "FSDP_COMPILE_BENCHMARKS" not in os.environ, reason="compiles for minutes; set FSDP_COMPILE_BENCHMARKS=1 to run it"
+)
+_EAGER = ["--fsdp-options", '{"lower": "eager"}', "--contenders", "fsdp2", "fsdp_compile"]
+
+
+def _run(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    out = folder / "result.json"
+    status = importlib.import_module(f"benchmarks.{name}").main(["--smoke", "--out", str(out), *arguments])
+    assert status == 0
+    document = json.loads(out.read_text())
+    assert (document["benchmark"], document["smoke"]) == (name, True)
+    assert {"commit", "packages", "processor", "cores"} <= document["environment"].keys()
+    return document
+
+
+def _by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {row["contender"]: row for row in rows}
+
+
+def test_bytes_that_are_sent_are_the_floor_and_padding(tmp_path: Path) -> None:
+    document = _run("sent_bytes", tmp_path, *_EAGER)
+    size_bytes = parameter_bytes(llama(SMOKE).make())
+    rows = _by_name(document["results"])
+    for row in rows.values():
+        assert "error" not in row
+        padded = 1 + (row["padding"] or 0.0)
+        # Each gradient is reduced once; values that no gradient needs are not gathered a second time.
+        assert row["sent_bytes"]["reduce_scatter"] == pytest.approx(size_bytes * 7 / 8 * padded)
+        assert row["total_sent_bytes"] <= 3 * size_bytes * 7 / 8 * (padded + 1e-9)
+    assert rows["fsdp2"]["padding"] is None  # it has no flat shards of ours
+
+
+def test_peak_memory_is_measured_and_predicted(tmp_path: Path) -> None:
+    rows = _by_name(_run("memory", tmp_path, *_EAGER)["results"])
+    size_bytes = parameter_bytes(llama(SMOKE).make())
+    for row in rows.values():
+        assert row["held_bytes"] >= size_bytes / 8
+        # Gradients of all shards are alive at the end of a step, beside the shards.
+        assert row["peak_bytes"] >= row["held_bytes"] + size_bytes / 8
+    assert rows["fsdp_compile"]["predicted_bytes"] > rows["fsdp_compile"]["held_bytes"]
+
+
+@_ALL
+@pytest.mark.optional
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ["step_time", "compile_time", "overhead", "scaling"])
+def test_every_benchmark_runs(name: str, tmp_path: Path) -> None:
+    assert _run(name, tmp_path)["results"]
+
+
+@_ALL
+@pytest.mark.optional
+@pytest.mark.inductor
+def test_what_a_gpu_runs_is_dry_run_on_a_cpu(tmp_path: Path) -> None:
+    results = _run("gpu.run_all", tmp_path, "--device", "cpu")["results"]
+    assert [part for part in results if "error" in part] == []
+
+
+@_ALL
+@pytest.mark.optional
+@pytest.mark.inductor
+def test_two_namespaces_train(tmp_path: Path) -> None:
+    try:
+        namespaces.check_available()
+    except namespaces.UnavailableError as error:
+        pytest.skip(str(error))
+    rows = _by_name(_run("slow_network", tmp_path)["results"])
+    assert rows["fsdp_compile"]["faster_than_fsdp2"] > 0
+
+
+def test_all_benchmarks_exist_and_say_what_they_are() -> None:
+    for name in BENCHMARKS:
+        module = importlib.import_module(f"benchmarks.{name}")
+        assert callable(module.main)
+        assert module.__doc__
+
+
+def test_contenders_take_turns_and_a_failure_ends_one_only() -> None:
+    calls: list[str] = []
+
+    def fail() -> None:
+        calls.append("b")
+        if calls.count("b") == 2:
+            raise ValueError("broken")
+
+    samples = measure.alternate({"a": lambda: calls.append("a"), "b": fail}, rounds=2, warm_up=1)
+    assert calls == ["a", "b", "a", "b", "a"]
+    assert len(samples["a"].seconds) == 2
+    assert samples["b"].error == "ValueError: broken (in fail)"
+    assert samples["b"].to_dict() == {"error": "ValueError: broken (in fail)"}
