@@ -13,6 +13,8 @@ from fsdp_compile.errors import (
     UnsupportedModelError,
 )
 from fsdp_compile.explain import explain
+from fsdp_compile.gradients.clip import clip_grad_norm_
+from fsdp_compile.gradients.scaler import GradScaler
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.accumulation import no_sync
 from fsdp_compile.parameters.full_params import full_params
@@ -26,6 +28,7 @@ __all__ = [
     "ConfigError",
     "FSDPCompileError",
     "FSDPOptions",
+    "GradScaler",
     "InvariantError",
     "MixedPrecision",
     "ParityError",
@@ -33,6 +36,7 @@ __all__ = [
     "ShardedModule",
     "UnshardHandle",
     "UnsupportedModelError",
+    "clip_grad_norm_",
     "explain",
     "fsdp",
     "full_params",

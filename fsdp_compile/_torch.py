@@ -6,7 +6,7 @@ Everything here was checked on torch 2.11, 2.13 and 2.15; where the versions dif
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -137,6 +137,31 @@ def clear_own_gradient(leaf: torch.Tensor) -> None:
 def allow_any_gradient_dtype(leaf: torch.Tensor) -> None:
     """Lets `leaf.grad` have another dtype than the leaf."""
     leaf.grad_dtype = None  # type: ignore[attr-defined, unused-ignore]  # newer than some stubs
+
+
+def by_device_and_dtype(
+    tensors: Iterable[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Tensors in their order, grouped as the operators below take them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
+
+
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The norm of each of some tensors of one dtype, accumulated and returned in `dtype`."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies tensors of one device and dtype in place by a 0-d tensor of theirs."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def unscale_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Multiplies tensors of one device and dtype in place; sets `found_inf` to 1 if a value is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
 
 
 def plain_torch_functions() -> Any:

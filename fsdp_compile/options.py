@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters.precision import Policy
@@ -31,6 +32,7 @@ class FSDPOptions:
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
         reshard_after_forward: For a plain model: what `fully_shard(reshard_after_forward=...)` takes.
         auto_wrap_policy: For a plain model: what `fully_shard(auto_wrap_policy=...)` takes.
+        sharding_strategy: For a plain model: what `fully_shard(sharding_strategy=...)` takes.
     """
 
     lower: Literal["inductor", "eager"] = "inductor"
@@ -41,6 +43,7 @@ class FSDPOptions:
     mp_policy: Policy | None = None
     reshard_after_forward: bool | None = None
     auto_wrap_policy: WrapPolicy | None = None
+    sharding_strategy: ShardingStrategy | None = None
 
     def __post_init__(self) -> None:
         if self.lower not in ("inductor", "eager"):
@@ -78,7 +81,7 @@ class FSDPOptions:
     @property
     def sharding(self) -> dict[str, Any]:
         """The arguments for `fully_shard` among the options, without those left at their default."""
-        names = ("mesh", "mp_policy", "reshard_after_forward", "auto_wrap_policy")
+        names = ("mesh", "mp_policy", "reshard_after_forward", "auto_wrap_policy", "sharding_strategy")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 

@@ -67,7 +67,7 @@ def explain(
         return _as_it_ran(plain, world_size, estimated_for)
     with planning_world(world_size) as ranks:
         copied = stand_in(plain)
-        fully_shard(copied, **{"mesh": planning_mesh(), **checked.sharding})
+        fully_shard(copied, **{"mesh": planning_mesh(checked.sharding_strategy), **checked.sharding})
         hollow_flats(copied)
         regions = trace(copied, hollow_inputs(args), hollow_inputs(kwargs), checked)
         fusion, made = _FUSION[checked.lower], units(copied)

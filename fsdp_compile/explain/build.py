@@ -99,7 +99,7 @@ def _unit(unit: Unit) -> UnitPlan:
         parameters=len(list(unit.slots)),
         numel=sum(slot.parameter.numel() for slot in unit.slots),
         stored=_names(flat.leaf.dtype for flat in unit.flats),
-        sent=_names(slot.spec.param_dtype for slot in unit.slots),
+        sent=_names(slot.spec.gather_dtype or slot.spec.param_dtype for slot in unit.slots),
         reduced=_names(slot.spec.reduce_dtype for slot in trained),
         full_bytes=unit.full_bytes,
         shard_bytes=unit.shard_bytes,
@@ -132,6 +132,6 @@ def _floor(spec: ReadSpec, numel: int, *, trained: bool, training: bool) -> floa
     gathers = 2 if training and spec.reshard is Reshard.AFTER_FORWARD else 1
     reduced = spec.reduce_dtype.itemsize if trained else 0
     least = floor_bytes(
-        numel, spec.size, gathers=gathers, gathered_bytes=spec.param_dtype.itemsize, reduced_bytes=reduced
+        numel, spec.size, gathers=gathers, gathered_bytes=spec.wire_dtype.itemsize, reduced_bytes=reduced
     )
     return least + 2 * reduced * numel / spec.size * share_of_others(spec.replicas)

@@ -78,9 +78,16 @@ def _refuse(traced: Traced, ranks: int) -> None:
     if ranks < 1:
         raise ConfigError(f"there are no {ranks} ranks", where="Plan.at(world_size=...)", instead="1, 2, ...")
     for unit in traced.units:
-        if unit.policy.mesh.ndim != 1:
+        if unit.policy.mixed_precision.gather_dtype is not None:
             raise ConfigError(
-                f"the mesh has {unit.policy.mesh.ndim} dimensions, and one number does not say how both change",
+                "which parameters are sent in 8 bits depends on the number of ranks",
+                where=f"Plan.at(world_size={ranks}), unit {unit.title}",
+                instead="explain() once more in a world of that size",
+            )
+        if unit.policy.arrangement.replicate_dim is not None:
+            raise ConfigError(
+                f"{unit.policy.arrangement.replicas} replicas of groups of {unit.policy.size} ranks: one number does "
+                "not say how both change",
                 where=f"Plan.at(world_size={ranks}), unit {unit.title}",
                 instead="explain() once more in a world of that size, with its mesh",
             )

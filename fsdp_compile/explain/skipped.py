@@ -24,7 +24,7 @@ def skipped(model: nn.Module, units: Sequence[Unit], graphs: Sequence[GraphPlan]
     yield from _graph_breaks(graphs)
     whole = [name for name, p in model.named_parameters() if is_ignored(model, p)]
     yield from _some(whole, "not sharded", "listed in ignored_params")
-    if units and all(slot.spec.size == 1 for unit in units for slot in unit.slots):
+    if units and all(slot.spec.size * slot.spec.replicas == 1 for unit in units for slot in unit.slots):
         yield Skipped("all collectives", "there is one rank")
         return
     yield from _uneven(units)
@@ -71,7 +71,7 @@ def _never_gathered(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Itera
             (unit, slot)
             for unit in units
             for slot in unit.slots
-            if phase is Phase.FORWARD or slot.spec.reshard is Reshard.AFTER_FORWARD
+            if slot.spec.size > 1 and (phase is Phase.FORWARD or slot.spec.reshard is Reshard.AFTER_FORWARD)
         ]
         unread = [
             unit.parameter_name(slot) for unit, slot in dropped if not _among(read, unit, unit.parameter_name(slot))
@@ -85,7 +85,11 @@ def _never_reduced(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterat
         yield Skipped("backward", "gradients are off, or nothing that the model returns needs them")
         return
     reduced = {
-        (c.unit, name) for graph in graphs for c in graph.collectives if c.kind is Kind.REDUCE for name in c.parameters
+        (c.unit, name)
+        for graph in graphs
+        for c in graph.collectives
+        if c.kind is not Kind.GATHER
+        for name in c.parameters
     }
     missing = [
         (slot.parameter.requires_grad, unit.parameter_name(slot))

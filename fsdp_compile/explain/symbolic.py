@@ -47,11 +47,17 @@ def formulas(plan: Plan) -> Formulas:
     Raises:
         ConfigError: If the model has run, or its mesh has two dimensions.
     """
-    if plan.traced is None or any(unit.policy.mesh.ndim != 1 for unit in plan.traced.units):
+    if plan.traced is None or any(unit.policy.arrangement.replicate_dim is not None for unit in plan.traced.units):
         raise ConfigError(
             "formulas are made of a plan by explain() for a plain model on a 1-D mesh",
             where="Plan.formulas()",
             instead="explain() the plain model before it is sharded",
+        )
+    if any(unit.policy.mixed_precision.gather_dtype is not None for unit in plan.traced.units):
+        raise ConfigError(
+            "which parameters are sent in 8 bits depends on the number of ranks",
+            where="Plan.formulas()",
+            instead="explain() in a world of each size, or without gather_dtype",
         )
     slots = {unit.parameter_name(slot): slot for unit in plan.traced.units for slot in unit.slots}
     link = make_link("open", GB_PER_S, "a symbol")

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters.strategy import HYBRID, hybrid_mesh
 
 
 @contextmanager
@@ -48,6 +50,8 @@ def planning_world(world_size: int | None) -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def planning_mesh() -> DeviceMesh:
-    """A 1-D mesh over the default group, on the device that plans are traced for."""
+def planning_mesh(strategy: ShardingStrategy | None) -> DeviceMesh:
+    """A mesh of a strategy's dimension over the default group, on the device that plans are traced for."""
+    if strategy in HYBRID:
+        return hybrid_mesh("cpu")
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))

@@ -65,6 +65,11 @@ def shard_numel(shape: tuple[int, ...], dim: int | None, size: int) -> int:
     return rows * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
+def is_large(shape: tuple[int, ...], dim: int | None, size: int, stored: torch.dtype) -> bool:
+    """Whether a parameter's share per rank is a message of its own."""
+    return shard_numel(shape, dim, size) * stored.itemsize >= LARGE_BYTES
+
+
 def plan_layout(
     parameters: Sequence[ParameterShape],
     *,

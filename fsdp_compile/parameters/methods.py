@@ -63,8 +63,11 @@ class ShardedModule:
         flag = _flag(reshard_after_forward, "set_reshard_after_forward")
         reshard = Reshard.AFTER_FORWARD if flag else Reshard.AFTER_BACKWARD
         for unit in _units(self, recurse=recurse):
-            if unit.policy.reshard is not reshard:
-                unit.policy = dataclasses.replace(unit.policy, reshard=reshard)
+            arrangement = unit.policy.arrangement
+            if arrangement.reshard is not reshard:
+                unit.policy = dataclasses.replace(
+                    unit.policy, arrangement=dataclasses.replace(arrangement, reshard=reshard)
+                )
                 respecify(unit)
 
     def set_gradient_divide_factor(self, factor: float) -> None:

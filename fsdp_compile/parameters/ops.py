@@ -13,7 +13,7 @@ import torch
 
 from fsdp_compile._torch import collectives
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.parameters import assemble, epilogue
+from fsdp_compile.parameters import assemble, epilogue, quantize
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.scaling import scaling
 from fsdp_compile.parameters.spec import ReadSpec, Sync, parse
@@ -47,13 +47,22 @@ def unshard(
     read = parse(spec)
     if kept is not None:
         return kept.clone()  # a custom operator may not return its input
-    piece = flat[read.offset : read.offset + read.extent].to(read.param_dtype)
-    if read.size > 1:
-        piece = collectives.all_gather_into_tensor(piece, read.size, read.group)
-        piece = collectives.wait_tensor(piece)
+    piece = flat[read.offset : read.offset + read.extent]
+    if read.gather_dtype is not None:
+        scales = quantize.block_scales(piece, read.gather_dtype)
+        sent = _gathered(quantize.quantize(piece, scales, read.gather_dtype), read)
+        piece = quantize.dequantize(sent, _gathered(scales, read), read.gather_dtype, read.size, read.param_dtype)
+    else:
+        piece = _gathered(piece.to(read.param_dtype), read)
     full = assemble.full_parameter(_EAGER, piece, read, start=0, span=read.extent)
     # A custom operator may not return its input's memory, which a world of one rank would.
     return full.clone() if read.size == 1 else full
+
+
+def _gathered(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
+    if read.size == 1:
+        return message
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(message, read.size, read.group))
 
 
 @unshard.register_fake

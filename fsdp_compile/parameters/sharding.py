@@ -9,17 +9,17 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.parameters import moved, splitting, storage
 from fsdp_compile.parameters.flat import ParameterSlot
-from fsdp_compile.parameters.groups import check_mesh, default_mesh
 from fsdp_compile.parameters.ignoring import ignored_ids
 from fsdp_compile.parameters.islands import Place, cast_at, keep_full_precision
 from fsdp_compile.parameters.materialize import InitFn, check_init_fn, materialize
 from fsdp_compile.parameters.moved import MovedParameter
+from fsdp_compile.parameters.overrides import Arguments
 from fsdp_compile.parameters.precision import MixedPrecision, Policy, as_mixed_precision
 from fsdp_compile.parameters.reads import READS, gather_on_read
 from fsdp_compile.parameters.refusals import (
@@ -30,7 +30,6 @@ from fsdp_compile.parameters.refusals import (
     refuse_several_devices,
     refuse_wrappers,
 )
-from fsdp_compile.parameters.spec import Reshard
 from fsdp_compile.parameters.splitting import WrapPolicy
 from fsdp_compile.parameters.storage import Member, PlacementFn
 from fsdp_compile.parameters.unit import Origin, Unit, UnitPolicy
@@ -66,6 +65,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     ignored_params: Iterable[nn.Parameter | nn.Module] | None = None,
     auto_wrap_policy: WrapPolicy | None = None,
     param_init_fn: InitFn | None = None,
+    sharding_strategy: ShardingStrategy | None = None,
 ) -> M:
     """Shards the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -83,7 +83,11 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         offload_policy: Only the default, which offloads nothing.
         ignored_params: Parameters to leave as they are: neither sharded nor reduced. A module stands for all
             parameters in it.
-        auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split.
+        auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split. A
+            `CustomPolicy` may return a dict for a module: `sharding_strategy`, `reshard_after_forward`, `mesh` or
+            `mp_policy` of that unit.
+        sharding_strategy: FSDP1's name for a mesh and what is kept for backward, instead of `reshard_after_forward`.
+            Hybrid sharding without a mesh shards over the ranks of each machine.
         param_init_fn: Initializes what is on the meta device in `module`, as `materialize` does. Without it, that
             stays on meta.
 
@@ -92,7 +96,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
 
     Raises:
         ConfigError: If the module is sharded already, the mesh has not 1 or 2 dimensions, a policy is not supported,
-            nothing is left to shard, or a parameter has a gradient already.
+            arguments contradict each other, nothing is left to shard, or a parameter has a gradient already.
         UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
     """
     refuse_root(module)
@@ -110,11 +114,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     ignored = ignored_ids(module, ignored_params)
     refuse_gradients(module, ignored)
     refuse_several_devices(module, ignored)
-    if mesh is None:
-        mesh = default_mesh(_device_type(module))
-    check_mesh(mesh)
-    reshard = Reshard.AFTER_BACKWARD if reshard_after_forward is False else Reshard.AFTER_FORWARD
-    policy = UnitPolicy(mesh, precision, reshard)
+    arguments = Arguments(sharding_strategy, mesh, reshard_after_forward, precision, _device_type(module))
+    policy = arguments.policy()
     below = [m for m in module.modules() if is_sharded(m)]
     for descendant in below:
         _merge_split(descendant)
@@ -124,22 +125,27 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     ignored |= {i for m in below for i in m.__dict__[_STATE].ignored}
     occurrences = list(_unmanaged(module, ignored))
     managed = {p for _, _, _, p in occurrences}
-    roots: list[nn.Module] = []
+    roots: dict[nn.Module, UnitPolicy] = {}
     origin = Origin.CALL
     if auto_wrap_policy is not None:
-        roots = splitting.policy_units(module, auto_wrap_policy, managed)
+        chosen = splitting.policy_units(module, auto_wrap_policy, managed)
+        roots = {root: arguments.overridden(overrides) for root, overrides in chosen.items()}
     elif not below:
-        roots, origin = splitting.automatic_units(module, managed), Origin.SPLIT
-    keep_full_precision(module, precision, below)
-    made = _make_units(module, roots, policy, origin, occurrences, shard_placement_fn)
+        roots, origin = dict.fromkeys(splitting.automatic_units(module, managed), policy), Origin.SPLIT
+    different = {root: own for root, own in roots.items() if own.mixed_precision != precision}
+    for root, own in different.items():
+        keep_full_precision(root, own.mixed_precision, below)
+    keep_full_precision(module, precision, [*below, *different])
+    made = _make_units(module, {**roots, module: policy}, origin, occurrences, shard_placement_fn)
     object.__setattr__(module, _STATE, Sharding(made, ignored, precision))
     _enter_forwards(module)
     del occurrences, managed  # so that only others' references to the old parameters are left
     moved.update_optimizers()
     for descendant in below:
         cast_at(descendant, descendant.__dict__[_STATE].precision, Place.INSIDE)
-    for root in roots if origin is Origin.CALL else ():
-        cast_at(root, dataclasses.replace(precision, output_dtype=None), Place.INSIDE)
+    for root, own in roots.items() if origin is Origin.CALL else ():
+        output = own.mixed_precision.output_dtype if root in different else None
+        cast_at(root, dataclasses.replace(own.mixed_precision, output_dtype=output), Place.INSIDE)
     cast_at(module, precision, Place.OUTERMOST)
     if param_init_fn is not None:
         materialize(module, param_init_fn=param_init_fn)
@@ -258,14 +264,13 @@ def _join_slot(slot: ParameterSlot, module: nn.Module, attribute: str) -> None:
 
 def _make_units(
     module: nn.Module,
-    roots: list[nn.Module],
-    policy: UnitPolicy,
+    roots: dict[nn.Module, UnitPolicy],
     origin: Origin,
     occurrences: list[Occurrence],
     placement: PlacementFn | None,
 ) -> list[Unit]:
     names = {id(m): name for name, m in module.named_modules()}
-    chosen = {names[id(m)]: m for m in roots} | {"": module}
+    chosen = {names[id(m)]: m for m in roots}
     members: dict[str, dict[int, Member]] = {name: {} for name in chosen}
     unit_of: dict[int, str] = {}
     for module_name, owner, attribute, parameter in occurrences:
@@ -274,13 +279,13 @@ def _make_units(
             members[unit_name][id(parameter)].owners.append((owner, attribute))
             continue
         full_name = f"{module_name}.{attribute}" if module_name else attribute
-        dim = storage.shard_dim(full_name, parameter, policy.size, placement)
+        dim = storage.shard_dim(full_name, parameter, roots[chosen[unit_name]].size, placement)
         local_name = full_name.removeprefix(f"{unit_name}.") if unit_name else full_name
         members[unit_name][id(parameter)] = Member(local_name, [(owner, attribute)], parameter, dim)
     made = []
     for name, root in chosen.items():
         if members[name]:
-            unit = Unit(root, name, policy, origin)
+            unit = Unit(root, name, roots[root], origin)
             storage.fill(unit, list(members[name].values()))
             made.append(unit)
     return made

@@ -45,10 +45,11 @@ class ReadSpec:
         shape: Shape of the full parameter.
         dim: The dimension that is sharded; `None` for a value held whole by every rank (0-d parameters).
         size: Number of ranks in the shard group.
-        group: Alias of the shard group (see `groups.py`).
+        group: Alias of the shard group (see `groups.py`), empty if parameters are not split.
         replicas: Number of ranks in the replicate group, 1 if there is none.
         replicate_group: Alias of the replicate group, empty if there is none.
-        param_dtype: Dtype that is sent and that the reader gets.
+        param_dtype: Dtype that the reader gets, and that is sent unless `gather_dtype` says otherwise.
+        gather_dtype: 8-bit dtype that is sent, with scales (`quantize.py`); `None` sends `param_dtype`.
         reduce_dtype: Dtype in which gradients are reduced.
         reshard: Whether the gathered value is kept for backward.
         order: Dimensions from the outermost to the innermost in the memory that readers see (channels last, say);
@@ -68,6 +69,7 @@ class ReadSpec:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reshard: Reshard = Reshard.AFTER_FORWARD
+    gather_dtype: torch.dtype | None = None
     order: tuple[int, ...] = ()
     sync: Sync = Sync.ALL
     divide: float | None = None
@@ -96,6 +98,11 @@ class ReadSpec:
         return tuple(shape)
 
     @property
+    def wire_dtype(self) -> torch.dtype:
+        """Dtype of the all-gather's message: numbers of 8 bits travel as bytes."""
+        return self.param_dtype if self.gather_dtype is None else torch.uint8
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the gathered slot is the parameter's own memory, so that reading it needs no copy."""
         return self.size == 1 or (self.dim == 0 and self.extent == self.shard_numel)
@@ -108,11 +115,13 @@ class ReadSpec:
             "extent": self.extent,
             "shape": "x".join(map(str, self.shape)) or "scalar",
             "dim": "none" if self.dim is None else self.dim,
-            "over": f"{self.group}/{self.size}",
+            "over": f"{self.group}/{self.size}" if self.group else "none",
         }
         if self.replicas > 1:
             fields["replicas"] = f"{self.replicate_group}/{self.replicas}"
         fields["param"] = _dtype_name(self.param_dtype)
+        if self.gather_dtype is not None:
+            fields["gather"] = _dtype_name(self.gather_dtype)
         fields["reduce"] = _dtype_name(self.reduce_dtype)
         fields["reshard"] = self.reshard.value
         if self.order:
@@ -133,7 +142,7 @@ def parse(text: str) -> ReadSpec:
     """
     try:
         fields = dict(item.split("=", 1) for item in text.split(" "))
-        group, size = fields["over"].rsplit("/", 1)
+        group, size = ("", "1") if fields["over"] == "none" else fields["over"].rsplit("/", 1)
         replicate_group, replicas = fields.get("replicas", "/1").rsplit("/", 1)
         shape = fields["shape"]
         spec = ReadSpec(
@@ -146,6 +155,7 @@ def parse(text: str) -> ReadSpec:
             replicas=int(replicas),
             replicate_group=replicate_group,
             param_dtype=_dtype(fields["param"]),
+            gather_dtype=_dtype(fields["gather"]) if "gather" in fields else None,
             reduce_dtype=_dtype(fields["reduce"]),
             reshard=Reshard(fields["reshard"]),
             order=tuple(map(int, fields["order"].split("x"))) if "order" in fields else (),

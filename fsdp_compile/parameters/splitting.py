@@ -8,7 +8,8 @@ of a model are used at opposite ends of a step. What is left, norms mostly, stay
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
@@ -57,8 +58,10 @@ def _has_managed(module: nn.Module, managed: Container[nn.Parameter]) -> bool:
     return any(p in managed for p in module.parameters())
 
 
-def policy_units(root: nn.Module, policy: WrapPolicy, managed: Container[nn.Parameter]) -> list[nn.Module]:
-    """Roots of the units that one of FSDP1's wrap policies chooses, without `root` itself.
+def policy_units(
+    root: nn.Module, policy: WrapPolicy, managed: Container[nn.Parameter]
+) -> dict[nn.Module, Mapping[str, Any]]:
+    """Roots of the units that one of FSDP1's wrap policies chooses, without `root` itself, and what each overrides.
 
     Args:
         root: The model.
@@ -67,8 +70,7 @@ def policy_units(root: nn.Module, policy: WrapPolicy, managed: Container[nn.Para
         managed: Parameters that are to be sharded.
 
     Raises:
-        ConfigError: If it is none of these, or a `CustomPolicy` returns keyword arguments, which have no meaning for
-            units.
+        ConfigError: If it is none of these, or a `CustomPolicy` returns neither a bool nor a dict.
     """
     if not isinstance(policy, ModuleWrapPolicy | CustomPolicy) and not callable(policy):
         raise ConfigError(
@@ -76,31 +78,27 @@ def policy_units(root: nn.Module, policy: WrapPolicy, managed: Container[nn.Para
             where="auto_wrap_policy",
             instead="ModuleWrapPolicy({Block}), a CustomPolicy, or a callable of (module, recurse, nonwrapped_numel)",
         )
+    chosen: dict[nn.Module, Mapping[str, Any]]
     if isinstance(policy, ModuleWrapPolicy):
         classes = tuple(policy._module_classes)
-        chosen = [m for m in root.modules() if isinstance(m, classes)]
+        chosen = {m: {} for m in root.modules() if isinstance(m, classes)}
     elif isinstance(policy, CustomPolicy):
-        chosen = [m for m in root.modules() if _custom_choice(policy, m)]
+        choices = {m: _custom_choice(policy, m) for m in root.modules()}
+        chosen = {m: choice if isinstance(choice, dict) else {} for m, choice in choices.items() if choice}
     else:
-        chosen = list(_called_choice(root, policy, managed)[0])
-    return [m for m in chosen if m is not root and _has_managed(m, managed)]
+        chosen = {m: {} for m in _called_choice(root, policy, managed)[0]}
+    return {m: overrides for m, overrides in chosen.items() if m is not root and _has_managed(m, managed)}
 
 
-def _custom_choice(policy: CustomPolicy, module: nn.Module) -> bool:
+def _custom_choice(policy: CustomPolicy, module: nn.Module) -> bool | dict[str, Any]:
     choice = policy._lambda_fn(module)
     if not isinstance(choice, bool | dict):
         raise ConfigError(
             f"the wrap policy returned {choice!r} for a {type(module).__name__}",
             where="auto_wrap_policy",
-            instead="return True or False",
+            instead="return True, False, or a dict of what is different for that unit",
         )
-    if isinstance(choice, dict) and choice:
-        raise ConfigError(
-            f"the wrap policy returned keyword arguments {sorted(choice)} for a {type(module).__name__}",
-            where="auto_wrap_policy",
-            instead="return True or False, and call fully_shard() on that module first with its own arguments",
-        )
-    return bool(choice)
+    return choice
 
 
 def _called_choice(

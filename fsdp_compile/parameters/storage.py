@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
@@ -81,7 +82,7 @@ def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
     dtypes = _dtypes(policy, members[0])
     shapes = [layout.ParameterShape(m.name, tuple(m.parameter.shape), m.dim) for m in members]
     planned = layout.plan_layout(
-        shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.sent, reduced=dtypes.reduced
+        shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.quantized or dtypes.sent, reduced=dtypes.reduced
     )
     buffer = torch.zeros(planned.numel, dtype=first.dtype, device=_device(first))
     slots = [_slot(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
@@ -93,11 +94,12 @@ def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
 
 @dataclasses.dataclass(frozen=True)
 class _Dtypes:
-    """Of the parameters of one flat shard: as stored, as gathered and as reduced."""
+    """Of the parameters of one flat shard: as stored, as read, as reduced, and in 8 bits if large ones travel so."""
 
     stored: torch.dtype
     sent: torch.dtype
     reduced: torch.dtype
+    quantized: torch.dtype | None = None
 
 
 def _dtypes(policy: UnitPolicy, member: Member) -> _Dtypes:
@@ -106,7 +108,8 @@ def _dtypes(policy: UnitPolicy, member: Member) -> _Dtypes:
     if keeps_own_dtype(member):
         return _Dtypes(stored, stored, stored)
     sent = (asked.param_dtype or stored) if stored.is_floating_point else stored
-    return _Dtypes(stored, sent, asked.reduce_dtype or sent)
+    quantized = asked.gather_dtype if stored.is_floating_point and policy.size > 1 else None
+    return _Dtypes(stored, sent, asked.reduce_dtype or sent, quantized)
 
 
 def keeps_own_dtype(member: Member) -> bool:
@@ -127,12 +130,13 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
         shape=shape,
         dim=member.dim,
         size=policy.size,
-        group=alias_of(policy.mesh.get_group(policy.mesh.ndim - 1), "shard"),
-        replicas=policy.mesh.size(0) if policy.mesh.ndim == 2 else 1,
-        replicate_group=alias_of(policy.mesh.get_group(0), "replicate") if policy.mesh.ndim == 2 else "",
+        group=_alias(policy, policy.arrangement.shard_dim, "shard"),
+        replicas=policy.arrangement.replicas,
+        replicate_group=_alias(policy, policy.arrangement.replicate_dim, "replicate"),
         param_dtype=dtypes.sent,
         reduce_dtype=dtypes.reduced,
-        reshard=policy.reshard,
+        gather_dtype=dtypes.quantized if layout.is_large(shape, member.dim, policy.size, dtypes.stored) else None,
+        reshard=policy.arrangement.reshard,
         order=member.order or memory_order(parameter),
         divide=unit.divide,
     )
@@ -140,12 +144,20 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
     numel = torch.Size(held).numel()
     local = buffer[place.offset : place.offset + numel].view(held)
     slot = ParameterSlot(member.name, member.owners, parameter, spec, policy.rank, held, local)
-    if policy.mixed_precision.full_precision_in_eval and dtypes.sent is not dtypes.stored:
-        slot.eval_spec = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored)
+    in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_dtype=None)
+    if policy.mixed_precision.full_precision_in_eval and in_eval != spec:
+        slot.eval_spec = in_eval
     if policy.mixed_precision.keep_low_precision_grads and dtypes.sent is not dtypes.stored:
         slot.kept_gradient_dtype = dtypes.sent
     adopt(slot, parameter, policy)
     return slot
+
+
+def _alias(policy: UnitPolicy, dim: int | None, role: Literal["shard", "replicate"]) -> str:
+    """Name of the group along a dimension of the mesh; empty if there is none, or nobody to be averaged with."""
+    if dim is None or (role == "replicate" and policy.mesh.size(dim) == 1):
+        return ""
+    return alias_of(policy.mesh.get_group(dim), role)
 
 
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -171,7 +183,7 @@ def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> N
     Raises:
         ConfigError: If the parameter is a DTensor of another mesh or placement.
     """
-    placements = _placements(policy, slot.spec.dim)
+    placements = policy.arrangement.placements(slot.spec.dim)
     _part_with(slot, parameter)
     if isinstance(parameter, DTensor):
         if parameter.device_mesh != policy.mesh or tuple(parameter.placements) != placements:
@@ -198,7 +210,7 @@ def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> N
 def give_memory(slot: ParameterSlot, policy: UnitPolicy, device: torch.device) -> None:
     """Gives a parameter on meta uninitialized memory on `device`; it keeps its identity, for optimizers' sake."""
     local = torch.empty(slot.local_shape, dtype=slot.parameter.dtype, device=device)
-    made = _sharded_parameter(slot.parameter, local, policy, _placements(policy, slot.spec.dim))
+    made = _sharded_parameter(slot.parameter, local, policy, policy.arrangement.placements(slot.spec.dim))
     torch.utils.swap_tensors(slot.parameter, made)
 
 
@@ -207,11 +219,6 @@ def _part_with(slot: ParameterSlot, successor: nn.Parameter) -> None:
     replaced = slot.parameter
     if replaced is not successor and isinstance(replaced, DTensor) and _torch.local_tensor(replaced) is slot.local:
         _torch.set_local_tensor(replaced, slot.local.clone())
-
-
-def _placements(policy: UnitPolicy, dim: int | None) -> tuple[Shard | Replicate, ...]:
-    inner = Replicate() if dim is None else Shard(dim)
-    return (inner,) if policy.mesh.ndim == 1 else (Replicate(), inner)
 
 
 def _sharded_parameter(

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.precision import MixedPrecision
 from fsdp_compile.parameters.spec import Reshard, Sync
+from fsdp_compile.parameters.strategy import Arrangement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,24 +21,27 @@ class UnitPolicy:
     """How the parameters of a unit are stored, sent and reduced.
 
     Attributes:
-        mesh: 1-D (shard) or 2-D (replicate, shard).
+        arrangement: Over which ranks, and what is kept for backward.
         mixed_precision: Dtypes; `None` in it keeps the parameter's own.
-        reshard: Whether gathered parameters are kept for backward.
     """
 
-    mesh: DeviceMesh
+    arrangement: Arrangement
     mixed_precision: MixedPrecision
-    reshard: Reshard
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks."""
+        return self.arrangement.mesh
 
     @property
     def size(self) -> int:
         """Ranks in the shard group."""
-        return self.mesh.size(self.mesh.ndim - 1)
+        return self.arrangement.size
 
     @property
     def rank(self) -> int:
         """This rank's place in the shard group."""
-        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+        return self.arrangement.rank
 
 
 @dataclasses.dataclass
@@ -124,7 +128,7 @@ class Unit:
     @property
     def keeps_parameters(self) -> bool:
         """Whether gathered parameters outlive backward: on request, and between microbatches as FSDP1's ZeRO-2 does."""
-        keeps_for_backward = self.policy.reshard is Reshard.AFTER_BACKWARD
+        keeps_for_backward = self.policy.arrangement.reshard is Reshard.AFTER_BACKWARD
         return not self.accumulation.reshard_after_backward or (keeps_for_backward and self.sync is Sync.NONE)
 
     @property

@@ -54,4 +54,4 @@ def respecify(unit: Unit) -> None:
 
 
 def _respecified(spec: ReadSpec, unit: Unit) -> ReadSpec:
-    return dataclasses.replace(spec, reshard=unit.policy.reshard, divide=unit.divide)
+    return dataclasses.replace(spec, reshard=unit.policy.arrangement.reshard, divide=unit.divide)

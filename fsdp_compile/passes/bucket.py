@@ -21,6 +21,7 @@ from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import beside, first_of, last_of, same_flat, upstream
 from fsdp_compile.ir.record import GRADIENTS, Role, require, role_of
 from fsdp_compile.parameters import assemble
+from fsdp_compile.passes import wire
 from fsdp_compile.passes.insert_collectives import full_node, join_pieces
 from fsdp_compile.passes.pieces import Bucket, Piece, Single, buckets, joint_record, start_grouped
 from fsdp_compile.passes.reduction import ON_THE_WAY, REPLICATE, STARTS, add_partial, scale_after, stages
@@ -57,13 +58,13 @@ class BucketCollectives:
 
 
 def _gather_single(start: fx.Node) -> Single:
-    shard = start.args[0]
-    while require(shard).role is Role.SHARD:  # type: ignore[arg-type]
-        shard = shard.args[0]  # type: ignore[union-attr]
+    shard = start.all_input_nodes[0]
+    while require(shard).role is Role.SHARD:
+        shard = shard.all_input_nodes[0]
     end = start
     while require(end).role is not Role.FULL:
         end = next(iter(end.users))
-    return Single(start, shard, end)  # type: ignore[arg-type]
+    return Single(start, shard, end)
 
 
 def _sends_a_gradient(start: fx.Node) -> bool:
@@ -89,26 +90,28 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
     spec = bucket.spec
     b = GraphBuilder(step.graph, joint_record(bucket.singles, Role.SHARD), first)
     with step.graph.inserting_before(anchor):
-        messages = [_shard_message(b, piece) for piece in bucket.pieces]
+        sent = [(piece, message) for piece in bucket.pieces for message in _shard_messages(b, piece)]
+        arguments = ([message for _, message in sent], spec.size, spec.group)
         waited = start_grouped(
-            b, collectives.all_gather_into_tensor_coalesced.default, (messages, spec.size, spec.group), bucket.pieces,
+            b, collectives.all_gather_into_tensor_coalesced.default, arguments, [piece for piece, _ in sent],
             (Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT),
         )  # fmt: skip
     # Each full parameter is written where its own read was, so that copies out stay next to their first use.
-    for piece, message in zip(bucket.pieces, waited, strict=True):
+    for piece in bucket.pieces:
+        arrived = [message for (sender, _), message in zip(sent, waited, strict=True) if sender is piece]
         for single in piece.singles:
             b = GraphBuilder(step.graph, joint_record([single], Role.FULL), single.start)
             with step.graph.inserting_before(single.end):
+                message = wire.received(b, arrived, single.spec)
                 full = full_node(b, message, single.spec, start=single.spec.offset - piece.begin, span=piece.span)
             single.end.replace_all_uses_with(full)
     for single in bucket.singles:
         _erase_chain(single)
 
 
-def _shard_message(b: GraphBuilder, piece: Piece) -> fx.Node:
+def _shard_messages(b: GraphBuilder, piece: Piece) -> list[fx.Node]:
     b.record = piece.record(Role.SHARD)
-    message = assemble.narrow(b, piece.flat, 0, piece.begin, piece.begin + piece.span)
-    return assemble.cast(b, message, piece.singles[0].spec.param_dtype)
+    return wire.messages(b, piece.flat, piece.begin, piece.span, piece.singles[0].spec)
 
 
 def _write_reductions(step: StepGraph, planned: Sequence[Bucket], order: dict[fx.Node, int]) -> None:
@@ -177,11 +180,13 @@ def _rewrite_flat_gradient(step: StepGraph, flat: fx.Node, pieces: list[tuple[in
 def _erase_chain(single: Single) -> None:
     """Erases a single collective, from its unused end back to what it was made of."""
     node: fx.Node = single.end
-    roles = {Role.SHARD, Role.GATHER, Role.GATHER_WAIT, Role.COPY_OUT, Role.FULL, Role.GRADIENT, *ON_THE_WAY}
-    todo = [node]
+    gathers = {Role.SHARD, Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT, Role.COPY_OUT, Role.FULL}
+    roles = {*gathers, Role.GRADIENT, *ON_THE_WAY}
+    todo, erased = [node], set[fx.Node]()
     while todo:
         node = todo.pop()
         record = node.meta.get("fsdp")
-        if record is not None and record.role in roles and not node.users:
+        if record is not None and record.role in roles and not node.users and node not in erased:
             todo.extend(node.all_input_nodes)
             node.graph.erase_node(node)
+            erased.add(node)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from operator import getitem
 
 import torch
 from torch import fx
@@ -32,6 +33,7 @@ from fsdp_compile.ir.queries import (
 from fsdp_compile.ir.record import Record, Role, require
 from fsdp_compile.parameters import assemble
 from fsdp_compile.parameters.spec import ReadSpec, Sync, parse
+from fsdp_compile.passes import wire
 from fsdp_compile.passes.reduction import reduce_one, scale_before
 
 aten = torch.ops.aten
@@ -135,14 +137,22 @@ def _view_of_kept(b: GraphBuilder, kept: fx.Node, spec: ReadSpec) -> fx.Node:
 
 
 def _gathered(b: GraphBuilder, flat: fx.Node, spec: ReadSpec) -> fx.Node:
-    message = assemble.narrow(b, flat, 0, spec.offset, spec.offset + spec.extent)
-    message = assemble.cast(b, message, spec.param_dtype)
-    if spec.size > 1:
-        with b.as_role(Role.GATHER):
-            message = b.call(collectives.all_gather_into_tensor.default, message, spec.size, spec.group)
-        with b.as_role(Role.GATHER_WAIT):
-            message = b.call(collectives.wait_tensor.default, message)
-    return full_node(b, message, spec, start=0, span=spec.extent)
+    messages = wire.messages(b, flat, spec.offset, spec.extent, spec)
+    arrived = _gather(b, messages, spec) if spec.size > 1 else messages
+    return full_node(b, wire.received(b, arrived, spec), spec, start=0, span=spec.extent)
+
+
+def _gather(b: GraphBuilder, messages: list[fx.Node], spec: ReadSpec) -> list[fx.Node]:
+    """Records one all-gather, grouped if there are several messages, and the waits."""
+    with b.as_role(Role.GATHER):
+        if len(messages) == 1:
+            started = [b.call(collectives.all_gather_into_tensor.default, messages[0], spec.size, spec.group)]
+        else:
+            group = b.call(collectives.all_gather_into_tensor_coalesced.default, messages, spec.size, spec.group)
+            with b.as_role(Role.GATHER_ITEM):
+                started = [b.call(getitem, group, index) for index in range(len(messages))]
+    with b.as_role(Role.GATHER_WAIT):
+        return [b.call(collectives.wait_tensor.default, item) for item in started]
 
 
 def full_node(b: GraphBuilder, message: fx.Node, spec: ReadSpec, *, start: int, span: int) -> fx.Node:

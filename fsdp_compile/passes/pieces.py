@@ -40,10 +40,8 @@ class Single:
 
     @property
     def sent(self) -> fx.Node:
-        """The message that goes in."""
-        message = self.start.args[0]
-        assert isinstance(message, fx.Node)
-        return message
+        """The message that goes in; of a quantized parameter, the one with its elements."""
+        return self.start.all_input_nodes[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,12 +138,12 @@ def start_grouped(
     Args:
         b: Writes at one place.
         op: The operator.
-        args: Its arguments, a list of one message per piece first.
-        pieces: What the messages hold.
+        args: Its arguments, the list of messages first.
+        pieces: What each message holds; a piece may take two messages.
         roles: Of the start, of the items, of the waits.
     """
     start_role, item_role, wait_role = roles
-    b.record = joint_record([s for piece in pieces for s in piece.singles], start_role)
+    b.record = joint_record([s for piece in dict.fromkeys(pieces) for s in piece.singles], start_role)
     started = b.call(op, *args)
     items = []
     for index, piece in enumerate(pieces):

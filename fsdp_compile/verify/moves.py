@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from fsdp_compile.parameters import quantize  # noqa: F401  registers the operators
 from fsdp_compile.verify.collective import WAIT
 from fsdp_compile.verify.facts import shape_of
 
 aten = torch.ops.aten
+BLOCK_SCALES = torch.ops.fsdp.block_scales.default
+QUANTIZE = torch.ops.fsdp.quantize.default
+DEQUANTIZE = torch.ops.fsdp.dequantize.default
+BLOCK, SCALE_BYTES = 128, 4
+"""Elements that share a scale, and its size: written here again on purpose."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,12 +133,27 @@ def _zeros(_: fx.Node, __: int) -> Step:
     return Step(None, 0)
 
 
+def _block_scale(node: fx.Node, index: int) -> Step:
+    """A byte of a scale stands for the first element of its block; padding is zero."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    element = index // SCALE_BYTES * BLOCK
+    return Step(source, element) if element < linear_size(source) else Step(None, 0)
+
+
+def linear_size(node: fx.Node) -> int:
+    """Elements of a node's result."""
+    return math.prod(shape_of(node))
+
+
 MOVES: dict[Any, Callable[[fx.Node, int], Step | None]] = {
     aten.view.default: _same,
     aten.clone.default: _same,
     aten._to_copy.default: _same,
     torch.ops.prims.convert_element_type.default: _same,
     WAIT: _same,
+    QUANTIZE: _same,
+    DEQUANTIZE: _same,
+    BLOCK_SCALES: _block_scale,
     aten.slice.Tensor: _slice,
     aten.permute.default: _permute,
     aten.expand.default: _expand,

@@ -15,7 +15,7 @@ from fsdp_compile.ir.record import KEY, Phase, Role, require, role_of
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.table import Stage
 from tests.verify.captured import World
-from tests.verify.graphs import PAIR, SQUARE, graph
+from tests.verify.graphs import PAIR, QUANTIZED, SQUARE, graph
 
 aten = torch.ops.aten
 NO_LIMITS = Limits()
@@ -428,6 +428,28 @@ def record_forgotten(step: StepGraph) -> fx.Node:
     return wait
 
 
+def scales_of_another_parameter(step: StepGraph) -> fx.Node:
+    first, second = _dequantized(step)[:2]
+    first.replace_input_with(_input(first, 1), _input(second, 1))
+    return _reader(first)
+
+
+def numbers_of_another_dtype(step: StepGraph) -> fx.Node:
+    node = _dequantized(step)[0]
+    node.update_arg(2, torch.float8_e4m3fn)
+    return _reader(node)
+
+
+def _dequantized(step: StepGraph) -> list[fx.Node]:
+    return [node for node in _all(step, Role.COPY_OUT) if node.target is torch.ops.fsdp.dequantize.default]
+
+
+def _reader(node: fx.Node) -> fx.Node:
+    while role_of(node) is not Role.FULL:
+        node = next(iter(node.users))
+    return node
+
+
 def collective_without_a_record(step: StepGraph) -> fx.Node:
     start = _last(step, Role.REDUCE)
     del start.meta[KEY]
@@ -454,6 +476,8 @@ BREAKS = (
     Break("gathered-once", unit_gathered_twice, FORWARD, "gathers already"),
     Break("gathered-once", copy_out_of_the_neighbour, FORWARD, "element 0 is"),
     Break("gathered-once", gather_over_another_group, FORWARD, "'fsdp.shard.7'"),
+    Break("gathered-once", scales_of_another_parameter, FORWARD, "has the scale of", world=QUANTIZED),
+    Break("gathered-once", numbers_of_another_dtype, FORWARD, "is read as", world=QUANTIZED),
     Break("reduced-once", gradient_reduced_twice, BACKWARD, "reduces already"),
     Break("reduced-once", gradient_summed_instead_of_averaged, BACKWARD, "combined by 'sum'"),
     Break("reduced-once", gradient_reduced_over_another_group, BACKWARD, "'fsdp.replicate.0'"),

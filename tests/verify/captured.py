@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.capture.inputs import flat_inputs
@@ -30,6 +30,8 @@ class World:
     replicas: int = 1
     reshard_after_forward: bool | None = None
     policy: MixedPrecisionPolicy = dataclasses.field(default_factory=MixedPrecisionPolicy)
+    strategy: ShardingStrategy | None = None
+    rank: int = 0
     units: tuple[str, ...] | None = None
     """Names of modules that get a call of their own before the root; `None` leaves the split to the package."""
     root: bool = True
@@ -40,7 +42,13 @@ class World:
         mesh = init_device_mesh("cpu", shape)
         for name in (*(self.units or ()), *[""] * self.root):
             module = model.get_submodule(name)
-            fully_shard(module, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=self.policy)
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=self.reshard_after_forward,
+                mp_policy=self.policy,
+                sharding_strategy=self.strategy,
+            )
 
 
 Watch = Callable[[StepGraph, str, Stage], None]
@@ -81,7 +89,7 @@ def capture(
             captured.append([])
         return compile_eagerly(gm, example_inputs, Region(flats, transform if flats else _unchanged))
 
-    with fake_world(world.size):
+    with fake_world(world.size, rank=world.rank):
         torch.manual_seed(0)
         model = make()
         world.shard(model)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 
+import torch
+
+from fsdp_compile import MixedPrecision
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Phase
 from fsdp_compile.verify.table import Stage
@@ -12,6 +15,7 @@ from tests.verify.models import MODELS
 
 PAIR = World(2)
 SQUARE = World(4, replicas=2)
+QUANTIZED = World(2, policy=MixedPrecision(torch.bfloat16, gather_dtype=torch.int8))
 
 
 def graph(

@@ -59,7 +59,7 @@ def _wrong_slots(flat: fx.Node) -> Iterator[Complaint]:
 
 
 def _misaligned_slot(flat: fx.Node, slot: Slot, stored: torch.dtype | None) -> Iterator[Complaint]:
-    for dtype in dict.fromkeys((stored, slot.spec.param_dtype)):
+    for dtype in dict.fromkeys((stored, slot.spec.wire_dtype)):
         if dtype is not None and not _is_aligned(dtype, slot.spec.offset, slot.spec.extent):
             yield Complaint(
                 RULE,

@@ -12,8 +12,9 @@ from fsdp_compile.parameters.spec import ReadSpec
 from fsdp_compile.verify.collective import Collective, Kind
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
+from fsdp_compile.verify.moves import BLOCK, BLOCK_SCALES, DEQUANTIZE, QUANTIZE, SCALE_BYTES, linear_size
 from fsdp_compile.verify.origin import Origin, origin
-from fsdp_compile.verify.slots import Slot, all_slots, claims, probes, slots_of
+from fsdp_compile.verify.slots import Probe, Slot, all_slots, claims, probes, slots_of
 
 RULE = "gathered-once"
 
@@ -39,7 +40,7 @@ def gathered_once(facts: Facts) -> list[Complaint]:
 def _slots_in(message: fx.Node) -> list[Slot]:
     """Slots that a message holds at least a part of."""
     numel = prod(shape_of(message))
-    if numel == 0:
+    if numel == 0 or message.target is BLOCK_SCALES:  # scales hold no element: `_wrong_scale` looks at them
         return []
     first, last = origin(message, 0, 0), origin(message, numel - 1, 0)
     if first.node is None or first.node is not last.node or role_of(first.node) is not Role.FLAT:
@@ -62,12 +63,20 @@ def _twice(gather: Collective, slot: Slot, first: fx.Node) -> Complaint:
 
 def _wrong_collective(gather: Collective, message: fx.Node, slot: Slot) -> Iterator[Complaint]:
     spec = slot.spec
-    if (gather.group, gather.size, dtype_of(message)) != (spec.group, spec.size, spec.param_dtype):
+    if (gather.group, gather.size, dtype_of(message)) != (spec.group, spec.size, spec.wire_dtype):
         yield Complaint(
             RULE,
             gather.start,
             f"gathers {slot.name} as {dtype_of(message)} over {gather.size} ranks of {gather.group!r}",
-            f"its read wants {spec.param_dtype} over {spec.size} ranks of {spec.group!r}",
+            f"its read wants {spec.wire_dtype} over {spec.size} ranks of {spec.group!r}",
+        )
+    sent = message.args[2] if message.target is QUANTIZE else None
+    if sent != spec.gather_dtype:
+        yield Complaint(
+            RULE,
+            gather.start,
+            f"sends {slot.name} in numbers of {sent}",
+            f"its read wants {spec.gather_dtype}",
         )
 
 
@@ -125,4 +134,25 @@ def _wrong_element(node: fx.Node, slot: Slot) -> str:
             return f"element {probe.element} went through {len(found.hops)} collectives"
         if ranks and slot.spec.dim is not None and ranks != [probe.rank]:
             return f"element {probe.element} is rank {ranks[0]}'s, not rank {probe.rank}'s"
+        if slot.spec.gather_dtype is not None and (wrong := _wrong_scale(node, slot, probe)):
+            return f"element {probe.element} {wrong}"
+    return ""
+
+
+def _wrong_scale(node: fx.Node, slot: Slot, probe: Probe) -> str:
+    """What is wrong with how a quantized element is read, or with its scale; empty if nothing is."""
+    while node.target is not DEQUANTIZE:
+        if not node.all_input_nodes or role_of(node) not in (Role.FULL, Role.COPY_OUT):
+            return "is not dequantized"
+        node = node.all_input_nodes[0]
+    scales: fx.Node = node.args[1]  # type: ignore[assignment]
+    spec = slot.spec
+    if tuple(node.args[2:]) != (spec.gather_dtype, spec.size, spec.param_dtype):
+        return f"is read as {node.args[2:]}, not as {(spec.gather_dtype, spec.size, spec.param_dtype)}"
+    block = (probe.place - spec.offset) // BLOCK
+    found = origin(scales, probe.rank * (linear_size(scales) // spec.size) + block * SCALE_BYTES, 0)
+    if (found.node, found.index) != (slot.flat, spec.offset + block * BLOCK):
+        return f"has the scale of [{found.index}] of %{found.node}, not of block {block} of %{slot.flat}"
+    if [hop.rank for hop in found.hops] != [probe.rank]:
+        return f"has the scale of ranks {[hop.rank for hop in found.hops]}, not of rank {probe.rank}"
     return ""

@@ -1,0 +1,82 @@
+"""The arguments of one call of `fully_shard` that say how units are sharded, and what a wrap policy changes in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy, ShardingStrategy
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters.precision import MixedPrecision, as_mixed_precision
+from fsdp_compile.parameters.refusals import refuse_policies
+from fsdp_compile.parameters.strategy import arrange, with_reshard
+from fsdp_compile.parameters.unit import UnitPolicy
+
+_OVERRIDES = ("sharding_strategy", "reshard_after_forward", "mesh", "mp_policy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """How a call wants its units; see `fully_shard`.
+
+    Attributes:
+        strategy: FSDP1's name.
+        mesh: The ranks.
+        reshard_after_forward: What is kept for backward.
+        precision: Dtypes.
+        device_type: Of a mesh that has to be made.
+    """
+
+    strategy: ShardingStrategy | None
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | None
+    precision: MixedPrecision
+    device_type: str
+
+    def policy(self) -> UnitPolicy:
+        """The policy of a unit that overrides nothing.
+
+        Raises:
+            ConfigError: If arguments contradict each other.
+        """
+        arrangement = arrange(
+            self.strategy,
+            self.mesh,
+            reshard_after_forward=self.reshard_after_forward,
+            device_type=self.device_type,
+        )
+        return UnitPolicy(arrangement, self.precision)
+
+    def overridden(self, overrides: Mapping[str, Any]) -> UnitPolicy:
+        """The policy of a unit for which a wrap policy returned `overrides`.
+
+        A strategy or mesh takes the place of all that the call says about keeping parameters for backward.
+
+        Raises:
+            ConfigError: For an unknown name, a value of the wrong type, or arguments that contradict each other.
+        """
+        for name in overrides:
+            if name not in _OVERRIDES:
+                near = difflib.get_close_matches(str(name), _OVERRIDES, n=1)
+                raise ConfigError(
+                    f"the wrap policy returned {name!r}, which no unit can have of its own",
+                    where="auto_wrap_policy",
+                    instead=repr(near[0]) if near else f"one of {', '.join(_OVERRIDES)}",
+                )
+        precision = as_mixed_precision(overrides["mp_policy"]) if "mp_policy" in overrides else self.precision
+        kept = overrides.get("reshard_after_forward")
+        refuse_policies(kept, OffloadPolicy())
+        if "sharding_strategy" in overrides or "mesh" in overrides:
+            strategy, mesh = overrides.get("sharding_strategy", self.strategy), overrides.get("mesh", self.mesh)
+            return UnitPolicy(
+                arrange(strategy, mesh, reshard_after_forward=kept, device_type=self.device_type), precision
+            )
+        policy = self.policy()
+        arrangement = (
+            policy.arrangement if kept is None else with_reshard(policy.arrangement, reshard_after_forward=kept)
+        )
+        return UnitPolicy(arrangement, precision)

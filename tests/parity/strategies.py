@@ -1,0 +1,38 @@
+"""Every way to spread a model over the ranks that there are, as arguments of `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+
+Arguments = Callable[[], dict[str, Any]]
+"""Called on every rank, inside the world."""
+
+
+def _halves(*, shape: Callable[[int], tuple[int, int]] = lambda n: (2, n // 2), **arguments: Any) -> Arguments:
+    def make() -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", shape(dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+        return {"mesh": mesh, **arguments}
+
+    return make
+
+
+STRATEGIES: dict[str, Arguments] = {
+    "full": dict,
+    "grad-op": lambda: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "no-shard": lambda: {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "hybrid": _halves(),
+    "hybrid-zero2": _halves(sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2),
+    "hybrid-of-one": _halves(shape=lambda n: (n, 1)),
+}
+"""Name to arguments; on two ranks "hybrid" has groups of one, on four groups of two."""
+
+PRECISIONS: dict[str, MixedPrecisionPolicy] = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32),
+}

@@ -1,0 +1,138 @@
+"""Every strategy trains to the numbers of one process on the whole batch, and moves the bytes that it promises."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp_compile import fully_shard
+from fsdp_compile.cost.communicate import Kind, communication
+from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.ir.record import Phase, Role, require
+from fsdp_compile.ir.text import format_graph
+from tests.parity.models import Stack
+from tests.parity.pair import Differences, train_pair
+from tests.parity.strategies import PRECISIONS, STRATEGIES
+from tests.ranks import run_ranks
+from tests.verify.captured import World
+from tests.verify.graphs import graph
+from tests.verify.models import MODELS
+
+BOUNDS: dict[str, tuple[float, float]] = {"fp32": (1e-6, 5e-4), "bf16": (2e-2, 1e-1)}
+"""Of loss and gradient: sums of float32 in another order, which AdamW's first step, a division of the gradient by its
+own size, makes larger where gradients are near zero; and 2^-8 per rounding of bfloat16."""
+
+
+def _train(precision: str, names: list[str]) -> dict[str, Differences]:
+    found = {}
+    for name in names:
+        arguments: dict[str, Any] = {**STRATEGIES[name](), "mp_policy": PRECISIONS[precision]}
+
+        def prepare(model: nn.Module, arguments: dict[str, Any] = arguments) -> None:
+            fully_shard(model, **arguments)
+
+        found[name] = train_pair(lambda: Stack(2), prepare=prepare, steps=2)
+    return found
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_strategy_equals_one_process(world_size: int, precision: str) -> None:
+    """Gradients are averages over all ranks, whether a rank shares them with a group, with replicas or with both."""
+    loss, gradient = BOUNDS[precision]
+    for found in run_ranks(_train, precision, list(STRATEGIES), world_size=world_size):
+        for name, differences in found.items():
+            assert differences.loss < loss, name
+            assert differences.gradient < gradient, name
+            assert precision == "bf16" or differences.parameter < 0.02, name
+
+
+def _bytes(nodes: Iterable[fx.Node]) -> int:
+    """Of the messages that collectives send."""
+    return sum(n.meta["val"].numel() * n.meta["val"].element_size() for start in nodes for n in start.all_input_nodes)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_hybrid_sharding_reduces_inside_the_group_and_averages_only_the_shard(replicas: int) -> None:
+    """A ring sends (F-1)/F of the gradient inside a group of F, and 2 (R-1)/R of 1/F of it over R replicas."""
+    group = 16 // replicas
+    step = graph(Phase.BACKWARD, world=World(16, replicas=replicas))
+    scatters, averages = list(step.nodes(Role.REDUCE)), list(step.nodes(Role.REPLICATE))
+    gradient = _bytes(scatters)
+    parameters = 4 * sum(p.numel() for p in MODELS["stack"][0]().parameters())
+    assert parameters <= gradient < 1.1 * parameters, "alignment is all that is added"
+    assert {node.args[-2] for node in scatters} == {group}
+    assert _bytes(averages) * group == gradient
+    sent = dict.fromkeys(Kind, 0.0)
+    for node in (*scatters, *averages):
+        moved = communication(node, hardware().link)
+        sent[moved.kind] += moved.sent_bytes
+    assert sent[Kind.REDUCE] == gradient * (group - 1) / group
+    assert sent[Kind.REPLICATE] == pytest.approx(2 * (replicas - 1) / replicas * gradient / group)
+    assert len(scatters) == len(averages) == 3, "one of each per unit"
+
+
+def test_replicas_alone_gather_nothing_and_average_each_unit_at_once() -> None:
+    world = World(8, strategy=ShardingStrategy.NO_SHARD)
+    forward, backward = graph(Phase.FORWARD, world=world), graph(Phase.BACKWARD, world=world)
+    assert not list(forward.nodes(Role.GATHER)) + list(backward.nodes(Role.GATHER, Role.REDUCE))
+    averages = list(backward.nodes(Role.REPLICATE))
+    assert [require(node).unit for node in averages] == ["blocks.2", "blocks.1", "blocks.0"]
+    parameters = 4 * sum(p.numel() for p in MODELS["stack"][0]().parameters())
+    assert parameters <= _bytes(averages) < 1.1 * parameters
+
+
+@pytest.mark.parametrize("world", [World(8, replicas=2), World(8, strategy=ShardingStrategy.NO_SHARD)])
+def test_every_rank_issues_the_same_collectives_in_the_same_order(world: World) -> None:
+    first = graph(Phase.BACKWARD, world=world)
+    other = graph(Phase.BACKWARD, world=dataclasses.replace(world, rank=5))
+    assert format_graph(first) == format_graph(other)
+
+
+def _placed(name: str) -> None:
+    """Placements, local parts, state dict and gradient of a model under a strategy."""
+    torch.manual_seed(0)
+    model = Stack(1)
+    full = {key: value.clone() for key, value in model.state_dict().items()}
+    fully_shard(model, **STRATEGIES[name]())
+    for key, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert tuple(parameter.placements) == PLACEMENTS[name]
+        again = distribute_tensor(full[key], parameter.device_mesh, parameter.placements, src_data_rank=None)
+        assert torch.equal(parameter.to_local(), again.to_local()), key
+    state = {key: value + 1 for key, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), full[key] + 1), key
+    torch.compile(model, backend="fsdp", options={"lower": "eager"})(torch.ones(2, 32)).sum().backward()
+    for parameter in model.parameters():
+        assert isinstance(parameter.grad, DTensor)
+        assert tuple(parameter.grad.placements) == PLACEMENTS[name]
+
+
+PLACEMENTS = {
+    "full": (Shard(0),),
+    "grad-op": (Shard(0),),
+    "no-shard": (Replicate(),),
+    "hybrid": (Replicate(), Shard(0)),
+    "hybrid-zero2": (Replicate(), Shard(0)),
+    "hybrid-of-one": (Replicate(), Shard(0)),
+}
+
+
+def _all_placed() -> None:
+    for name in STRATEGIES:
+        _placed(name)
+
+
+def test_parameters_and_state_dicts_are_placed_as_the_strategy_says() -> None:
+    run_ranks(_all_placed, world_size=4)
