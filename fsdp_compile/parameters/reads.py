@@ -88,6 +88,7 @@ def _make_class(original: type[nn.Module], names: tuple[str, ...], in_eval: tupl
         "train": _train,
         "__deepcopy__": _refuse_deepcopy,
         "named_parameters": _named_parameters,
+        "get_parameter": _get_parameter,
         "_save_to_state_dict": _save_to_state_dict,
         "_load_from_state_dict": _load_from_state_dict,
         "_fsdp_original_class": original,
@@ -166,6 +167,15 @@ def _read_each(module, stored, prefix):  # type: ignore[no-untyped-def]  # noqa:
     for name, _ in stored:
         path, _, attribute = name.removeprefix(prefix).removeprefix(".").rpartition(".")
         yield name, getattr(module.get_submodule(path), attribute)
+
+
+def _get_parameter(self, target):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """What `get_parameter()` gives; torch's own refuses whatever is no `nn.Parameter`, as gathered values are."""
+    path, _, attribute = target.rpartition(".")
+    module = self.get_submodule(path)
+    if attribute in module._parameters:
+        return getattr(module, attribute)
+    return self._fsdp_original_class.get_parameter(self, target)
 
 
 def _save_to_state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  torch's
