@@ -22,6 +22,7 @@ from fsdp_compile.parameters.keeping import UnshardHandle
 from fsdp_compile.parameters.materialize import materialize
 from fsdp_compile.parameters.methods import ShardedModule
 from fsdp_compile.parameters.precision import MixedPrecision
+from fsdp_compile.parameters.register import register_comm_hook
 from fsdp_compile.parameters.sharding import fully_shard, units
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "fully_shard",
     "materialize",
     "no_sync",
+    "register_comm_hook",
     "units",
 ]

@@ -60,8 +60,18 @@ def switch(units: Iterable[Unit], **flags: bool) -> None:
 
 
 def set_division(units: Iterable[Unit], **settings: float | bool | None) -> None:
-    """Sets `divide` or `sum_only` of `Accumulation`."""
+    """Sets `divide` or `sum_only` of `Accumulation`.
+
+    Raises:
+        ConfigError: If the user's own function reduces the gradients, and so divides them.
+    """
     for unit in units:
+        if unit.hook is not None and unit.hook.key:
+            raise ConfigError(
+                "the model has a communication hook, which divides by itself",
+                where=f"{', '.join(settings)} of unit {unit.title}",
+                instead="divide in the hook",
+            )
         changed = dataclasses.replace(unit.accumulation, **settings)  # type: ignore[arg-type]
         if changed != unit.accumulation:
             unit.accumulation = changed

@@ -31,7 +31,7 @@ def check(unit: Unit) -> None:
     if any(flat.is_broken() for flat in unit.flats):
         repaired = [repair_in_place(flat) for flat in unit.flats]
         if not all(repaired):
-            storage.fill(unit, _members(unit))
+            storage.fill(unit, members(unit))
         moved.update_optimizers()
     for flat in unit.flats:
         if flat.leaf.device.type == "meta":
@@ -127,22 +127,22 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
     return _torch.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
 
 
-def _members(unit: Unit) -> list[storage.Member]:
+def members(unit: Unit) -> list[storage.Member]:
     """What the modules of a unit hold now; parameters that were tied and no longer are become members of their own."""
-    members: dict[int, storage.Member] = {}
+    found: dict[int, storage.Member] = {}
     for slot in unit.slots:
         for module, attribute in slot.owners:
             parameter = module._parameters[attribute]
             assert parameter is not None
-            known = members.get(id(parameter))
+            known = found.get(id(parameter))
             if known is not None:
                 known.owners.append((module, attribute))
                 continue
             name = slot.name if (module, attribute) == slot.owners[0] else f"{slot.name} ({attribute})"
             order = slot.spec.order if isinstance(parameter, DTensor) and parameter is slot.parameter else ()
             dim = _dim(unit, slot, parameter)
-            members[id(parameter)] = storage.Member(name, [(module, attribute)], parameter, dim, order)
-    return list(members.values())
+            found[id(parameter)] = storage.Member(name, [(module, attribute)], parameter, dim, order)
+    return list(found.values())
 
 
 def _dim(unit: Unit, slot: ParameterSlot, parameter: nn.Parameter) -> int | None:

@@ -13,7 +13,7 @@ import torch
 
 from fsdp_compile._torch import collectives
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.parameters import assemble, epilogue, quantize
+from fsdp_compile.parameters import assemble, epilogue, hooks, quantize
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.scaling import scaling
 from fsdp_compile.parameters.spec import ReadSpec, Sync, parse
@@ -164,6 +164,8 @@ def sum_over_shards(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
     Returns:
         This rank's `[n]` of what its replica has.
     """
+    if read.hook and read.size > 1:
+        return hooks.hook_scatter(message.contiguous(), read.size, read.hook)
     scaled = scaling(read)
     if scaled.before is not None:
         message = message / scaled.before
@@ -175,6 +177,8 @@ def sum_over_shards(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
 
 def sum_over_replicas(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
     """The second half of a reduction: the average of what the replicas have, `[n]`."""
+    if read.hook and read.size == 1:
+        return hooks.hook_reduce(message, read.hook)
     scaled = scaling(read)
     if read.replicas > 1:
         message = collectives.all_reduce(message.contiguous(), scaled.operation, read.replicate_group)

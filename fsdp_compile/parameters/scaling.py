@@ -28,8 +28,10 @@ def scaling(spec: ReadSpec) -> Scaling:
     """How gradients of a parameter are averaged.
 
     float16 has too narrow a range for a sum over many ranks: there, a power of two near the square root of the divisor
-    is divided out before and the rest after.
+    is divided out before and the rest after. A hook of the user's divides by itself; replicas are averaged after it.
     """
+    if spec.hook:
+        return Scaling(None, "avg", None)
     divisor = float(spec.size * spec.replicas) if spec.divide is None else spec.divide
     if spec.reduce_dtype is torch.float16:
         before = 1.0

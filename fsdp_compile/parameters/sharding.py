@@ -47,11 +47,13 @@ class Sharding:
         units: Units that this call made, in registration order of their roots.
         ignored: `id`s of parameters that the call was told to leave alone.
         precision: The dtypes that it was called with.
+        place: Whether a call on a module above it has followed.
     """
 
     units: list[Unit]
     ignored: set[int]
     precision: MixedPrecision
+    place: Place = Place.OUTERMOST
 
 
 def fully_shard(  # noqa: PLR0913  FSDP's arguments
@@ -142,6 +144,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     del occurrences, managed  # so that only others' references to the old parameters are left
     moved.update_optimizers()
     for descendant in below:
+        descendant.__dict__[_STATE].place = Place.INSIDE
         cast_at(descendant, descendant.__dict__[_STATE].precision, Place.INSIDE)
     for root, own in roots.items() if origin is Origin.CALL else ():
         output = own.mixed_precision.output_dtype if root in different else None
@@ -190,6 +193,12 @@ def added_later(name: str) -> ConfigError:
     )
 
 
+def is_inside(module: nn.Module) -> bool:
+    """Whether `module` is a part of a model of which a module above it is sharded, too."""
+    asked = [module] if is_sharded(module) else [m for m in module.modules() if is_sharded(m)]
+    return any(m.__dict__[_STATE].place is Place.INSIDE for m in asked)
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on this very module."""
     return _STATE in module.__dict__
@@ -212,7 +221,7 @@ def _merge_split(descendant: nn.Module) -> None:
     parts = sharding.units
     if len(parts) < 2 or any(part.origin is not Origin.SPLIT for part in parts):
         return
-    unit = Unit(descendant, "", parts[0].policy, Origin.CALL)
+    unit = Unit(descendant, "", parts[0].policy, Origin.CALL, hook=parts[0].hook)
     names = {id(m): name for name, m in descendant.named_modules()}
     members = [
         Member(

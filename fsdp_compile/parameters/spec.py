@@ -51,6 +51,7 @@ class ReadSpec:
         param_dtype: Dtype that the reader gets, and that is sent unless `gather_dtype` says otherwise.
         gather_dtype: 8-bit dtype that is sent, with scales (`quantize.py`); `None` sends `param_dtype`.
         reduce_dtype: Dtype in which gradients are reduced.
+        hook: Key of the user's function that reduces gradients over the group; empty for an average.
         reshard: Whether the gathered value is kept for backward.
         order: Dimensions from the outermost to the innermost in the memory that readers see (channels last, say);
             empty for a contiguous parameter. The flat shard holds every parameter contiguously.
@@ -73,6 +74,7 @@ class ReadSpec:
     order: tuple[int, ...] = ()
     sync: Sync = Sync.ALL
     divide: float | None = None
+    hook: str = ""
 
     @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
@@ -123,6 +125,8 @@ class ReadSpec:
         if self.gather_dtype is not None:
             fields["gather"] = _dtype_name(self.gather_dtype)
         fields["reduce"] = _dtype_name(self.reduce_dtype)
+        if self.hook:
+            fields["hook"] = self.hook
         fields["reshard"] = self.reshard.value
         if self.order:
             fields["order"] = "x".join(map(str, self.order))
@@ -155,6 +159,7 @@ def parse(text: str) -> ReadSpec:
             replicas=int(replicas),
             replicate_group=replicate_group,
             param_dtype=_dtype(fields["param"]),
+            hook=fields.get("hook", ""),
             gather_dtype=_dtype(fields["gather"]) if "gather" in fields else None,
             reduce_dtype=_dtype(fields["reduce"]),
             reshard=Reshard(fields["reshard"]),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
+from fsdp_compile.parameters.hooks import Registered
 from fsdp_compile.parameters.precision import MixedPrecision
 from fsdp_compile.parameters.spec import Reshard, Sync
 from fsdp_compile.parameters.strategy import Arrangement
@@ -96,6 +97,7 @@ class Unit:
         holding: What its modules hold at the moment.
         accumulation: What happens to gradients and gathered parameters between steps.
         outermost: The outermost sharded module that it is part of.
+        hook: A reduction of the user's.
     """
 
     root: nn.Module
@@ -104,6 +106,7 @@ class Unit:
     origin: Origin
     flats: list[FlatShard] = dataclasses.field(default_factory=list)
     holding: Holding = Holding.SHARDS
+    hook: Registered | None = None
     accumulation: Accumulation = dataclasses.field(default_factory=Accumulation)
     outermost: nn.Module | None = None
 

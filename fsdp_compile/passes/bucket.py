@@ -24,7 +24,7 @@ from fsdp_compile.parameters import assemble
 from fsdp_compile.passes import wire
 from fsdp_compile.passes.insert_collectives import full_node, join_pieces
 from fsdp_compile.passes.pieces import Bucket, Piece, Single, buckets, joint_record, start_grouped
-from fsdp_compile.passes.reduction import ON_THE_WAY, REPLICATE, STARTS, add_partial, scale_after, stages
+from fsdp_compile.passes.reduction import ON_THE_WAY, STARTS, add_partial, scale_after, stages
 
 aten = torch.ops.aten
 
@@ -133,7 +133,7 @@ def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int])
     with step.graph.inserting_before(final):
         messages = [_gradient_message(b, piece) for piece in bucket.pieces]
         for stage in stages(bucket.spec):
-            if stage is REPLICATE:
+            if stage.start is Role.REPLICATE:
                 messages = [_with_partial(b, p, m) for p, m in zip(bucket.pieces, messages, strict=True)]
             arguments = (messages, *stage.arguments(bucket.spec))
             messages = start_grouped(

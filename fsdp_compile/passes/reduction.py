@@ -3,6 +3,8 @@
     shard group of F > 1 ranks     reduce-scatter: each rank keeps its 1/F, averaged over the group
     R > 1 replicas                 all-reduce of what is left, averaged over the replicas
 
+A hook of the user's takes the place of the first one; waiting for it does nothing, since it has completed.
+
 Full sharding has the first stage, replicas without sharding the second, hybrid sharding both, one rank none.
 """
 
@@ -17,7 +19,10 @@ from torch import fx
 from fsdp_compile._torch import OpOverload, collectives
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.record import Role
-from fsdp_compile.parameters import assemble
+from fsdp_compile.parameters import (
+    assemble,
+    hooks,  # noqa: F401  registers the operators
+)
 from fsdp_compile.parameters.scaling import scaling
 from fsdp_compile.parameters.spec import ReadSpec, Sync
 
@@ -61,6 +66,18 @@ REPLICATE = ReduceStage(
     collectives.all_reduce_coalesced.default,
     lambda spec: (scaling(spec).operation, spec.replicate_group),
 )
+HOOK_SCATTER = dataclasses.replace(
+    SCATTER,
+    single=torch.ops.fsdp.hook_scatter.default,
+    grouped=torch.ops.fsdp.hook_scatter_coalesced.default,
+    arguments=lambda spec: (spec.size, spec.hook),
+)
+HOOK_REDUCE = dataclasses.replace(
+    REPLICATE,
+    single=torch.ops.fsdp.hook_reduce.default,
+    grouped=torch.ops.fsdp.hook_reduce_coalesced.default,
+    arguments=lambda spec: (spec.hook,),
+)
 STARTS = (Role.REDUCE, Role.REPLICATE)
 """Roles of the nodes that start a stage."""
 ON_THE_WAY = (
@@ -78,8 +95,11 @@ ON_THE_WAY = (
 def stages(spec: ReadSpec) -> Iterator[ReduceStage]:
     """The stages of a parameter's reduction, in order."""
     if spec.size > 1 and spec.sync is not Sync.NONE:
-        yield SCATTER
-    if spec.replicas > 1 and spec.sync is Sync.ALL:
+        yield HOOK_SCATTER if spec.hook else SCATTER
+    if spec.hook and spec.size == 1:
+        if spec.sync is Sync.ALL:
+            yield HOOK_REDUCE
+    elif spec.replicas > 1 and spec.sync is Sync.ALL:
         yield REPLICATE
 
 
@@ -115,7 +135,7 @@ def reduce_one(b: GraphBuilder, message: fx.Node, spec: ReadSpec, partial: fx.No
         partial: Reduced gradients of the whole flat shard that wait for their sum over replicas.
     """
     for stage in stages(spec):
-        if stage is REPLICATE and partial is not None:
+        if stage.start is Role.REPLICATE and partial is not None:
             message = add_partial(b, partial, spec.offset, message)
         with b.as_role(stage.start):
             message = b.call(stage.single, message, *stage.arguments(spec))

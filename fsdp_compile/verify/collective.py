@@ -9,10 +9,12 @@ from functools import cached_property
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 
 from fsdp_compile._torch import collectives
 from fsdp_compile.ir.record import Role, role_of
+from fsdp_compile.parameters import hooks  # noqa: F401  registers the operators
 
 WAIT = collectives.wait_tensor.default
 
@@ -33,6 +35,14 @@ KINDS: dict[Any, Kind] = {
     collectives.all_reduce.default: Kind.REPLICATE,
     collectives.all_reduce_coalesced.default: Kind.REPLICATE,
 }
+HOOKS: dict[Any, Kind] = {
+    torch.ops.fsdp.hook_scatter.default: Kind.REDUCE,
+    torch.ops.fsdp.hook_scatter_coalesced.default: Kind.REDUCE,
+    torch.ops.fsdp.hook_reduce.default: Kind.REPLICATE,
+    torch.ops.fsdp.hook_reduce_coalesced.default: Kind.REPLICATE,
+}
+"""Functions of the user's that stand for a collective."""
+KINDS |= HOOKS
 KIND_OF_ROLE = {Role.GATHER: Kind.GATHER, Role.REDUCE: Kind.REDUCE, Role.REPLICATE: Kind.REPLICATE}
 
 
@@ -61,7 +71,7 @@ class Collective:
 
     @property
     def group(self) -> Any:
-        """Name of the process group: the last argument of each of these operators."""
+        """Name of the process group, or key of the hook: the last argument of each of these operators."""
         return self.start.args[-1]
 
     @property
@@ -71,7 +81,9 @@ class Collective:
 
     @property
     def reduction(self) -> Any:
-        """How values are combined, such as "avg"; `None` for an all-gather."""
+        """How values are combined, such as "avg"; "hook" for the user's way, `None` for an all-gather."""
+        if self.start.target in HOOKS:
+            return "hook"
         return None if self.kind is Kind.GATHER else self.start.args[1]
 
     @cached_property

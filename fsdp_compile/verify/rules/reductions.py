@@ -128,11 +128,11 @@ def _wrong_elements(gradient: fx.Node, slot: Slot, found: list[tuple[Probe, Orig
 
 def _wrong_hops(source: Origin, spec: ReadSpec) -> str:
     hops, wanted = source.hops, _wanted_hops(spec)
-    if [hop.collective.kind for hop in hops] != [kind for kind, _, _ in wanted]:
+    if [hop.collective.kind for hop in hops] != [kind for kind, *_ in wanted]:
         went = " after ".join(hop.collective.kind.value for hop in hops) or "no collective"
         return f"went through {went}"
-    operation, divisor = _wanted_operation(spec), _wanted_divisor(spec)
-    for hop, (_, group, size) in zip(hops, wanted, strict=True):
+    divisor = _wanted_divisor(spec)
+    for hop, (_, group, size, operation) in zip(hops, wanted, strict=True):
         c = hop.collective
         if (c.reduction, c.group) != (operation, group) or c.size not in (None, size):
             ranks = "" if c.size is None else f"{c.size} ranks of "
@@ -145,7 +145,8 @@ def _wrong_hops(source: Origin, spec: ReadSpec) -> str:
 
 
 def _wanted_operation(spec: ReadSpec) -> str:
-    return "avg" if spec.divide is None and spec.reduce_dtype is not torch.float16 else "sum"
+    averages = spec.divide is None and spec.reduce_dtype is not torch.float16
+    return "avg" if averages or spec.hook else "sum"
 
 
 def _wanted_divisor(spec: ReadSpec) -> float | None:
@@ -183,17 +184,20 @@ def _wrong_addends(source: Origin, slot: Slot, probe: Probe) -> str:
     return ""
 
 
-def _wanted_hops(spec: ReadSpec) -> list[tuple[Kind, str, int]]:
-    """Kind, group and size of the collectives, the last one first."""
-    replicate = [(Kind.REPLICATE, spec.replicate_group, spec.replicas)]
-    scatter = [(Kind.REDUCE, spec.group, spec.size)]
+def _wanted_hops(spec: ReadSpec) -> list[tuple[Kind, str, int, str]]:
+    """Kind, group (or key of the hook), size and way of combining of the collectives, the last one first."""
+    operation = _wanted_operation(spec)
+    if spec.hook and spec.size == 1:
+        return [(Kind.REPLICATE, spec.hook, 1, "hook")] * (spec.sync is Sync.ALL)
+    replicate = [(Kind.REPLICATE, spec.replicate_group, spec.replicas, operation)]
+    scatter = [(Kind.REDUCE, spec.hook or spec.group, spec.size, "hook" if spec.hook else operation)]
     return replicate * (spec.replicas > 1 and spec.sync is Sync.ALL) + scatter * (
         spec.size > 1 and spec.sync is not Sync.NONE
     )
 
 
 def _wanted(spec: ReadSpec) -> str:
-    steps = [f"{kind.value} over {size} ranks of {group!r}" for kind, group, size in reversed(_wanted_hops(spec))]
+    steps = [f"{kind.value} over {size} ranks of {group!r}" for kind, group, size, _ in reversed(_wanted_hops(spec))]
     return f"average, in {spec.reduce_dtype}: " + (", then ".join(steps) or "no collective in a world of one rank")
 
 
