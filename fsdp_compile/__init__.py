@@ -9,6 +9,7 @@ from fsdp_compile.errors import (
     FSDPCompileError,
     InvariantError,
     ParityError,
+    RankFailedError,
     RankMismatchError,
     UnsupportedModelError,
 )
@@ -24,6 +25,7 @@ from fsdp_compile.parameters.methods import ShardedModule
 from fsdp_compile.parameters.precision import MixedPrecision
 from fsdp_compile.parameters.register import register_comm_hook
 from fsdp_compile.parameters.sharding import fully_shard, units
+from fsdp_compile.parity.api import check_parity
 
 __all__ = [
     "ConfigError",
@@ -33,10 +35,12 @@ __all__ = [
     "InvariantError",
     "MixedPrecision",
     "ParityError",
+    "RankFailedError",
     "RankMismatchError",
     "ShardedModule",
     "UnshardHandle",
     "UnsupportedModelError",
+    "check_parity",
     "clip_grad_norm_",
     "explain",
     "fsdp",

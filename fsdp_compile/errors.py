@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class FSDPCompileError(RuntimeError):
     """Base of every error that this package raises on purpose.
@@ -32,11 +34,21 @@ class InvariantError(FSDPCompileError):
 
 
 class ParityError(FSDPCompileError):
-    """Compiled and reference training differ by more than the stated bound."""
+    """Compiled and reference training differ by more than the stated bound.
+
+    Attributes:
+        report: The `ParityReport`, where `check_parity` raised it.
+    """
+
+    report: Any = None
 
 
 class RankMismatchError(FSDPCompileError):
     """Ranks disagree on something that all of them must agree on."""
+
+
+class RankFailedError(FSDPCompileError):
+    """A rank failed and the others were ended; the text holds that rank's traceback."""
 
 
 def _format(what: str, where: str | None, instead: str | None) -> str:

@@ -28,6 +28,7 @@ class FSDPOptions:
         inductor: Settings of Inductor for this compile, as in `torch._inductor.config`.
         artifacts: A folder into which the first rank writes each graph before and after each pass, with plan and
             difference.
+        stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
         reshard_after_forward: For a plain model: what `fully_shard(reshard_after_forward=...)` takes.
@@ -39,6 +40,7 @@ class FSDPOptions:
     prefetch: int = 1
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     artifacts: str | os.PathLike[str] | None = None
+    stop_after: str | None = None
     mesh: DeviceMesh | None = None
     mp_policy: Policy | None = None
     reshard_after_forward: bool | None = None

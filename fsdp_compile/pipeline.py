@@ -10,9 +10,10 @@ Dynamo's graph: one `fsdp.unshard` marker per read of a parameter           para
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from fsdp_compile.artifacts import Watcher
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.base import GraphPass
@@ -23,6 +24,10 @@ from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
 from fsdp_compile.verify.check import check
 from fsdp_compile.verify.limits import Limits
+from fsdp_compile.verify.table import Stage
+
+CAPTURE: Final = "capture"
+"""What stands before the first pass, as `stop_after`: the markers themselves gather and reduce."""
 
 
 def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
@@ -40,16 +45,40 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     """Runs all passes on one graph in place, verifies it and returns it.
 
     Raises:
+        ConfigError: If `options.stop_after` names no pass.
         InvariantError: If the result breaks a rule of `verify/`.
     """
     watcher = Watcher(options.artifacts)
     watcher.captured(step)
-    for graph_pass in passes(options):
+    selected = _selected(options)
+    for graph_pass in selected:
         plan = graph_pass.plan(step)
         watcher.planned(step, graph_pass, plan)
         graph_pass.apply(step, plan)
         watcher.applied(step, graph_pass)
-    check(step, after=graph_pass.name, limits=Limits(prefetch=options.prefetch))
+    if selected:
+        last = selected[-1].name
+        check(step, after=last, stage=_stage(last, options), limits=Limits(prefetch=options.prefetch))
     step.graph.lint()
     step.gm.recompile()
     return step
+
+
+def _selected(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
+    """The passes that run: all, or those up to `options.stop_after`."""
+    every = passes(options)
+    if options.stop_after is None:
+        return every
+    names = [CAPTURE, *(one.name for one in every)]
+    if options.stop_after not in names:
+        raise ConfigError(
+            f"there is no pass {options.stop_after!r}", where="options={'stop_after': ...}", instead=", ".join(names)
+        )
+    return every[: names.index(options.stop_after)]
+
+
+def _stage(last: str, options: FSDPOptions) -> Stage:
+    """How far a graph has come after a pass."""
+    if last == InsertCollectives.name:
+        return Stage.INSERTED
+    return Stage.FINAL if last == passes(options)[-1].name else Stage.BUCKETED

@@ -12,11 +12,11 @@ from typing import Any, get_type_hints
 
 from rich.console import Console
 
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.training.checkpoint import last_checkpoint, step_of
 from fsdp_compile.training.config import TrainConfig, flag
 from fsdp_compile.training.job import Job, Placement, new_job, resumed_job
-from fsdp_compile.training.launch import Interrupted, RankFailedError, join, launch
+from fsdp_compile.training.launch import Interrupted, join, launch
 from fsdp_compile.training.world import DeviceKind
 
 NAME = "train"

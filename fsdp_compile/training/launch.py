@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fsdp_compile.errors import FSDPCompileError
+from fsdp_compile.errors import RankFailedError
 from fsdp_compile.training.job import Job
 from fsdp_compile.training.loop import train
 from fsdp_compile.training.world import join_world
@@ -32,10 +32,6 @@ class Interrupted(Exception):  # noqa: N818 (it is not an error)
     def __init__(self, by: signal.Signals) -> None:
         self.signal = by
         super().__init__(by.name)
-
-
-class RankFailedError(FSDPCompileError):
-    """A rank failed and the others were ended; the text holds that rank's traceback."""
 
 
 def launch(job: Job) -> None:

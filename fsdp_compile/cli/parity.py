@@ -1,0 +1,115 @@
+"""`fsdp-compile parity`: the compiled model beside an eager reference, on real processes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile.errors import ConfigError, ParityError, RankFailedError
+from fsdp_compile.parity.api import check_parity
+from fsdp_compile.parity.experiment import Level, Reference
+from fsdp_compile.parity.report import ParityReport
+
+NAME = "parity"
+ABOUT = "Train the compiled model beside an eager one on real processes and compare every number."
+
+_BUILT_IN: Final = "fsdp_compile.parity.builtin:make_model"
+_CONTRACT: Final = "a function without arguments that returns a module"
+_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, beside which reference, on how many ranks, and what is shown."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=_BUILT_IN,
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help=f"{_CONTRACT} (default: a small Llama)",
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="from the number of a step to the batch of all ranks (default: make_batch of the model's module)",
+    )
+    parser.add_argument("--world-size", type=int, default=2, metavar="N", help="processes to start (default: 2)")
+    parser.add_argument("--reference", choices=list(Reference), default=Reference.FSDP2, help="default: fsdp2")
+    parser.add_argument(
+        "--level", choices=list(Level), default=Level.BITWISE, help="bitwise runs without Inductor (default: bitwise)"
+    )
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default: 3)")
+    parser.add_argument("--micro-batches", type=int, default=1, metavar="N", help="backwards per step (default: 1)")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="ranks with the same shard (default: 1)")
+    parser.add_argument("--keep", action="store_true", help="keep gathered parameters for backward (ZeRO-2)")
+    parser.add_argument("--param-dtype", choices=list(_DTYPES), help="of gathered parameters (default: their own)")
+    parser.add_argument("--reduce-dtype", choices=list(_DTYPES), help="of reduced gradients (default: as gathered)")
+    parser.add_argument("--lower", choices=["inductor", "eager"], help="default: as the level says")
+    parser.add_argument("--bisect", action="store_true", help="name the pass that introduces a difference")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compares.
+
+    Args:
+        arguments: What `add_arguments` declared.
+
+    Returns:
+        0 if the two are equal, 1 if they differ or a rank failed.
+
+    Raises:
+        ConfigError: If a function cannot be found, or an option has an impossible value.
+    """
+    sys.path.insert(0, "")  # as `python -m` does, so that a file in the current folder is found
+    module = arguments.model.partition(":")[0]
+    try:
+        report = check_parity(
+            _load(arguments.model, _CONTRACT),
+            _load(arguments.batch or f"{module}:make_batch", "a function from the number of a step to a batch"),
+            world_size=arguments.world_size,
+            reference=arguments.reference,
+            level=arguments.level,
+            steps=arguments.steps,
+            micro_batches=arguments.micro_batches,
+            replicas=arguments.replicas,
+            reshard_after_forward=not arguments.keep,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=_DTYPES.get(arguments.param_dtype), reduce_dtype=_DTYPES.get(arguments.reduce_dtype)
+            ),
+            options={"lower": arguments.lower} if arguments.lower else {},
+            bisect=arguments.bisect,
+        )
+    except ParityError as error:
+        _show(error.report, arguments)
+        return 1
+    except RankFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    _show(report, arguments)
+    return 0
+
+
+def _show(report: ParityReport, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print(report.to_json())
+    elif sys.stdout.isatty():
+        console = Console(highlight=False, markup=False)
+        for part in report.parts():
+            console.print(part)
+    else:
+        print(report, end="")
+
+
+def _load(path: str, contract: str) -> Callable[..., Any]:
+    module_name, _, function_name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"cannot find {path}: {error}", instead=f"package.module:function, {contract}") from error

@@ -1,0 +1,191 @@
+"""What is trained beside what: one frozen description that every rank gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile.errors import ConfigError
+
+
+class Reference(StrEnum):
+    """What the compiled model is compared with; all of them run eagerly."""
+
+    SINGLE = "single"
+    """One unsharded process on the whole batch."""
+    DDP = "ddp"
+    """`DistributedDataParallel`."""
+    FSDP2 = "fsdp2"
+    """`torch.distributed.fsdp.fully_shard` at its defaults."""
+    FSDP1 = "fsdp1"
+    """`FullyShardedDataParallel`, with the original parameters."""
+
+
+class Level(StrEnum):
+    """How equal the two must be."""
+
+    BITWISE = "bitwise"
+    """Every bit of every loss, gradient, parameter and optimizer state."""
+    TOLERANCE = "tolerance"
+    """Up to the bounds of `bounds.py`, which follow from dtypes, lengths of sums and depth."""
+
+
+class Accumulation(StrEnum):
+    """How the gradients of the micro-batches of one step meet."""
+
+    REDUCE_EACH = "reduce-each"
+    """Every micro-batch is reduced, and sharded gradients are added."""
+
+
+LossFn = Callable[[nn.Module, Any], torch.Tensor]
+OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+PrepareFn = Callable[[nn.Module, Callable[..., nn.Module]], object]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One comparison; see `check_parity` for the meaning of each field."""
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[int], Any]
+    world_size: int
+    reference: Reference
+    level: Level
+    steps: int
+    loss: LossFn
+    optimizer: OptimizerFn
+    options: Mapping[str, Any]
+    mp_policy: MixedPrecisionPolicy
+    reshard_after_forward: bool
+    replicas: int
+    prepare: PrepareFn | None
+    micro_batches: int
+    seed: int
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "steps", "replicas", "micro_batches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} cannot be {value!r}", where="check_parity", instead="1, 2, 3, ...")
+        if self.world_size % self.replicas:
+            raise ConfigError(
+                f"{self.world_size} ranks cannot form {self.replicas} equal groups",
+                where="check_parity(replicas=...)",
+                instead=f"a divisor of {self.world_size}",
+            )
+        if self.reference is Reference.DDP and self.mp_policy != MixedPrecisionPolicy():
+            raise ConfigError(
+                "DDP has no mixed precision of parameters",
+                where='check_parity(reference="ddp", mp_policy=...)',
+                instead='reference="single", "fsdp1" or "fsdp2"',
+            )
+        if self.reference is Reference.FSDP1 and self.prepare is not None:
+            raise ConfigError(
+                "FSDP1 is not prepared by calls of fully_shard",
+                where='check_parity(reference="fsdp1", prepare=...)',
+                instead='reference="fsdp2", or leave prepare out',
+            )
+
+    @property
+    def device_type(self) -> str:
+        """Where the ranks compute: "cuda" where each has a GPU of its own, else "cpu"."""
+        return "cuda" if torch.cuda.device_count() >= self.world_size else "cpu"
+
+    @property
+    def lower(self) -> str:
+        """How the compiled graphs run."""
+        return self.options.get("lower", "eager" if self.level is Level.BITWISE else "inductor")
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The default optimizer of bitwise comparisons: AdamW at a learning rate of 1e-3."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The default optimizer of comparisons within bounds: SGD with momentum, whose steps are linear in gradients.
+
+    AdamW divides a gradient by its own size, so that an element whose gradient is rounding noise moves by a whole
+    learning rate in a direction that noise decides: no bound on parameters follows from one on gradients.
+    """
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The default loss of one share of a batch.
+
+    What the model returns if it is a scalar or has one as `.loss`; else the mean square of its output (or of its
+    `.logits`, or of the first item of a tuple), in float32.
+
+    Args:
+        model: Called with the batch: a tuple as positional, a mapping as keyword arguments.
+        batch: One rank's share.
+
+    Raises:
+        ConfigError: If the model returns something else.
+    """
+    output = call(model, batch)
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    first = output[0] if isinstance(output, tuple | list) else output
+    tensor = getattr(first, "logits", getattr(first, "last_hidden_state", first))
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(
+            f"the model returned {type(output).__name__}, and no loss is known for it",
+            where="check_parity(loss=...)",
+            instead="a function of (model, batch) that returns the mean loss over the batch",
+        )
+    return tensor if tensor.dim() == 0 else tensor.float().square().mean()
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Calls a model with a batch: a tuple as positional, a mapping as keyword arguments, else one argument."""
+    if isinstance(batch, tuple):
+        return model(*batch)
+    return model(**batch) if isinstance(batch, Mapping) else model(batch)
+
+
+def split(batch: Any, parts: int) -> list[Any]:
+    """Cuts a batch into equal parts along dimension 0 of its tensors.
+
+    Args:
+        batch: Tensors in tuples, lists and dicts; scalars and other values go to every part.
+        parts: How many.
+
+    Raises:
+        ConfigError: If the rows do not divide.
+    """
+    if isinstance(batch, torch.Tensor) and batch.dim():
+        if batch.shape[0] % parts:
+            raise ConfigError(
+                f"{batch.shape[0]} rows of a batch do not divide into {parts} equal parts",
+                where="make_batch",
+                instead=f"a multiple of {parts} rows (ranks times micro-batches)",
+            )
+        return list(batch.chunk(parts))
+    if isinstance(batch, Mapping):
+        columns = {key: split(value, parts) for key, value in batch.items()}
+        return [{key: column[i] for key, column in columns.items()} for i in range(parts)]
+    if isinstance(batch, tuple | list):
+        columns_of = [split(value, parts) for value in batch]
+        return [type(batch)(column[i] for column in columns_of) for i in range(parts)]
+    return [batch] * parts
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

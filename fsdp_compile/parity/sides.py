@@ -1,0 +1,238 @@
+"""The two sides of a comparison: how each is made from the user's model, and its tensors as one process has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import fully_shard as eager_fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_compile.parameters.sharding import fully_shard, units
+from fsdp_compile.parity.differences import Quantity
+from fsdp_compile.parity.experiment import Experiment, Reference
+
+Tensors = dict[tuple[Quantity, str], torch.Tensor | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A model in training.
+
+    Attributes:
+        model: What is called.
+        named: The parameters that the optimizer holds, by the names that the user's model gives them.
+        optimizer: Of these parameters.
+        whole_batch: Whether it trains alone on the batches of all ranks.
+    """
+
+    model: nn.Module
+    named: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    whole_batch: bool = False
+
+    def gradients(self) -> Tensors:
+        """Full gradients; a collective."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            with FullyShardedDataParallel.summon_full_params(self.model, with_grads=True):
+                return {
+                    (Quantity.GRADIENT, _plain(n)): None if p.grad is None else p.grad.clone()
+                    for n, p in self.model.named_parameters()
+                }
+        return {(Quantity.GRADIENT, n): None if p.grad is None else _full(p.grad) for n, p in self.named.items()}
+
+    def parameters(self) -> Tensors:
+        """Full parameters and optimizer state (which FSDP1 has in pieces only, and is left out); a collective."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
+                return {(Quantity.PARAMETER, _plain(n)): p.detach().clone() for n, p in self.model.named_parameters()}
+        found: Tensors = {(Quantity.PARAMETER, n): _full(p.detach()) for n, p in self.named.items()}
+        for name, parameter in self.named.items():
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    found[Quantity.STATE, f"{name}.{key}"] = _full(value)
+        return found
+
+
+def compiled_side(experiment: Experiment) -> Side:
+    """The compiled model."""
+    model = _fresh(experiment)
+    if experiment.prepare is not None:
+        experiment.prepare(model, fully_shard)
+    else:
+        fully_shard(
+            model,
+            mesh=_mesh(experiment),
+            mp_policy=experiment.mp_policy,
+            reshard_after_forward=experiment.reshard_after_forward,
+        )
+    named = dict(model.named_parameters())
+    compiled: Any = torch.compile(model, backend="fsdp", options={**experiment.options, "lower": experiment.lower})
+    return Side(compiled, named, experiment.optimizer(_trained(named)))
+
+
+def reference_side(experiment: Experiment, unit_names: list[str]) -> Side | None:
+    """The reference; `None` on ranks that have no part in it.
+
+    Args:
+        experiment: Says which.
+        unit_names: Module paths of the compiled side's units: FSDP shards the same modules.
+    """
+    make = _MAKERS[experiment.reference]
+    return make(experiment, unit_names)
+
+
+def unit_names(model: nn.Module) -> list[str]:
+    """Module paths of the units of a sharded model, deepest first, without the root's."""
+    names = [unit.name for unit in units(model) if unit.name]
+    return sorted(names, key=lambda name: -name.count("."))
+
+
+class CastParameters(nn.Module):
+    """Mixed precision without shards: forward reads every parameter in another dtype, its gradient is in its own.
+
+    Args:
+        module: The model.
+        policy: `param_dtype`, `output_dtype` and `cast_forward_inputs` are followed.
+    """
+
+    def __init__(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+        super().__init__()
+        self.module = module
+        self.policy = policy
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Calls the model with cast parameters and inputs."""
+        dtype = self.policy.param_dtype
+        if dtype is None:
+            output = self.module(*args, **kwargs)
+        else:
+            cast = {n: p.to(dtype) if p.is_floating_point() else p for n, p in self.module.named_parameters()}
+            if self.policy.cast_forward_inputs:
+                args = tuple(_cast(a, dtype) for a in args)
+                kwargs = {k: _cast(v, dtype) for k, v in kwargs.items()}
+            output = torch.func.functional_call(self.module, cast, args, kwargs)
+        return output if self.policy.output_dtype is None else _cast(output, self.policy.output_dtype)
+
+
+def _single(experiment: Experiment, _units: list[str]) -> Side | None:
+    if dist.get_rank() != 0:
+        return None
+    model = _fresh(experiment)
+    named = dict(model.named_parameters())
+    wrapped = CastParameters(model, experiment.mp_policy)
+    return Side(wrapped, named, experiment.optimizer(_trained(named)), whole_batch=True)
+
+
+def _ddp(experiment: Experiment, _units: list[str]) -> Side:
+    model = _fresh(experiment)
+    named = dict(model.named_parameters())
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    return Side(wrapped, named, experiment.optimizer(_trained(named)))
+
+
+def _fsdp2(experiment: Experiment, unit_names: list[str]) -> Side:
+    model = _fresh(experiment)
+    if experiment.prepare is not None:
+        experiment.prepare(model, eager_fully_shard)  # type: ignore[arg-type]
+    else:
+        mesh = _mesh(experiment)
+        # One call on our side casts inputs and outputs of the model alone: the units inside must not cast theirs.
+        inner = dataclasses.replace(experiment.mp_policy, cast_forward_inputs=False, output_dtype=None)
+        for name in [*_separate(model, unit_names), ""]:
+            eager_fully_shard(
+                model.get_submodule(name),
+                mesh=mesh,
+                mp_policy=inner if name else experiment.mp_policy,
+                reshard_after_forward=experiment.reshard_after_forward,
+            )
+    named = dict(model.named_parameters())
+    return Side(model, named, experiment.optimizer(_trained(named)))
+
+
+def _fsdp1(experiment: Experiment, unit_names: list[str]) -> Side:
+    model = _fresh(experiment)
+    chosen = {id(model.get_submodule(name)) for name in _separate(model, unit_names)}
+    policy = experiment.mp_policy
+    kept = not experiment.reshard_after_forward
+    hybrid = experiment.replicas > 1
+    strategy = {
+        (False, False): ShardingStrategy.FULL_SHARD,
+        (False, True): ShardingStrategy.SHARD_GRAD_OP,
+        (True, False): ShardingStrategy.HYBRID_SHARD,
+        (True, True): ShardingStrategy._HYBRID_SHARD_ZERO2,
+    }[hybrid, kept]
+    wrapped = FullyShardedDataParallel(
+        model,
+        device_mesh=_mesh(experiment) if hybrid else None,
+        sharding_strategy=strategy,
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in chosen) if chosen else None,
+        mixed_precision=MixedPrecision(policy.param_dtype, policy.reduce_dtype) if policy.param_dtype else None,
+        use_orig_params=True,
+        device_id=torch.device(experiment.device_type, torch.cuda.current_device())
+        if experiment.device_type == "cuda"
+        else torch.device("cpu"),
+    )
+    named = {_plain(n): p for n, p in wrapped.named_parameters()}
+    return Side(wrapped, named, experiment.optimizer(_trained(named)))
+
+
+_MAKERS: dict[Reference, Callable[[Experiment, list[str]], Side | None]] = {
+    Reference.SINGLE: _single,
+    Reference.DDP: _ddp,
+    Reference.FSDP2: _fsdp2,
+    Reference.FSDP1: _fsdp1,
+}
+
+
+def _fresh(experiment: Experiment) -> nn.Module:
+    """The user's model, from the same seed on every side and rank."""
+    torch.manual_seed(experiment.seed)
+    return experiment.make_model().to(experiment.device_type)
+
+
+def _mesh(experiment: Experiment) -> DeviceMesh:
+    if experiment.replicas == 1:
+        return init_device_mesh(experiment.device_type, (experiment.world_size,))
+    shape = (experiment.replicas, experiment.world_size // experiment.replicas)
+    return init_device_mesh(experiment.device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _separate(model: nn.Module, names: list[str]) -> Iterator[str]:
+    """Units that share no parameter with the rest: FSDP would untie the others, so the root takes them."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    shared = [places for places in owners.values() if len(places) > 1]
+    for name in names:
+        inside = [[place.startswith(f"{name}.") for place in places] for places in shared]
+        if all(all(each) or not any(each) for each in inside):
+            yield name
+
+
+def _trained(named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
+    return [p for p in named.values() if p.requires_grad]
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _plain(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+def _cast(value: object, dtype: torch.dtype) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_cast(v, dtype) for v in value)
+    return value

@@ -1,0 +1,174 @@
+"""Trains both sides step by step, on every rank, and compares as they go."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compile.parity.bounds import Extent, depth_of
+from fsdp_compile.parity.differences import Difference, Quantity, compare, magnitude
+from fsdp_compile.parity.experiment import Experiment, Level, split, to_device
+from fsdp_compile.parity.sides import Side, Tensors, compiled_side, reference_side, unit_names
+
+LOSS = (Quantity.LOSS, "loss")
+
+
+@dataclasses.dataclass
+class _Judge:
+    """Compares tensors of rank 0 and gives each difference its bound.
+
+    Attributes:
+        experiment: Says at which level.
+        extent: Of the run; `None` where every bit has to agree.
+        linear: Whether the optimizer's steps are linear in the gradients.
+        moved: Largest way that each parameter has gone so far, weighted by the relative bound of each step.
+    """
+
+    experiment: Experiment
+    extent: Extent | None
+    linear: bool
+    moved: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def gradients(self, step: int, ours: Tensors, theirs: Tensors) -> Iterator[Difference]:
+        """Losses and gradients of a step."""
+        gradients = [v for (quantity, _), v in theirs.items() if quantity is Quantity.GRADIENT and v is not None]
+        largest = max((magnitude(g) for g in gradients), default=0.0)
+        for key in _keys(ours, theirs):
+            found = compare(*key, step, ours.get(key), theirs.get(key))
+            yield self._bounded(found, self._gradient_bound(found, magnitude_of(theirs.get(key)), largest))
+
+    def parameters(self, step: int, before: Tensors, ours: Tensors, theirs: Tensors) -> Iterator[Difference]:
+        """Parameters and optimizer state after a step; `before` are the reference's parameters before it."""
+        states = any(quantity is Quantity.STATE for quantity, _ in theirs)
+        for key in _keys(ours, theirs):
+            quantity, name = key
+            if quantity is Quantity.STATE and not states:
+                continue
+            now = theirs.get(key)
+            found = compare(*key, step, ours.get(key), now)
+            if quantity is Quantity.PARAMETER and now is not None and self.extent is not None:
+                way = magnitude(now - before[key]) if before.get(key) is not None else magnitude(now)  # type: ignore[operator]
+                error = self.extent.path(step) + self.extent.sum() if self.linear else 2.0
+                self.moved[name] = self.moved.get(name, 0.0) + way * error
+                rounding = magnitude(now) * self.extent.sum()
+                yield self._bounded(found, self.moved[name] + rounding)
+            elif self.linear and self.extent is not None:
+                yield self._bounded(
+                    found, magnitude_of(now) * (self.extent.path(step) + self.extent.sum()) * (step + 1)
+                )
+            else:
+                yield self._bounded(found, math.inf)
+
+    def _gradient_bound(self, found: Difference, scale: float, largest: float) -> float:
+        if self.extent is None:
+            return 0.0
+        bound = scale * self.extent.path(found.step)
+        return bound if found.quantity is Quantity.LOSS else bound + largest * self.extent.sum()
+
+    def _bounded(self, found: Difference, bound: float) -> Difference:
+        return dataclasses.replace(found, bound=0.0 if self.extent is None else bound)
+
+
+def magnitude_of(tensor: torch.Tensor | None) -> float:
+    """`magnitude`, and 0 for nothing."""
+    return 0.0 if tensor is None else magnitude(tensor)
+
+
+def train_both(experiment: Experiment) -> list[Difference]:
+    """Trains both sides; to be called on every rank.
+
+    Returns:
+        On rank 0 one difference per tensor and step, in the order in which a step makes them; elsewhere nothing.
+    """
+    ours = compiled_side(experiment)
+    theirs = reference_side(experiment, unit_names(ours.model))
+    judge: _Judge | None = None
+    found: list[Difference] = []
+    for step in range(experiment.steps):
+        batch = to_device(experiment.make_batch(step), torch.device(experiment.device_type))
+        our_losses = _all_losses(_backward(experiment, ours, batch, step)[0])
+        our_gradients = ours.gradients()
+        our_parameters = _step(ours)
+        if theirs is None:
+            continue
+        their_losses, depth = _backward(experiment, theirs, batch, step)
+        if theirs.whole_batch:
+            our_losses = our_losses.mean().reshape(1)
+        else:
+            their_losses = _all_losses(their_losses)
+        their_gradients = theirs.gradients()
+        before = {key: None if v is None else v.clone() for key, v in theirs.parameters().items()}
+        their_parameters = _step(theirs)
+        if dist.get_rank() == 0:
+            judge = judge or _judge(experiment, theirs, batch, depth)
+            found.extend(
+                judge.gradients(step, {LOSS: our_losses, **our_gradients}, {LOSS: their_losses, **their_gradients})
+            )
+            found.extend(judge.parameters(step, before, our_parameters, their_parameters))
+    return found
+
+
+def _step(side: Side) -> Tensors:
+    """Lets the optimizer make its step."""
+    side.optimizer.step()
+    side.optimizer.zero_grad(set_to_none=True)
+    return side.parameters()
+
+
+def _backward(experiment: Experiment, side: Side, batch: Any, step: int) -> tuple[torch.Tensor, int]:
+    """Forward and backward of every micro-batch of this rank, or of the whole batch at once.
+
+    Returns:
+        Losses `[micro-batches]`, and the depth of the first.
+    """
+    rank, micro = dist.get_rank(), experiment.micro_batches
+    shares = [batch] if side.whole_batch else split(split(batch, experiment.world_size)[rank], micro)
+    losses, depth = [], 0
+    for index, share in enumerate(shares):
+        # Dropout draws the same numbers on both sides.
+        torch.manual_seed(experiment.seed + 1 + (step * experiment.world_size + rank) * micro + index)
+        loss = experiment.loss(side.model, share)
+        depth = depth or depth_of(loss)
+        (loss / len(shares)).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses), depth
+
+
+def _judge(experiment: Experiment, reference: Side, batch: Any, depth: int) -> _Judge:
+    linear = isinstance(reference.optimizer, torch.optim.SGD)
+    if experiment.level is Level.BITWISE:
+        return _Judge(experiment, None, linear)
+    tensors = [*reference.named.values(), *_tensors(batch)]
+    longest = max((max(p.shape, default=1) for p in reference.named.values()), default=1)
+    narrow = [experiment.mp_policy.param_dtype, experiment.mp_policy.reduce_dtype, *(t.dtype for t in tensors)]
+    dtypes = [dtype for dtype in narrow if dtype is not None and dtype.is_floating_point]
+    extent = Extent(
+        depth=max(1, depth),
+        length=max([longest, *(t.numel() for t in _tensors(batch))]),
+        elements=4 * experiment.steps * sum(p.numel() for p in reference.named.values()),
+        dtype=max(dtypes or [torch.float32], key=lambda dtype: torch.finfo(dtype).eps),
+    )
+    return _Judge(experiment, extent, linear)
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+def _all_losses(losses: torch.Tensor) -> torch.Tensor:
+    """`[ranks, micro-batches]`."""
+    gathered = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, losses)
+    return torch.stack(gathered)
+
+
+def _keys(ours: Tensors, theirs: Tensors) -> list[tuple[Quantity, str]]:
+    return list(dict.fromkeys([*ours, *theirs]))
