@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         str(arguments.tokens),
         *(["--smoke"] if arguments.smoke else []),
     ]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is removed
     try:
         with namespaces.slow_network(arguments.gbit_per_s) as hosts:
             printed = namespaces.run_ranks(hosts, "benchmarks.slow_network", own, timeout_s=550)

@@ -5,6 +5,7 @@ Everything here was checked on torch 2.11, 2.13 and 2.15; where the versions dif
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -207,9 +208,17 @@ def serial_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
+def _gloo_devices() -> list[Any]:
+    """What gloo listens on: the interfaces that its variable names, as in torch's own groups, or the default."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if not names:
+        return [dist.ProcessGroupGloo.create_default_device()]
+    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+
+
 def _make_serial_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._devices = _gloo_devices()
     options._threads = 1
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
