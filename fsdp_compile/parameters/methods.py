@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters import accumulation, keeping
 from fsdp_compile.parameters.keeping import UnshardHandle
+from fsdp_compile.parameters.mixing import give_methods
 from fsdp_compile.parameters.spec import Reshard
 from fsdp_compile.parameters.unit import Unit
 from fsdp_compile.parameters.variants import respecify
@@ -118,6 +119,20 @@ class ShardedModule:
                 flat.undelivered.clear()
             respecify(unit)
         keeping.reshard(own)
+
+
+def introduce(module: nn.Module, every: Iterable[Unit], made: Iterable[Unit]) -> None:
+    """Gives a module that was just sharded its methods.
+
+    Args:
+        module: The module.
+        every: All units in it, of which it is the outermost module now.
+        made: Those that are new.
+    """
+    for unit in every:
+        unit.outermost = module
+    give_methods(module, ShardedModule)
+    accumulation.follow_active(module, made)
 
 
 def _units(module: object, *, recurse: bool) -> Iterator[Unit]:

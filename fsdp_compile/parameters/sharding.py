@@ -18,6 +18,7 @@ from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.ignoring import ignored_ids
 from fsdp_compile.parameters.islands import Place, cast_at, keep_full_precision
 from fsdp_compile.parameters.materialize import InitFn, check_init_fn, materialize
+from fsdp_compile.parameters.methods import introduce
 from fsdp_compile.parameters.moved import MovedParameter
 from fsdp_compile.parameters.overrides import Arguments
 from fsdp_compile.parameters.precision import MixedPrecision, Policy, as_mixed_precision
@@ -140,6 +141,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     keep_full_precision(module, precision, [*below, *different])
     made = _make_units(module, {**roots, module: policy}, origin, occurrences, shard_placement_fn)
     object.__setattr__(module, _STATE, Sharding(made, ignored, precision))
+    introduce(module, units(module), made)
     _enter_forwards(module)
     del occurrences, managed  # so that only others' references to the old parameters are left
     moved.update_optimizers()
@@ -221,7 +223,8 @@ def _merge_split(descendant: nn.Module) -> None:
     parts = sharding.units
     if len(parts) < 2 or any(part.origin is not Origin.SPLIT for part in parts):
         return
-    unit = Unit(descendant, "", parts[0].policy, Origin.CALL, hook=parts[0].hook)
+    first = parts[0]
+    unit = Unit(descendant, "", first.policy, Origin.CALL, hook=first.hook, accumulation=first.accumulation)
     names = {id(m): name for name, m in descendant.named_modules()}
     members = [
         Member(

@@ -197,8 +197,7 @@ def _insert_reductions(step: StepGraph, planned: FlatGradient, order: dict[fx.No
         with step.graph.inserting_before(marker):
             pieces.append((reduction.spec.offset, _insert_reduction(b, reduction)))
     sync = planned.reductions[0].spec.sync
-    between = Role.GRADIENT if sync is Sync.NONE else Role.SHARD_GRADIENT
-    flat_record = dataclasses.replace(require(planned.flat), role=between, phase=step.phase)
+    flat_record = dataclasses.replace(require(planned.flat), role=Role.SHARD_GRADIENT, phase=step.phase)
     # Where all pieces exist: at the sum that the flat gradient replaces, or at the last marker.
     with step.graph.inserting_before(last_of([planned.output, *(r.last_marker for r in planned.reductions)], order)):
         b = GraphBuilder(step.graph, flat_record, planned.output)
