@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters.precision import Policy
 from fsdp_compile.parameters.splitting import WrapPolicy
@@ -23,8 +24,15 @@ class FSDPOptions:
     Attributes:
         lower: "inductor" for fused kernels; "eager" to run the transformed graphs operator by operator, the
             reference for bitwise parity.
-        prefetch: How many buckets ahead an all-gather starts, in forward and backward. 0 starts each where it is
-            needed; each step more holds one more unit unsharded.
+        prefetch: "auto" plans by a model of `hardware` when each all-gather starts and how long gradients on the wire
+            are held. A number fixes how many buckets ahead an all-gather starts, in forward and backward: 0 starts
+            each where it is needed; each step more holds one more unit unsharded.
+        memory_budget_gb: For `prefetch="auto"`: the most that forward or backward may hold on a device at any time,
+            in 1e9 byte, by the estimate of `explain`: shards, activations, gathered parameters and gradients.
+            Optimizer state comes on top. By default gathered parameters and gradients get what is in use at once,
+            and room for one more bucket of each.
+        hardware: For `prefetch="auto"`: device and link that times are estimated for, from
+            `fsdp_compile.cost.hardware`. By default chosen by the device that the model is on.
         inductor: Settings of Inductor for this compile, as in `torch._inductor.config`.
         artifacts: A folder into which the first rank writes each graph before and after each pass, with plan and
             difference.
@@ -37,7 +45,9 @@ class FSDPOptions:
     """
 
     lower: Literal["inductor", "eager"] = "inductor"
-    prefetch: int = 1
+    prefetch: int | Literal["auto"] = 1
+    memory_budget_gb: float | None = None
+    hardware: Hardware | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     artifacts: str | os.PathLike[str] | None = None
     stop_after: str | None = None
@@ -50,14 +60,30 @@ class FSDPOptions:
     def __post_init__(self) -> None:
         if self.lower not in ("inductor", "eager"):
             raise _bad_value("lower", self.lower, '"inductor" or "eager"')
-        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
-            raise _bad_value("prefetch", self.prefetch, "0, 1, 2, ...")
+        self._check_schedule()
         if not isinstance(self.inductor, Mapping):
             raise _bad_value("inductor", self.inductor, "a dict of settings of torch._inductor.config")
         if self.artifacts is not None and not isinstance(self.artifacts, str | os.PathLike):
             raise _bad_value("artifacts", self.artifacts, "the path of a folder")
         if self.mp_policy is not None and not isinstance(self.mp_policy, Policy):
             raise _bad_value("mp_policy", self.mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
+
+    def _check_schedule(self) -> None:
+        planned = self.prefetch == "auto"
+        if not planned and (type(self.prefetch) is not int or self.prefetch < 0):
+            raise _bad_value("prefetch", self.prefetch, '"auto", 0, 1, 2, ...')
+        for name in ("memory_budget_gb", "hardware"):
+            if getattr(self, name) is not None and not planned:
+                raise ConfigError(
+                    f"option {name!r} has no effect on a fixed distance",
+                    where=f"options={{{name!r}: ..., 'prefetch': {self.prefetch!r}}}",
+                    instead="'prefetch': 'auto', or leave it out",
+                )
+        if self.hardware is not None and not isinstance(self.hardware, Hardware):
+            raise _bad_value("hardware", self.hardware, "fsdp_compile.cost.hardware.hardware(device, link)")
+        budget = self.memory_budget_gb
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
+            raise _bad_value("memory_budget_gb", budget, "a positive number of 1e9 byte")
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any] | FSDPOptions | None) -> FSDPOptions:

@@ -10,15 +10,20 @@ Dynamo's graph: one `fsdp.unshard` marker per read of a parameter           para
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
 from fsdp_compile.artifacts import Watcher
+from fsdp_compile.cost.fusion import Fusion
+from fsdp_compile.cost.hardware import hardware as named_hardware
+from fsdp_compile.cost.here import hardware_of
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.passes.bucket import BucketCollectives
 from fsdp_compile.passes.insert_collectives import InsertCollectives
+from fsdp_compile.passes.schedule import Schedule, SchedulePlan
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
@@ -29,36 +34,44 @@ from fsdp_compile.verify.table import Stage
 CAPTURE: Final = "capture"
 """What stands before the first pass, as `stop_after`: the markers themselves gather and reduce."""
 
+FUSION = {"inductor": Fusion.KERNELS, "eager": Fusion.NONE}
+"""Who runs the graphs, by `FSDPOptions.lower`."""
+
 
 def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     """The passes in the order in which they run."""
-    return (
-        InsertCollectives(),
-        BucketCollectives(),
-        SchedulePrefetch(distance=options.prefetch),
-        ScheduleReduce(),
-        ScheduleReshard(),
-    )
+    if options.prefetch != "auto":
+        scheduled = (BucketCollectives(), SchedulePrefetch(distance=options.prefetch), ScheduleReduce())
+        return (InsertCollectives(), *scheduled, ScheduleReshard())
+    budget_bytes = None if options.memory_budget_gb is None else round(options.memory_budget_gb * 1e9)
+    hardware = options.hardware or named_hardware()
+    planned = (BucketCollectives(hardware), Schedule(hardware, budget_bytes, FUSION[options.lower]))
+    return (InsertCollectives(), *planned, ScheduleReshard())
 
 
 def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     """Runs all passes on one graph in place, verifies it and returns it.
 
     Raises:
-        ConfigError: If `options.stop_after` names no pass.
+        ConfigError: If `options.stop_after` names no pass, or no schedule keeps `options.memory_budget_gb`.
         InvariantError: If the result breaks a rule of `verify/`.
     """
     watcher = Watcher(options.artifacts)
     watcher.captured(step)
+    limits = Limits(prefetch=None if options.prefetch == "auto" else options.prefetch)
+    if options.prefetch == "auto" and options.hardware is None:
+        options = dataclasses.replace(options, hardware=hardware_of(step))
     selected = _selected(options)
     for graph_pass in selected:
         plan = graph_pass.plan(step)
         watcher.planned(step, graph_pass, plan)
         graph_pass.apply(step, plan)
         watcher.applied(step, graph_pass)
+        if isinstance(plan, SchedulePlan):
+            limits = Limits(unsharded_bytes=plan.budget_bytes)
     if selected:
         last = selected[-1].name
-        check(step, after=last, stage=_stage(last, options), limits=Limits(prefetch=options.prefetch))
+        check(step, after=last, stage=_stage(last, options), limits=limits)
     step.graph.lint()
     step.gm.recompile()
     return step

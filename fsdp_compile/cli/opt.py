@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import ConfigError, InvariantError
 from fsdp_compile.ir.diff import diff_graphs, format_diff
 from fsdp_compile.ir.graph import StepGraph
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--passes",
         metavar="A,B(OPTION=VALUE)",
-        default=",".join(known_passes()),
+        default=",".join(default_passes()),
         help="passes in the order in which they run; none for an empty one (default: %(default)s)",
     )
     parser.add_argument(
@@ -137,7 +138,13 @@ def apply_passes(step: StepGraph, pipeline: list[GraphPass[Any]]) -> Iterator[Ap
 
 
 def known_passes() -> dict[str, GraphPass[Any]]:
-    """Every pass of the pipeline by name, in its order."""
+    """Every pass by name: those of `default_passes`, then those that only a planned schedule has."""
+    planned = passes(FSDPOptions(prefetch="auto"))
+    return {**default_passes(), **{p.name: p for p in planned if p.name not in default_passes()}}
+
+
+def default_passes() -> dict[str, GraphPass[Any]]:
+    """The passes of a compile without options by name, in their order."""
     return {graph_pass.name: graph_pass for graph_pass in passes(FSDPOptions())}
 
 
@@ -185,7 +192,10 @@ def _make(name: str, options: str) -> GraphPass[Any]:
 
 def _convert(text: str, default: Any, where: str) -> Any:
     try:
-        return type(default)(text)
+        if "/" in text:  # a device and the GB/s of its link
+            device, _, gb_per_s = text.partition("/")
+            return hardware(device, float(gb_per_s))
+        return int(text) if default is None else type(default)(text)
     except ValueError:
         raise ConfigError(f"{text!r} is not a value like {default!r}", where=where) from None
 

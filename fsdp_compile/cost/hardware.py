@@ -124,6 +124,8 @@ def make_link(name: str, gb_per_s: Any, source: str) -> Link:
     )
 
 
+_CORES: Final = "assumed; a few cores of a server"
+_CPU: Final = {torch.float32: 0.1, torch.float64: 0.05, torch.bfloat16: 0.1}
 _HOPPER: Final = {torch.bfloat16: 989.4, torch.float16: 989.4, torch.float32: 66.9, torch.float64: 66.9}
 _AMPERE: Final = {torch.bfloat16: 312.0, torch.float16: 312.0, torch.float32: 19.5, torch.float64: 19.5}
 
@@ -133,6 +135,7 @@ DEVICES: Final = {
         _device("h100-sxm", "NVIDIA H100 data sheet, SXM5, dense", tflops=_HOPPER, tb_per_s=3.35, gb=80),
         _device("h200-sxm", "NVIDIA H200 data sheet, SXM, dense", tflops=_HOPPER, tb_per_s=4.8, gb=141),
         _device("a100-sxm", "NVIDIA A100 80GB data sheet, SXM4, dense", tflops=_AMPERE, tb_per_s=2.039, gb=80),
+        _device("cpu", _CORES, tflops=_CPU, tb_per_s=0.02, gb=16),
     )
 }
 LINKS: Final = {
@@ -142,6 +145,7 @@ LINKS: Final = {
         make_link("ib-200", 25.0, "InfiniBand HDR, one 200 Gb/s port per device"),
         make_link("nvlink4", 450.0, "NVIDIA H100 data sheet: 900 GB/s NVLink, both directions"),
         make_link("nvlink3", 300.0, "NVIDIA A100 data sheet: 600 GB/s NVLink, both directions"),
+        make_link("ethernet-10", 1.25, "10 Gb/s Ethernet"),
         make_link("ethernet-1", 0.125, "1 Gb/s Ethernet"),
     )
 }

@@ -129,7 +129,8 @@ class _Walk:
 
     def memory(self) -> Memory:
         for position, node in enumerate(self.step.graph.nodes):
-            for source in node.all_input_nodes:
+            # The marker of a reshard names a whole bucket; each message of it is freed after its own last use.
+            for source in () if role_of(node) is Role.RESHARD else node.all_input_nodes:
                 self._touch(self._all(source), position)
             self.behind[node] = self._results(node, position)
         self._name_outputs()

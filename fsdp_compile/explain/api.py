@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
@@ -21,6 +20,7 @@ from fsdp_compile.explain.world import planning_mesh, planning_world
 from fsdp_compile.lower.ran import regions_of
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.sharding import fully_shard, units
+from fsdp_compile.pipeline import FUSION
 
 
 def explain(
@@ -65,19 +65,18 @@ def explain(
                 instead="explain(model) alone, or explain the plain model before it is sharded",
             )
         return _as_it_ran(plain, world_size, estimated_for)
+    if checked.prefetch == "auto":
+        checked = dataclasses.replace(checked, hardware=checked.hardware or estimated_for)
     with planning_world(world_size) as ranks:
         copied = stand_in(plain)
         fully_shard(copied, **{"mesh": planning_mesh(checked.sharding_strategy), **checked.sharding})
         hollow_flats(copied)
         regions = trace(copied, hollow_inputs(args), hollow_inputs(kwargs), checked)
-        fusion, made = _FUSION[checked.lower], units(copied)
+        fusion, made = FUSION[checked.lower], units(copied)
         steps = [region.steps for region in regions]
         plan = build_plan(copied, made, steps, world_size=ranks, hardware=estimated_for, fusion=fusion)
         captured = tuple(tuple(region.captured) for region in regions)
         return dataclasses.replace(plan, traced=Traced(copied, tuple(made), captured, checked, fusion))
-
-
-_FUSION = {"inductor": Fusion.KERNELS, "eager": Fusion.NONE}
 
 
 def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> Plan:
@@ -97,5 +96,5 @@ def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> 
             where=f"explain(world_size={world_size})",
             instead="explain the plain model before it is sharded",
         )
-    fusion = _FUSION[regions[0].lower]
+    fusion = FUSION[regions[0].lower]
     return build_plan(model, made, [r.steps for r in regions], world_size=ranks, hardware=hardware, fusion=fusion)

@@ -62,13 +62,15 @@ def rescaled(plan: Plan, *, world_size: int | None, gb_per_s: float | None) -> P
     link = plan.hardware.link if gb_per_s is None else hardware(link=gb_per_s).link
     _refuse(traced, ranks)
     order = _order(traced.model)
-    options = dataclasses.replace(traced.options, artifacts=None)
+    there = Hardware(plan.hardware.device, link)
+    planned_for = there if traced.options.prefetch == "auto" else None
+    options = dataclasses.replace(traced.options, artifacts=None, hardware=planned_for)
     made = build_plan(
         traced.model,
         [_resized(unit, order, ranks) for unit in traced.units],
         [[transform(_rewritten(step, order, ranks), options) for step in steps] for steps in traced.regions],
         world_size=ranks,
-        hardware=Hardware(plan.hardware.device, link),
+        hardware=there,
         fusion=traced.fusion,
     )
     return dataclasses.replace(made, traced=traced)

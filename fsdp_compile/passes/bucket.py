@@ -16,14 +16,16 @@ import torch
 from torch import fx
 
 from fsdp_compile._torch import collectives
+from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.edit import GraphBuilder, erase_unused
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import beside, first_of, last_of, same_flat, upstream
 from fsdp_compile.ir.record import GRADIENTS, Role, require, role_of
 from fsdp_compile.parameters import assemble
 from fsdp_compile.passes import wire
+from fsdp_compile.passes.edges import edges_of
 from fsdp_compile.passes.insert_collectives import full_node, join_pieces
-from fsdp_compile.passes.pieces import Bucket, Piece, Single, buckets, joint_record, start_grouped
+from fsdp_compile.passes.pieces import Bucket, Piece, Single, by_unit, joint_record, make_bucket, start_grouped
 from fsdp_compile.passes.reduction import ON_THE_WAY, STARTS, add_partial, scale_after, stages
 
 aten = torch.ops.aten
@@ -37,16 +39,25 @@ class BucketPlan:
     reductions: tuple[Bucket, ...]
 
 
+@dataclasses.dataclass(frozen=True)
 class BucketCollectives:
-    """The pass; see the module's docstring."""
+    """The pass; see the module's docstring.
 
+    Attributes:
+        hardware: If given, units at the edges of the graph are split where by its times they cannot be hidden whole.
+    """
+
+    hardware: Hardware | None = None
     name = "bucket"
 
     def plan(self, step: StepGraph) -> BucketPlan:
-        """One bucket per unit, groups and dtype of the message."""
-        gathers = [_gather_single(node) for node in step.nodes(Role.GATHER)]
-        reductions = [_reduce_single(node) for node in step.nodes(*STARTS) if _sends_a_gradient(node)]
-        return BucketPlan(buckets(gathers), buckets(reductions))
+        """One bucket per unit, groups and dtype of the message, or several at the edges."""
+        gathers = by_unit(_gather_single(node) for node in step.nodes(Role.GATHER))
+        reductions = by_unit(_reduce_single(node) for node in step.nodes(*STARTS) if _sends_a_gradient(node))
+        if self.hardware is not None:
+            edges = edges_of(step, self.hardware)
+            gathers, reductions = edges.split_gathers(gathers), edges.split_reductions(reductions)
+        return BucketPlan(tuple(map(make_bucket, gathers)), tuple(map(make_bucket, reductions)))
 
     def apply(self, step: StepGraph, plan: BucketPlan) -> None:
         """Writes the grouped collectives and erases the single ones."""

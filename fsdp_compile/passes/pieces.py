@@ -87,15 +87,20 @@ class Bucket:
         return self.pieces[0].singles[0].spec
 
 
-def buckets(singles: Iterable[Single]) -> tuple[Bucket, ...]:
-    """One bucket per unit, groups and dtype of the message."""
+def by_unit(singles: Iterable[Single]) -> list[list[Single]]:
+    """Parameters that can share a collective and belong to one unit, in the order of the first of each."""
     groups: dict[Hashable, list[Single]] = {}
     for single in singles:
         spec = single.spec
         dtype = single.sent.meta["val"].dtype
         key = (require(single.start).unit, spec.group, spec.replicate_group, dtype, spec.sync, spec.divide)
         groups.setdefault(key, []).append(single)
-    return tuple(Bucket(tuple(_pieces(group))) for group in groups.values())
+    return list(groups.values())
+
+
+def make_bucket(singles: Sequence[Single]) -> Bucket:
+    """What travels together as one bucket."""
+    return Bucket(tuple(_pieces(singles)))
 
 
 def _pieces(singles: Sequence[Single]) -> list[Piece]:
@@ -104,14 +109,15 @@ def _pieces(singles: Sequence[Single]) -> list[Piece]:
     pieces: list[Piece] = []
     for single in sorted(singles, key=lambda s: (flats.index(s.flat), s.spec.offset)):
         last = pieces[-1] if pieces else None
-        if last is not None and _is_small(single) and _is_small(last.singles[-1]) and _adjacent(last, single):
+        if last is not None and is_small(single) and is_small(last.singles[-1]) and _adjacent(last, single):
             pieces[-1] = Piece((*last.singles, single))
         else:
             pieces.append(Piece((single,)))
     return pieces
 
 
-def _is_small(single: Single) -> bool:
+def is_small(single: Single) -> bool:
+    """Whether a parameter is packed with its neighbours."""
     return single.spec.shard_numel * single.flat.meta["val"].element_size() < LARGE_BYTES
 
 

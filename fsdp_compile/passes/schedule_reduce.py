@@ -51,7 +51,7 @@ class ScheduleReduce:
 
     def plan(self, step: StepGraph) -> ReducePlan:
         """Finds the next collective of the same stage after each."""
-        followers = _followers(step)
+        followers = followers_of(step)
         later = {node for following in followers.values() for node in following}
         stages = [n for n in followers if n not in later], [n for n in followers if n in later]
         return ReducePlan(tuple(itertools.chain(*(_deferrals(stage, followers, step.output) for stage in stages))))
@@ -67,7 +67,7 @@ def _deferrals(starts: Sequence[fx.Node], followers: dict[fx.Node, list[fx.Node]
     return [Deferral(start, tuple(followers[start]), a) for start, a in zip(starts, anchors, strict=False)]
 
 
-def _followers(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
+def followers_of(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
     """For each collective of a reduction, what can be done once it has completed and no later one has, in order."""
     order = step.order()
     behind: dict[fx.Node, fx.Node] = {}

@@ -15,6 +15,7 @@ behind it, arrives in time. Where the link is the bottleneck that is always at o
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 from fsdp_compile.planner.problem import Gather, Problem
 
@@ -26,6 +27,7 @@ class Placement:
     Attributes:
         starts: For each gather, where it starts.
         waits: For each reduction, where each of its stages is waited for.
+        order: Stages as (reduction, stage), in the order in which they are waited for.
         peak_bytes: Most bytes that are held during any step.
         end_us: Estimated time until both lanes are done.
         bound_us: What no plan can beat.
@@ -33,6 +35,7 @@ class Placement:
 
     starts: tuple[int, ...]
     waits: tuple[tuple[int, ...], ...]
+    order: tuple[tuple[int, int], ...]
     peak_bytes: int
     end_us: float
     bound_us: float
@@ -66,7 +69,9 @@ def place(problem: Problem, *, budget_bytes: int, margin: float = 1.0) -> Placem
     live = problem.least_live_bytes()
     if live and max(live) > budget_bytes:
         raise BudgetError(budget_bytes, max(live), live.index(max(live)))
-    return _Play(problem, live, budget_bytes, latest_starts_us(problem, margin)).run()
+    latest_us = latest_starts_us(problem, margin)
+    plans = [_Play(problem, live[:], room, latest_us).run() for room in _rooms(problem, budget_bytes)]
+    return min(plans, key=lambda plan: (plan.end_us, plan.peak_bytes))
 
 
 def latest_starts_us(problem: Problem, margin: float) -> list[float]:
@@ -87,13 +92,43 @@ def latest_starts_us(problem: Problem, margin: float) -> list[float]:
     return latest[::-1]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Room:
+    """What may be held during each step.
+
+    Attributes:
+        budget_bytes: By gathers and reductions together.
+        early_bytes: For each step, when a gather that is not needed yet asks; the rest is left to gradients.
+    """
+
+    budget_bytes: int
+    early_bytes: Sequence[int]
+
+
+def _rooms(problem: Problem, budget_bytes: int) -> Iterator[_Room]:
+    """Ways to share the budget between gathers that start early and gradients that are on the link.
+
+    Gathers may take it all, or leave room for the gradients that were ready last. Neither is always better: a
+    reduction that must be waited for too early lets the link run dry, and so does a gather that starts too late.
+    """
+    steps = len(problem.steps_us)
+    yield _Room(budget_bytes, [budget_bytes] * steps)
+    if problem.reductions:
+        ready = {reduction.ready: reduction.size_bytes for reduction in problem.reductions}
+        early_bytes, latest = [], 0
+        for step in range(steps):
+            latest = ready.get(step, latest)
+            early_bytes.append(budget_bytes - latest)
+        yield _Room(budget_bytes, early_bytes)
+
+
 class _Play:
     """One run through the steps; `live` holds the bytes of each step, as far as decided."""
 
-    def __init__(self, problem: Problem, live: list[int], budget_bytes: int, latest_us: list[float]) -> None:
+    def __init__(self, problem: Problem, live: list[int], room: _Room, latest_us: list[float]) -> None:
         self.problem = problem
         self.live = live
-        self.budget_bytes = budget_bytes
+        self.room = room
         self.latest_us = latest_us
         self.now_us = 0.0
         self.link_free_us = 0.0
@@ -102,6 +137,7 @@ class _Play:
         self.awaited = 0
         self.in_flight: dict[int, float] = {}
         self.waits: list[list[int]] = [[] for _ in problem.reductions]
+        self.order: list[tuple[int, int]] = []
 
     def run(self) -> Placement:
         reductions = list(enumerate(self.problem.reductions))[::-1]
@@ -117,7 +153,9 @@ class _Play:
                 self.now_us += self.problem.steps_us[position]
         waits = tuple(map(tuple, self.waits))
         end_us = max(self.now_us, self.link_free_us)
-        return Placement(tuple(self.starts), waits, max(self.live, default=0), end_us, self.problem.bound_us)
+        peak_bytes = max(self.live, default=0)
+        order = tuple(self.order)
+        return Placement(tuple(self.starts), waits, order, peak_bytes, end_us, self.problem.bound_us)
 
     def _queue(self, time_us: float) -> float:
         self.link_free_us = max(self.now_us, self.link_free_us) + time_us
@@ -131,6 +169,7 @@ class _Play:
     def _wait(self, index: int, position: int) -> None:
         """Waits for a stage of a reduction and starts the next one."""
         self.now_us = max(self.now_us, self.in_flight.pop(index))
+        self.order.append((index, len(self.waits[index])))
         self.waits[index].append(position)
         stages_us = self.problem.reductions[index].stages_us
         if len(self.waits[index]) < len(stages_us):
@@ -143,7 +182,7 @@ class _Play:
             if not due and not (self._later_is_too_late(position) and self._fits(gather, position)):
                 return
             for step in range(position, gather.need):
-                self.live[step] += gather.size_bytes
+                self.live[step] += gather.early_bytes
             self.starts.append(position)
             self.gathered_us.append(self._queue(gather.time_us))
 
@@ -154,12 +193,13 @@ class _Play:
         return self.problem.reached_us[position + 1] + queued_us > self.latest_us[len(self.starts)]
 
     def _fits(self, gather: Gather, position: int) -> bool:
-        return all(self.live[s] + gather.size_bytes <= self.budget_bytes for s in range(position, gather.need))
+        allowed = self.room.early_bytes
+        return all(self.live[s] + gather.early_bytes <= allowed[s] for s in range(position, gather.need))
 
     def _hold_or_wait(self, position: int) -> None:
         """Holds the gradients that are on the link for one step more if they fit; the oldest go first if not."""
         last = position == len(self.problem.steps_us)
-        while self.in_flight and (last or self.live[position] + self._gradient_bytes() > self.budget_bytes):
+        while self.in_flight and (last or self.live[position] + self._gradient_bytes() > self.room.budget_bytes):
             self._wait(min(self.in_flight, key=self.in_flight.__getitem__), position)
         if not last:
             self.live[position] += self._gradient_bytes()

@@ -21,12 +21,19 @@ class Gather:
         free: Position at which its result is freed; the number of steps if it leaves the graph.
         size_bytes: Memory of the result, held from the start of the gather until `free`.
         time_us: Time on the link.
+        sent_bytes: Memory made for the message that this rank sends, held from the start until `need`.
     """
 
     need: int
     free: int
     size_bytes: int
     time_us: float
+    sent_bytes: int = 0
+
+    @property
+    def early_bytes(self) -> int:
+        """What starting earlier holds earlier."""
+        return self.size_bytes + self.sent_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,11 +61,14 @@ class Problem:
         steps_us: Time of each step.
         gathers: In the order of `need`.
         reductions: In the order of `ready`.
+        least_bytes: What is held during each step, by whomever, if nothing starts early and everything is waited for at
+            once. If empty, only what these gathers and reductions hold counts.
     """
 
     steps_us: tuple[float, ...]
     gathers: tuple[Gather, ...]
     reductions: tuple[Reduction, ...]
+    least_bytes: tuple[int, ...] = ()
 
     @functools.cached_property
     def reached_us(self) -> tuple[float, ...]:
@@ -77,6 +87,8 @@ class Problem:
 
     def least_live_bytes(self) -> list[int]:
         """Bytes held during each step, if nothing starts early and everything is waited for at once."""
+        if self.least_bytes:
+            return list(self.least_bytes)
         change = [0] * (len(self.steps_us) + 1)
         held = [(g.need, g.free, g.size_bytes) for g in self.gathers]
         held += [(r.born, r.ready, r.size_bytes) for r in self.reductions]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_compile.cli.main import main
-from fsdp_compile.cli.opt import known_passes, read_passes
+from fsdp_compile.cli.opt import default_passes, read_passes
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 
@@ -43,7 +43,7 @@ def test_its_output_is_its_input(
 ) -> None:
     assert main(["opt", graph]) == 0
     at_once = capsys.readouterr().out
-    for name in known_passes():
+    for name in default_passes():
         assert main(["opt", "--passes", name, graph]) == 0
         monkeypatch.setattr("sys.stdin", io.StringIO(capsys.readouterr().out))
         graph = "-"
@@ -54,7 +54,7 @@ def test_its_output_is_its_input(
 def test_json_has_the_graph_plan_and_changes_of_every_pass(graph: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["opt", "--json", graph]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in found["passes"]] == list(known_passes())
+    assert [one["name"] for one in found["passes"]] == list(default_passes())
     assert found["passes"][-1]["graph"] == found["graph"]
     assert found["passes"][0]["plan"].startswith("InsertPlan")
     assert "removed 1: %read\n" in found["passes"][0]["diff"]
@@ -65,7 +65,7 @@ def test_shows_plans_or_changes(show: str, line: str, graph: str, capsys: pytest
     assert main(["opt", "--show", show, graph]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert line in lines
-    assert [text for text in lines if text.startswith("# ")] == [f"# {name}" for name in known_passes()]
+    assert [text for text in lines if text.startswith("# ")] == [f"# {name}" for name in default_passes()]
 
 
 def test_verifies_on_request(graph: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,9 @@ def problems(draw: st.DrawFn, *, steps: int = 8, collectives: int = 4) -> Proble
     for _ in range(draw(st.integers(0, collectives))):
         need = draw(st.integers(0, count - 1))
         free = draw(st.integers(need + 1, count))
-        gathers.append(Gather(need=need, free=free, size_bytes=draw(_sizes), time_us=draw(_times)))
+        gathers.append(
+            Gather(need=need, free=free, size_bytes=draw(_sizes), time_us=draw(_times), sent_bytes=draw(_sizes))
+        )
     for _ in range(draw(st.integers(0, collectives))):
         born, ready = sorted((draw(places), draw(places)))
         reductions.append(Reduction(born=born, ready=ready, size_bytes=draw(_sizes), stages_us=draw(_stages)))
@@ -78,5 +80,6 @@ def play(problem: Problem, starts: Sequence[int], waits: Sequence[Sequence[int]]
 def live_bytes(problem: Problem, starts: Sequence[int], waits: Sequence[Sequence[int]]) -> list[int]:
     """Bytes that a plan holds during each step."""
     held = [(s, g.free, g.size_bytes) for s, g in zip(starts, problem.gathers, strict=True)]
+    held += [(s, g.need, g.sent_bytes) for s, g in zip(starts, problem.gathers, strict=True)]
     held += [(r.born, w[0], r.size_bytes) for w, r in zip(waits, problem.reductions, strict=True)]
     return [sum(size for begin, end, size in held if begin <= step < end) for step in range(len(problem.steps_us))]

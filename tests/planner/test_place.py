@@ -26,6 +26,7 @@ def test_a_plan_holds_what_it_says_and_never_more_than_the_budget(problem: Probl
     assert max(held) == plan.peak_bytes <= budget
     assert list(plan.starts) == sorted(plan.starts)
     assert all(s <= g.need for s, g in zip(plan.starts, problem.gathers, strict=True))
+    assert sorted(plan.order) == [(i, k) for i, r in enumerate(problem.reductions) for k in range(len(r.stages_us))]
     assert all(list(w) == sorted((r.ready, *w))[1:] for w, r in zip(plan.waits, problem.reductions, strict=True))
 
 

@@ -1,0 +1,190 @@
+"""Starts gathers and waits for reductions where the planner says, under a budget of bytes.
+
+    wait 0, compute 0, gather 1, wait 1, compute 1   ->   wait 0, part of compute 0, gather 1, the rest, wait 1
+
+A gather starts as late as it can and still arrive in time by the cost model, so that memory is held no longer than it
+hides time; gradients on the wire are held until their reduction has completed, or until the budget wants them back.
+`planner/` decides; see `planner/place.py` for how.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from fsdp_compile.cost.fusion import Fusion
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.hardware import hardware as named_hardware
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.ir.edit import move_before
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.queries import upstream
+from fsdp_compile.ir.record import Role, require
+from fsdp_compile.passes.schedule_reduce import followers_of
+from fsdp_compile.planner.from_graph import Posed, count_everything, pose
+from fsdp_compile.planner.place import BudgetError, Placement, place
+
+MARGIN = 1.5
+"""Gathers start as early as if the link took this much longer than estimated."""
+
+
+Followers = dict[fx.Node, list[fx.Node]]
+"""For each collective of a reduction, what can be done once it has completed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hoist:
+    """Start `gather` right before `anchor`."""
+
+    gather: fx.Node
+    anchor: fx.Node
+
+
+@dataclasses.dataclass(frozen=True)
+class Await:
+    """Move what follows from `start` (its waits and what is made of them), in graph order, before `anchor`."""
+
+    start: fx.Node
+    followers: tuple[fx.Node, ...]
+    anchor: fx.Node
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulePlan:
+    """Moves, and what they are expected to give.
+
+    Attributes:
+        hoists: Gathers in the order in which they start.
+        awaits: Stages of reductions in the order in which they are waited for.
+        budget_bytes: Most bytes that may be held at any node.
+        peak_bytes: Most that are.
+        end_us: Estimated time of the graph.
+        bound_us: What no order of its collectives can beat, by the same estimate.
+    """
+
+    hoists: tuple[Hoist, ...]
+    awaits: tuple[Await, ...]
+    budget_bytes: int
+    peak_bytes: int
+    end_us: float
+    bound_us: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The pass; see the module's docstring.
+
+    Attributes:
+        hardware: What times are estimated for.
+        budget_bytes: Most bytes of everything that the graph holds at any node. By default gathered parameters and
+            full gradients get what is in use at once, one more gathered bucket and one more bucket of gradients.
+        fusion: Who will run the graph, which decides what is ever in memory.
+    """
+
+    hardware: Hardware = dataclasses.field(default_factory=named_hardware)
+    budget_bytes: int | None = None
+    fusion: Fusion = Fusion.KERNELS
+    name = "schedule"
+
+    def plan(self, step: StepGraph) -> SchedulePlan:
+        """Poses the problem, has it solved, and says where each node goes.
+
+        Raises:
+            ConfigError: If no plan keeps the budget.
+        """
+        followers = followers_of(step)
+        posed = self._posed(step, followers)
+        if self.budget_bytes is None:
+            budget = _roomy(posed)
+        else:
+            posed, budget = count_everything(step, posed, self.fusion), self.budget_bytes
+        try:
+            placement = place(posed.problem, budget_bytes=budget, margin=MARGIN)
+        except BudgetError as error:
+            raise _too_small(step, posed, error, budget) from error
+        return SchedulePlan(
+            _hoists(step, posed, placement),
+            _awaits(step, posed, placement, followers),
+            budget,
+            placement.peak_bytes,
+            placement.end_us,
+            placement.bound_us,
+        )
+
+    def _posed(self, step: StepGraph, followers: Followers) -> Posed:
+        moved = {node for following in followers.values() for node in following}
+        chains = [_chain(start, followers) for start in followers if start not in moved]
+        for gather in step.nodes(Role.GATHER):
+            moved.update(upstream(gather, Role.SHARD))
+        return pose(step, chains, frozenset(moved), self.hardware, self.fusion)
+
+    def apply(self, step: StepGraph, plan: SchedulePlan) -> None:  # noqa: ARG002
+        """Moves the nodes."""
+        for one in plan.awaits:
+            move_before(one.followers, one.anchor)
+        for hoist in plan.hoists:
+            move_before([*upstream(hoist.gather, Role.SHARD), hoist.gather], hoist.anchor)
+
+
+def _chain(start: fx.Node, followers: Followers) -> list[fx.Node]:
+    """A reduction's stages: each starts among what follows from the one before."""
+    chain = [start]
+    while True:
+        after = next((node for node in followers[chain[-1]] if node in followers), None)
+        if after is None:
+            return chain
+        chain.append(after)
+
+
+def _roomy(posed: Posed) -> int:
+    problem = posed.problem
+    room = max((g.size_bytes for g in problem.gathers), default=0)
+    room += max((r.size_bytes for r in problem.reductions), default=0)
+    return max(problem.least_live_bytes(), default=0) + room
+
+
+def _too_small(step: StepGraph, posed: Posed, error: BudgetError, budget: int) -> ConfigError:
+    node = posed.steps[error.step]
+    problem = posed.problem
+    units = [
+        require(n).unit for n, g in zip(posed.gathers, problem.gathers, strict=True) if g.need <= error.step < g.free
+    ]
+    held = f", with {', '.join(dict.fromkeys(units))} gathered" if units else ""
+    return ConfigError(
+        f"{budget / 1e9:g} GB do not hold what %{node} of the {step.phase.value} graph needs at once{held}",
+        where="options={'memory_budget_gb': ...}",
+        instead=f"at least {error.least_bytes / 1e9:.3g} (rounded up), or smaller units or batches",
+    )
+
+
+def _anchor(step: StepGraph, posed: Posed, position: int) -> fx.Node:
+    return posed.steps[position] if position < len(posed.steps) else step.output
+
+
+def _hoists(step: StepGraph, posed: Posed, placement: Placement) -> tuple[Hoist, ...]:
+    first_reduce = _first_starts(posed)
+    return tuple(
+        Hoist(gather, first_reduce.get(at) or _anchor(step, posed, at))
+        for gather, at in zip(posed.gathers, placement.starts, strict=True)
+    )
+
+
+def _awaits(step: StepGraph, posed: Posed, placement: Placement, followers: Followers) -> tuple[Await, ...]:
+    first_reduce = _first_starts(posed)
+    found = []
+    for index, stage in placement.order:
+        start, at = posed.reductions[index][stage], placement.waits[index][stage]
+        anchor = _anchor(step, posed, at)
+        if at > posed.problem.reductions[index].ready:
+            anchor = first_reduce.get(at) or anchor
+        found.append(Await(start, tuple(followers[start]), anchor))
+    return tuple(found)
+
+
+def _first_starts(posed: Posed) -> dict[int, fx.Node]:
+    """For each position at which reductions start, the first of them: what else happens there comes before it."""
+    found: dict[int, fx.Node] = {}
+    for chain, reduction in zip(posed.reductions, posed.problem.reductions, strict=True):
+        found.setdefault(reduction.ready, chain[0])
+    return found

@@ -1,0 +1,125 @@
+"""The planning problem that a graph poses, and which nodes its numbers stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from fsdp_compile.cost.communicate import communication
+from fsdp_compile.cost.compute import node_costs
+from fsdp_compile.cost.fusion import Fusion, plan_kernels, shares_memory
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.memory import memory_of
+from fsdp_compile.cost.schedule import waits_of
+from fsdp_compile.cost.sizes import result_bytes
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.queries import aliases, upstream
+from fsdp_compile.ir.record import Phase, Role, role_of
+from fsdp_compile.planner.problem import Gather, Problem, Reduction
+
+ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
+"""Messages of a grouped reduction; they stay with its start."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Posed:
+    """A problem, and the nodes behind it.
+
+    Attributes:
+        problem: The numbers.
+        steps: The node of each step.
+        gathers: The node that starts each gather.
+        reductions: For each reduction, the nodes that start its stages.
+    """
+
+    problem: Problem
+    steps: tuple[fx.Node, ...]
+    gathers: tuple[fx.Node, ...]
+    reductions: tuple[tuple[fx.Node, ...], ...]
+
+
+def pose(
+    step: StepGraph,
+    chains: Sequence[Sequence[fx.Node]],
+    moved: frozenset[fx.Node],
+    hardware: Hardware,
+    fusion: Fusion,
+) -> Posed:
+    """Reads the problem off a graph whose collectives are grouped and not scheduled yet.
+
+    Args:
+        step: The graph.
+        chains: For each reduction, the nodes that start its stages, in graph order of the first.
+        moved: Nodes that a plan moves together with its collectives; every other node is a step.
+        hardware: What times are estimated for.
+        fusion: Who will run the graph.
+    """
+    costs = node_costs(step.graph, hardware.device, plan_kernels(step.graph, fusion))
+    starts = {*step.nodes(Role.GATHER), *(start for chain in chains for start in chain)}
+    positions: dict[fx.Node, int] = {}
+    steps: list[fx.Node] = []
+    for node in step.graph.nodes:
+        positions[node] = len(steps)
+        fixed = node not in moved and node not in starts and role_of(node) not in ITEMS
+        if node.op == "call_function" and fixed:
+            steps.append(node)
+    gathers = [_gather(node, positions, len(steps), hardware) for node in step.nodes(Role.GATHER)]
+    order = sorted(range(len(gathers)), key=lambda i: gathers[i].need)
+    nodes = tuple(step.nodes(Role.GATHER))
+    problem = Problem(
+        tuple(costs[node].time_us for node in steps),
+        tuple(gathers[i] for i in order),
+        tuple(_reduction(chain, positions, hardware) for chain in chains),
+    )
+    return Posed(problem, tuple(steps), tuple(nodes[i] for i in order), tuple(map(tuple, chains)))
+
+
+def count_everything(step: StepGraph, posed: Posed, fusion: Fusion) -> Posed:
+    """The same problem with all that the graph holds: shards, activations, inputs, sharded gradients.
+
+    What forward returned is held by its caller during backward. The backward graph does not see it, but it has as many
+    bytes as the gradients that come in for it.
+    """
+    live = memory_of(step, plan_kernels(step.graph, fusion)).live_bytes()
+    places = iter([*(step.order()[node] for node in posed.steps), len(live)])
+    begin, least = 0, []
+    next(places, None)
+    for end in places:
+        least.append(max(live[begin:end]) + _returned_bytes(step))
+        begin = end
+    return dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, least_bytes=tuple(least)))
+
+
+def _returned_bytes(step: StepGraph) -> int:
+    if step.phase is Phase.FORWARD:
+        return 0
+    return sum(result_bytes(n) for n in step.graph.find_nodes(op="placeholder") if n.name.startswith("tangents"))
+
+
+def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware: Hardware) -> Gather:
+    waits = waits_of(start)
+    received = [*waits, *(user for user in start.users if role_of(user) is Role.GATHER_ITEM)]
+    held = aliases(waits)
+    users = {user for node in held for user in node.users}
+    leaves = any(user.op == "output" for user in users)
+    return Gather(
+        need=min(positions[node] for node in received),
+        free=end if leaves else 1 + max(positions[node] for node in {*users, *held}),
+        size_bytes=result_bytes(start),
+        time_us=communication(start, hardware.link).time_us,
+        sent_bytes=sum(result_bytes(node) for node in upstream(start, Role.SHARD) if not shares_memory(node)),
+    )
+
+
+def _reduction(chain: Sequence[fx.Node], positions: Mapping[fx.Node, int], hardware: Hardware) -> Reduction:
+    first = chain[0]
+    made = [first, *upstream(first, Role.GRADIENT)]
+    gradients = {source for node in made for source in node.all_input_nodes if role_of(source) is not Role.GRADIENT}
+    return Reduction(
+        born=min(positions[node] for node in gradients),
+        ready=positions[first],
+        size_bytes=sum(map(result_bytes, first.all_input_nodes)),
+        stages_us=tuple(communication(start, hardware.link).time_us for start in chain),
+    )

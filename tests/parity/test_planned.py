@@ -1,0 +1,102 @@
+"""A planned schedule: the numbers of one process, in the memory that it was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile import ConfigError, fully_shard
+from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.cost.memory import Holder
+from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.plan import Plan
+from tests.explain.models import WIDTH, Stack, on_meta
+from tests.parity.models import KINDS
+from tests.parity.pair import Differences, train_pair
+from tests.parity.test_model_kinds import assert_equal_training
+from tests.ranks import run_ranks
+
+SLOW = hardware("cpu", 0.01)
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _kind(name: str, **options: Any) -> Differences:
+    return train_pair(KINDS[name], clip=0.5, options={"prefetch": "auto", **options})
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["stack", "odd-shapes", "tied", "repeated"])
+def test_kind(name: str) -> None:
+    assert_equal_training(run_ranks(_kind, name, world_size=2))
+
+
+def test_a_slow_link_splits_units_at_the_edges() -> None:
+    assert_equal_training(run_ranks(_kind, "stack", hardware=SLOW, world_size=4))
+
+
+def _replicas() -> Differences:
+    def prepare(model: nn.Module) -> None:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+    return train_pair(KINDS["stack"], prepare=prepare, options={"prefetch": "auto", "hardware": SLOW})
+
+
+def test_hybrid_sharding() -> None:
+    assert_equal_training(run_ranks(_replicas, world_size=4))
+
+
+def _plan(gb_per_s: float, **options: Any) -> Plan:
+    model, x = on_meta(Stack)
+    given = {"lower": "eager", "mp_policy": MIXED, "prefetch": "auto", **options}
+    return explain(model, x, world_size=8, options=given, hardware=hardware(link=gb_per_s))
+
+
+def _gathered_bytes(plan: Plan) -> list[int]:
+    return [max(graph.memory.live_bytes[Holder.UNSHARDED]) for graph in plan.graphs]
+
+
+@pytest.mark.parametrize("gb_per_s", [0.1, 50.0, 1000.0])
+def test_by_default_it_holds_two_units_in_forward_and_four_in_backward(gb_per_s: float) -> None:
+    plan = _plan(gb_per_s)
+    forward, backward = plan.graphs
+    (unit,) = {c.size_bytes for c in _plan(1000.0).graphs[0].collectives}
+    # Small parameters are copied out of the message that they share.
+    copied = 2 * 2 * 2 * WIDTH
+    assert max(forward.memory.live_bytes[Holder.UNSHARDED]) <= 2 * unit + copied
+    # Reduced gradients are float32: two units of them are four in bytes.
+    both = zip(backward.memory.live_bytes[Holder.UNSHARDED], backward.memory.live_bytes[Holder.GRADIENT], strict=True)
+    assert max(gathered + gradients for gathered, gradients in both) <= 2 * unit + 4 * unit + unit + copied
+
+
+def test_a_budget_is_kept_and_one_that_cannot_be_is_refused_with_the_least_that_can() -> None:
+    free = _plan(1.0)
+    budget = free.peak_bytes * 0.98
+    held = _plan(1.0, memory_budget_gb=budget / 1e9)
+    assert held.peak_bytes <= budget
+    with pytest.raises(ConfigError, match=r"do not hold what %.* needs at once") as caught:
+        _plan(1.0, memory_budget_gb=free.peak_bytes / 2e9)
+    assert "memory_budget_gb" in str(caught.value)
+
+
+def test_a_larger_budget_is_used_where_the_link_is_the_bottleneck() -> None:
+    small, large = _plan(1.0), _plan(1.0, memory_budget_gb=1.0)
+    assert max(_gathered_bytes(small)) < max(_gathered_bytes(large))
+    assert large.step_us <= small.step_us
+
+
+def test_a_plan_for_another_link_is_the_one_made_for_it() -> None:
+    assert _plan(50.0).at(gb_per_s=1.0) == _plan(1.0)
+
+
+def test_options_that_a_fixed_distance_would_ignore_are_refused() -> None:
+    model, x = on_meta(Stack)
+    for option, value in (("memory_budget_gb", 1.0), ("hardware", SLOW)):
+        with pytest.raises(ConfigError, match=option):
+            explain(model, x, world_size=8, options={"prefetch": 1, option: value})
+    with pytest.raises(ConfigError, match="memory_budget_gb"):
+        explain(model, x, world_size=8, options={"prefetch": "auto", "memory_budget_gb": 0})
