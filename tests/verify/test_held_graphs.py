@@ -114,7 +114,7 @@ def test_held_gradients_that_do_not_enter_exactly_one_reduction_are_noticed(edit
 
 def test_held_rows_in_the_wrong_order_are_noticed() -> None:
     step = copied(backward(Holding(2)))
-    parts = next(n for n in step.nodes(Role.GRADIENT) if n.target is torch.ops.aten.cat.default and _ends(n))
+    parts = next(n for n in step.nodes(Role.SHARD_GRADIENT) if n.target is torch.ops.aten.cat.default and _ends(n))
     parts.update_arg(0, list(reversed(parts.args[0])))  # type: ignore[arg-type]
     assert any(c.rule == "reduced-once" for c in complaints(step))
 
