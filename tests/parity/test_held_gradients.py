@@ -208,7 +208,7 @@ def _beside_fsdp2(hybrid: bool, factor: float | None) -> tuple[list[float], list
     return worst, [unit.divide or 0.0 for unit in units(models[0])]
 
 
-@pytest.mark.parametrize(("hybrid", "factor"), [(False, 3.0)])
+@pytest.mark.parametrize(("hybrid", "factor"), [(False, 3.0), (True, None)])
 def test_settings_of_fsdp2_give_its_gradients_bit_by_bit(hybrid: bool, factor: float | None) -> None:  # noqa: FBT001
     world = 4 if hybrid else 2
     for worst, divide in run_ranks(_beside_fsdp2, hybrid, factor, world_size=world):
