@@ -16,6 +16,18 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters.precision import Policy
 from fsdp_compile.parameters.splitting import WrapPolicy
 
+_SHARDING = (
+    "mesh",
+    "mp_policy",
+    "reshard_after_forward",
+    "auto_wrap_policy",
+    "sharding_strategy",
+    "sync_module_states",
+)
+"""Options that are arguments of `fully_shard`."""
+_BEFORE_COMPILING = ("param_init_fn", "device_id")
+"""Arguments of `fully_shard` that come too late in a compile: tracing needs parameters where the inputs are."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FSDPOptions:
@@ -42,6 +54,7 @@ class FSDPOptions:
         reshard_after_forward: For a plain model: what `fully_shard(reshard_after_forward=...)` takes.
         auto_wrap_policy: For a plain model: what `fully_shard(auto_wrap_policy=...)` takes.
         sharding_strategy: For a plain model: what `fully_shard(sharding_strategy=...)` takes.
+        sync_module_states: For a plain model: what `fully_shard(sync_module_states=...)` takes.
     """
 
     lower: Literal["inductor", "eager"] = "inductor"
@@ -56,6 +69,7 @@ class FSDPOptions:
     reshard_after_forward: bool | None = None
     auto_wrap_policy: WrapPolicy | None = None
     sharding_strategy: ShardingStrategy | None = None
+    sync_module_states: bool = False
 
     def __post_init__(self) -> None:
         if self.lower not in ("inductor", "eager"):
@@ -97,6 +111,12 @@ class FSDPOptions:
         options = dict(options or {})
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
+            if name in _BEFORE_COMPILING:
+                raise ConfigError(
+                    f"{name!r} is no option of a compile: Dynamo has traced the model before a backend could use it",
+                    where='torch.compile(..., backend="fsdp", options={...})',
+                    instead=f"fully_shard(model, {name}=...) before torch.compile",
+                )
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
                 raise ConfigError(
@@ -109,8 +129,9 @@ class FSDPOptions:
     @property
     def sharding(self) -> dict[str, Any]:
         """The arguments for `fully_shard` among the options, without those left at their default."""
-        names = ("mesh", "mp_policy", "reshard_after_forward", "auto_wrap_policy", "sharding_strategy")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in _SHARDING}
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return {name: value for name, value in given.items() if value is not defaults[name]}
 
 
 def _bad_value(name: str, value: object, allowed: str) -> ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from fsdp_compile._torch import collectives, resolve_group
 from fsdp_compile.parameters import assemble
 from fsdp_compile.parameters.spec import ReadSpec
 
+CHUNK_BYTES = 250 * 2**20
+"""The most that one message of a value from the first rank takes: larger ones go in parts."""
 _EAGER = assemble.EagerBuilder()
 
 
@@ -45,7 +48,7 @@ def gather_to_first(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor | None:
 
 
 def scatter_from_first(full: torch.Tensor | None, like: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
-    """This rank's part of the value that the first rank of the shard group has.
+    """This rank's part of the value that the first rank of the shard group has, sent in chunks of `CHUNK_BYTES`.
 
     Args:
         full: The full value on the first rank; not looked at on others.
@@ -56,29 +59,56 @@ def scatter_from_first(full: torch.Tensor | None, like: torch.Tensor, spec: Read
     rows = None
     if group is None or dist.get_rank(group) == 0:
         assert full is not None
-        rows = rows_of(full.to(device=like.device, dtype=like.dtype), spec)
+        rows = rows_of(full.to(like.dtype), spec)
     if group is None:
         assert rows is not None
-        piece = rows.reshape(-1)
-    else:
-        piece = like.new_empty(spec.extent)
-        dist.scatter(
-            as_bytes(piece), [as_bytes(row) for row in rows] if rows is not None else None, group=group, group_src=0
-        )
+        return rows.reshape(-1)[: like.numel()].view(like.shape).to(like.device)
+    piece = like.new_empty(spec.extent)
+    for chunk in _chunks(spec.extent, spec.size * like.element_size()):
+        sent = None if rows is None else [as_bytes(row[chunk].to(like.device)) for row in rows]
+        dist.scatter(as_bytes(piece[chunk]), sent, group=group, group_src=0)
     return piece[: like.numel()].view(like.shape)
 
 
 def share_among_replicas(shard: torch.Tensor, spec: ReadSpec) -> None:
     """Overwrites a contiguous tensor with what the first replica's rank at the same place has."""
     if spec.replicas > 1:
-        dist.broadcast(as_bytes(shard), group=group_named(spec.replicate_group), group_src=0)
+        broadcast(shard, group_named(spec.replicate_group))
 
 
 def broadcast_from_first(value: torch.Tensor, spec: ReadSpec) -> None:
     """Overwrites a contiguous tensor with what the first rank of the mesh has."""
     share_among_replicas(value, spec)
     if spec.size > 1:
-        dist.broadcast(as_bytes(value), group=group_named(spec.group), group_src=0)
+        broadcast(value, group_named(spec.group))
+
+
+def take_from_first(local: torch.Tensor, full: torch.Tensor | None, spec: ReadSpec) -> None:
+    """Overwrites this rank's part with its part of what the first rank of the mesh has in full.
+
+    Every other rank receives only its part, and every other replica a copy of the first one's.
+
+    Args:
+        local: This rank's part; contiguous.
+        full: The full value on the first rank; not looked at on others.
+        spec: The parameter's slot.
+    """
+    if is_first_replica(spec):
+        local.copy_(scatter_from_first(full, local, spec))
+    share_among_replicas(local, spec)
+
+
+def broadcast(value: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Overwrites a contiguous tensor with what the first rank of a group has, in chunks of `CHUNK_BYTES`."""
+    message = as_bytes(value)
+    for chunk in _chunks(message.numel(), 1):
+        dist.broadcast(message[chunk], group=group, group_src=0)
+
+
+def _chunks(count: int, bytes_each: int) -> Iterator[slice]:
+    """Parts of `count` elements such that the elements of one part have at most `CHUNK_BYTES` together."""
+    step = max(1, CHUNK_BYTES // bytes_each)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def is_first_replica(spec: ReadSpec) -> bool:

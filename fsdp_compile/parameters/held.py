@@ -171,9 +171,7 @@ class HeldSlot:
             part = local_part(full.detach(), spec.dim, spec.size, slot.rank)
             return part.to(device=like.device, dtype=like.dtype).contiguous()
         own = torch.empty_like(like)
-        if exchange.is_first_replica(spec):
-            own.copy_(exchange.scatter_from_first(full, like, spec))
-        exchange.share_among_replicas(own, spec)
+        exchange.take_from_first(own, full, spec)
         return own
 
     def _retire(self) -> None:

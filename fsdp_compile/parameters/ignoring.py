@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from torch import nn
@@ -12,8 +13,21 @@ from fsdp_compile.parameters.reads import READS
 _OPTION = "fully_shard(ignored_params=...)"
 
 
-def ignored_ids(root: nn.Module, listed: object) -> set[int]:
-    """The `id`s of all parameters that one call leaves alone, wherever else in `root` they are.
+@dataclasses.dataclass(frozen=True)
+class Ignored:
+    """What one call leaves alone.
+
+    Attributes:
+        ids: `id`s of parameters, wherever in the model they are.
+        modules: Modules that were listed.
+    """
+
+    ids: set[int] = dataclasses.field(default_factory=set)
+    modules: list[nn.Module] = dataclasses.field(default_factory=list)
+
+
+def ignored_in(root: nn.Module, listed: object) -> Ignored:
+    """What one call leaves alone.
 
     Args:
         root: The module that is about to be sharded.
@@ -24,15 +38,16 @@ def ignored_ids(root: nn.Module, listed: object) -> set[int]:
     """
     expected = "an iterable of parameters and modules of the model"
     if listed is None:
-        return set()
+        return Ignored()
     if not isinstance(listed, Iterable) or isinstance(listed, str):
         raise ConfigError(f"ignored_params is {listed!r}", where=_OPTION, instead=expected)
-    ignored: set[int] = set()
+    ignored = Ignored()
     for each in listed:
         if isinstance(each, nn.Module):
-            ignored |= _parameters_of(each, root)
+            ignored.ids.update(_parameters_of(each, root))
+            ignored.modules.append(each)
         elif isinstance(each, nn.Parameter):
-            ignored.add(id(each))
+            ignored.ids.add(id(each))
         else:
             raise ConfigError(f"it contains {each!r}, a {type(each).__name__}", where=_OPTION, instead=expected)
     return ignored

@@ -19,20 +19,12 @@ from fsdp_compile.parameters.unit import Holding, Unit
 
 
 def check(unit: Unit) -> None:
-    """Makes every parameter of `unit` a view again, with the values that its module holds now.
-
-    New dtypes, devices, shapes and trainability give the unit new flat shards.
+    """Makes every parameter of `unit` a view again, and refuses those that have no value.
 
     Raises:
-        ConfigError: If a parameter is gone, is of another mesh, is on the meta device, or its `.data` was assigned to;
-            or if `full_params` holds some parameters of the model in full, and not all.
+        ConfigError: As `put_in_place`, or if a parameter is on the meta device.
     """
-    refuse_held(unit)
-    if any(flat.is_broken() for flat in unit.flats):
-        repaired = [repair_in_place(flat) for flat in unit.flats]
-        if not all(repaired):
-            storage.fill(unit, members(unit))
-        moved.update_optimizers()
+    put_in_place(unit)
     for flat in unit.flats:
         if flat.leaf.device.type == "meta":
             raise ConfigError(
@@ -41,6 +33,23 @@ def check(unit: Unit) -> None:
                 instead="fsdp_compile.materialize(model), which initializes it, or model.to_empty(device=...) and a "
                 "checkpoint, before the first step",
             )
+
+
+def put_in_place(unit: Unit) -> None:
+    """Makes every parameter of `unit` a view again, with the values that its module holds now.
+
+    New dtypes, devices, shapes and trainability give the unit new flat shards.
+
+    Raises:
+        ConfigError: If a parameter is gone, is of another mesh, or its `.data` was assigned to; or if `full_params`
+            holds some parameters of the model in full, and not all.
+    """
+    refuse_held(unit)
+    if any(flat.is_broken() for flat in unit.flats):
+        repaired = [repair_in_place(flat) for flat in unit.flats]
+        if not all(repaired):
+            storage.fill(unit, members(unit))
+        moved.update_optimizers()
 
 
 def check_inside_graph(flat: FlatShard) -> None:

@@ -7,7 +7,7 @@ in the order of `model.modules()`, so that random numbers are drawn as in a plai
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -82,13 +82,16 @@ def fill_in(
     before = seeds.fingerprint(target)
     work = _Work(param_init_fn, target, source, unwritten={t for m in waiting for t in _own(m).values() if t.is_meta})
     for unit in sharded:
-        _allocate(unit, target)
+        allocate(unit, [slot for slot in unit.slots if slot.parameter.is_meta], target)
     for module, name in names.items():
         has_state = bool(_own(module))
         if module in waiting or (param_init_fn is not None and not has_state):
             work.initialize(module, name or type(module).__name__)
     if source is Source.EACH_RANK:
         seeds.check_alike(before, seeds.fingerprint(target), spec, target)
+    else:
+        for value in work.replaced.values():
+            exchange.broadcast_from_first(value.detach(), spec)
 
 
 def check_init_fn(param_init_fn: object) -> None:
@@ -170,9 +173,7 @@ class _Work:
         if self.source is Source.EACH_RANK:
             slot.local.copy_(local_part(made, slot.spec.dim, slot.spec.size, slot.rank))
             return
-        if exchange.is_first_replica(slot.spec):
-            slot.local.copy_(exchange.scatter_from_first(made, slot.local, slot.spec))
-        exchange.share_among_replicas(slot.local, slot.spec)
+        exchange.take_from_first(slot.local, made, slot.spec)
 
 
 class _OwnStateOnly(_torch.TorchDispatchMode):
@@ -204,13 +205,12 @@ def _own(module: nn.Module) -> dict[str, torch.Tensor]:
     return {attribute: tensor for attribute, tensor in found.items() if tensor is not None}
 
 
-def _allocate(unit: Unit, device: torch.device) -> None:
-    """Gives a unit on meta flat shards on `device`; parameters keep their identity."""
-    waiting = [slot for slot in unit.slots if slot.parameter.is_meta]
+def allocate(unit: Unit, waiting: Sequence[ParameterSlot], device: torch.device) -> None:
+    """Gives slots on meta places in flat shards on `device`; parameters keep their identity, slots are made anew."""
     for slot in waiting:
         storage.give_memory(slot, unit.policy, device)
     if waiting:
-        integrity.check(unit)
+        integrity.put_in_place(unit)
 
 
 def _check(name: str, value: torch.Tensor | None, expected: tuple[torch.Size, torch.dtype]) -> None:

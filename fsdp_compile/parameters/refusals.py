@@ -108,21 +108,3 @@ def refuse_gradients(root: nn.Module, ignored: Container[int]) -> None:
                 instead="step with it or drop it (model.zero_grad(set_to_none=True)) before fully_shard() or the first "
                 "compiled call; or shard first",
             )
-
-
-def refuse_several_devices(root: nn.Module, ignored: Container[int]) -> None:
-    """Refuses parameters that lie on devices of different kinds, those on the meta device apart.
-
-    Raises:
-        ConfigError: If there are some.
-    """
-    first: dict[str, str] = {}
-    for name, parameter in root.named_parameters():
-        if id(parameter) not in ignored and parameter.device.type != "meta":
-            first.setdefault(parameter.device.type, name)
-    if len(first) > 1:
-        raise ConfigError(
-            "parameters lie on several kinds of device: " + ", ".join(f"{n} on {d}" for d, n in first.items()),
-            where="fully_shard(module)",
-            instead="model.to(device) before, or list the others in ignored_params",
-        )

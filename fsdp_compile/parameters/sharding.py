@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.parameters import moved, splitting, storage
-from fsdp_compile.parameters.flat import ParameterSlot
-from fsdp_compile.parameters.ignoring import ignored_ids
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters import devices, first_rank, moved, places, splitting, storage
+from fsdp_compile.parameters.ignoring import ignored_in
 from fsdp_compile.parameters.islands import Place, cast_at, keep_full_precision
-from fsdp_compile.parameters.materialize import InitFn, check_init_fn, materialize
+from fsdp_compile.parameters.materialize import InitFn, check_init_fn, fill_in
 from fsdp_compile.parameters.methods import introduce
 from fsdp_compile.parameters.moved import MovedParameter
 from fsdp_compile.parameters.overrides import Arguments
@@ -28,13 +27,12 @@ from fsdp_compile.parameters.refusals import (
     refuse_part,
     refuse_policies,
     refuse_root,
-    refuse_several_devices,
     refuse_wrappers,
 )
+from fsdp_compile.parameters.source import Source
 from fsdp_compile.parameters.splitting import WrapPolicy
 from fsdp_compile.parameters.storage import Member, PlacementFn
 from fsdp_compile.parameters.unit import Origin, Unit, UnitPolicy
-from fsdp_compile.parameters.variants import publish
 
 M = TypeVar("M", bound=nn.Module)
 _STATE = "_fsdp_sharding"
@@ -69,6 +67,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     auto_wrap_policy: WrapPolicy | None = None,
     param_init_fn: InitFn | None = None,
     sharding_strategy: ShardingStrategy | None = None,
+    sync_module_states: bool = False,
+    device_id: devices.Device | None = None,
 ) -> M:
     """Shards the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -93,40 +93,40 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
             Hybrid sharding without a mesh shards over the ranks of each machine.
         param_init_fn: Initializes what is on the meta device in `module`, as `materialize` does. Without it, that
             stays on meta.
+        sync_module_states: Gives every rank the values that the first rank of the mesh has: its part of each parameter
+            that is sharded, and all buffers. Other ranks may have them on meta. What the first rank has on meta, too,
+            is left to `param_init_fn`, whose values on the first rank count.
+        device_id: Where to keep shards and buffers that are on the CPU now: a device of the mesh's kind, or the index
+            of one. A parameter moves part by part, so that the device never holds it in full.
 
     Returns:
         `module` itself.
 
     Raises:
         ConfigError: If the module is sharded already, the mesh has not 1 or 2 dimensions, a policy is not supported,
-            arguments contradict each other, nothing is left to shard, or a parameter has a gradient already.
+            arguments contradict each other, a device does not exist or parameters are on another one, or a parameter
+            has a gradient already.
+        RankMismatchError: With `sync_module_states`, if ranks have different models.
         UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
     """
     refuse_root(module)
     refuse_policies(reshard_after_forward, offload_policy)
+    source = Source.of(sync_module_states)
     check_init_fn(param_init_fn)
     precision = as_mixed_precision(mp_policy)
-    refuse_wrappers(module)
-    if is_sharded(module):
-        raise ConfigError(
-            "this module is sharded already",
-            where=f"fully_shard({type(module).__name__})",
-            instead="call fully_shard() once per module, children before parents",
-        )
-    refuse_part(module, units(module))
-    ignored = ignored_ids(module, ignored_params)
+    _refuse_module(module)
+    listed = ignored_in(module, ignored_params)
+    ignored = listed.ids
     refuse_gradients(module, ignored)
-    refuse_several_devices(module, ignored)
-    arguments = Arguments(sharding_strategy, mesh, reshard_after_forward, precision, _device_type(module))
+    kind = devices.kind_of(module, device_id)
+    arguments = Arguments(sharding_strategy, mesh, reshard_after_forward, precision, kind)
     policy = arguments.policy()
+    device = devices.chosen(policy.mesh, device_id)
+    devices.refuse_mixture(module, ignored, device)
     below = [m for m in module.modules() if is_sharded(m)]
-    for descendant in below:
-        _merge_split(descendant)
-    names = {id(m): name for name, m in module.named_modules()}
-    for unit in units(module):
-        unit.name = names[id(unit.root)]
+    _take_over(module, below)
     ignored |= {i for m in below for i in m.__dict__[_STATE].ignored}
-    occurrences = list(_unmanaged(module, ignored))
+    occurrences = list(places.unmanaged(module, units(module), ignored))
     managed = {p for _, _, _, p in occurrences}
     roots: dict[nn.Module, UnitPolicy] = {}
     origin = Origin.CALL
@@ -135,16 +135,20 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         roots = {root: arguments.overridden(overrides) for root, overrides in chosen.items()}
     elif not below:
         roots, origin = dict.fromkeys(splitting.automatic_units(module, managed), policy), Origin.SPLIT
+    states = first_rank.look(module, places.each_once(occurrences), policy.mesh, source)
     different = {root: own for root, own in roots.items() if own.mixed_precision != precision}
     for root, own in different.items():
         keep_full_precision(root, own.mixed_precision, below)
     keep_full_precision(module, precision, [*below, *different])
-    made = _make_units(module, {**roots, module: policy}, origin, occurrences, shard_placement_fn)
+    made = _make_units(module, {**roots, module: policy}, origin, occurrences, shard_placement_fn, device)
     object.__setattr__(module, _STATE, Sharding(made, ignored, precision))
     introduce(module, units(module), made)
     _enter_forwards(module)
     del occurrences, managed  # so that only others' references to the old parameters are left
     moved.update_optimizers()
+    if device is not None:
+        devices.move_buffers(module, device, [*below, *listed.modules])
+    states.send(module, made, device)
     for descendant in below:
         descendant.__dict__[_STATE].place = Place.INSIDE
         cast_at(descendant, descendant.__dict__[_STATE].precision, Place.INSIDE)
@@ -153,7 +157,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         cast_at(root, dataclasses.replace(own.mixed_precision, output_dtype=output), Place.INSIDE)
     cast_at(module, precision, Place.OUTERMOST)
     if param_init_fn is not None:
-        materialize(module, param_init_fn=param_init_fn)
+        fill_in(module, device, param_init_fn, source)
     return module
 
 
@@ -206,15 +210,24 @@ def is_sharded(module: nn.Module) -> bool:
     return _STATE in module.__dict__
 
 
-def _device_type(module: nn.Module) -> str:
-    parameter = next(module.parameters(), None)
-    if parameter is None or parameter.device.type == "meta":
-        # A build for CUDA names it as its accelerator on machines without a GPU, too.
-        accelerator = (
-            torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+def _refuse_module(module: nn.Module) -> None:
+    refuse_wrappers(module)
+    if is_sharded(module):
+        raise ConfigError(
+            "this module is sharded already",
+            where=f"fully_shard({type(module).__name__})",
+            instead="call fully_shard() once per module, children before parents",
         )
-        return "cpu" if accelerator is None else accelerator.type
-    return parameter.device.type
+    refuse_part(module, units(module))
+
+
+def _take_over(module: nn.Module, below: list[nn.Module]) -> None:
+    """Makes the units of earlier calls parts of a larger model."""
+    for descendant in below:
+        _merge_split(descendant)
+    names = {id(m): name for name, m in module.named_modules()}
+    for unit in units(module):
+        unit.name = names[id(unit.root)]
 
 
 def _merge_split(descendant: nn.Module) -> None:
@@ -241,45 +254,13 @@ def _merge_split(descendant: nn.Module) -> None:
     sharding.units = [unit]
 
 
-Occurrence = tuple[str, nn.Module, str, nn.Parameter]
-"""Name of the module, the module, the attribute, the parameter."""
-
-
-def _unmanaged(root: nn.Module, ignored: set[int]) -> Iterator[Occurrence]:
-    """Every place that holds a parameter which is not sharded yet; places of tied ones that are join their slot."""
-    slots = {id(slot.parameter): slot for unit in units(root) for slot in unit.slots}
-    for name, module in root.named_modules():
-        for attribute, parameter in list(module._parameters.items()):
-            if parameter is None or id(parameter) in ignored or attribute in module.__dict__.get(READS, {}):
-                continue
-            slot = parameter.slot if isinstance(parameter, MovedParameter) else slots.get(id(parameter))
-            if slot is not None:
-                _join_slot(slot, module, attribute)
-            elif isinstance(parameter, DTensor):
-                raise UnsupportedModelError(
-                    f"a parameter is a DTensor already, with placements {parameter.placements}",
-                    where=f"{name}.{attribute}" if name else attribute,
-                    instead="shard plain parameters, or list it in ignored_params to leave it as it is",
-                )
-            else:
-                yield name, module, attribute, parameter
-
-
-def _join_slot(slot: ParameterSlot, module: nn.Module, attribute: str) -> None:
-    owner, owner_attribute = slot.owners[0]
-    module._parameters[attribute] = slot.parameter
-    slot.owners.append((module, attribute))
-    read = getattr(owner, READS)[owner_attribute]
-    gather_on_read(module, {attribute: read}, slot.eval_read(attribute))
-    publish(read[2])
-
-
 def _make_units(
     module: nn.Module,
     roots: dict[nn.Module, UnitPolicy],
     origin: Origin,
-    occurrences: list[Occurrence],
+    occurrences: list[places.Occurrence],
     placement: PlacementFn | None,
+    device: torch.device | None,
 ) -> list[Unit]:
     names = {id(m): name for name, m in module.named_modules()}
     chosen = {names[id(m)]: m for m in roots}
@@ -293,7 +274,8 @@ def _make_units(
         full_name = f"{module_name}.{attribute}" if module_name else attribute
         dim = storage.shard_dim(full_name, parameter, roots[chosen[unit_name]].size, placement)
         local_name = full_name.removeprefix(f"{unit_name}.") if unit_name else full_name
-        members[unit_name][id(parameter)] = Member(local_name, [(owner, attribute)], parameter, dim)
+        moves_to = devices.destination(parameter, device)
+        members[unit_name][id(parameter)] = Member(local_name, [(owner, attribute)], parameter, dim, device=moves_to)
     made = []
     for name, root in chosen.items():
         if members[name]:

@@ -36,6 +36,7 @@ class Member:
         parameter: What they hold: a full parameter, or a DTensor one that is already sharded on `dim`.
         dim: The dimension to shard; `None` for a 0-d parameter.
         order: As in `ReadSpec`, if the parameter is a DTensor, which does not tell.
+        device: Where its shard goes, if not to where the parameter is.
     """
 
     name: str
@@ -43,6 +44,15 @@ class Member:
     parameter: nn.Parameter
     dim: int | None
     order: tuple[int, ...] = ()
+    device: torch.device | None = None
+
+    @property
+    def target(self) -> torch.device:
+        """Where its shard goes."""
+        if self.device is not None:
+            return self.device
+        is_sharded = isinstance(self.parameter, DTensor)
+        return _torch.local_tensor(self.parameter).device if is_sharded else self.parameter.device  # type: ignore[arg-type]
 
 
 def fill(unit: Unit, members: Sequence[Member]) -> None:
@@ -52,7 +62,7 @@ def fill(unit: Unit, members: Sequence[Member]) -> None:
     it when everything is in place (`moved.update_optimizers`).
     """
     key = lambda m: (  # noqa: E731
-        str(m.parameter.dtype), m.parameter.requires_grad, str(m.parameter.device), keeps_own_dtype(m)
+        str(m.parameter.dtype), m.parameter.requires_grad, str(m.target), keeps_own_dtype(m)
     )  # fmt: skip
     _refuse_to_lose_gradients(unit)
     groups = [list(group) for _, group in itertools.groupby(sorted(members, key=key), key)]
@@ -84,7 +94,7 @@ def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
     planned = layout.plan_layout(
         shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.quantized or dtypes.sent, reduced=dtypes.reduced
     )
-    buffer = torch.zeros(planned.numel, dtype=first.dtype, device=_device(first))
+    buffer = torch.zeros(planned.numel, dtype=first.dtype, device=members[0].target)
     slots = [_slot(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
     flat = FlatShard(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), slots)
     handover.install(flat)
@@ -115,10 +125,6 @@ def _dtypes(policy: UnitPolicy, member: Member) -> _Dtypes:
 def keeps_own_dtype(member: Member) -> bool:
     """Whether some module that holds the parameter is, or is inside, one that is kept in full precision."""
     return any(isinstance(module.__dict__.get(BOUNDARY), Island) for module, _ in member.owners)
-
-
-def _device(parameter: nn.Parameter) -> torch.device:
-    return _torch.local_tensor(parameter).device if isinstance(parameter, DTensor) else parameter.device
 
 
 def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, dtypes: _Dtypes) -> ParameterSlot:

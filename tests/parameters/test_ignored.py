@@ -123,7 +123,7 @@ def test_parameters_on_several_kinds_of_device_are_refused() -> None:
     model = Small()
     model.scale = Elsewhere(torch.ones(()))
     error = _refusal(lambda: fully_shard(model))
-    assert "scale on cuda, up.weight on cpu" in error.what
+    assert "scale on cuda:0, up.weight on cpu" in error.what
     assert "model.to(device)" in (error.instead or "")
 
 

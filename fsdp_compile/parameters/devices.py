@@ -1,0 +1,96 @@
+"""`fully_shard(device_id=...)`: which device a model is sharded on, and what is moved there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Container, Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters.groups import device_on
+
+Device = torch.device | str | int
+
+_OPTION = "fully_shard(device_id=...)"
+
+
+def kind_of(root: nn.Module, device_id: Device | None) -> str:
+    """The kind of device that a mesh has to be made for: of the given one, of the parameters, or of the machine."""
+    if isinstance(device_id, str | torch.device):
+        return torch.device(device_id).type
+    parameter = next(root.parameters(), None)
+    if device_id is None and parameter is not None and not parameter.is_meta:
+        return parameter.device.type
+    # A build for CUDA names it as its accelerator on machines without a GPU, too.
+    accelerator = (
+        torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+    )
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def chosen(mesh: DeviceMesh, device_id: Device | None) -> torch.device | None:
+    """Where shards and buffers go; `None` if nobody asked for a device.
+
+    Raises:
+        ConfigError: If the device is of another kind than the mesh, or does not exist.
+    """
+    if device_id is None:
+        return None
+    device = device_on(mesh, device_id, where=_OPTION)
+    if device.index is not None and isinstance(device_id, str | torch.device) and torch.device(device_id).index is None:
+        warnings.warn(
+            f"device_id={str(device_id)!r} has no index: this rank takes its current device, {device}. Each rank needs "
+            "its own: call set_device() first, or give the index",
+            stacklevel=3,
+        )
+    return device
+
+
+def refuse_mixture(root: nn.Module, ignored: Container[int], target: torch.device | None) -> None:
+    """Refuses parameters on several devices, those on the meta device apart, and those that `target` moves.
+
+    Raises:
+        ConfigError: If there are some.
+    """
+    first: dict[torch.device, str] = {}
+    for name, parameter in root.named_parameters():
+        if id(parameter) not in ignored and not parameter.is_meta:
+            first.setdefault(destination(parameter, target) or parameter.device, name)
+    if len(first) > 1:
+        raise ConfigError(
+            "parameters lie on several devices: " + ", ".join(f"{name} on {device}" for device, name in first.items()),
+            where="fully_shard(module)",
+            instead="model.to(device) before, device_id= if all others are on the CPU, or list some in ignored_params",
+        )
+    if target is not None and first and target not in first:
+        device, name = next(iter(first.items()))
+        raise ConfigError(
+            f"parameters lie on {device}, and device_id is {target}",
+            where=f"{_OPTION}, {name}",
+            instead=f"model.to({str(target)!r}) before: only what is on the CPU is moved",
+        )
+
+
+def destination(tensor: torch.Tensor, target: torch.device | None) -> torch.device | None:
+    """Where a tensor is moved to: from the CPU to `target`, and from nowhere else."""
+    return target if tensor.device.type == "cpu" else None
+
+
+def move_buffers(root: nn.Module, target: torch.device, left_alone: Iterable[nn.Module]) -> None:
+    """Moves buffers from the CPU to `target`.
+
+    Args:
+        root: The module that is sharded.
+        target: The device.
+        left_alone: Modules whose buffers, and those of modules in them, stay where they are.
+    """
+    skipped = {part for module in left_alone for part in module.modules()}
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # several modules may hold one buffer
+    for module in root.modules():
+        for name, buffer in module._buffers.items() if module not in skipped else ():
+            if buffer is not None and destination(buffer, target) not in (None, buffer.device):
+                moved.setdefault(buffer, buffer.to(target))
+                module._buffers[name] = moved[buffer]
