@@ -66,7 +66,7 @@ class FSDPOptions:
     stop_after: str | None = None
     mesh: DeviceMesh | None = None
     mp_policy: Policy | None = None
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     auto_wrap_policy: WrapPolicy | None = None
     sharding_strategy: ShardingStrategy | None = None
     sync_module_states: bool = False

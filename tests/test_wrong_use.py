@@ -59,7 +59,7 @@ def _refusal(call: Callable[[], object]) -> FSDPCompileError:
 OPTIONS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "unknown": ({"prefech": 1}, "unknown option 'prefech'", "options={...}", "'prefetch'"),
     "bad-value": ({"prefetch": -1}, "'prefetch' cannot be -1", "'prefetch'", "0, 1, 2"),
-    "bad-reshard": ({"reshard_after_forward": 2}, "reshard_after_forward=2", "reshard_after_forward", "False"),
+    "bad-reshard": ({"reshard_after_forward": 3}, "reshard_after_forward=3", "reshard_after_forward", "False"),
     "bad-policy": (
         {"auto_wrap_policy": "blocks"},
         "'blocks' is no wrap policy",
@@ -160,8 +160,8 @@ def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "offload": ({"offload_policy": CPUOffloadPolicy()}, "CPUOffloadPolicy", "offload_policy=", "leave it out"),
-    "reshard-integer": ({"reshard_after_forward": 2}, "reshard_after_forward=2", "reshard_after_forward=", "True"),
-    "reshard-one": ({"reshard_after_forward": 1}, "reshard_after_forward=1", "reshard_after_forward=", "True"),
+    "reshard-integer": ({"reshard_after_forward": 3}, "reshard_after_forward=3", "reshard_after_forward=", "1, 2, 4"),
+    "reshard-zero": ({"reshard_after_forward": 0}, "reshard_after_forward=0", "reshard_after_forward=", "1, 2, 4"),
     "reshard-text": ({"reshard_after_forward": "no"}, "reshard_after_forward='no'", "reshard_after_forward=", "True"),
     "no-precision": ({"mp_policy": None}, "NoneType", "mp_policy=", "MixedPrecisionPolicy"),
     "placement": ({"shard_placement_fn": lambda _: Replicate()}, "Replicate()", "scale", "Shard(dim)"),

@@ -1,7 +1,8 @@
 """Splits the joint graph so that gathered parameters are never saved for backward, unless that was asked for.
 
 The default partitioner saves every gathered weight that backward needs, which turns full sharding silently into
-ZeRO-2. Here a read, and everything computed from reads alone, is marked to be recomputed: backward reads again.
+ZeRO-2. Here a read, and everything computed from reads alone, is marked to be recomputed: backward reads again. Of a
+parameter that is kept in parts, the part is saved.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 from torch import fx
 
 from fsdp_compile._torch import CheckpointPolicy, min_cut_rematerialization_partition
-from fsdp_compile.ir.queries import UNSHARD, kept_value, parameter_only, read_text
+from fsdp_compile.capture.keep import keep_parts
+from fsdp_compile.ir.queries import KEEP, UNSHARD, kept_value, parameter_only, read_text
 from fsdp_compile.parameters.spec import Reshard, parse
 
 _LAST_REGION = 1 << 60
@@ -26,6 +28,8 @@ def mark_reads(joint: fx.Graph) -> None:
         gathers = node.target is UNSHARD and kept_value(node) is None
         if gathers and parse(read_text(node)).reshard is Reshard.AFTER_BACKWARD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if node.target is KEEP:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -36,6 +40,7 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
         inputs: As AOTAutograd passes them.
         kwargs: As AOTAutograd passes them.
     """
+    keep_parts(joint.graph)
     mark_reads(joint.graph)
     kwargs.setdefault("compiler", "inductor")
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)

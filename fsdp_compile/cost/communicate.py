@@ -56,6 +56,8 @@ def communication(node: fx.Node, link: Link) -> Communication:
     spec = require(node).specs[0]
     sent_over_replicas = kind is Kind.REPLICATE
     ranks, group = (spec.replicas, spec.replicate_group) if sent_over_replicas else (spec.size, spec.group)
+    if spec.kept_over > 1 and node.args[-1] == spec.kept_group:
+        ranks, group = spec.kept_over, spec.kept_group
     sources = [node] if kind is Kind.GATHER else node.all_input_nodes
     size_bytes = sum(tensor_bytes(t) for source in sources for t in tensors_of(source))
     sent_bytes = size_bytes * share_of_others(ranks) * (2 if sent_over_replicas else 1)

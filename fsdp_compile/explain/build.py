@@ -134,4 +134,7 @@ def _floor(spec: ReadSpec, numel: int, *, trained: bool, training: bool) -> floa
     least = floor_bytes(
         numel, spec.size, gathers=gathers, gathered_bytes=spec.wire_dtype.itemsize, reduced_bytes=reduced
     )
+    if gathers == 2 and spec.kept_over > 1:  # backward gathers over fewer ranks
+        spared = share_of_others(spec.size) - share_of_others(spec.kept_over)
+        least -= spared * spec.param_dtype.itemsize * numel
     return least + 2 * reduced * numel / spec.size * share_of_others(spec.replicas)

@@ -93,6 +93,13 @@ def _refuse(traced: Traced, ranks: int) -> None:
                 where=f"Plan.at(world_size={ranks}), unit {unit.title}",
                 instead="explain() once more in a world of that size, with its mesh",
             )
+        if unit.policy.arrangement.kept_over > 1:
+            raise ConfigError(
+                f"parameters are kept over {unit.policy.arrangement.kept_over} ranks, and one number does not say over "
+                "how many they would be",
+                where=f"Plan.at(world_size={ranks}), unit {unit.title}",
+                instead="explain() once more in a world of that size",
+            )
         for slot in unit.slots:
             spec = slot.spec
             if spec.dim and spec.shape[spec.dim] % ranks:

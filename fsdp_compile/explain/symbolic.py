@@ -47,7 +47,10 @@ def formulas(plan: Plan) -> Formulas:
     Raises:
         ConfigError: If the model has run, or its mesh has two dimensions.
     """
-    if plan.traced is None or any(unit.policy.arrangement.replicate_dim is not None for unit in plan.traced.units):
+    if plan.traced is None or any(
+        unit.policy.arrangement.replicate_dim is not None or unit.policy.arrangement.kept_over > 1
+        for unit in plan.traced.units
+    ):
         raise ConfigError(
             "formulas are made of a plan by explain() for a plain model on a 1-D mesh",
             where="Plan.formulas()",

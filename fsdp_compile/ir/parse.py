@@ -19,7 +19,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.edit import infer_value
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import TEXT_POSITION
-from fsdp_compile.ir.record import INPUTS, KEY, Phase, Record, Role
+from fsdp_compile.ir.record import DECLARING, INPUTS, KEY, Phase, Record, Role
 from fsdp_compile.ir.scan import Line, read_name, read_node_name, read_type, read_value
 from fsdp_compile.ir.spelling import read_operator, read_parameter
 from fsdp_compile.ir.symbols import SymbolTable
@@ -31,6 +31,7 @@ _HEADER: Final = re.compile(r"graph (forward|backward) on (\w+)")
 _SYMBOL: Final = re.compile(r"symbol (\w+) in \[(-?\d+|-oo), (\d+|oo)\]")
 _OPERATOR: Final = re.compile(r"[A-Za-z_][\w.]*")
 _KEY: Final = re.compile(r"(\w+)=")
+_DECLARING: Final = {role.value for role in DECLARING}
 _SLOT_EXAMPLE: Final = (
     "offset=0 extent=32 shape=6x5 dim=0 over=fsdp.shard.0/2 param=float32 reduce=float32 reshard=after_forward"
 )
@@ -150,7 +151,7 @@ class _Reader:
         call = _Call()
         line.items(")", lambda: self._read_argument(line, call))
         line.expect(":")
-        if slots and (head[0], call.role) != ("input", Role.FLAT.value):
+        if slots and (head[0] != "input" or call.role not in _DECLARING):
             raise slots[0].error("an indented line belongs below an input with role=flat")
         if head[0] == "input":
             return self._read_input(line, name, call, slots)
@@ -183,13 +184,14 @@ class _Reader:
         node = self.graph.placeholder(name)
         node.meta["val"] = self._declared(line)
         if call.role is not None:
-            is_beside = call.role in {role.value for role in INPUTS - {Role.FLAT}}
+            is_beside = call.role in {role.value for role in INPUTS} - _DECLARING
             places = self._lookup(line, call) if is_beside else self._read_slots(line, call, slots)
-            node.meta[KEY] = self._record(line, call, places)
+            # An input of ours keeps the record that it has in the forward graph, in backward as well.
+            node.meta[KEY] = dataclasses.replace(self._record(line, call, places), phase=Phase.FORWARD)
         return node
 
     def _read_slots(self, line: Line, call: _Call, slots: list[Line]) -> list[tuple[str, ReadSpec]]:
-        if call.role != Role.FLAT.value or call.unit is None or not slots:
+        if call.role not in _DECLARING or call.unit is None or not slots:
             raise line.error("an input of ours is a flat shard of a unit, with a line for each parameter below it",
                       instead="input(role=flat, unit=layers.0)")  # fmt: skip
         return [self._read_slot(slot, call.unit) for slot in slots]
@@ -251,9 +253,7 @@ class _Reader:
             role = Role(call.role)
         except ValueError:
             raise line.error(f"there is no role {call.role}", instead=", ".join(r.value for r in Role)) from None
-        # An input keeps the record that it has in the forward graph, in backward as well.
-        phase = Phase.FORWARD if role in INPUTS else self.phase
-        return Record(role, call.unit or "", tuple(n for n, _ in places), tuple(spec for _, spec in places), phase)
+        return Record(role, call.unit or "", tuple(n for n, _ in places), tuple(spec for _, spec in places), self.phase)
 
     def _declared(self, line: Line) -> Any:
         with self.mode:

@@ -10,11 +10,15 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.record import Record, Role, record_of, require, role_of
-from fsdp_compile.parameters import ops  # noqa: F401  registers the markers
+from fsdp_compile.parameters import ops, parts  # noqa: F401  they register the markers
 
 UNSHARD = torch.ops.fsdp.unshard.default
 REDUCE_GRAD = torch.ops.fsdp.reduce_grad.default
-TEXT_POSITION: Mapping[Any, int] = {UNSHARD: 1, REDUCE_GRAD: 2}
+KEEP = torch.ops.fsdp.keep.default
+REGATHER = torch.ops.fsdp.regather.default
+READS = (UNSHARD, REGATHER)
+"""Markers that give a full parameter."""
+TEXT_POSITION: Mapping[Any, int] = {UNSHARD: 1, REDUCE_GRAD: 2, KEEP: 1, REGATHER: 1}
 """Where among the arguments of a marker the text of its spec is."""
 
 
@@ -75,7 +79,7 @@ def parameter_only(graph: fx.Graph) -> list[fx.Node]:
         if node.op != "call_function" or not _has_tensors(node):
             continue
         derived = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
-        if node.target is UNSHARD or (derived and _is_pure(node)):
+        if node.target in READS or (derived and _is_pure(node)):
             found[node] = None
     return list(found)
 

@@ -48,6 +48,8 @@ class Role(enum.Enum):
     """A step from a gathered message to a full parameter."""
     FULL = "full"
     """A full parameter, as readers see it."""
+    PART = "part"
+    """This rank's part of a parameter that is kept from forward to backward, or a step to it; an input of backward."""
     RESHARD = "reshard"
     """Frees gathered messages."""
     GRADIENT = "gradient"
@@ -80,6 +82,8 @@ class Role(enum.Enum):
 
 INPUTS = frozenset({Role.FLAT, Role.HOLDER, Role.HELD, Role.PARTIAL, Role.KEPT})
 """Roles of graph inputs; their records are the same in both graphs."""
+DECLARING = frozenset({Role.FLAT, Role.PART})
+"""Roles of graph inputs that say where parameters lie, and need no other input for that."""
 GRADIENTS = (Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT, Role.HELD_GRADIENT)
 """Roles of a flat shard's gradient, summed over all ranks, over the shard group, over none."""
 

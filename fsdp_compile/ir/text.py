@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import REDUCE_GRAD, TEXT_POSITION, UNSHARD, read_text
-from fsdp_compile.ir.record import Record, Role, record_of, role_of
+from fsdp_compile.ir.record import DECLARING, Record, Role, record_of
 from fsdp_compile.ir.spelling import spell_dtype, spell_name, spell_operator, spell_parameter, spell_word
 from fsdp_compile.ir.symbols import Size, spell_size, spell_symbols
 
@@ -43,7 +43,7 @@ def main_device(step: StepGraph) -> str:
 
 
 def format_node(node: fx.Node, device: str) -> list[str]:
-    """The line of one node; a flat shard has one more, indented, for each of its parameters.
+    """The line of one node; an input of ours has one more, indented, for each of its parameters.
 
     Args:
         node: The node.
@@ -53,7 +53,7 @@ def format_node(node: fx.Node, device: str) -> list[str]:
         return [f"return {_value(node.args[0])}"]
     line = f"%{node.name} = {_head(node)}({', '.join(_arguments(node))}) : {node_type(node, device)}"
     record = record_of(node)
-    if record is None or record.role is not Role.FLAT:
+    if record is None or not _declares(node, record):
         return [line]
     slots = zip(record.parameters, record.specs, strict=True)
     return [line, *(f"  {spell_parameter(name, record.unit)}: {spec.text}" for name, spec in slots)]
@@ -159,8 +159,13 @@ def _record(node: fx.Node) -> Iterator[str]:
         return
     yield f"role={record.role.value}"
     yield f"unit={spell_name(record.unit)}"
-    if role_of(node) is not Role.FLAT:
+    if not _declares(node, record):
         yield f"of=[{', '.join(spell_parameter(name, record.unit) for name in record.parameters)}]"
+
+
+def _declares(node: fx.Node, record: Record) -> bool:
+    """Whether a node says where the parameters of its record lie."""
+    return node.op == "placeholder" and record.role in DECLARING
 
 
 def _value(value: Any) -> str:  # noqa: PLR0911  one line per kind

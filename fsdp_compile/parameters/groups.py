@@ -33,9 +33,14 @@ class _Alias:
 
 
 _aliases: dict[str, _Alias] = {}
+_runs: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""Runs of neighbours by the name of their group and their length, each with that group."""
 
 
-def alias_of(group: dist.ProcessGroup, role: Literal["shard", "replicate"]) -> str:
+GroupRole = Literal["shard", "replicate", "kept"]
+
+
+def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     """The rank-independent name of `group`; names are numbered in the order of first use, alike on every rank.
 
     All ranks of the group must call this together: for gloo, the name stands for a group of the same ranks that runs
@@ -51,6 +56,19 @@ def alias_of(group: dist.ProcessGroup, role: Literal["shard", "replicate"]) -> s
     register_group_alias(name, used)
     _aliases[name] = _Alias(role, group, used)
     return name
+
+
+def run_of(group: dist.ProcessGroup, length: int) -> dist.ProcessGroup:
+    """The group of this rank's run of `length` neighbours in `group`; all ranks of `group` must call this together."""
+    known = _runs.get((group.group_name, length))
+    if known is not None and known[0] is group:
+        return known[1]
+    ranks = dist.get_process_group_ranks(group)
+    begin = ranks.index(dist.get_rank()) // length * length
+    made = dist.new_group(ranks[begin : begin + length], use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    _runs[group.group_name, length] = (group, made)
+    return made
 
 
 def default_mesh(device_type: str) -> DeviceMesh:

@@ -13,7 +13,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters import accumulation, keeping
 from fsdp_compile.parameters.keeping import UnshardHandle
 from fsdp_compile.parameters.mixing import give_methods
-from fsdp_compile.parameters.spec import Reshard
+from fsdp_compile.parameters.strategy import with_reshard
 from fsdp_compile.parameters.unit import Unit
 from fsdp_compile.parameters.variants import respecify
 
@@ -60,15 +60,15 @@ class ShardedModule:
         accumulation.switch(_units(self, recurse=recurse), reshard_after_backward=flag)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Sets whether gathered parameters are freed after forward and gathered again in backward."""
+        """Sets whether gathered parameters are freed after forward and gathered again in backward.
+
+        Either way no part is kept any more where `fully_shard` was given a number of ranks.
+        """
         flag = _flag(reshard_after_forward, "set_reshard_after_forward")
-        reshard = Reshard.AFTER_FORWARD if flag else Reshard.AFTER_BACKWARD
         for unit in _units(self, recurse=recurse):
-            arrangement = unit.policy.arrangement
-            if arrangement.reshard is not reshard:
-                unit.policy = dataclasses.replace(
-                    unit.policy, arrangement=dataclasses.replace(arrangement, reshard=reshard)
-                )
+            arrangement = with_reshard(unit.policy.arrangement, reshard_after_forward=flag)
+            if arrangement != unit.policy.arrangement:
+                unit.policy = dataclasses.replace(unit.policy, arrangement=arrangement)
                 respecify(unit)
 
     def set_gradient_divide_factor(self, factor: float) -> None:

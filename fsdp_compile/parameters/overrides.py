@@ -33,7 +33,7 @@ class Arguments:
 
     strategy: ShardingStrategy | None
     mesh: DeviceMesh | None
-    reshard_after_forward: bool | None
+    reshard_after_forward: bool | int | None
     precision: MixedPrecision
     device_type: str
 

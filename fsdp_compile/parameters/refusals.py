@@ -41,11 +41,11 @@ def refuse_policies(reshard_after_forward: object, offload_policy: OffloadPolicy
     Raises:
         ConfigError: If one is not of the type, or not of the kind, that is supported.
     """
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise ConfigError(
             f"reshard_after_forward={reshard_after_forward!r} is not supported",
             where="fully_shard(reshard_after_forward=...)",
-            instead="True (gather again in backward), False (keep for backward) or None (True)",
+            instead="True (gather again in backward), False (keep for backward), a divisor of the shard group or None",
         )
     if type(offload_policy) is not OffloadPolicy:
         raise ConfigError(

@@ -59,7 +59,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     module: M,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: Policy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
@@ -79,7 +79,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         module: The module. Its parameters become DTensors, views of one flat buffer per unit and dtype.
         mesh: 1-D to shard over, 2-D (replicate, shard) for hybrid sharding. By default the whole world.
         reshard_after_forward: True frees gathered parameters after forward and gathers them again in backward, False
-            keeps them. By default True.
+            keeps them, a divisor k of the shard group keeps 1/k on each rank, and backward gathers over k neighbours
+            alone. By default True.
         shard_placement_fn: Names another dimension than 0 to shard a parameter on; it must divide evenly.
         mp_policy: Dtypes of gathered parameters, reduction, inputs and outputs: FSDP2's `MixedPrecisionPolicy`, our
             `MixedPrecision`, which says more, or FSDP1's.

@@ -57,6 +57,8 @@ class ReadSpec:
             empty for a contiguous parameter. The flat shard holds every parameter contiguously.
         sync: Which ranks the gradient is summed over.
         divide: What the sum of gradients is divided by; `None` for the number of ranks.
+        kept_over: Ranks that together keep the gathered value for backward, 1/k each; 1 if each keeps its shard alone.
+        kept_group: Alias of their group, empty if there is none.
     """
 
     offset: int
@@ -75,6 +77,8 @@ class ReadSpec:
     sync: Sync = Sync.ALL
     divide: float | None = None
     hook: str = ""
+    kept_over: int = 1
+    kept_group: str = ""
 
     @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
@@ -89,6 +93,11 @@ class ReadSpec:
     def shard_numel(self) -> int:
         """Elements of one rank's shard, row padding included, alignment padding not."""
         return math.prod(self.shard_shape)
+
+    @property
+    def kept_numel(self) -> int:
+        """Elements of the part that one rank keeps, padding included."""
+        return self.size * self.extent // self.kept_over
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -134,6 +143,8 @@ class ReadSpec:
             fields["sync"] = self.sync.value
         if self.divide is not None:
             fields["divide"] = repr(float(self.divide))
+        if self.kept_over > 1:
+            fields["kept"] = f"{self.kept_group}/{self.kept_over}"
         return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
@@ -148,6 +159,7 @@ def parse(text: str) -> ReadSpec:
         fields = dict(item.split("=", 1) for item in text.split(" "))
         group, size = ("", "1") if fields["over"] == "none" else fields["over"].rsplit("/", 1)
         replicate_group, replicas = fields.get("replicas", "/1").rsplit("/", 1)
+        kept_group, kept_over = fields.get("kept", "/1").rsplit("/", 1)
         shape = fields["shape"]
         spec = ReadSpec(
             offset=int(fields["offset"]),
@@ -166,6 +178,8 @@ def parse(text: str) -> ReadSpec:
             order=tuple(map(int, fields["order"].split("x"))) if "order" in fields else (),
             sync=Sync(fields.get("sync", Sync.ALL.value)),
             divide=float(fields["divide"]) if "divide" in fields else None,
+            kept_over=int(kept_over),
+            kept_group=kept_group,
         )
     except (KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"not the text of a read: {text!r}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters import handover, holding, layout, moved
 from fsdp_compile.parameters.boundary import Island
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
-from fsdp_compile.parameters.groups import alias_of
+from fsdp_compile.parameters.groups import GroupRole, alias_of, run_of
 from fsdp_compile.parameters.reads import BOUNDARY, gather_on_read
 from fsdp_compile.parameters.rows import local_part, local_shape
 from fsdp_compile.parameters.spec import ReadSpec
@@ -146,6 +145,8 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
         reshard=policy.arrangement.reshard,
         order=member.order or memory_order(parameter),
         divide=unit.divide,
+        kept_over=policy.arrangement.kept_over,
+        kept_group=_kept_alias(policy),
     )
     held = local_shape(shape, member.dim, policy.size, policy.rank)
     numel = torch.Size(held).numel()
@@ -160,7 +161,7 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
     return slot
 
 
-def _alias(policy: UnitPolicy, dim: int | None, role: Literal["shard", "replicate"]) -> str:
+def _alias(policy: UnitPolicy, dim: int | None, role: GroupRole) -> str:
     """Name of the group along a dimension of the mesh; empty if there is none, or nobody to be averaged with."""
     if dim is None or (role == "replicate" and policy.mesh.size(dim) == 1):
         return ""
@@ -177,6 +178,13 @@ def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
         return ()
     order = sorted(range(parameter.dim()), key=parameter.stride().__getitem__, reverse=True)
     return tuple(order) if parameter.permute(order).is_contiguous() else ()
+
+
+def _kept_alias(policy: UnitPolicy) -> str:
+    arrangement = policy.arrangement
+    if arrangement.kept_over == 1:
+        return ""
+    return alias_of(run_of(policy.mesh.get_group(arrangement.shard_dim), arrangement.kept_over), "kept")
 
 
 def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> None:

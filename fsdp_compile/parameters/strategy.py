@@ -40,12 +40,14 @@ class Arrangement:
         shard_dim: The dimension of `mesh` that they are split over; `None` if every rank holds them whole.
         replicate_dim: The dimension over which they are copies of each other; `None` if there is none.
         reshard: Whether gathered parameters are kept for backward.
+        kept_over: Neighbours that together keep gathered parameters for backward, a part each; 1 if there are none.
     """
 
     mesh: DeviceMesh
     shard_dim: int | None
     replicate_dim: int | None
     reshard: Reshard
+    kept_over: int = 1
 
     @property
     def size(self) -> int:
@@ -72,7 +74,7 @@ def arrange(
     strategy: ShardingStrategy | None,
     mesh: DeviceMesh | None,
     *,
-    reshard_after_forward: bool | None,
+    reshard_after_forward: bool | int | None,
     device_type: str,
 ) -> Arrangement:
     """The arrangement that the arguments of `fully_shard` ask for.
@@ -119,10 +121,24 @@ def arrange(
     return with_reshard(_over(mesh), reshard_after_forward=strategy not in _KEEPS)
 
 
-def with_reshard(arrangement: Arrangement, *, reshard_after_forward: bool | None) -> Arrangement:
-    """The same ranks with what FSDP2's argument asks for; `None` frees after forward."""
-    reshard = Reshard.AFTER_BACKWARD if reshard_after_forward is False else Reshard.AFTER_FORWARD
-    return dataclasses.replace(arrangement, reshard=reshard)
+def with_reshard(arrangement: Arrangement, *, reshard_after_forward: bool | int | None) -> Arrangement:
+    """The same ranks with what FSDP2's argument asks for: `None` frees after forward, 1 keeps, the group's size frees.
+
+    Raises:
+        ConfigError: If a number does not divide the shard group.
+    """
+    size, kept_over = arrangement.size, 1
+    keeps = reshard_after_forward is False
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        kept_over, keeps = reshard_after_forward, reshard_after_forward == 1 < size
+        if kept_over < 1 or size % kept_over:
+            raise ConfigError(
+                f"reshard_after_forward={kept_over} does not divide the {size} ranks that parameters are sharded over",
+                where="fully_shard(reshard_after_forward=...)",
+                instead=f"one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}, True or False",
+            )
+    reshard = Reshard.AFTER_BACKWARD if keeps else Reshard.AFTER_FORWARD
+    return dataclasses.replace(arrangement, reshard=reshard, kept_over=1 if kept_over == size else kept_over)
 
 
 def _over(mesh: DeviceMesh) -> Arrangement:

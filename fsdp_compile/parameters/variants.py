@@ -54,4 +54,8 @@ def respecify(unit: Unit) -> None:
 
 
 def _respecified(spec: ReadSpec, unit: Unit) -> ReadSpec:
-    return dataclasses.replace(spec, reshard=unit.policy.arrangement.reshard, divide=unit.divide)
+    where = unit.policy.arrangement
+    group = spec.kept_group if where.kept_over > 1 else ""
+    return dataclasses.replace(
+        spec, reshard=where.reshard, kept_over=where.kept_over, kept_group=group, divide=unit.divide
+    )

@@ -10,7 +10,7 @@ The gather starts where the unit is read first, the reduction where its last gra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -24,7 +24,8 @@ from fsdp_compile.ir.record import GRADIENTS, Role, require, role_of
 from fsdp_compile.parameters import assemble
 from fsdp_compile.passes import wire
 from fsdp_compile.passes.edges import edges_of
-from fsdp_compile.passes.insert_collectives import full_node, join_pieces
+from fsdp_compile.passes.gathering import full_node, own_part
+from fsdp_compile.passes.insert_collectives import join_pieces
 from fsdp_compile.passes.pieces import Bucket, Piece, Single, by_unit, joint_record, make_bucket, start_grouped
 from fsdp_compile.passes.reduction import ON_THE_WAY, STARTS, add_partial, scale_after, stages
 
@@ -74,8 +75,14 @@ def _gather_single(start: fx.Node) -> Single:
         shard = shard.all_input_nodes[0]
     end = start
     while require(end).role is not Role.FULL:
-        end = next(iter(end.users))
+        end = _next(end)
     return Single(start, shard, end)
+
+
+def _next(node: fx.Node) -> fx.Node:
+    """The next step from the start of a single gather to its full parameter."""
+    roles = (Role.GATHER_ITEM, Role.GATHER_WAIT, Role.COPY_OUT, Role.FULL)
+    return next(user for user in node.users if role_of(user) in roles)
 
 
 def _sends_a_gradient(start: fx.Node) -> bool:
@@ -98,11 +105,10 @@ def _reduce_single(start: fx.Node) -> Single:
 def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) -> None:
     first = first_of([s.start for s in bucket.singles], order)
     anchor = first_of([*upstream(first, Role.SHARD), first], order)
-    spec = bucket.spec
     b = GraphBuilder(step.graph, joint_record(bucket.singles, Role.SHARD), first)
     with step.graph.inserting_before(anchor):
         sent = [(piece, message) for piece in bucket.pieces for message in _shard_messages(b, piece)]
-        arguments = ([message for _, message in sent], spec.size, spec.group)
+        arguments = ([message for _, message in sent], *first.args[1:])
         waited = start_grouped(
             b, collectives.all_gather_into_tensor_coalesced.default, arguments, [piece for piece, _ in sent],
             (Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT),
@@ -113,14 +119,46 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
         for single in piece.singles:
             b = GraphBuilder(step.graph, joint_record([single], Role.FULL), single.start)
             with step.graph.inserting_before(single.end):
-                message = wire.received(b, arrived, single.spec)
+                message = arrived[0] if single.is_part else wire.received(b, arrived, single.spec)
                 full = full_node(b, message, single.spec, start=single.spec.offset - piece.begin, span=piece.span)
             single.end.replace_all_uses_with(full)
+        _rewrite_parts(step, piece, message, order)
     for single in bucket.singles:
         _erase_chain(single)
 
 
+def _rewrite_parts(step: StepGraph, piece: Piece, message: fx.Node, order: dict[fx.Node, int]) -> None:
+    """Takes what this rank keeps of a piece out of its message at once, and of that the part of each parameter."""
+    kept = {single: node for single in piece.singles for node in _part_of(single)}
+    if not kept:
+        return
+    first = first_of(kept.values(), order)
+    b = GraphBuilder(step.graph, piece.record(Role.PART), first)
+    with step.graph.inserting_before(first):
+        part = own_part(b, message)
+    for single, node in kept.items():
+        spec, begin = single.spec, single.spec.offset - piece.begin
+        b.record = joint_record([single], Role.PART)
+        with step.graph.inserting_before(node):
+            mine = part
+            if len(piece.singles) > 1:
+                rows = assemble.view(b, part, [spec.size // spec.kept_over, piece.span])
+                mine = assemble.view(b, assemble.narrow(b, rows, 1, begin, begin + spec.extent), [spec.kept_numel])
+            node.replace_all_uses_with(mine)
+        step.graph.erase_node(node)
+
+
+def _part_of(single: Single) -> Iterator[fx.Node]:
+    """The part that this rank keeps of a single parameter, if it does."""
+    node = single.start
+    while node is not single.end:
+        yield from (user for user in node.users if role_of(user) is Role.PART)
+        node = _next(node)
+
+
 def _shard_messages(b: GraphBuilder, piece: Piece) -> list[fx.Node]:
+    if piece.singles[0].is_part:
+        return [piece.flat]  # a message as it is
     b.record = piece.record(Role.SHARD)
     return wire.messages(b, piece.flat, piece.begin, piece.span, piece.singles[0].spec)
 

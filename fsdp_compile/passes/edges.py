@@ -69,12 +69,12 @@ class Edges:
         return runs
 
     def _is_enough(self, singles: Sequence[Single]) -> bool:
-        latency_us = _collective_us(0, singles[0].spec.size, self.link)
+        latency_us = _collective_us(0, singles[0].ranks, self.link)
         return self._time_us(singles) >= (1 + LEAST_LATENCIES) * latency_us
 
     def _time_us(self, singles: Sequence[Single]) -> float:
-        ranks = singles[0].spec.size
-        held_bytes = sum(s.spec.extent * s.sent.meta["val"].element_size() for s in singles)
+        ranks = singles[0].ranks
+        held_bytes = sum(s.extent * s.sent.meta["val"].element_size() for s in singles)
         return _collective_us(held_bytes * (ranks - 1), ranks, self.link)
 
 

@@ -6,24 +6,26 @@
 A parameter that is read twice is gathered once, and its gradients are summed before they are reduced once. Reads are
 moved down to their first use, so that a gather knows when it is needed. In a world of one rank nothing is gathered:
 a read is a view of the flat shard.
+
+A parameter of which each rank keeps a part (`parameters/parts.py`) is gathered from the flat shards in forward, where
+the part is copied out of the message, and from the parts in backward.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from operator import getitem
 
 import torch
 from torch import fx
 
-from fsdp_compile._torch import collectives
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import (
+    KEEP,
+    READS,
     REDUCE_GRAD,
-    UNSHARD,
     added_gradients,
     kept_value,
     last_of,
@@ -33,7 +35,7 @@ from fsdp_compile.ir.queries import (
 from fsdp_compile.ir.record import Record, Role, require
 from fsdp_compile.parameters import assemble
 from fsdp_compile.parameters.spec import ReadSpec, Sync, parse
-from fsdp_compile.passes import wire
+from fsdp_compile.passes import gathering
 from fsdp_compile.passes.reduction import reduce_one, scale_before
 
 aten = torch.ops.aten
@@ -83,8 +85,9 @@ class InsertCollectives:
         """Groups the markers by parameter."""
         order = step.order()
         reads: dict[tuple[fx.Node, str], list[fx.Node]] = {}
-        for node in step.graph.find_nodes(op="call_function", target=UNSHARD):
-            reads.setdefault((node.args[0], read_text(node)), []).append(node)
+        for node in step.graph.nodes:
+            if node.target in READS and node.args[0].target is not KEEP:
+                reads.setdefault((node.args[0], read_text(node)), []).append(node)
         sums = _gradient_sums(step)
         return InsertPlan(
             tuple(Read(tuple(markers), parse(text)) for (_, text), markers in reads.items()),
@@ -112,6 +115,7 @@ def _sink(step: StepGraph, nodes: Iterable[fx.Node]) -> None:
 
 
 def _parameter_record(flat: fx.Node, spec: ReadSpec, role: Role, step: StepGraph) -> Record:
+    """The record of a node that serves one parameter of a flat shard, or the one of which `flat` is a part."""
     record = require(flat)
     name = record.parameters[[held.offset for held in record.specs].index(spec.offset)]
     return Record(role, record.unit, (name,), (spec,), step.phase)
@@ -125,44 +129,16 @@ def _insert_gather(step: StepGraph, read: Read, order: dict[fx.Node, int]) -> No
     b = GraphBuilder(step.graph, _parameter_record(flat, spec, Role.SHARD, step), marker)
     kept = kept_value(marker)
     with step.graph.inserting_before(marker):
-        full = _gathered(b, flat, spec) if kept is None else _view_of_kept(b, kept, spec)
+        if kept is None:
+            message = gathering.message_of(b, marker, spec)
+            full = gathering.full_node(b, message, spec, start=0, span=spec.extent)
+        else:
+            full = message = gathering.view_of_kept(b, kept, spec)
     for node in read.markers:
+        for part in [user for user in node.users if user.target is KEEP]:
+            gathering.keep_part(b, part, message, full)
         node.replace_all_uses_with(full)
         step.graph.erase_node(node)
-
-
-def _view_of_kept(b: GraphBuilder, kept: fx.Node, spec: ReadSpec) -> fx.Node:
-    with b.as_role(Role.FULL):
-        return b.call(aten.view.default, kept, list(spec.shape))
-
-
-def _gathered(b: GraphBuilder, flat: fx.Node, spec: ReadSpec) -> fx.Node:
-    messages = wire.messages(b, flat, spec.offset, spec.extent, spec)
-    arrived = _gather(b, messages, spec) if spec.size > 1 else messages
-    return full_node(b, wire.received(b, arrived, spec), spec, start=0, span=spec.extent)
-
-
-def _gather(b: GraphBuilder, messages: list[fx.Node], spec: ReadSpec) -> list[fx.Node]:
-    """Records one all-gather, grouped if there are several messages, and the waits."""
-    with b.as_role(Role.GATHER):
-        if len(messages) == 1:
-            started = [b.call(collectives.all_gather_into_tensor.default, messages[0], spec.size, spec.group)]
-        else:
-            group = b.call(collectives.all_gather_into_tensor_coalesced.default, messages, spec.size, spec.group)
-            with b.as_role(Role.GATHER_ITEM):
-                started = [b.call(getitem, group, index) for index in range(len(messages))]
-    with b.as_role(Role.GATHER_WAIT):
-        return [b.call(collectives.wait_tensor.default, item) for item in started]
-
-
-def full_node(b: GraphBuilder, message: fx.Node, spec: ReadSpec, *, start: int, span: int) -> fx.Node:
-    """Records the steps from a gathered message to a full parameter; the last one has role FULL."""
-    with b.as_role(Role.COPY_OUT):
-        full = assemble.full_parameter(b, message, spec, start=start, span=span)
-        if full is message:  # a node of its own, so that readers and the wait are told apart
-            full = b.call(aten.view.default, message, list(spec.shape))
-    full.meta["fsdp"] = dataclasses.replace(b.record, role=Role.FULL)
-    return full
 
 
 def _gradient_sums(step: StepGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:

@@ -25,7 +25,7 @@ class Single:
 
     Attributes:
         start: The node that starts the first one.
-        flat: The flat shard that it reads, or whose gradient it makes.
+        flat: The flat shard that it reads, or whose gradient it makes; the part of one parameter that was kept.
         end: The full parameter, or the reduced shard.
     """
 
@@ -37,6 +37,21 @@ class Single:
     def spec(self) -> ReadSpec:
         """The parameter's place."""
         return require(self.start).specs[0]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether what is gathered is a part that was kept from forward."""
+        return require(self.flat).role is Role.PART
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that the collective runs over."""
+        return self.spec.kept_over if self.is_part else self.spec.size
+
+    @property
+    def extent(self) -> int:
+        """Elements that each rank has of it."""
+        return self.spec.kept_numel if self.is_part else self.spec.extent
 
     @property
     def sent(self) -> fx.Node:
@@ -92,8 +107,8 @@ def by_unit(singles: Iterable[Single]) -> list[list[Single]]:
     groups: dict[Hashable, list[Single]] = {}
     for single in singles:
         spec = single.spec
-        dtype = single.sent.meta["val"].dtype
-        key = (require(single.start).unit, spec.group, spec.replicate_group, dtype, spec.sync, spec.divide)
+        over = (single.start.args[-1], spec.group, spec.replicate_group)
+        key = (require(single.start).unit, over, single.sent.meta["val"].dtype, spec.sync, spec.divide)
         groups.setdefault(key, []).append(single)
     return list(groups.values())
 

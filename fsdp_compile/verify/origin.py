@@ -23,6 +23,8 @@ from fsdp_compile.verify.moves import Step, moved
 
 aten = torch.ops.aten
 _SUMS = (Role.ADD_HELD, Role.ADD_PARTIAL)
+_OWN_PART = "fsdp.own_part.default"
+
 LONGEST_CHAIN = 1000
 """Nodes between an element and its origin; more means a cycle."""
 
@@ -105,7 +107,7 @@ def origin(node: fx.Node, index: int, rank: int) -> Origin:
             node = node.args[0]  # type: ignore[assignment]
             continue
         try:
-            step = _sent(node, index, rank, hops) or moved(node, index)
+            step = _sent(node, index, rank, hops) or _own_part(node, index, rank) or moved(node, index)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             break  # a wrong graph may hold anything; whoever asked complains about where the trail ends
         if step is None:
@@ -114,6 +116,14 @@ def origin(node: fx.Node, index: int, rank: int) -> Origin:
             return Origin(None, 0, last, tuple(hops), tuple(addends), divisor)
         node, index = step.source, step.index
     return Origin(node, index, last, tuple(hops), tuple(addends), divisor)
+
+
+def _own_part(node: fx.Node, index: int, rank: int) -> Step | None:
+    """From the part of a message that a rank keeps to the message; `None` for any other node."""
+    if str(node.target) != _OWN_PART:
+        return None
+    part = math.prod(shape_of(node))
+    return Step(node.args[0], rank % (math.prod(shape_of(node.args[0])) // part) * part + index)  # type: ignore[arg-type]
 
 
 def _sent(node: fx.Node, index: int, rank: int, hops: list[Hop]) -> Step | None:

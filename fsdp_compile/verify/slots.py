@@ -50,11 +50,18 @@ def slots_of(flat: fx.Node) -> list[Slot]:
 
 
 def all_slots(facts: Facts) -> dict[tuple[str, str], list[Slot]]:
-    """Slots by unit and name of the parameter; more than one where two models of one class meet in a graph."""
+    """Slots by unit and name of the parameter; more than one where two models of one class meet in a graph.
+
+    A frozen parameter of which a part was kept from forward has its flat shard in forward alone.
+    """
     found: dict[tuple[str, str], list[Slot]] = {}
     for flat in facts.of_role(Role.FLAT):
         for slot in slots_of(flat):
             found.setdefault((require(flat).unit, slot.name), []).append(slot)
+    for part in facts.of_role(Role.PART):
+        if part.op == "placeholder":
+            for slot in slots_of(part):
+                found.setdefault((require(part).unit, slot.name), [slot])
     return found
 
 

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_compile import ConfigError, FSDPOptions, fully_shard, units
-from fsdp_compile.parameters.spec import Reshard
+from fsdp_compile._torch import resolve_group
+from fsdp_compile.parameters.spec import Reshard, parse
 from fsdp_compile.parameters.strategy import Arrangement
 from fsdp_compile.parameters.unit import Unit
 from tests.fake_world import fake_world
@@ -48,6 +50,25 @@ def test_what_a_strategy_means(
         slot = next(iter(units(fully_shard(Small(), sharding_strategy=strategy))[0].slots))
     assert (found.size, found.replicas, found.reshard) == (size, replicas, reshard)
     assert (slot.spec.size, slot.spec.replicas, slot.spec.reshard) == (size, replicas, reshard)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("number", "reshard", "kept_over"), [(8, FREED, 1), (1, KEPT, 1), (2, FREED, 2), (4, FREED, 4)]
+)
+def test_what_a_number_means_for_what_is_kept(number: int, reshard: Reshard, kept_over: int) -> None:
+    with fake_world(8, rank=5):
+        model = fully_shard(Small(), reshard_after_forward=number)
+        (unit,) = units(model)
+        assert (unit.policy.arrangement.reshard, unit.policy.arrangement.kept_over) == (reshard, kept_over)
+        for slot in unit.slots:
+            assert parse(slot.spec.text) == slot.spec
+            assert (slot.spec.kept_over, slot.spec.size) == (kept_over, 8)
+            if kept_over > 1:
+                kept = resolve_group(slot.spec.kept_group)
+                assert kept is not None
+                begin = 5 // kept_over * kept_over
+                assert dist.get_process_group_ranks(kept) == list(range(begin, begin + kept_over))
 
 
 def test_calls_without_a_mesh_share_the_groups_of_a_hybrid_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,12 +25,13 @@ def _halves(*, shape: Callable[[int], tuple[int, int]] = lambda n: (2, n // 2), 
 STRATEGIES: dict[str, Arguments] = {
     "full": dict,
     "grad-op": lambda: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "integer": lambda: {"reshard_after_forward": 2},
     "no-shard": lambda: {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "hybrid": _halves(),
     "hybrid-zero2": _halves(sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2),
     "hybrid-of-one": _halves(shape=lambda n: (n, 1)),
 }
-"""Name to arguments; on two ranks "hybrid" has groups of one, on four groups of two."""
+"""Name to arguments; on two ranks "hybrid" has groups of one and "integer" is full sharding, on four groups of two."""
 
 PRECISIONS: dict[str, MixedPrecisionPolicy] = {
     "fp32": MixedPrecisionPolicy(),

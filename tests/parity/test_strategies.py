@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp_compile import fully_shard
 from fsdp_compile.cost.communicate import Kind, communication
 from fsdp_compile.cost.hardware import hardware
-from fsdp_compile.ir.record import Phase, Role, require
+from fsdp_compile.ir.record import Phase, Role, require, role_of
 from fsdp_compile.ir.text import format_graph
-from tests.parity.models import Stack
+from fsdp_compile.verify.check import complaints
+from tests.parity.models import Checkpointed, Frozen, OddShapes, Stack, Tied
 from tests.parity.pair import Differences, train_pair
 from tests.parity.strategies import PRECISIONS, STRATEGIES
 from tests.ranks import run_ranks
@@ -81,6 +82,55 @@ def test_hybrid_sharding_reduces_inside_the_group_and_averages_only_the_shard(re
     assert len(scatters) == len(averages) == 3, "one of each per unit"
 
 
+@pytest.mark.core
+def test_backward_gathers_a_kept_parameter_over_fewer_ranks() -> None:
+    """Forward saves 1/k of each parameter on each rank; backward gathers that over k ranks, and reduces over all."""
+    world = World(8, reshard_after_forward=2)
+    forward, backward = graph(Phase.FORWARD, world=world), graph(Phase.BACKWARD, world=world)
+    assert {node.args[1:] for node in forward.nodes(Role.GATHER)} == {(8, "fsdp.shard.0")}
+    assert {node.args[1:] for node in backward.nodes(Role.GATHER)} == {(2, "fsdp.kept.0")}
+    assert {node.args[2:] for node in backward.nodes(Role.REDUCE)} == {(8, "fsdp.shard.0")}
+    kept = [node for node in backward.nodes(Role.PART) if node.op == "placeholder"]
+    for node in kept:
+        (spec,) = require(node).specs
+        assert node.meta["val"].numel() == 8 * spec.extent // 2
+        assert [spec.shape] != node.meta["val"].shape, "no parameter is saved whole"
+    assert {require(node).parameters[0] for node in kept} == {
+        name for name, _ in MODELS["stack"][0]().named_parameters() if "norm" in name or name.endswith("weight")
+    }, "those whose values gradients need"
+    full = forward.output.all_input_nodes
+    assert not [node for node in full if role_of(node) in (Role.FULL, Role.GATHER_WAIT)]
+    whole = graph(Phase.BACKWARD, world=World(8))
+    sent = [
+        sum(communication(node, hardware().link).sent_bytes for node in step.nodes(Role.GATHER))
+        for step in (backward, whole)
+    ]
+    assert sent[0] < 0.6 * sent[1], "1/2 instead of 7/8"
+
+
+def test_every_mesh_with_integer_reshard_is_verified() -> None:
+    for model in ("tied", "uneven", "partial"):
+        for world in (World(4, reshard_after_forward=2), World(8, replicas=2, reshard_after_forward=2)):
+            for phase in Phase:
+                assert complaints(graph(phase, model=model, world=world)) == []
+
+
+@pytest.mark.core
+def test_kept_parameters_train_as_in_one_process() -> None:
+    for found in run_ranks(_train_kept, world_size=4):
+        for name, differences in found.items():
+            assert differences.loss < 1e-6, name
+            assert differences.gradient < 5e-4, name
+
+
+def _train_kept() -> dict[str, Differences]:
+    """Padding, tied and frozen parameters, recomputation."""
+    return {
+        make.__name__: train_pair(make, prepare=lambda m: fully_shard(m, reshard_after_forward=2), steps=2)
+        for make in (OddShapes, Tied, Frozen, Checkpointed)
+    }
+
+
 def test_replicas_alone_gather_nothing_and_average_each_unit_at_once() -> None:
     world = World(8, strategy=ShardingStrategy.NO_SHARD)
     forward, backward = graph(Phase.FORWARD, world=world), graph(Phase.BACKWARD, world=world)
@@ -122,6 +172,7 @@ def _placed(name: str) -> None:
 PLACEMENTS = {
     "full": (Shard(0),),
     "grad-op": (Shard(0),),
+    "integer": (Shard(0),),
     "no-shard": (Replicate(),),
     "hybrid": (Replicate(), Shard(0)),
     "hybrid-zero2": (Replicate(), Shard(0)),

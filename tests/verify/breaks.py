@@ -15,7 +15,7 @@ from fsdp_compile.ir.record import KEY, Phase, Role, require, role_of
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.table import Stage
 from tests.verify.captured import World
-from tests.verify.graphs import PAIR, QUANTIZED, SQUARE, graph
+from tests.verify.graphs import KEPT, PAIR, QUANTIZED, SQUARE, graph
 
 aten = torch.ops.aten
 NO_LIMITS = Limits()
@@ -154,6 +154,25 @@ def gather_over_another_group(step: StepGraph) -> fx.Node:
     start = _all(step, Role.GATHER)[-1]
     start.update_arg(2, "fsdp.shard.7")
     return start
+
+
+def parts_gathered_over_the_whole_group(step: StepGraph) -> fx.Node:
+    start = _all(step, Role.GATHER)[-1]
+    start.update_arg(2, "fsdp.shard.0")
+    return start
+
+
+def parts_swapped_in_backward(step: StepGraph) -> fx.Node:
+    """The parts of two parameters of one shape change places in a grouped all-gather."""
+    start = _all(step, Role.GATHER)[-1]
+    parts = list(start.all_input_nodes)
+    a, b = (next(i for i, n in enumerate(parts) if require(n).parameters[0].endswith(e)) for e in _NORM)
+    parts[a], parts[b] = parts[b], parts[a]
+    start.update_arg(0, parts)
+    return next(n for n in step.nodes(Role.FULL) if require(n).parameters[0] == "blocks.0.norm.weight")
+
+
+_NORM = ("norm.weight", "norm.bias")
 
 
 # reduced-once
@@ -295,6 +314,16 @@ def transposed_parameter_saved(step: StepGraph) -> fx.Node:
     transposed = next(iter(full.users))
     _save(step, transposed)
     return transposed
+
+
+def part_of_the_neighbour_kept(step: StepGraph) -> fx.Node:
+    """What is cut out of a packed part starts at another parameter."""
+    cut = next(n for n in step.nodes(Role.PART) if n.target is aten.slice.Tensor)
+    cut.args = (*cut.args[:2], cut.args[2] + 32, cut.args[3] + 32)  # type: ignore[operator]
+    kept = cut
+    while kept not in _returned(step):
+        kept = next(iter(kept.users))
+    return kept
 
 
 def gathered_memory_returned_by_backward(step: StepGraph) -> fx.Node:
@@ -478,6 +507,8 @@ BREAKS = (
     Break("gathered-once", gather_over_another_group, FORWARD, "'fsdp.shard.7'"),
     Break("gathered-once", scales_of_another_parameter, FORWARD, "has the scale of", world=QUANTIZED),
     Break("gathered-once", numbers_of_another_dtype, FORWARD, "is read as", world=QUANTIZED),
+    Break("gathered-once", parts_gathered_over_the_whole_group, BACKWARD, "'fsdp.shard.0'", world=KEPT),
+    Break("gathered-once", parts_swapped_in_backward, BACKWARD, "another parameter", world=KEPT),
     Break("reduced-once", gradient_reduced_twice, BACKWARD, "reduces already"),
     Break("reduced-once", gradient_summed_instead_of_averaged, BACKWARD, "combined by 'sum'"),
     Break("reduced-once", gradient_reduced_over_another_group, BACKWARD, "'fsdp.replicate.0'"),
@@ -492,6 +523,7 @@ BREAKS = (
     Break("no-use-after-reshard", reshard_of_some_messages, FORWARD, "unsharded"),
     Break("nothing-unsharded-saved", copied_parameter_saved, FORWARD, "256 bytes"),
     Break("nothing-unsharded-saved", transposed_parameter_saved, FORWARD, "weight alone"),
+    Break("nothing-unsharded-saved", part_of_the_neighbour_kept, FORWARD, "keeps 256 bytes", world=KEPT),
     Break("nothing-unsharded-saved", gathered_memory_returned_by_backward, BACKWARD, "leaves the backward graph"),
     Break("unsharded-bytes", gather_started_too_early, FORWARD, "2 others", limits=Limits(prefetch=1)),
     Break("unsharded-bytes", bucket_beyond_the_budget, FORWARD, "bytes", limits=Limits(unsharded_bytes=200_000)),

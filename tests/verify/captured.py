@@ -28,7 +28,7 @@ class World:
 
     size: int
     replicas: int = 1
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     policy: MixedPrecisionPolicy = dataclasses.field(default_factory=MixedPrecisionPolicy)
     strategy: ShardingStrategy | None = None
     rank: int = 0

@@ -26,7 +26,7 @@ def gathered_once(facts: Facts) -> list[Complaint]:
     gathered: dict[tuple[fx.Node, int], fx.Node] = {}
     for gather in facts.of_kind(Kind.GATHER):
         for message in gather.sent:
-            for slot in _slots_in(message):
+            for slot in _slots_in(message, slots):
                 key = (slot.flat, slot.spec.offset)
                 if key in gathered:
                     complaints.append(_twice(gather, slot, gathered[key]))
@@ -37,8 +37,10 @@ def gathered_once(facts: Facts) -> list[Complaint]:
     return complaints
 
 
-def _slots_in(message: fx.Node) -> list[Slot]:
+def _slots_in(message: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> list[Slot]:
     """Slots that a message holds at least a part of."""
+    if role_of(message) is Role.PART:
+        return [s for key in claims(require(message)) for s in slots.get(key, ()) if s.spec in require(message).specs]
     numel = prod(shape_of(message))
     if numel == 0 or message.target is BLOCK_SCALES:  # scales hold no element: `_wrong_scale` looks at them
         return []
@@ -63,15 +65,18 @@ def _twice(gather: Collective, slot: Slot, first: fx.Node) -> Complaint:
 
 def _wrong_collective(gather: Collective, message: fx.Node, slot: Slot) -> Iterator[Complaint]:
     spec = slot.spec
-    if (gather.group, gather.size, dtype_of(message)) != (spec.group, spec.size, spec.wire_dtype):
+    is_part = role_of(message) is Role.PART
+    size, group = (spec.kept_over, spec.kept_group) if is_part else (spec.size, spec.group)
+    dtype = spec.param_dtype if is_part else spec.wire_dtype
+    if (gather.group, gather.size, dtype_of(message)) != (group, size, dtype):
         yield Complaint(
             RULE,
             gather.start,
             f"gathers {slot.name} as {dtype_of(message)} over {gather.size} ranks of {gather.group!r}",
-            f"its read wants {spec.wire_dtype} over {spec.size} ranks of {spec.group!r}",
+            f"its read wants {dtype} over {size} ranks of {group!r}",
         )
     sent = message.args[2] if message.target is QUANTIZE else None
-    if sent != spec.gather_dtype:
+    if sent != spec.gather_dtype and not is_part:
         yield Complaint(
             RULE,
             gather.start,
@@ -128,15 +133,24 @@ def _wrong_element(node: fx.Node, slot: Slot) -> str:
                 return f"element {probe.element} is [{found.index}] of the full parameter %{found.node}"
             continue
         ranks = [hop.rank for hop in found.hops if hop.collective.kind is Kind.GATHER]
-        if (found.node, found.index) != (slot.flat, probe.place):
-            return f"element {probe.element} is [{found.index}] of %{found.node}, not [{probe.place}] of %{slot.flat}"
-        if len(found.hops) != (slot.spec.size > 1) or len(ranks) != len(found.hops):
-            return f"element {probe.element} went through {len(found.hops)} collectives"
-        if ranks and slot.spec.dim is not None and ranks != [probe.rank]:
-            return f"element {probe.element} is rank {ranks[0]}'s, not rank {probe.rank}'s"
-        if slot.spec.gather_dtype is not None and (wrong := _wrong_scale(node, slot, probe)):
+        if found.node is not None and role_of(found.node) is Role.PART:
+            wrong = _wrong_part(found, slot, probe, ranks)
+        else:
+            wrong = _wrong_source(node, slot, probe, found, ranks)
+        if wrong:
             return f"element {probe.element} {wrong}"
     return ""
+
+
+def _wrong_source(node: fx.Node, slot: Slot, probe: Probe, found: Origin, ranks: list[int | None]) -> str:
+    """What is wrong with an element that was gathered out of the flat shards."""
+    if (found.node, found.index) != (slot.flat, probe.place):
+        return f"is [{found.index}] of %{found.node}, not [{probe.place}] of %{slot.flat}"
+    if len(found.hops) != (slot.spec.size > 1) or len(ranks) != len(found.hops):
+        return f"went through {len(found.hops)} collectives"
+    if ranks and slot.spec.dim is not None and ranks != [probe.rank]:
+        return f"is rank {ranks[0]}'s, not rank {probe.rank}'s"
+    return "" if slot.spec.gather_dtype is None else _wrong_scale(node, slot, probe)
 
 
 def _wrong_scale(node: fx.Node, slot: Slot, probe: Probe) -> str:
@@ -155,4 +169,15 @@ def _wrong_scale(node: fx.Node, slot: Slot, probe: Probe) -> str:
         return f"has the scale of [{found.index}] of %{found.node}, not of block {block} of %{slot.flat}"
     if [hop.rank for hop in found.hops] != [probe.rank]:
         return f"has the scale of ranks {[hop.rank for hop in found.hops]}, not of rank {probe.rank}"
+    return ""
+
+
+def _wrong_part(found: Origin, slot: Slot, probe: Probe, ranks: list[int | None]) -> str:
+    """What is wrong with an element that was gathered out of the parts kept from forward."""
+    spec = slot.spec
+    wanted = divmod(probe.rank * spec.extent + probe.place - spec.offset, max(spec.kept_numel, 1))
+    if slot.name not in require(found.last if found.node is None else found.node).parameters:
+        return f"is of a part of another parameter, %{found.node}"
+    if (ranks, found.index) != ([wanted[0]], wanted[1]):
+        return f"is [{found.index}] of part {ranks}, not [{wanted[1]}] of part {wanted[0]}"
     return ""

@@ -20,7 +20,7 @@ TYPED = "typed"
 NOTHING_RANK_SPECIFIC = "nothing-rank-specific"
 
 ALIAS_PREFIX = "fsdp."
-_MARKERS = ("fsdp::unshard", "fsdp::reduce_grad")
+_MARKERS = ("fsdp::unshard", "fsdp::reduce_grad", "fsdp::keep", "fsdp::regather")
 _ROLE_OF_KIND = {Kind.GATHER: Role.GATHER, Kind.REDUCE: Role.REDUCE, Kind.REPLICATE: Role.REPLICATE}
 _ITEM_OF = {
     Role.GATHER: Role.GATHER_ITEM,
@@ -90,7 +90,7 @@ def _wrong_role(node: fx.Node, expected: Role | None, actual: Role | None) -> Co
 
 
 def _wrong_record(facts: Facts, node: fx.Node, record: Record) -> Iterator[Complaint]:
-    if record.role not in INPUTS and record.phase is not facts.step.phase:
+    if node.op != "placeholder" and record.phase is not facts.step.phase:
         yield Complaint(
             TYPED,
             node,

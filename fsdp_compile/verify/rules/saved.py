@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fsdp_compile.ir.record import Phase, Role, record_of
+from fsdp_compile.ir.record import Phase, Role, record_of, require, role_of
 from fsdp_compile.parameters.spec import ReadSpec, Reshard
 from fsdp_compile.verify.complaint import Complaint
-from fsdp_compile.verify.facts import Facts, size_bytes
+from fsdp_compile.verify.facts import Facts, shape_of, size_bytes
+from fsdp_compile.verify.origin import origin
 
 RULE = "nothing-unsharded-saved"
 
@@ -18,6 +19,10 @@ def nothing_unsharded_saved(facts: Facts) -> list[Complaint]:
     if facts.step.phase is Phase.BACKWARD:
         return _returned_by_backward(facts)
     derived = _derived(facts)
+    return [*_wrong_parts(facts), *_saved_whole(facts, derived)]
+
+
+def _saved_whole(facts: Facts, derived: dict[fx.Node, str]) -> list[Complaint]:
     return [
         Complaint(
             RULE,
@@ -28,6 +33,36 @@ def nothing_unsharded_saved(facts: Facts) -> list[Complaint]:
         for node in dict.fromkeys(facts.saved)
         if node in derived
     ]
+
+
+def _wrong_parts(facts: Facts) -> list[Complaint]:
+    """Parts kept for backward that are not 1/k of the one parameter that asks for it, or not this rank's."""
+    return [
+        Complaint(
+            RULE,
+            node,
+            f"keeps {size_bytes(node):,} bytes of {', '.join(require(node).parameters)}",
+            "a rank keeps its own 1/k of a parameter with reshard_after_forward=k, padding included",
+        )
+        for node in dict.fromkeys(facts.saved)
+        if role_of(node) is Role.PART and not _is_part(node)
+    ]
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether the ends of a kept part come from the ends of its place in the gathered message, on any rank."""
+    (spec,) = require(node).specs
+    if spec.kept_over == 1 or shape_of(node) != (spec.kept_numel,):
+        return False
+    for own in range(spec.kept_over):
+        for index in (0, spec.kept_numel - 1):
+            sender, place = divmod(own * spec.kept_numel + index, spec.extent)
+            found = origin(node, index, own)
+            if found.node is None or role_of(found.node) is not Role.FLAT:
+                return False
+            if ([hop.rank for hop in found.hops], found.index) != ([sender], spec.offset + place):
+                return False
+    return True
 
 
 def _returned_by_backward(facts: Facts) -> list[Complaint]:
@@ -52,7 +87,7 @@ def _derived(facts: Facts) -> dict[fx.Node, str]:
             dropped = [name for name, spec in zip(record.parameters, record.specs, strict=True) if _is_dropped(spec)]
             if dropped:
                 derived[node] = dropped[0]
-        elif _follows(node, derived):
+        elif role_of(node) is not Role.PART and _follows(node, derived):
             derived[node] = derived[node.all_input_nodes[0]]
     return derived
 
