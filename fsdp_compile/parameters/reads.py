@@ -257,11 +257,13 @@ def before_step(module: nn.Module) -> None:
 
     for unit in _units_read_below(module):
         integrity.refuse_held(unit)
-    if not calls_are_compiled():  # else a parameter that is new is an input of a graph, and the backend sees it
-        sharding.refuse_new_parameters(module)
     for unit in _units_read_below(module):
         integrity.check(unit)
         keeping.before_forward(unit)
+    # After the check, which takes parameters in that were put in the place of others. In compiled code one that is new
+    # is an input of a graph, and the backend sees it.
+    if not calls_are_compiled():
+        sharding.refuse_new_parameters(module)
 
 
 def _units_read_below(module: nn.Module) -> list[Unit]:
