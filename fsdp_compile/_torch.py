@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from types import FrameType
@@ -279,6 +280,11 @@ def backend_of(compiled: OptimizedModule) -> object:
     while hasattr(found, "_torchdynamo_orig_backend"):
         found = found._torchdynamo_orig_backend
     return getattr(found, "compiler_fn", found)
+
+
+def was_looked_at(code: types.CodeType) -> bool:
+    """Whether Dynamo has tried to compile a function since it was last reset, whatever became of that."""
+    return code in convert_frame.input_codes
 
 
 def calls_are_compiled() -> bool:

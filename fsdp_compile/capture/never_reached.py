@@ -48,13 +48,20 @@ def _refuse_unsharded(backend: object, trained: set[int]) -> None:
     for model in _compiled_models(backend):
         parameters = dict(model.named_parameters())
         name = next((n for n, p in parameters.items() if id(p) in trained), None)
-        if name is not None and not any(isinstance(p, DTensor) for p in parameters.values()):
+        is_plain = not any(isinstance(p, DTensor) for p in parameters.values())
+        if name is not None and is_plain and _was_called(model):
             raise UnsupportedModelError(
                 "the compiled model was never handed to its backend, so it is not sharded: Dynamo left its forward to "
                 "Python (TORCH_LOGS=graph_breaks says why)",
                 where=f"{type(model).__name__}, parameter {name}, at the optimizer's step",
                 instead="call fsdp_compile.fully_shard(model) before torch.compile(model, backend='fsdp')",
             )
+
+
+def _was_called(model: nn.Module) -> bool:
+    """Whether the model has run compiled: before that, its optimizer may well step, and state is sharded later."""
+    codes = (getattr(type(module).forward, "__code__", None) for module in model.modules())
+    return any(code is not None and _torch.was_looked_at(code) for code in codes)
 
 
 def _compiled_models(backend: object) -> Iterator[nn.Module]:

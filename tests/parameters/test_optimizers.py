@@ -144,6 +144,7 @@ def _check_refused_state(make: Make) -> str:
         return loss
 
     optimizer.step(closure)  # type: ignore[arg-type]
+    optimizer.zero_grad()
     with pytest.raises(ConfigError) as caught:
         fully_shard(model)
     return str(caught.value)
