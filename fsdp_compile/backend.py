@@ -20,7 +20,7 @@ from fsdp_compile.lower.inductor import compile_with_inductor
 from fsdp_compile.lower.ran import remember
 from fsdp_compile.lower.region import Region
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.parameters.reads import in_forward_until_return
+from fsdp_compile.parameters.forward_depth import in_forward_until_return
 from fsdp_compile.pipeline import transform
 
 

@@ -23,7 +23,7 @@ from fsdp_compile.lower.inductor import compile_with_inductor
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.runtime import Compiled
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.parameters.reads import call_in_forward
+from fsdp_compile.parameters.forward_depth import call_in_forward
 from fsdp_compile.pipeline import transform
 
 

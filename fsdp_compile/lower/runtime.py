@@ -13,9 +13,9 @@ from fsdp_compile.ir.queries import beside
 from fsdp_compile.ir.record import Role, require, role_of
 from fsdp_compile.parameters import keeping
 from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.forward_depth import in_forward
 from fsdp_compile.parameters.integrity import check_inside_graph
 from fsdp_compile.parameters.ops import accompany
-from fsdp_compile.parameters.reads import in_forward
 from fsdp_compile.parameters.spec import Sync
 
 Compiled = Callable[[list[Any]], Any]

@@ -12,8 +12,9 @@ from fsdp_compile._torch import backward_in_progress
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters import integrity, moved
 from fsdp_compile.parameters.flat import ParameterSlot
+from fsdp_compile.parameters.forward_depth import in_forward
 from fsdp_compile.parameters.held import HeldSlot, Wish
-from fsdp_compile.parameters.reads import READS, in_forward, original_class
+from fsdp_compile.parameters.reads import READS, original_class
 from fsdp_compile.parameters.unit import Holding, Unit
 
 

@@ -8,8 +8,6 @@ initialization, checkpoints and in-place writes work on what is stored.
 from __future__ import annotations
 
 import functools
-import sys
-import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +24,7 @@ from fsdp_compile.parameters import (
 from fsdp_compile.parameters.attributes import EVAL_READS, READS, VARIANTS
 from fsdp_compile.parameters.boundary import Arguments, Boundary, Island, cast_inputs, cast_output
 from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.forward_depth import call_in_forward, in_forward
 from fsdp_compile.parameters.mixing import with_methods
 from fsdp_compile.parameters.saving import give_storages
 from fsdp_compile.parameters.unit import Unit
@@ -39,8 +38,6 @@ _OWN_FORWARD = "_fsdp_own_forward"
 _layouts = [0]
 """How often anything was laid out, so that what modules remember of it can be told stale."""
 _classes: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[nn.Module]] = {}
-_forward_depth = threading.local()
-_first_call = threading.local()
 
 
 def gather_on_read(module: nn.Module, reads: Mapping[str, Read], in_eval: Mapping[str, str] | None = None) -> None:
@@ -146,12 +143,13 @@ def _arguments(
 
 def _read_property(name: str, text_of: Callable[[nn.Module, str], str]) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
-        if torch.compiler.is_compiling() or in_forward():
+        if torch.compiler.is_compiling() or in_forward() or calls_are_compiled():
             return torch.ops.fsdp.unshard(getattr(module, READS)[name][0], *_arguments(module, name, text_of))
         if name not in module._parameters:  # deleted by the user
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         return module._parameters[name]
 
+    skip_code(read.__code__)  # one code object for all parameters: as a graph of its own it would recompile for each
     return property(read)
 
 
@@ -274,41 +272,3 @@ def _units_read_below(module: nn.Module) -> list[Unit]:
         cached = (_layouts[0], list(dict.fromkeys(flat.unit for _, _, flat in reads)))
         object.__setattr__(module, _UNITS_BELOW, cached)
     return cached[1]
-
-
-def in_forward() -> bool:
-    """Whether this thread is inside the forward of a sharded module that runs eagerly."""
-    return getattr(_forward_depth, "value", 0) > 0 or _in_first_call()
-
-
-def in_forward_until_return(frame: types.FrameType | None) -> None:
-    """Counts as inside a forward until `frame` returns.
-
-    The first call of a plain model entered its forward before there was anything sharded, so nothing has raised the
-    depth for what is left of it.
-    """
-    _first_call.frame = frame
-
-
-def _in_first_call() -> bool:
-    waited_for = getattr(_first_call, "frame", None)
-    if waited_for is None:
-        return False
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame is not waited_for:
-        frame = frame.f_back
-    if frame is None:
-        _first_call.frame = None
-    return frame is not None
-
-
-def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls `function` so that reads of managed parameters in it gather."""
-    _forward_depth.value = getattr(_forward_depth, "value", 0) + 1
-    try:
-        return function(*args, **kwargs)
-    finally:
-        _forward_depth.value -= 1
-
-
-skip_code(call_in_forward.__code__)
