@@ -38,6 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write tests/golden/ as the passes are now; read the diff before you commit it",
     )
+    parser.addoption(
+        "--update-parity-results",
+        action="store_true",
+        help="write docs/parity_results.md with what the comparisons of this run found",
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compile.errors import ConfigError, ParityError
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parity.experiment import (
+    Accumulation,
     Experiment,
     Level,
     LossFn,
@@ -48,6 +49,7 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
     replicas: int = 1,
     prepare: PrepareFn | None = None,
     micro_batches: int = 1,
+    accumulation: Accumulation | Literal["reduce-each", "hold"] = Accumulation.REDUCE_EACH,
     bisect: bool = False,
     seed: int = 0,
     timeout_s: float = 300,
@@ -78,6 +80,8 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         prepare: Called with the model and either side's `fully_shard`, to shard it as your script does; the four
             arguments above are then its business.
         micro_batches: Backward passes per step, each with its share of a rank's rows.
+        accumulation: "reduce-each" reduces after every backward pass, "hold" once per step, after the last
+            (`no_sync` here and in DDP and FSDP1, `set_requires_gradient_sync` of FSDP2).
         bisect: Whether to find out which pass introduced a difference, by running the passes before it alone.
         seed: Of the model and of dropout.
         timeout_s: For every collective.
@@ -108,6 +112,7 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         micro_batches=micro_batches,
         seed=seed,
         timeout_s=timeout_s,
+        accumulation=_member(Accumulation, accumulation, "accumulation"),
     )
     report = measure(experiment)
     if report.equal:

@@ -41,6 +41,8 @@ class Accumulation(StrEnum):
 
     REDUCE_EACH = "reduce-each"
     """Every micro-batch is reduced, and sharded gradients are added."""
+    HOLD = "hold"
+    """All micro-batches but the last keep their gradients whole and unreduced, as inside of `no_sync`."""
 
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -68,6 +70,7 @@ class Experiment:
     micro_batches: int
     seed: int
     timeout_s: float
+    accumulation: Accumulation = Accumulation.REDUCE_EACH
 
     def __post_init__(self) -> None:
         for name in ("world_size", "steps", "replicas", "micro_batches"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +39,20 @@ class Side:
     named: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     whole_batch: bool = False
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Backward passes inside of it keep their gradients whole on each rank."""
+        model: Any = self.model
+        if isinstance(model, FullyShardedDataParallel | DistributedDataParallel):
+            with model.no_sync():
+                yield
+        elif self.whole_batch:
+            yield
+        else:
+            model.set_requires_gradient_sync(False)
+            yield
+            model.set_requires_gradient_sync(True)
 
     def gradients(self) -> Tensors:
         """Full gradients; a collective."""

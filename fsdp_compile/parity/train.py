@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_compile.parity.bounds import Extent, depth_of
 from fsdp_compile.parity.differences import Difference, Quantity, compare, magnitude
-from fsdp_compile.parity.experiment import Experiment, Level, split, to_device
+from fsdp_compile.parity.experiment import Accumulation, Experiment, Level, split, to_device
 from fsdp_compile.parity.sides import Side, Tensors, compiled_side, reference_side, unit_names
 
 LOSS = (Quantity.LOSS, "loss")
@@ -132,9 +133,11 @@ def _backward(experiment: Experiment, side: Side, batch: Any, step: int) -> tupl
     for index, share in enumerate(shares):
         # Dropout draws the same numbers on both sides.
         torch.manual_seed(experiment.seed + 1 + (step * experiment.world_size + rank) * micro + index)
-        loss = experiment.loss(side.model, share)
-        depth = depth or depth_of(loss)
-        (loss / len(shares)).backward()
+        held = experiment.accumulation is Accumulation.HOLD and index + 1 < len(shares)
+        with side.holding() if held else contextlib.nullcontext():
+            loss = experiment.loss(side.model, share)
+            depth = depth or depth_of(loss)
+            (loss / len(shares)).backward()
         losses.append(loss.detach())
     return torch.stack(losses), depth
 
