@@ -227,6 +227,7 @@ def _kept() -> tuple[float, float, int, int]:
     freed = sum(flat.kept is not None for unit in units(model) for flat in unit.flats)
     by_hand = pair.difference()
     pair.step()
+    pair.compiled.unshard(async_op=True)  # type: ignore[operator]  # nobody waits: the next forward does
     pair.compiled.set_reshard_after_backward(False)  # type: ignore[operator]
     for batch in (second, third):
         pair.backward(batch)
