@@ -13,6 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters.offload import Policy as OffloadedBy
 from fsdp_compile.parameters.precision import Policy
 from fsdp_compile.parameters.splitting import WrapPolicy
 
@@ -20,6 +21,7 @@ _SHARDING = (
     "mesh",
     "mp_policy",
     "reshard_after_forward",
+    "offload_policy",
     "auto_wrap_policy",
     "sharding_strategy",
     "sync_module_states",
@@ -52,6 +54,7 @@ class FSDPOptions:
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
         reshard_after_forward: For a plain model: what `fully_shard(reshard_after_forward=...)` takes.
+        offload_policy: For a plain model: what `fully_shard(offload_policy=...)` takes.
         auto_wrap_policy: For a plain model: what `fully_shard(auto_wrap_policy=...)` takes.
         sharding_strategy: For a plain model: what `fully_shard(sharding_strategy=...)` takes.
         sync_module_states: For a plain model: what `fully_shard(sync_module_states=...)` takes.
@@ -67,6 +70,7 @@ class FSDPOptions:
     mesh: DeviceMesh | None = None
     mp_policy: Policy | None = None
     reshard_after_forward: bool | int | None = None
+    offload_policy: OffloadedBy | None = None
     auto_wrap_policy: WrapPolicy | None = None
     sharding_strategy: ShardingStrategy | None = None
     sync_module_states: bool = False

@@ -159,7 +159,7 @@ def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "offload": ({"offload_policy": CPUOffloadPolicy()}, "CPUOffloadPolicy", "offload_policy=", "leave it out"),
+    "offload": ({"offload_policy": CPUOffloadPolicy}, "offload_policy is a type", "offload_policy=", "leave it out"),
     "reshard-integer": ({"reshard_after_forward": 3}, "reshard_after_forward=3", "reshard_after_forward=", "1, 2, 4"),
     "reshard-zero": ({"reshard_after_forward": 0}, "reshard_after_forward=0", "reshard_after_forward=", "1, 2, 4"),
     "reshard-text": ({"reshard_after_forward": "no"}, "reshard_after_forward='no'", "reshard_after_forward=", "True"),

@@ -118,13 +118,13 @@ def aliases(roots: Iterable[fx.Node]) -> list[fx.Node]:
     return list(found)
 
 
-def upstream(node: fx.Node, role: Role) -> list[fx.Node]:
-    """The chain of nodes of `role` that `node` depends on, in an order in which they can be moved before it."""
+def upstream(node: fx.Node, *roles: Role) -> list[fx.Node]:
+    """The chain of nodes of any of `roles` that `node` depends on, in an order in which they can be moved before it."""
     found: dict[fx.Node, None] = {}
 
     def visit(current: fx.Node) -> None:
         for source in current.all_input_nodes:
-            if role_of(source) is role and source not in found:
+            if role_of(source) in roles and source not in found:
                 visit(source)
                 found[source] = None
 

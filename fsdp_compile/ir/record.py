@@ -38,6 +38,8 @@ class Role(enum.Enum):
     """Graph input: a full parameter that stayed gathered since an earlier call."""
     SHARD = "shard"
     """This rank's part of a message, on its way into an all-gather."""
+    OFFLOAD_IN = "offload_in"
+    """Copies this rank's part of a message from the host to the device."""
     GATHER = "gather"
     """Starts an all-gather."""
     GATHER_ITEM = "gather_item"
@@ -72,6 +74,8 @@ class Role(enum.Enum):
     """Completes an all-reduce over replicas, or one message of a grouped one."""
     SHARD_GRADIENT = "shard_gradient"
     """A step from a reduced message to the flat shard's gradient."""
+    OFFLOAD_OUT = "offload_out"
+    """Copies a flat shard's gradient from the device to the host."""
     FLAT_GRADIENT = "flat_gradient"
     """Graph output: the gradient of a flat shard."""
     PARTIAL_GRADIENT = "partial_gradient"
@@ -84,6 +88,8 @@ INPUTS = frozenset({Role.FLAT, Role.HOLDER, Role.HELD, Role.PARTIAL, Role.KEPT})
 """Roles of graph inputs; their records are the same in both graphs."""
 DECLARING = frozenset({Role.FLAT, Role.PART})
 """Roles of graph inputs that say where parameters lie, and need no other input for that."""
+SENT = (Role.SHARD, Role.OFFLOAD_IN)
+"""Roles of the nodes between a flat shard and its all-gather."""
 GRADIENTS = (Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT, Role.HELD_GRADIENT)
 """Roles of a flat shard's gradient, summed over all ranks, over the shard group, over none."""
 

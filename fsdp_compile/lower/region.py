@@ -13,7 +13,15 @@ from fsdp_compile.capture.partition import partition
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.markers import erase_markers
 from fsdp_compile.ir.record import Phase, Record
-from fsdp_compile.lower.runtime import Compiled, arrivals, check_inputs, flat_inputs, note_arrivals
+from fsdp_compile.lower.runtime import (
+    Compiled,
+    arrivals,
+    check_inputs,
+    flat_inputs,
+    host_copies_from,
+    note_arrivals,
+    wait_for_host_copies,
+)
 
 Transform = Callable[[StepGraph], StepGraph]
 
@@ -52,9 +60,12 @@ class Region:
         step = StepGraph(gm, phase)
         noted = arrivals(step) if phase is Phase.BACKWARD else []
         inputs = flat_inputs(step) if phase is Phase.FORWARD else []
+        copies_from = host_copies_from(step)
         erase_markers(gm.graph)
         gm.recompile()
         compiled = compile_graph()
+        if copies_from:
+            compiled = wait_for_host_copies(compiled, copies_from)
         if noted:
             return note_arrivals(compiled, noted)
         return check_inputs(compiled, inputs) if inputs else compiled

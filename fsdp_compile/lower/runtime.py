@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fsdp_compile.ir.graph import StepGraph
@@ -133,6 +134,23 @@ def note_arrivals(compiled: Compiled, noted: Sequence[Arrival]) -> Compiled:
                 if at is not None:
                     args[at] = value
         return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def host_copies_from(step: StepGraph) -> str:
+    """Type of the device from which a graph copies gradients to the host; empty if it copies none."""
+    return next((require(node).specs[0].compute for node in step.nodes(Role.OFFLOAD_OUT)), "")
+
+
+def wait_for_host_copies(compiled: Compiled, device_type: str) -> Compiled:
+    """Wraps a compiled backward that copies gradients to the host: the host waits once, when all copies are queued."""
+
+    def run(args: list[Any]) -> Any:
+        result = compiled(args)
+        torch.get_device_module(device_type).current_stream().synchronize()
+        return result
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

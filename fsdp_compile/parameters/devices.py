@@ -11,18 +11,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters.groups import device_on
+from fsdp_compile.parameters.offload import Offload
 
 Device = torch.device | str | int
 
 _OPTION = "fully_shard(device_id=...)"
 
 
-def kind_of(root: nn.Module, device_id: Device | None) -> str:
-    """The kind of device that a mesh has to be made for: of the given one, of the parameters, or of the machine."""
+def kind_of(root: nn.Module, device_id: Device | None, offload: Offload | None = None) -> str:
+    """The kind of device that a mesh has to be made for: of the given one, of the parameters, or of the machine.
+
+    Parameters that are offloaded to the host do not tell.
+    """
     if isinstance(device_id, str | torch.device):
         return torch.device(device_id).type
     parameter = next(root.parameters(), None)
-    if device_id is None and parameter is not None and not parameter.is_meta:
+    if device_id is None and offload is None and parameter is not None and not parameter.is_meta:
         return parameter.device.type
     # A build for CUDA names it as its accelerator on machines without a GPU, too.
     accelerator = (

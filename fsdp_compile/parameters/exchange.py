@@ -25,7 +25,7 @@ def gather(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
         spec: The parameter's slot.
 
     Returns:
-        A tensor of `spec.shape` in memory of its own.
+        A tensor of `spec.shape` in memory of its own, on the device that communicates.
     """
     piece = padded(local, spec)
     if spec.size > 1:
@@ -63,24 +63,25 @@ def scatter_from_first(full: torch.Tensor | None, like: torch.Tensor, spec: Read
     if group is None:
         assert rows is not None
         return rows.reshape(-1)[: like.numel()].view(like.shape).to(like.device)
-    piece = like.new_empty(spec.extent)
+    wire = wire_device(like, spec)
+    piece = like.new_empty(spec.extent, device=wire)
     for chunk in _chunks(spec.extent, spec.size * like.element_size()):
-        sent = None if rows is None else [as_bytes(row[chunk].to(like.device)) for row in rows]
+        sent = None if rows is None else [as_bytes(row[chunk].to(wire)) for row in rows]
         dist.scatter(as_bytes(piece[chunk]), sent, group=group, group_src=0)
-    return piece[: like.numel()].view(like.shape)
+    return piece[: like.numel()].view(like.shape).to(like.device)
 
 
 def share_among_replicas(shard: torch.Tensor, spec: ReadSpec) -> None:
     """Overwrites a contiguous tensor with what the first replica's rank at the same place has."""
     if spec.replicas > 1:
-        broadcast(shard, group_named(spec.replicate_group))
+        _broadcast(shard, spec, spec.replicate_group)
 
 
 def broadcast_from_first(value: torch.Tensor, spec: ReadSpec) -> None:
     """Overwrites a contiguous tensor with what the first rank of the mesh has."""
     share_among_replicas(value, spec)
     if spec.size > 1:
-        broadcast(value, group_named(spec.group))
+        _broadcast(value, spec, spec.group)
 
 
 def take_from_first(local: torch.Tensor, full: torch.Tensor | None, spec: ReadSpec) -> None:
@@ -111,6 +112,18 @@ def _chunks(count: int, bytes_each: int) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
+def _broadcast(value: torch.Tensor, spec: ReadSpec, group: str) -> None:
+    sent = value.to(wire_device(value, spec))
+    broadcast(sent, group_named(group))
+    if sent is not value:
+        value.copy_(sent)
+
+
+def wire_device(local: torch.Tensor, spec: ReadSpec) -> torch.device:
+    """The device on which a shard's group communicates: not the host's where the shard is offloaded."""
+    return torch.device(spec.compute) if spec.compute else local.device
+
+
 def is_first_replica(spec: ReadSpec) -> bool:
     """Whether this rank belongs to the first shard group of its mesh."""
     return spec.replicas == 1 or dist.get_rank(group_named(spec.replicate_group)) == 0
@@ -124,8 +137,8 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def padded(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
-    """This rank's part as the `[extent]` elements that it sends."""
-    piece = local.new_zeros(spec.extent)
+    """This rank's part as the `[extent]` elements that it sends, on the device that communicates."""
+    piece = local.new_zeros(spec.extent, device=wire_device(local, spec))
     piece[: local.numel()].view(local.shape).copy_(local)
     return piece
 

@@ -99,7 +99,9 @@ class HeldSlot:
 
     def _some_rank_has_a_gradient(self) -> bool:
         spec = self.slot.spec
-        has = torch.tensor([int(self.slot.parameter.grad is not None)], device=self.slot.local.device)
+        has = torch.tensor(
+            [int(self.slot.parameter.grad is not None)], device=exchange.wire_device(self.slot.local, self.slot.spec)
+        )
         if spec.size > 1:
             dist.all_reduce(has, dist.ReduceOp.MAX, group=exchange.group_named(spec.group))
         return bool(has.item())
@@ -135,7 +137,9 @@ class HeldSlot:
 
     def _agree(self, problem: ConfigError | None, *, has_gradient: bool) -> tuple[ConfigError | None, bool]:
         """What the first rank says."""
-        said = torch.tensor([int(problem is not None), int(has_gradient)], device=self.slot.local.device)
+        said = torch.tensor(
+            [int(problem is not None), int(has_gradient)], device=exchange.wire_device(self.slot.local, self.slot.spec)
+        )
         exchange.broadcast_from_first(said, self.slot.spec)
         if said[0].item() and problem is None:
             problem = ConfigError(

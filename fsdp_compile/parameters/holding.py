@@ -24,7 +24,7 @@ def install(flat: FlatShard) -> None:
         return
     spec = flat.slots[0].spec
     for sync, parts in ((Sync.NONE, spec.size), (Sync.SHARD, 1)):
-        element = torch.zeros(1, dtype=spec.reduce_dtype, device=flat.leaf.device)
+        element = torch.zeros(1, dtype=spec.reduce_dtype, device=spec.compute or flat.leaf.device)
         holder = element.expand(flat.leaf.numel() * parts).requires_grad_()
         holder.register_post_accumulate_grad_hook(functools.partial(_collect, weakref.ref(flat), sync))
         flat.holders[sync] = holder
@@ -63,7 +63,7 @@ def reduce_rest(flat: FlatShard) -> None:
         flat.partial.add(sum_over_shards(full.value, spec), full.offsets)
     summed = flat.partial.take_all() if sync is Sync.ALL else None
     if summed is not None:
-        gradient = sum_over_replicas(summed.value, spec).to(flat.leaf.dtype)
+        gradient = sum_over_replicas(summed.value, spec).to(flat.leaf)
         handover.deliver(flat, gradient, summed.offsets)
     if full is not None or summed is not None:
         publish(flat)

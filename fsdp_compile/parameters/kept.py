@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fsdp_compile._torch import collectives
 from fsdp_compile.parameters import assemble
 from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.spec import ReadSpec
 
 _EAGER = assemble.EagerBuilder()
 _steps = [0]
@@ -56,12 +57,17 @@ def start(flat: FlatShard) -> RunningGather:
     before = stamp(flat)
     buffer = flat.leaf.detach()
     spec = flat.slots[0].spec
-    pieces = [buffer[s.spec.offset : s.spec.offset + s.spec.extent].to(s.spec.param_dtype) for s in flat.slots]
+    pieces = [_piece(buffer, slot.spec) for slot in flat.slots]
     if spec.size > 1:
         pieces = collectives.all_gather_into_tensor_coalesced(pieces, spec.size, spec.group)
     else:
         pieces = [piece.clone() for piece in pieces]
     return RunningGather(tuple(pieces), before)
+
+
+def _piece(buffer: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+    piece = buffer[spec.offset : spec.offset + spec.extent]
+    return piece.to(spec.compute or piece.device).to(spec.param_dtype)
 
 
 def finish(flat: FlatShard, running: RunningGather) -> KeptParameters:

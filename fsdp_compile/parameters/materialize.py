@@ -19,6 +19,7 @@ from fsdp_compile.parameters import exchange, integrity, plain_view, seeds, stor
 from fsdp_compile.parameters.blank import blank, has_marks
 from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.groups import device_on
+from fsdp_compile.parameters.offload import compute_device
 from fsdp_compile.parameters.reads import original_class
 from fsdp_compile.parameters.rows import local_part
 from fsdp_compile.parameters.source import Source
@@ -206,7 +207,12 @@ def _own(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def allocate(unit: Unit, waiting: Sequence[ParameterSlot], device: torch.device) -> None:
-    """Gives slots on meta places in flat shards on `device`; parameters keep their identity, slots are made anew."""
+    """Gives slots on meta places in flat shards on `device`, or on the host if offloaded.
+
+    Parameters keep their identity, slots are made anew.
+    """
+    if compute_device(unit.policy.offload, unit.policy.mesh.device_type):
+        device = torch.device("cpu")
     for slot in waiting:
         storage.give_memory(slot, unit.policy, device)
     if waiting:

@@ -48,6 +48,8 @@ def unshard(
     if kept is not None:
         return kept.clone()  # a custom operator may not return its input
     piece = flat[read.offset : read.offset + read.extent]
+    if read.compute:
+        piece = piece.to(read.compute)
     if read.gather_dtype is not None:
         scales = quantize.block_scales(piece, read.gather_dtype)
         sent = _gathered(quantize.quantize(piece, scales, read.gather_dtype), read)
@@ -68,9 +70,10 @@ def _gathered(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
 @unshard.register_fake
 def _(flat: torch.Tensor, spec: str, *_: torch.Tensor | None) -> torch.Tensor:
     read = parse(spec)
+    device = read.compute or flat.device
     if not read.order:
-        return flat.new_empty(read.shape, dtype=read.param_dtype)
-    stored = flat.new_empty([read.shape[dim] for dim in read.order], dtype=read.param_dtype)
+        return flat.new_empty(read.shape, dtype=read.param_dtype, device=device)
+    stored = flat.new_empty([read.shape[dim] for dim in read.order], dtype=read.param_dtype, device=device)
     return stored.permute(assemble.inverse(read.order))
 
 
@@ -102,13 +105,13 @@ def reduce_grad(
         held, partial = accompany(owner, [read.offset], held, partial)
     rows = assemble.gradient_rows(_EAGER, grad, read).to(read.reduce_dtype)
     if read.sync is Sync.NONE:
-        return _placed(rows, flat.new_zeros((read.size, flat.numel()), dtype=read.reduce_dtype), read)
+        return _placed(rows, rows.new_zeros((read.size, flat.numel())), read)
     if held is not None:
         rows = _slot(held.view(read.size, -1), read) + rows
     gradient = sum_over_shards(rows.reshape(-1), read)
     if read.sync is Sync.ALL:
         gradient = sum_over_replicas(gradient if partial is None else _slot(partial, read) + gradient, read)
-        gradient = gradient.to(flat.dtype)
+        return _placed(gradient, torch.zeros_like(flat), read)
     return _placed(gradient, gradient.new_zeros(flat.numel()), read)
 
 
@@ -117,7 +120,8 @@ def _(flat: torch.Tensor, grad: torch.Tensor, spec: str, *_: torch.Tensor | None
     read = parse(spec)
     if read.sync is Sync.ALL:
         return torch.empty_like(flat)
-    return flat.new_empty(gradient_numel(flat.numel(), read), dtype=read.reduce_dtype)
+    numel = gradient_numel(flat.numel(), read)
+    return flat.new_empty(numel, dtype=read.reduce_dtype, device=read.compute or flat.device)
 
 
 def gradient_numel(numel: int, spec: ReadSpec) -> int:

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import OffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters.offload import Offload
 from fsdp_compile.parameters.precision import MixedPrecision, as_mixed_precision
-from fsdp_compile.parameters.refusals import refuse_policies
+from fsdp_compile.parameters.refusals import refuse_reshard
 from fsdp_compile.parameters.strategy import arrange, with_reshard
 from fsdp_compile.parameters.unit import UnitPolicy
 
@@ -29,6 +30,7 @@ class Arguments:
         reshard_after_forward: What is kept for backward.
         precision: Dtypes.
         device_type: Of a mesh that has to be made.
+        offload: Whether shards live on the host.
     """
 
     strategy: ShardingStrategy | None
@@ -36,6 +38,7 @@ class Arguments:
     reshard_after_forward: bool | int | None
     precision: MixedPrecision
     device_type: str
+    offload: Offload | None
 
     def policy(self) -> UnitPolicy:
         """The policy of a unit that overrides nothing.
@@ -49,7 +52,7 @@ class Arguments:
             reshard_after_forward=self.reshard_after_forward,
             device_type=self.device_type,
         )
-        return UnitPolicy(arrangement, self.precision)
+        return UnitPolicy(arrangement, self.precision, self.offload)
 
     def overridden(self, overrides: Mapping[str, Any]) -> UnitPolicy:
         """The policy of a unit for which a wrap policy returned `overrides`.
@@ -69,14 +72,13 @@ class Arguments:
                 )
         precision = as_mixed_precision(overrides["mp_policy"]) if "mp_policy" in overrides else self.precision
         kept = overrides.get("reshard_after_forward")
-        refuse_policies(kept, OffloadPolicy())
+        refuse_reshard(kept)
         if "sharding_strategy" in overrides or "mesh" in overrides:
             strategy, mesh = overrides.get("sharding_strategy", self.strategy), overrides.get("mesh", self.mesh)
-            return UnitPolicy(
-                arrange(strategy, mesh, reshard_after_forward=kept, device_type=self.device_type), precision
-            )
+            arrangement = arrange(strategy, mesh, reshard_after_forward=kept, device_type=self.device_type)
+            return UnitPolicy(arrangement, precision, self.offload)
         policy = self.policy()
         arrangement = (
             policy.arrangement if kept is None else with_reshard(policy.arrangement, reshard_after_forward=kept)
         )
-        return UnitPolicy(arrangement, precision)
+        return UnitPolicy(arrangement, precision, self.offload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,23 +35,17 @@ def refuse_root(module: nn.Module) -> None:
         )
 
 
-def refuse_policies(reshard_after_forward: object, offload_policy: OffloadPolicy) -> None:
-    """Refuses arguments that mean nothing here.
+def refuse_reshard(reshard_after_forward: object) -> None:
+    """Refuses an argument that means nothing here.
 
     Raises:
-        ConfigError: If one is not of the type, or not of the kind, that is supported.
+        ConfigError: If it is not of a kind that is supported.
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise ConfigError(
             f"reshard_after_forward={reshard_after_forward!r} is not supported",
             where="fully_shard(reshard_after_forward=...)",
             instead="True (gather again in backward), False (keep for backward), a divisor of the shard group or None",
-        )
-    if type(offload_policy) is not OffloadPolicy:
-        raise ConfigError(
-            f"{type(offload_policy).__name__} is not supported",
-            where="fully_shard(offload_policy=...)",
-            instead="leave it out: parameters stay on their device",
         )
 
 

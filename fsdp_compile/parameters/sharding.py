@@ -19,13 +19,15 @@ from fsdp_compile.parameters.islands import Place, cast_at, keep_full_precision
 from fsdp_compile.parameters.materialize import InitFn, check_init_fn, fill_in
 from fsdp_compile.parameters.methods import introduce
 from fsdp_compile.parameters.moved import MovedParameter
+from fsdp_compile.parameters.offload import Policy as OffloadedBy
+from fsdp_compile.parameters.offload import as_offload
 from fsdp_compile.parameters.overrides import Arguments
 from fsdp_compile.parameters.precision import MixedPrecision, Policy, as_mixed_precision
 from fsdp_compile.parameters.reads import READS, gather_on_read
 from fsdp_compile.parameters.refusals import (
     refuse_gradients,
     refuse_part,
-    refuse_policies,
+    refuse_reshard,
     refuse_root,
     refuse_wrappers,
 )
@@ -62,7 +64,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: Policy = MixedPrecisionPolicy(),  # noqa: B008  frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadedBy = OffloadPolicy(),  # noqa: B008  frozen
     ignored_params: Iterable[nn.Parameter | nn.Module] | None = None,
     auto_wrap_policy: WrapPolicy | None = None,
     param_init_fn: InitFn | None = None,
@@ -84,7 +86,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         shard_placement_fn: Names another dimension than 0 to shard a parameter on; it must divide evenly.
         mp_policy: Dtypes of gathered parameters, reduction, inputs and outputs: FSDP2's `MixedPrecisionPolicy`, our
             `MixedPrecision`, which says more, or FSDP1's.
-        offload_policy: Only the default, which offloads nothing.
+        offload_policy: `CPUOffloadPolicy()`, or FSDP1's `CPUOffload(True)`, keeps shards, gradients and optimizer state
+            on the host; parameters are copied to the mesh's device for the gather, gradients back after the reduction.
         ignored_params: Parameters to leave as they are: neither sharded nor reduced. A module stands for all
             parameters in it.
         auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split. A
@@ -111,7 +114,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
     """
     refuse_root(module)
-    refuse_policies(reshard_after_forward, offload_policy)
+    refuse_reshard(reshard_after_forward)
+    offload = as_offload(offload_policy)
     source = Source.of(sync_module_states)
     check_init_fn(param_init_fn)
     precision = as_mixed_precision(mp_policy)
@@ -119,8 +123,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     listed = ignored_in(module, ignored_params)
     ignored = listed.ids
     refuse_gradients(module, ignored)
-    kind = devices.kind_of(module, device_id)
-    arguments = Arguments(sharding_strategy, mesh, reshard_after_forward, precision, kind)
+    kind = devices.kind_of(module, device_id, offload)
+    arguments = Arguments(sharding_strategy, mesh, reshard_after_forward, precision, kind, offload)
     policy = arguments.policy()
     device = devices.chosen(policy.mesh, device_id)
     devices.refuse_mixture(module, ignored, device)

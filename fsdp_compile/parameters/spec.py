@@ -59,6 +59,7 @@ class ReadSpec:
         divide: What the sum of gradients is divided by; `None` for the number of ranks.
         kept_over: Ranks that together keep the gathered value for backward, 1/k each; 1 if each keeps its shard alone.
         kept_group: Alias of their group, empty if there is none.
+        compute: Type of the device that computes with it, if the flat shard lives on the host instead; else empty.
     """
 
     offset: int
@@ -79,6 +80,7 @@ class ReadSpec:
     hook: str = ""
     kept_over: int = 1
     kept_group: str = ""
+    compute: str = ""
 
     @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
@@ -145,6 +147,8 @@ class ReadSpec:
             fields["divide"] = repr(float(self.divide))
         if self.kept_over > 1:
             fields["kept"] = f"{self.kept_group}/{self.kept_over}"
+        if self.compute:
+            fields["compute"] = self.compute
         return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
@@ -180,6 +184,7 @@ def parse(text: str) -> ReadSpec:
             divide=float(fields["divide"]) if "divide" in fields else None,
             kept_over=int(kept_over),
             kept_group=kept_group,
+            compute=fields.get("compute", ""),
         )
     except (KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"not the text of a read: {text!r}") from error

@@ -16,6 +16,7 @@ from fsdp_compile.parameters import handover, holding, layout, moved
 from fsdp_compile.parameters.boundary import Island
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.groups import GroupRole, alias_of, run_of
+from fsdp_compile.parameters.offload import compute_device, host_buffer, refuse_device
 from fsdp_compile.parameters.reads import BOUNDARY, gather_on_read
 from fsdp_compile.parameters.rows import local_part, local_shape
 from fsdp_compile.parameters.spec import ReadSpec
@@ -93,12 +94,23 @@ def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
     planned = layout.plan_layout(
         shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.quantized or dtypes.sent, reduced=dtypes.reduced
     )
-    buffer = torch.zeros(planned.numel, dtype=first.dtype, device=members[0].target)
+    buffer = _buffer(unit, members, planned.numel)
     slots = [_slot(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
     flat = FlatShard(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), slots)
     handover.install(flat)
     holding.install(flat)
     return flat
+
+
+def _buffer(unit: Unit, members: Sequence[Member], numel: int) -> torch.Tensor:
+    first, offload = members[0].parameter, unit.policy.offload
+    device = members[0].target
+    if offload is None or device.type == "meta" or not compute_device(offload, unit.policy.mesh.device_type):
+        return torch.zeros(numel, dtype=first.dtype, device=device)
+    for member in members:
+        if isinstance(member.parameter, DTensor):  # sharded before, and moved since
+            refuse_device(member.name, member.target)
+    return host_buffer(numel, first.dtype, offload)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +159,7 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
         divide=unit.divide,
         kept_over=policy.arrangement.kept_over,
         kept_group=_kept_alias(policy),
+        compute=compute_device(policy.offload, policy.mesh.device_type),
     )
     held = local_shape(shape, member.dim, policy.size, policy.rank)
     numel = torch.Size(held).numel()

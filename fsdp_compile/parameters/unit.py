@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.hooks import Registered
+from fsdp_compile.parameters.offload import Offload
 from fsdp_compile.parameters.precision import MixedPrecision
 from fsdp_compile.parameters.spec import Reshard, Sync
 from fsdp_compile.parameters.strategy import Arrangement
@@ -24,10 +25,12 @@ class UnitPolicy:
     Attributes:
         arrangement: Over which ranks, and what is kept for backward.
         mixed_precision: Dtypes; `None` in it keeps the parameter's own.
+        offload: Whether shards live on the host; `None` keeps them on the mesh's device.
     """
 
     arrangement: Arrangement
     mixed_precision: MixedPrecision
+    offload: Offload | None = None
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -20,7 +20,7 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.edit import GraphBuilder, erase_unused
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import beside, first_of, last_of, same_flat, upstream
-from fsdp_compile.ir.record import GRADIENTS, Role, require, role_of
+from fsdp_compile.ir.record import GRADIENTS, SENT, Role, require, role_of
 from fsdp_compile.parameters import assemble
 from fsdp_compile.passes import wire
 from fsdp_compile.passes.edges import edges_of
@@ -71,7 +71,7 @@ class BucketCollectives:
 
 def _gather_single(start: fx.Node) -> Single:
     shard = start.all_input_nodes[0]
-    while require(shard).role is Role.SHARD:
+    while require(shard).role in SENT:
         shard = shard.all_input_nodes[0]
     end = start
     while require(end).role is not Role.FULL:
@@ -104,7 +104,7 @@ def _reduce_single(start: fx.Node) -> Single:
 
 def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) -> None:
     first = first_of([s.start for s in bucket.singles], order)
-    anchor = first_of([*upstream(first, Role.SHARD), first], order)
+    anchor = first_of([*upstream(first, *SENT), first], order)
     b = GraphBuilder(step.graph, joint_record(bucket.singles, Role.SHARD), first)
     with step.graph.inserting_before(anchor):
         sent = [(piece, message) for piece in bucket.pieces for message in _shard_messages(b, piece)]
@@ -216,7 +216,7 @@ def _gradient_message(b: GraphBuilder, piece: Piece) -> fx.Node:
 
 def _rewrite_flat_gradient(step: StepGraph, flat: fx.Node, pieces: list[tuple[int, fx.Node]]) -> None:
     old = next(n for n in step.nodes(Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT) if same_flat(require(flat), require(n)))
-    old_parts = upstream(old, Role.SHARD_GRADIENT)
+    old_parts = upstream(old, Role.SHARD_GRADIENT, Role.OFFLOAD_OUT)
     record = dataclasses.replace(require(old), role=Role.SHARD_GRADIENT)
     with step.graph.inserting_before(step.output):
         new = join_pieces(GraphBuilder(step.graph, record, old), old, pieces)
@@ -229,7 +229,7 @@ def _rewrite_flat_gradient(step: StepGraph, flat: fx.Node, pieces: list[tuple[in
 def _erase_chain(single: Single) -> None:
     """Erases a single collective, from its unused end back to what it was made of."""
     node: fx.Node = single.end
-    gathers = {Role.SHARD, Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT, Role.COPY_OUT, Role.FULL}
+    gathers = {*SENT, Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT, Role.COPY_OUT, Role.FULL}
     roles = {*gathers, Role.GRADIENT, *ON_THE_WAY}
     todo, erased = [node], set[fx.Node]()
     while todo:

@@ -36,6 +36,7 @@ from fsdp_compile.ir.record import Record, Role, require
 from fsdp_compile.parameters import assemble
 from fsdp_compile.parameters.spec import ReadSpec, Sync, parse
 from fsdp_compile.passes import gathering
+from fsdp_compile.passes.offload import copy_out
 from fsdp_compile.passes.reduction import reduce_one, scale_before
 
 aten = torch.ops.aten
@@ -221,7 +222,7 @@ def join_pieces(b: GraphBuilder, like: fx.Node, pieces: Iterable[tuple[int, fx.N
 
     Args:
         b: Writes at one place.
-        like: A tensor of the size and dtype of the gradient.
+        like: A tensor of the size, dtype and device of the gradient.
         pieces: Offsets in the flat shard, and `[n]` elements from there on; or `[parts, n]`.
         parts: Into how many parts of the flat shard's size the gradient is divided.
     """
@@ -236,10 +237,13 @@ def join_pieces(b: GraphBuilder, like: fx.Node, pieces: Iterable[tuple[int, fx.N
         # Padding, not zeros of their own: those would name this rank's device.
         padded.append(b.call(aten.constant_pad_nd.default, part, [before, after]) if before or after else part)
         begin = end
-    if len(padded) == 1 and require(padded[0]).role is not Role.GRADIENT:  # a message that nobody else holds
+    alone = len(padded) == 1 and require(padded[0]).role is not Role.GRADIENT  # a message that nobody else holds
+    if alone and (copied := copy_out(b, padded[0], like)) is not padded[0]:
+        return copied
+    if alone:
         return b.call(aten.view.default, padded[0], list(value.shape))
     if b.value(padded[0]).dim() == 1:
-        return b.call(aten.cat.default, padded)
+        return copy_out(b, b.call(aten.cat.default, padded), like)
     return b.call(aten.view.default, b.call(aten.cat.default, padded, 1), list(value.shape))
 
 

@@ -20,7 +20,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.edit import move_before
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import upstream
-from fsdp_compile.ir.record import Role, require
+from fsdp_compile.ir.record import SENT, Role, require
 from fsdp_compile.passes.schedule_reduce import followers_of
 from fsdp_compile.planner.from_graph import Posed, count_everything, pose
 from fsdp_compile.planner.place import BudgetError, Placement, place
@@ -116,7 +116,7 @@ class Schedule:
         moved = {node for following in followers.values() for node in following}
         chains = [_chain(start, followers) for start in followers if start not in moved]
         for gather in step.nodes(Role.GATHER):
-            moved.update(upstream(gather, Role.SHARD))
+            moved.update(upstream(gather, *SENT))
         return pose(step, chains, frozenset(moved), self.hardware, self.fusion)
 
     def apply(self, step: StepGraph, plan: SchedulePlan) -> None:  # noqa: ARG002
@@ -124,7 +124,7 @@ class Schedule:
         for one in plan.awaits:
             move_before(one.followers, one.anchor)
         for hoist in plan.hoists:
-            move_before([*upstream(hoist.gather, Role.SHARD), hoist.gather], hoist.anchor)
+            move_before([*upstream(hoist.gather, *SENT), hoist.gather], hoist.anchor)
 
 
 def _chain(start: fx.Node, followers: Followers) -> list[fx.Node]:

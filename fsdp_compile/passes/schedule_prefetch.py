@@ -15,7 +15,7 @@ from torch import fx
 from fsdp_compile.ir.edit import move_before
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import first_of, upstream
-from fsdp_compile.ir.record import Role, role_of
+from fsdp_compile.ir.record import SENT, Role, role_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SchedulePrefetch:
             return PrefetchPlan(())
         gathers = list(step.nodes(Role.GATHER))
         order = step.order()
-        top = next(n for n in step.graph.nodes if n.op != "placeholder" and role_of(n) not in (Role.SHARD, Role.GATHER))
+        top = next(n for n in step.graph.nodes if n.op != "placeholder" and role_of(n) not in (*SENT, Role.GATHER))
         anchors = [
             top if k < self.distance else first_wait(gathers[k - self.distance], order) for k in range(len(gathers))
         ]
@@ -59,7 +59,7 @@ class SchedulePrefetch:
     def apply(self, step: StepGraph, plan: PrefetchPlan) -> None:  # noqa: ARG002
         """Moves the gathers, each with the slices and casts that it sends."""
         for move in plan.moves:
-            move_before([*upstream(move.gather, Role.SHARD), move.gather], move.anchor)
+            move_before([*upstream(move.gather, *SENT), move.gather], move.anchor)
 
 
 def first_wait(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:

@@ -25,7 +25,7 @@ from fsdp_compile.passes.reduction import STARTS
 
 _ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
 _WAITS = (Role.REDUCE_WAIT, Role.REPLICATE_WAIT)
-_MOVED = (*STARTS, *_ITEMS, *_WAITS, Role.ADD_PARTIAL, Role.SHARD_GRADIENT, *GRADIENTS)
+_MOVED = (*STARTS, *_ITEMS, *_WAITS, Role.ADD_PARTIAL, Role.SHARD_GRADIENT, Role.OFFLOAD_OUT, *GRADIENTS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fsdp_compile.cost.schedule import waits_of
 from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import aliases, upstream
-from fsdp_compile.ir.record import Phase, Role, role_of
+from fsdp_compile.ir.record import SENT, Phase, Role, role_of
 from fsdp_compile.planner.problem import Gather, Problem, Reduction
 
 ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
@@ -109,7 +109,7 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
         free=end if leaves else 1 + max(positions[node] for node in {*users, *held}),
         size_bytes=result_bytes(start),
         time_us=communication(start, hardware.link).time_us,
-        sent_bytes=sum(result_bytes(node) for node in upstream(start, Role.SHARD) if not shares_memory(node)),
+        sent_bytes=sum(result_bytes(node) for node in upstream(start, *SENT) if not shares_memory(node)),
     )
 
 

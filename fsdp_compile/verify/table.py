@@ -8,7 +8,18 @@ from collections.abc import Callable
 
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts
-from fsdp_compile.verify.rules import buffers, gathers, live_bytes, order, records, reductions, reshard, saved, waits
+from fsdp_compile.verify.rules import (
+    buffers,
+    gathers,
+    live_bytes,
+    offload,
+    order,
+    records,
+    reductions,
+    reshard,
+    saved,
+    waits,
+)
 
 
 class Stage(enum.Enum):
@@ -56,6 +67,11 @@ RULES: tuple[Rule, ...] = (
         reductions.RULE,
         "every gradient is averaged once over its own groups and lands at its own place of one flat gradient",
         reductions.reduced_once,
+    ),
+    Rule(
+        offload.RULE,
+        "shards on the host reach the device in one copy before the gather, and gradients come back in one",
+        offload.host_copies,
     ),
     Rule(
         records.MARKERS_GONE,

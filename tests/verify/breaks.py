@@ -479,6 +479,21 @@ def _reader(node: fx.Node) -> fx.Node:
     return node
 
 
+def gradient_copied_to_where_it_is(step: StepGraph) -> fx.Node:
+    joined = _last(step, Role.FLAT_GRADIENT)
+    flat_gradient, value = require(joined), joined.meta["val"]
+    with step.graph.inserting_after(joined):
+        copy = step.graph.call_function(aten._to_copy.default, (joined,))
+    copy.kwargs = {"device": torch.device("cpu"), "non_blocking": True}
+    with step.graph.inserting_after(copy):
+        view = step.graph.call_function(aten.view.default, (copy, list(value.shape)))
+    joined.replace_all_uses_with(view, delete_user_cb=lambda user: user is not copy)
+    roles = {joined: Role.SHARD_GRADIENT, copy: Role.OFFLOAD_OUT, view: Role.FLAT_GRADIENT}
+    for node, role in roles.items():
+        node.meta.update(val=value, **{KEY: dataclasses.replace(flat_gradient, role=role)})
+    return view
+
+
 def collective_without_a_record(step: StepGraph) -> fx.Node:
     start = _last(step, Role.REDUCE)
     del start.meta[KEY]
@@ -516,6 +531,7 @@ BREAKS = (
     Break("reduced-once", gradients_swapped_in_a_message, BACKWARD, "where"),
     Break("reduced-once", gradients_of_two_units_swapped, BACKWARD, "no flat shard"),
     Break("reduced-once", replicas_left_out, BACKWARD, "went through", world=SQUARE, stage=Stage.INSERTED),
+    Break("host-copies", gradient_copied_to_where_it_is, BACKWARD, "is copied to the host"),
     Break("markers-gone", marker_left, FORWARD, "marker"),
     Break("no-use-after-reshard", reshard_deleted, BACKWARD, "never resharded"),
     Break("no-use-after-reshard", reshard_before_the_last_use, FORWARD, "freed it"),

@@ -1,0 +1,129 @@
+"""Shards on the host: right where the host computes, too, and refused by name where they cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
+
+import fsdp_compile
+from fsdp_compile import ConfigError, fully_shard
+from fsdp_compile.parameters.offload import Offload, as_offload, compute_device, host_buffer, refuse_device
+from tests.parity.models import Stack
+from tests.parity.pair import Differences, train_pair
+from tests.ranks import run_ranks
+
+
+def _offloaded(policy: Any, *, as_option: bool) -> Differences:
+    if as_option:
+        return train_pair(Stack, options={"offload_policy": policy}, clip=0.5)
+    return train_pair(Stack, prepare=lambda model: fully_shard(model, offload_policy=policy), clip=0.5)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("policy", "as_option"),
+    [(CPUOffloadPolicy(), False), (CPUOffloadPolicy(pin_memory=False), True), (CPUOffload(offload_params=True), True)],
+)
+def test_the_host_trains_to_the_numbers_of_one_process(policy: object, as_option: bool) -> None:  # noqa: FBT001
+    for found in run_ranks(_offloaded, policy, as_option=as_option, world_size=2):
+        assert found.loss < 1e-6
+        assert found.gradient < 1e-4
+        assert found.parameter < 0.02
+
+
+def _accumulated() -> tuple[bool, str, list[torch.device]]:
+    """Two backwards without no_sync(): FSDP1 keeps the last one's gradient only."""
+    model = nn.Linear(8, 4)
+    reference = nn.Linear(8, 4)
+    reference.load_state_dict(model.state_dict())
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(2):
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        compiled(batch.chunk(world)[rank]).square().mean().backward()
+        reference(batch).square().mean().backward()
+    assert reference.weight.grad is not None
+    norm = fsdp_compile.clip_grad_norm_(model, 1e9)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    state = [v.device for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    state += [v.device for v in model.state_dict().values()]
+    return torch.allclose(norm, expected, rtol=1e-5), norm.device.type, state
+
+
+def test_gradients_add_up_and_norm_state_and_checkpoints_stay_on_the_host() -> None:
+    torch.manual_seed(0)
+    for equal, device, state in run_ranks(_accumulated, world_size=2):
+        assert equal
+        assert device == "cpu"
+        assert set(state) == {torch.device("cpu")}
+
+
+def test_policies_of_both_fsdps_are_understood() -> None:
+    assert as_offload(CPUOffloadPolicy()) == Offload(pinned=True)
+    assert as_offload(CPUOffloadPolicy(pin_memory=False)) == Offload(pinned=False)
+    assert as_offload(CPUOffload(offload_params=True)) == Offload(pinned=True)
+    assert as_offload(CPUOffload(offload_params=False)) is None
+
+
+def test_copies_are_for_shards_that_live_elsewhere_than_they_are_used() -> None:
+    assert compute_device(Offload(pinned=True), "cuda") == "cuda"
+    assert compute_device(Offload(pinned=True), "cpu") == ""
+    assert compute_device(None, "cuda") == ""
+
+
+def test_pinning_without_a_device_is_refused() -> None:
+    with (
+        mock.patch.object(torch.accelerator, "is_available", return_value=False),
+        pytest.raises(ConfigError, match="pin_memory=False"),
+    ):
+        host_buffer(32, torch.float32, Offload(pinned=True))
+    assert host_buffer(32, torch.float32, Offload(pinned=False)).tolist() == [0.0] * 32
+
+
+def test_moving_an_offloaded_parameter_to_the_device_is_refused() -> None:
+    refuse_device("weight", torch.device("cpu"))
+    with pytest.raises(ConfigError, match="leave the model on the CPU") as caught:
+        refuse_device("weight", torch.device("cuda", 0))
+    assert "cuda:0" in str(caught.value)
+    assert "weight" in str(caught.value)
+
+
+@pytest.mark.optional
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_a_gpu_trains_from_pinned_shards(lower: str) -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model, reference = Stack(), Stack()
+        reference.load_state_dict(model.state_dict())
+        reference.cuda()
+        fully_shard(model, mesh=init_device_mesh("cuda", (1,)), offload_policy=CPUOffloadPolicy())
+        assert all(unit.flats[0].leaf.is_pinned() for unit in fsdp_compile.units(model))
+        compiled = torch.compile(model, backend="fsdp", options={"lower": lower})
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+        for step in range(6):
+            batch = torch.randn(64, 32, generator=torch.Generator().manual_seed(step)).cuda()
+            loss, expected = compiled(batch).square().mean(), reference(batch).square().mean()
+            torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+            loss.backward()
+            expected.backward()
+            if step % 2:  # two backwards are added on the host
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert mine.device.type == "cpu"
+            torch.testing.assert_close(mine.full_tensor(), theirs.cpu(), rtol=1e-3, atol=1e-4)  # type: ignore[attr-defined]
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,178 @@
+"""Graphs of units that live on the host, on a GPU that is not there: copies, their order, and the rule about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import fx
+
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.parse import parse_graph
+from fsdp_compile.ir.record import Role, role_of
+from fsdp_compile.lower.runtime import host_copies_from, wait_for_host_copies
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.pipeline import passes
+from fsdp_compile.verify.check import check, complaints
+
+SLOTS = """
+  .bias: offset=0 extent=64 shape=64 dim=0 over=fsdp.shard.0/2 param=bfloat16 reduce=float32 reshard=after_forward{}
+  .weight: offset=64 extent=4096 shape=128x64 dim=0 over=fsdp.shard.0/2 param=bfloat16 reduce=float32 reshard=after_forward{}
+"""  # noqa: E501
+FORWARD = """graph forward on cpu
+%one = input(role=flat, unit=one) : f32[4160]{slots}
+%two = input(role=flat, unit=two) : f32[4160]{slots}
+%x = input() : bf16[3, 128] on cuda
+%w1 = fsdp.unshard(%one, slot=.weight) : bf16[128, 64] on cuda
+%b1 = fsdp.unshard(%one, slot=.bias) : bf16[64] on cuda
+%y = aten.addmm(%b1, %x, %w1) : bf16[3, 64] on cuda
+%w2 = fsdp.unshard(%two, slot=.weight) : bf16[128, 64] on cuda
+%b2 = fsdp.unshard(%two, slot=.bias) : bf16[64] on cuda
+%z = aten.addmm(%b2, %x, %w2) : bf16[3, 64] on cuda
+%r = aten.add.Tensor(%y, %z) : bf16[3, 64] on cuda
+return (%r,)
+"""
+BACKWARD = """graph backward on cpu
+%one = input(role=flat, unit=one) : f32[4160]{slots}
+%two = input(role=flat, unit=two) : f32[4160]{slots}
+%dw = input() : bf16[128, 64] on cuda
+%db = input() : bf16[64] on cuda
+%g1 = fsdp.reduce_grad(%two, %dw, slot=.weight) : f32[4160]
+%g2 = fsdp.reduce_grad(%two, %db, slot=.bias) : f32[4160]
+%s1 = aten.add.Tensor(%g1, %g2) : f32[4160]
+%g3 = fsdp.reduce_grad(%one, %dw, slot=.weight) : f32[4160]
+return (%g3, %s1)
+"""
+
+
+def transformed(text: str, *, slots: str = SLOTS.format(*[" compute=cuda"] * 2)) -> StepGraph:
+    step = parse_graph(text.format(slots=slots.rstrip()))
+    for graph_pass in passes(FSDPOptions()):
+        graph_pass.apply(step, graph_pass.plan(step))
+    return step
+
+
+def roles(step: StepGraph) -> list[Role]:
+    return [role for node in step.graph.nodes if (role := role_of(node)) is not None]
+
+
+def device_and_dtype(node: fx.Node) -> tuple[str, torch.dtype]:
+    return node.meta["val"].device.type, node.meta["val"].dtype
+
+
+@pytest.mark.core
+def test_each_message_is_copied_as_stored_and_cast_on_the_device() -> None:
+    step = transformed(FORWARD)
+    check(step)
+    copies = list(step.nodes(Role.OFFLOAD_IN))
+    assert len(copies) == 4  # two messages of two units: the bias, and the weight, of 16 KiB
+    for copy in copies:
+        assert device_and_dtype(copy.all_input_nodes[0]) == ("cpu", torch.float32)
+        assert device_and_dtype(copy) == ("cuda", torch.float32)
+        (cast,) = copy.users
+        assert device_and_dtype(cast) == ("cuda", torch.bfloat16)
+        assert [role_of(user) for user in cast.users] == [Role.GATHER]
+
+
+def test_copies_start_ahead_with_their_gather() -> None:
+    step = transformed(FORWARD)
+    order = step.order()
+    first, second = step.nodes(Role.GATHER)
+    waits = list(step.nodes(Role.GATHER_WAIT))
+    assert max(order[c] for c in list(step.nodes(Role.OFFLOAD_IN))[2:]) < order[second] < order[waits[0]]
+    assert order[first] < order[second]
+
+
+@pytest.mark.core
+def test_one_copy_per_flat_shard_goes_back_after_its_reduction() -> None:
+    step = transformed(BACKWARD)
+    check(step)
+    copies = list(step.nodes(Role.OFFLOAD_OUT))
+    assert [device_and_dtype(copy) for copy in copies] == [("cpu", torch.float32)] * 2
+    assert all(device_and_dtype(copy.all_input_nodes[0]) == ("cuda", torch.float32) for copy in copies)
+    assert all(copy.kwargs["non_blocking"] is True for copy in copies)
+    order = step.order()
+    last_reduce = max(order[node] for node in step.nodes(Role.REDUCE))
+    assert order[copies[0]] < last_reduce < order[copies[1]]  # the first runs beside the second reduction
+    assert host_copies_from(step) == "cuda"
+
+
+def test_shards_on_the_device_are_not_copied() -> None:
+    for text in (FORWARD, BACKWARD):
+        step = transformed(text.replace("f32[4160]", "f32[4160] on cuda"), slots=SLOTS.format("", ""))
+        check(step)
+        assert not {Role.OFFLOAD_IN, Role.OFFLOAD_OUT} & set(roles(step))
+        assert host_copies_from(step) == ""
+
+
+def _without_copy_in(step: StepGraph) -> None:
+    copy = next(iter(step.nodes(Role.OFFLOAD_IN)))
+    copy.replace_all_uses_with(copy.all_input_nodes[0])
+    step.graph.erase_node(copy)
+
+
+def _copied_twice(step: StepGraph) -> None:
+    copy = next(iter(step.nodes(Role.OFFLOAD_IN)))
+    with step.graph.inserting_after(copy):
+        again = step.graph.node_copy(copy)
+    copy.replace_all_uses_with(again)
+    again.args = (copy,)
+
+
+def _blocking(step: StepGraph) -> None:
+    copy = next(iter(step.nodes(Role.OFFLOAD_IN)))
+    copy.kwargs = {**copy.kwargs, "non_blocking": False}
+
+
+def _to_the_host(step: StepGraph) -> None:
+    copy = next(iter(step.nodes(Role.OFFLOAD_IN)))
+    copy.kwargs = {**copy.kwargs, "device": torch.device("cpu")}
+
+
+def _without_copy_out(step: StepGraph) -> None:
+    copy = next(iter(step.nodes(Role.OFFLOAD_OUT)))
+    copy.replace_all_uses_with(copy.all_input_nodes[0])
+    step.graph.erase_node(copy)
+
+
+@pytest.mark.parametrize(
+    ("text", "edit", "says"),
+    [
+        (FORWARD, _without_copy_in, "after 0 copies from the host"),
+        (FORWARD, _copied_twice, "after 2 copies from the host"),
+        (FORWARD, _blocking, "does something else"),
+        (FORWARD, _to_the_host, "does something else"),
+        (BACKWARD, _without_copy_out, "is not copied to the host"),
+    ],
+)
+def test_a_broken_graph_is_noticed(text: str, edit: Callable[[StepGraph], None], says: str) -> None:
+    step = transformed(text)
+    edit(step)
+    found = [complaint for complaint in complaints(step) if complaint.rule == "host-copies"]
+    assert any(says in str(complaint) for complaint in found), found
+
+
+def test_reading_a_gradient_on_its_way_is_noticed() -> None:
+    step = transformed(BACKWARD)
+    copy = next(iter(step.nodes(Role.OFFLOAD_OUT)))
+    with step.graph.inserting_before(step.output):
+        step.graph.call_function(torch.ops.aten.mul.Tensor, (copy, 2)).meta["val"] = copy.meta["val"]
+    assert any("on its way to the host" in str(complaint) for complaint in complaints(step))
+
+
+def test_the_host_waits_once_after_all_copies_are_queued() -> None:
+    events: list[str] = []
+    stream = mock.Mock(synchronize=lambda: events.append("wait"))
+    device = mock.Mock(current_stream=lambda: stream)
+
+    def compiled(args: list[Any]) -> list[Any]:
+        events.append("run")
+        return args
+
+    with mock.patch.object(torch, "get_device_module", return_value=device) as asked:
+        assert wait_for_host_copies(compiled, "cuda")([1, 2]) == [1, 2]
+    asked.assert_called_once_with("cuda")
+    assert events == ["run", "wait"]
