@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile import RankMismatchError
+from fsdp_compile import RankMismatchError, fully_shard
 from tests.parity.models import Stack
 from tests.parity.pair import loss_of
 from tests.ranks import run_ranks
@@ -70,3 +70,22 @@ def _recompiles_alone() -> int:
 @pytest.mark.core
 def test_a_rank_that_recompiles_alone_waits_for_nobody() -> None:
     assert run_ranks(_recompiles_alone, timeout_s=60) == [4, 4]
+
+
+def _experts() -> int:
+    """Rank 1 compiles its second layer again, for its rows; the other ranks share the first layer's graph."""
+    experts = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)]
+    model = nn.ModuleDict({"experts": nn.ModuleList(experts)})
+    for expert in experts:
+        fully_shard(expert)
+        expert.compile(backend="fsdp", dynamic=False, options={"lower": "eager"})
+    rows = [3, 5] if dist.get_rank() == 1 else [4, 4]
+    for _ in range(2):
+        first, second = (expert(part) for expert, part in zip(experts, torch.ones(8, 32).split(rows), strict=True))
+        loss_of(torch.cat([first, second])).backward()
+    return sum(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.core
+def test_a_graph_that_layers_share_may_have_the_names_of_another_layer() -> None:
+    assert run_ranks(_experts, timeout_s=100) == [4, 4]

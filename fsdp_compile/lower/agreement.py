@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Iterable
 
 import torch
@@ -23,6 +24,8 @@ from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Role, require
 
 _STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE)
+_NAMES = re.compile(r"(?<= of )(.*)(?= \()")
+"""The names of parameters in a line."""
 _REAL_BACKENDS = ("gloo", "nccl", "xccl", "mpi")
 """Parts of the names of backends behind whose ranks there are processes."""
 
@@ -56,7 +59,7 @@ def agree(step: StepGraph) -> None:
             continue
         mine = [_line(node) for node in starts if group_of(node) == alias]
         known = _known(alias, group)
-        digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+        digest = hashlib.sha256("\n".join(_numbered(mine)).encode()).hexdigest()
         if digest not in known.orders:
             known.orders.add(digest)
             prefix = f"fsdp_compile/{alias}/{_ranks(group)}/{len(known.orders)}"
@@ -69,7 +72,8 @@ def group_of(node: fx.Node) -> str:
 
 
 def _has_processes(group: dist.ProcessGroup) -> bool:
-    return any(name in dist.get_backend(group) for name in _REAL_BACKENDS)
+    # `get_backend` says "undefined" of a world that was started without naming one; the configuration never does.
+    return any(name in str(dist.get_backend_config(group)) for name in _REAL_BACKENDS)
 
 
 def _ranks(group: dist.ProcessGroup) -> str:
@@ -89,6 +93,27 @@ def _line(node: fx.Node) -> str:
     sizes = ", ".join(f"{v.numel()} {str(v.dtype).removeprefix('torch.')}" for v in messages)
     operator = str(node.target).removeprefix("_c10d_functional.").removesuffix(".default")
     return f"{record.phase.value}: {operator} of {', '.join(record.parameters)} ({sizes})"
+
+
+def _numbered(lines: list[str]) -> list[str]:
+    """The lines with each parameter as its place among those of the graph, in the order of their numbered names.
+
+    Layers of one shape share a graph, which has the names of the layer that was called first: that may be another one
+    on a rank that compiles again for its own batch. The order of layers within a graph is the same for all that share.
+    """
+    names = {name for line in lines for name in _names(line)}
+    places = {name: str(i) for i, name in enumerate(sorted(names, key=_natural))}
+    return [_NAMES.sub(lambda found: ", ".join(places[n] for n in found[1].split(", ")), line, 1) for line in lines]
+
+
+def _names(line: str) -> list[str]:
+    found = _NAMES.search(line)
+    return found[1].split(", ") if found else []
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts `experts.9` before `experts.10`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _compare(store: dist.Store, group: dist.ProcessGroup, digest: str, mine: list[str]) -> None:
@@ -127,9 +152,8 @@ def _clean(store: dist.Store, size: int) -> None:
 
 
 def _mismatch(ranks: list[int], other: int, first: list[str], second: list[str]) -> RankMismatchError:
-    number = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
+    pairs = zip(_numbered(first), _numbered(second), strict=False)
+    number = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
     return RankMismatchError(
         f"rank {ranks[0]} and rank {ranks[other]} compile different collectives",
         where=f"collective {number + 1}: {_at(first, number)} on rank {ranks[0]}, "

@@ -52,10 +52,15 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
         if known.group is group and known.role == role:
             return name
     name = f"fsdp.{role}.{sum(known.role == role for known in _aliases.values())}"
-    used = serial_gloo_group(group) if dist.get_backend(group) == "gloo" and group.size() > 1 else group
+    used = serial_gloo_group(group) if _is_gloo(group) and group.size() > 1 else group
     register_group_alias(name, used)
     _aliases[name] = _Alias(role, group, used)
     return name
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether gloo runs a group's collectives; a world that was started without naming a backend says "undefined"."""
+    return dist.get_backend(group) == "gloo" or str(dist.get_backend_config(group)) == "cpu:gloo"
 
 
 def run_of(group: dist.ProcessGroup, length: int) -> dist.ProcessGroup:
