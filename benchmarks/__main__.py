@@ -13,6 +13,7 @@ BENCHMARKS = (
     "overhead",
     "scaling",
     "slow_network",
+    "long_run",
     "gpu.run_all",
 )
 

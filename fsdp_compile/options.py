@@ -13,6 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.parameters.offload import Policy as OffloadedBy
 from fsdp_compile.parameters.precision import Policy
 from fsdp_compile.parameters.splitting import WrapPolicy
@@ -50,6 +51,9 @@ class FSDPOptions:
         inductor: Settings of Inductor for this compile, as in `torch._inductor.config`.
         artifacts: A folder into which the first rank writes each graph before and after each pass, with plan and
             difference.
+        reduce_layout: "aligned" reduces gradients in the layout of flat shards, without copies of large ones; "fsdp2"
+            in the one message that FSDP2 makes of a unit, so that a backend whose order of additions depends on the
+            place in a message (gloo, for three ranks or more) adds as it does there.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
@@ -66,6 +70,7 @@ class FSDPOptions:
     hardware: Hardware | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     artifacts: str | os.PathLike[str] | None = None
+    reduce_layout: Literal["aligned", "fsdp2"] = "aligned"
     stop_after: str | None = None
     mesh: DeviceMesh | None = None
     mp_policy: Policy | None = None
@@ -78,6 +83,8 @@ class FSDPOptions:
     def __post_init__(self) -> None:
         if self.lower not in ("inductor", "eager"):
             raise _bad_value("lower", self.lower, '"inductor" or "eager"')
+        if self.reduce_layout not in tuple(ReduceLayout):
+            raise _bad_value("reduce_layout", self.reduce_layout, '"aligned" or "fsdp2"')
         self._check_schedule()
         if not isinstance(self.inductor, Mapping):
             raise _bad_value("inductor", self.inductor, "a dict of settings of torch._inductor.config")

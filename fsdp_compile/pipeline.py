@@ -20,6 +20,7 @@ from fsdp_compile.cost.here import hardware_of
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.passes.bucket import BucketCollectives
 from fsdp_compile.passes.insert_collectives import InsertCollectives
@@ -40,12 +41,13 @@ FUSION = {"inductor": Fusion.KERNELS, "eager": Fusion.NONE}
 
 def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     """The passes in the order in which they run."""
+    layout = ReduceLayout(options.reduce_layout)
     if options.prefetch != "auto":
-        scheduled = (BucketCollectives(), SchedulePrefetch(distance=options.prefetch), ScheduleReduce())
+        scheduled = (BucketCollectives(reduce_layout=layout), SchedulePrefetch(options.prefetch), ScheduleReduce())
         return (InsertCollectives(), *scheduled, ScheduleReshard())
     budget_bytes = None if options.memory_budget_gb is None else round(options.memory_budget_gb * 1e9)
     hardware = options.hardware or named_hardware()
-    planned = (BucketCollectives(hardware), Schedule(hardware, budget_bytes, FUSION[options.lower]))
+    planned = (BucketCollectives(hardware, layout), Schedule(hardware, budget_bytes, FUSION[options.lower]))
     return (InsertCollectives(), *planned, ScheduleReshard())
 
 
@@ -58,7 +60,8 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     """
     watcher = Watcher(options.artifacts)
     watcher.captured(step)
-    limits = Limits(prefetch=None if options.prefetch == "auto" else options.prefetch)
+    layout = ReduceLayout(options.reduce_layout)
+    limits = Limits(prefetch=None if options.prefetch == "auto" else options.prefetch, reduce_layout=layout)
     if options.prefetch == "auto" and options.hardware is None:
         options = dataclasses.replace(options, hardware=hardware_of(step))
     selected = _selected(options)
@@ -68,7 +71,7 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
         graph_pass.apply(step, plan)
         watcher.applied(step, graph_pass)
         if isinstance(plan, SchedulePlan):
-            limits = Limits(unsharded_bytes=plan.budget_bytes)
+            limits = Limits(unsharded_bytes=plan.budget_bytes, reduce_layout=layout)
     if selected:
         last = selected[-1].name
         check(step, after=last, stage=_stage(last, options), limits=limits)

@@ -57,9 +57,11 @@ def _titles(units: Iterable[Unit]) -> dict[Unit, str]:
 
 
 def _record(flat: FlatShard, title: str) -> Record:
+    """The record of a flat shard: its parameters in the order of registration, which offsets do not tell."""
     unit = flat.unit
-    names = tuple(unit.parameter_name(slot) for slot in flat.slots)
-    return Record(Role.FLAT, title, names, tuple(slot.spec for slot in flat.slots), Phase.FORWARD)
+    slots = sorted(flat.slots, key=lambda slot: slot.position)
+    names = tuple(unit.parameter_name(slot) for slot in slots)
+    return Record(Role.FLAT, title, names, tuple(slot.spec for slot in slots), Phase.FORWARD)
 
 
 def name_inputs(graph: fx.Graph, flats: Mapping[int, Record]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.errors import ConfigError, ParityError, RankFailedError
 from fsdp_compile.parity.api import check_parity
-from fsdp_compile.parity.experiment import Level, Reference
+from fsdp_compile.parity.experiment import Accumulation, Level, Reference
 from fsdp_compile.parity.report import ParityReport
 
 NAME = "parity"
@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default: 3)")
     parser.add_argument("--micro-batches", type=int, default=1, metavar="N", help="backwards per step (default: 1)")
+    parser.add_argument(
+        "--accumulation", choices=list(Accumulation), default=Accumulation.REDUCE_EACH, help="default: reduce-each"
+    )
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help="ranks with the same shard (default: 1)")
     parser.add_argument("--keep", action="store_true", help="keep gathered parameters for backward (ZeRO-2)")
     parser.add_argument("--param-dtype", choices=list(_DTYPES), help="of gathered parameters (default: their own)")
@@ -78,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             level=arguments.level,
             steps=arguments.steps,
             micro_batches=arguments.micro_batches,
+            accumulation=arguments.accumulation,
             replicas=arguments.replicas,
             reshard_after_forward=not arguments.keep,
             mp_policy=MixedPrecisionPolicy(

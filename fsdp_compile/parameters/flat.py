@@ -36,6 +36,7 @@ class ParameterSlot:
         shell: The DTensor's own, empty storage; `parameter.data = ...` replaces it and leaves `local` behind.
         eval_spec: How it is gathered in eval mode, where that differs.
         kept_gradient_dtype: Dtype of its `.grad`, where that is not its own.
+        position: Its place in the order of registration, among the parameters of its flat shard.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ParameterSlot:
     shell: torch.UntypedStorage | None = None
     eval_spec: ReadSpec | None = None
     kept_gradient_dtype: torch.dtype | None = None
+    position: int = 0
 
     @property
     def dtensor(self) -> DTensor:

@@ -9,6 +9,7 @@ the stored dtype as in those that are sent and reduced: misaligned message slice
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Sequence
 
@@ -17,6 +18,15 @@ import torch
 ALIGNMENT_BYTES = 128
 LARGE_BYTES = 16 * 1024
 """A slot whose share per rank is at least this is sent as a message piece of its own."""
+
+
+class ReduceLayout(enum.StrEnum):
+    """How the gradients of a bucket are laid out in the messages of its reduction."""
+
+    ALIGNED = "aligned"
+    """As flat shards are: small slots in one message, each large one in its own, padding included."""
+    FSDP2 = "fsdp2"
+    """As FSDP2 does: one message, every parameter in the order of registration, without alignment."""
 
 
 @dataclasses.dataclass(frozen=True)

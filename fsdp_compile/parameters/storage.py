@@ -164,7 +164,7 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
     held = local_shape(shape, member.dim, policy.size, policy.rank)
     numel = torch.Size(held).numel()
     local = buffer[place.offset : place.offset + numel].view(held)
-    slot = ParameterSlot(member.name, member.owners, parameter, spec, policy.rank, held, local)
+    slot = ParameterSlot(member.name, member.owners, parameter, spec, policy.rank, held, local, position=place.index)
     in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_dtype=None)
     if policy.mixed_precision.full_precision_in_eval and in_eval != spec:
         slot.eval_spec = in_eval

@@ -102,6 +102,13 @@ class Experiment:
         return "cuda" if torch.cuda.device_count() >= self.world_size else "cpu"
 
     @property
+    def compile_options(self) -> dict[str, Any]:
+        """Of the compiled side: beside FSDP2 bit by bit, gradients travel in the layout that it gives them."""
+        beside_fsdp2 = self.level is Level.BITWISE and self.reference is Reference.FSDP2
+        chosen: dict[str, Any] = {"reduce_layout": "fsdp2"} if beside_fsdp2 else {}
+        return {**chosen, **self.options, "lower": self.lower}
+
+    @property
     def lower(self) -> str:
         """How the compiled graphs run."""
         return self.options.get("lower", "eager" if self.level is Level.BITWISE else "inductor")

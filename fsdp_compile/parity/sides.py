@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp import fully_shard as eager_fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
@@ -90,7 +95,7 @@ def compiled_side(experiment: Experiment) -> Side:
             reshard_after_forward=experiment.reshard_after_forward,
         )
     named = dict(model.named_parameters())
-    compiled: Any = torch.compile(model, backend="fsdp", options={**experiment.options, "lower": experiment.lower})
+    compiled: Any = torch.compile(model, backend="fsdp", options=experiment.compile_options)
     return Side(compiled, named, experiment.optimizer(_trained(named)))
 
 

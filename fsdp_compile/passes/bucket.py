@@ -22,10 +22,12 @@ from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import beside, first_of, last_of, same_flat, upstream
 from fsdp_compile.ir.record import GRADIENTS, SENT, Role, require, role_of
 from fsdp_compile.parameters import assemble
+from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.passes import wire
 from fsdp_compile.passes.edges import edges_of
 from fsdp_compile.passes.gathering import full_node, own_part
 from fsdp_compile.passes.insert_collectives import join_pieces
+from fsdp_compile.passes.packed import Reduced, write_packed_reduction
 from fsdp_compile.passes.pieces import Bucket, Piece, Single, by_unit, joint_record, make_bucket, start_grouped
 from fsdp_compile.passes.reduction import ON_THE_WAY, STARTS, add_partial, scale_after, stages
 
@@ -46,9 +48,11 @@ class BucketCollectives:
 
     Attributes:
         hardware: If given, units at the edges of the graph are split where by its times they cannot be hidden whole.
+        reduce_layout: Of the messages of reductions; FSDP2's is not split.
     """
 
     hardware: Hardware | None = None
+    reduce_layout: ReduceLayout = ReduceLayout.ALIGNED
     name = "bucket"
 
     def plan(self, step: StepGraph) -> BucketPlan:
@@ -57,7 +61,9 @@ class BucketCollectives:
         reductions = by_unit(_reduce_single(node) for node in step.nodes(*STARTS) if _sends_a_gradient(node))
         if self.hardware is not None:
             edges = edges_of(step, self.hardware)
-            gathers, reductions = edges.split_gathers(gathers), edges.split_reductions(reductions)
+            gathers = edges.split_gathers(gathers)
+            if self.reduce_layout is ReduceLayout.ALIGNED:
+                reductions = edges.split_reductions(reductions)
         return BucketPlan(tuple(map(make_bucket, gathers)), tuple(map(make_bucket, reductions)))
 
     def apply(self, step: StepGraph, plan: BucketPlan) -> None:
@@ -66,7 +72,7 @@ class BucketCollectives:
         for bucket in plan.gathers:
             _write_gather(step, bucket, order)
         if plan.reductions:
-            _write_reductions(step, plan.reductions, order)
+            _write_reductions(step, plan.reductions, order, self.reduce_layout)
 
 
 def _gather_single(start: fx.Node) -> Single:
@@ -163,11 +169,14 @@ def _shard_messages(b: GraphBuilder, piece: Piece) -> list[fx.Node]:
     return wire.messages(b, piece.flat, piece.begin, piece.span, piece.singles[0].spec)
 
 
-def _write_reductions(step: StepGraph, planned: Sequence[Bucket], order: dict[fx.Node, int]) -> None:
+def _write_reductions(
+    step: StepGraph, planned: Sequence[Bucket], order: dict[fx.Node, int], layout: ReduceLayout
+) -> None:
+    write = _write_reduction if layout is ReduceLayout.ALIGNED else write_packed_reduction
     reduced: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
     for bucket in planned:
-        for piece, shard in zip(bucket.pieces, _write_reduction(step, bucket, order), strict=True):
-            reduced.setdefault(piece.flat, []).append((piece.begin, shard))
+        for flat, begin, shard in write(step, bucket, order):
+            reduced.setdefault(flat, []).append((begin, shard))
     for flat, pieces in reduced.items():
         _rewrite_flat_gradient(step, flat, pieces)
     for bucket in planned:
@@ -175,8 +184,8 @@ def _write_reductions(step: StepGraph, planned: Sequence[Bucket], order: dict[fx
             _erase_chain(single)
 
 
-def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """Writes all stages where the last gradient is ready; returns the averaged shard of each piece."""
+def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) -> list[Reduced]:
+    """Writes all stages where the last gradient is ready."""
     final = last_of([s.start for s in bucket.singles], order)
     b = GraphBuilder(step.graph, joint_record(bucket.singles, Role.GRADIENT), final)
     with step.graph.inserting_before(final):
@@ -188,7 +197,8 @@ def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int])
             messages = start_grouped(
                 b, stage.grouped, arguments, bucket.pieces, (stage.start, stage.item, stage.wait)
             )  # fmt: skip
-        return [_finished(b, piece, shard) for piece, shard in zip(bucket.pieces, messages, strict=True)]
+        finished = zip(bucket.pieces, messages, strict=True)
+        return [(piece.flat, piece.begin, _finished(b, piece, shard)) for piece, shard in finished]
 
 
 def _finished(b: GraphBuilder, piece: Piece, shard: fx.Node) -> fx.Node:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from fsdp_compile.parameters.layout import ReduceLayout
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -14,8 +16,10 @@ class Limits:
         unsharded_bytes: Bytes of gathered parameters that may be live at any node.
         num_fwd_outputs: How many outputs of the forward graph go to the caller (results, mutated inputs); the others
             are saved for backward. If `None`, the descriptions that AOTAutograd writes on the output node tell.
+        reduce_layout: Only "aligned" promises that messages of reductions are aligned.
     """
 
     prefetch: int | None = None
     unsharded_bytes: int | None = None
     num_fwd_outputs: int | None = None
+    reduce_layout: ReduceLayout = ReduceLayout.ALIGNED

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.record import Role, role_of
+from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.verify.collective import Collective, Kind
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
@@ -24,7 +25,8 @@ def buffers_aligned(facts: Facts) -> list[Complaint]:
     """Checks the slots of each flat shard, and what each collective sends."""
     complaints = [c for flat in facts.of_role(Role.FLAT) for c in _wrong_slots(flat)]
     for collective in facts.collectives:
-        complaints.extend(_wrong_messages(collective))
+        if collective.kind is Kind.GATHER or facts.limits.reduce_layout is ReduceLayout.ALIGNED:
+            complaints.extend(_wrong_messages(collective))
     return complaints
 
 
