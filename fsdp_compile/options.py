@@ -41,7 +41,8 @@ class FSDPOptions:
             reference for bitwise parity.
         prefetch: "auto" plans by a model of `hardware` when each all-gather starts and how long gradients on the wire
             are held. A number fixes how many buckets ahead an all-gather starts, in forward and backward: 0 starts
-            each where it is needed; each step more holds one more unit unsharded.
+            each where it is needed and waits for each reduction at once, which takes the least memory; each step more
+            holds one more unit unsharded.
         memory_budget_gb: For `prefetch="auto"`: the most that forward or backward may hold on a device at any time,
             in 1e9 byte, by the estimate of `explain`: shards, activations, gathered parameters and gradients.
             Optimizer state comes on top. By default gathered parameters and gradients get what is in use at once,

@@ -42,6 +42,8 @@ FUSION = {"inductor": Fusion.KERNELS, "eager": Fusion.NONE}
 def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     """The passes in the order in which they run."""
     layout = ReduceLayout(options.reduce_layout)
+    if options.prefetch == 0:  # nothing runs beside anything: each unit is gone before the next one comes
+        return (InsertCollectives(), BucketCollectives(reduce_layout=layout), ScheduleReshard())
     if options.prefetch != "auto":
         scheduled = (BucketCollectives(reduce_layout=layout), SchedulePrefetch(options.prefetch), ScheduleReduce())
         return (InsertCollectives(), *scheduled, ScheduleReshard())

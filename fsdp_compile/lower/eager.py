@@ -48,7 +48,11 @@ def _boxed(gm: fx.GraphModule) -> Compiled:
     interpreter = fx.Interpreter(gm)
 
     def run(args: list[Any]) -> Any:
-        return interpreter.boxed_run(args)
+        try:
+            return interpreter.boxed_run(args)
+        finally:
+            # It would hold what it returned until the next run, and autograd would copy gradients that it cannot take.
+            interpreter.env.clear()
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
