@@ -82,7 +82,7 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], opti
         return compile_with_inductor(gm, inputs, region, options.inductor)
 
     try:
-        call_in_forward(torch.compile(model, backend=backend, dynamic=False), tuple(args), dict(kwargs))
+        call_in_forward(torch.compile(_call, backend=backend, dynamic=False), (model, *args), dict(kwargs))
     except FSDPCompileError:
         raise
     except Exception as error:
@@ -95,3 +95,8 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], opti
             instead="arguments with which model(*args, **kwargs) runs; shapes are enough",
         ) from error
     return regions
+
+
+def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Where the trace starts: Dynamo starts none in the forward of torch's own modules, it only inlines them."""
+    return model(*args, **kwargs)
