@@ -6,7 +6,6 @@ loop. Nothing calls the backend then, so nothing shards the model, and every ran
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile import _torch
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.heap import instances_of
 
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -66,6 +66,6 @@ def _was_called(model: nn.Module) -> bool:
 
 def _compiled_models(backend: object) -> Iterator[nn.Module]:
     """Models that were given to `torch.compile` with this backend."""
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), _torch.OptimizedModule) and _torch.backend_of(candidate) is backend:
+    for candidate in instances_of(_torch.OptimizedModule):
+        if _torch.backend_of(candidate) is backend:
             yield candidate._orig_mod

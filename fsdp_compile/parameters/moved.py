@@ -6,7 +6,6 @@ the successor at once, with their state sharded; lists of parameters that users 
 
 from __future__ import annotations
 
-import gc
 import sys
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compile import _torch
 from fsdp_compile._torch import make_dtensor
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.heap import instances_of
 from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.rows import local_part
 
@@ -87,18 +87,13 @@ def update_optimizers() -> None:
     _unannounced.clear()
     if not retired:
         return
-    for optimizer in (o for o in gc.get_objects() if _is_optimizer(o)):
+    for optimizer in instances_of(Optimizer):
         for group in optimizer.param_groups:
             if not retired.isdisjoint(group["params"]):
                 group["params"] = [successor(p) for p in group["params"]]
-        for parameter in [p for p in optimizer.state if p in retired]:
+        for parameter in [p for p in optimizer.state if isinstance(p, MovedParameter) and p in retired]:
             state = optimizer.state.pop(parameter)
             optimizer.state[successor(parameter)] = _shard_state(state, parameter)
-
-
-def _is_optimizer(candidate: object) -> bool:
-    # type(), not isinstance(): the latter asks proxies in the heap for their __class__ and may run their code.
-    return issubclass(type(candidate), Optimizer)
 
 
 def _shard_state(state: Any, parameter: MovedParameter) -> Any:

@@ -40,6 +40,18 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class Slim(nn.Module):
+    """Two blocks and a head that does not divide over 2 or 4 ranks: three units of as few nodes as can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
 class GraphBreaks(Stack):
     """Two graph breaks, one before anything is read."""
 

@@ -82,42 +82,46 @@ def train_pair(
             reference_loss = loss_of(reference(batch))
         loss.backward()
         reference_loss.backward()
-        found.loss = max(found.loss, _relative(_mean_over_ranks(loss.detach()), reference_loss.detach()))
-        found.gradient = max(found.gradient, _gradients(model, reference))
+        found.loss = max(found.loss, relative(mean_over_ranks(loss.detach()), reference_loss.detach()))
+        found.gradient = max(found.gradient, gradient_difference(model, reference))
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
             reference_norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
             assert isinstance(norm, DTensor)
-            found.gradient = max(found.gradient, _relative(norm.full_tensor(), reference_norm))
+            found.gradient = max(found.gradient, relative(norm.full_tensor(), reference_norm))
         for each in (optimizer, reference_optimizer):
             each.step()
             each.zero_grad()
-    found.parameter = _parameters(model, reference) / LEARNING_RATE
+    found.parameter = parameter_difference(model, reference) / LEARNING_RATE
     return found
 
 
-def _mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """The average over the world, in float32."""
     value = value.float().clone()
     dist.all_reduce(value)
     return value / dist.get_world_size()
 
 
-def _relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest difference, relative to the largest element."""
     return ((value - reference).abs().max() / reference.abs().max().clamp(min=1e-6)).item()
 
 
-def _gradients(model: nn.Module, reference: nn.Module) -> float:
+def gradient_difference(model: nn.Module, reference: nn.Module) -> float:
+    """The largest difference of a parameter's gradient, relative to its largest element."""
     worst = 0.0
     for (name, mine), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None), f"{name}: {mine.grad} against {theirs.grad}"
         if theirs.grad is None or theirs.numel() == 0:
             continue
         assert isinstance(mine.grad, DTensor), name
-        worst = max(worst, _relative(mine.grad.full_tensor(), theirs.grad))
+        worst = max(worst, relative(mine.grad.full_tensor(), theirs.grad))
     return worst
 
 
-def _parameters(model: nn.Module, reference: nn.Module) -> float:
+def parameter_difference(model: nn.Module, reference: nn.Module) -> float:
+    """The largest difference of any element of any parameter."""
     worst = 0.0
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert isinstance(mine, DTensor)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -55,16 +54,16 @@ class Pair:
         self.reference.zero_grad()
 
 
-STRATEGIES = ("full", "zero2", "hybrid")
+STRATEGIES = ("full", "zero2")
+"""Those of which microbatches keep something; all are in test_strategies.py."""
 
 
 def make_pair(strategy: str = "full", make: Callable[[], nn.Module] = Stack, *, shard: bool = True) -> Pair:
     torch.manual_seed(0)
     model = make()
     reference = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2)) if strategy == "hybrid" else None
     if shard:
-        fully_shard(model, mesh=mesh, reshard_after_forward=strategy != "zero2")
+        fully_shard(model, reshard_after_forward=strategy != "zero2")
     compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     return Pair(model, compiled, reference)  # type: ignore[arg-type]
 
@@ -73,8 +72,8 @@ def gradients_are_none(model: nn.Module) -> bool:
     return all(p.grad is None for p in model.parameters())
 
 
-def _no_sync(strategy: str, make: Callable[[], nn.Module], *, shard: bool) -> tuple[list[float], list[bool], int]:
-    pair = make_pair(strategy, make, shard=shard)
+def _no_sync(strategy: str) -> tuple[list[float], list[bool], int]:
+    pair = make_pair(strategy)
     world = dist.get_world_size()
     found, held = [], []
     compiles = 0
@@ -95,8 +94,7 @@ def _no_sync(strategy: str, make: Callable[[], nn.Module], *, shard: bool) -> tu
 @pytest.mark.core
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_sync_holds_gradients_until_the_next_synchronizing_backward(strategy: str) -> None:
-    ranks = 4 if strategy == "hybrid" else 2
-    for found, held, recompiles in run_ranks(_no_sync, strategy, Stack, shard=True, world_size=ranks):
+    for found, held, recompiles in run_ranks(_no_sync, strategy):
         assert max(found) < CLOSE
         assert all(held)
         assert recompiles == 0

@@ -1,0 +1,28 @@
+"""Objects are found by their class, whatever they answer when they are asked."""
+
+from __future__ import annotations
+
+from fsdp_compile.heap import instances_of
+
+
+class _Wanted:
+    """Held in a list, as the collector knows containers and what has attributes."""
+
+
+class _Below(_Wanted):
+    """A subclass."""
+
+
+class _Pretender:
+    """A proxy, as some libraries make them."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        raise RuntimeError("was asked")
+
+
+def test_instances_of_subclasses_are_found_and_proxies_are_not_asked() -> None:
+    first, second, _pretender = _Wanted(), _Below(), _Pretender()
+    found = instances_of(_Wanted)
+    assert {id(each) for each in found} == {id(first), id(second)}
+    assert instances_of(_Below) == [second]
