@@ -48,7 +48,7 @@ class RankMismatchError(FSDPCompileError):
 
 
 class RankFailedError(FSDPCompileError):
-    """A rank failed and the others were ended; the text holds that rank's traceback."""
+    """A rank failed, or does not answer; where a launcher of ours has seen it, the text holds that rank's traceback."""
 
 
 def _format(what: str, where: str | None, instead: str | None) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import RankMismatchError, fully_shard
 from tests.parity.models import Stack
-from tests.parity.pair import loss_of
+from tests.parity.pair import batches, gradient_difference, loss_of
 from tests.ranks import run_ranks
 
 
@@ -89,3 +92,78 @@ def _experts() -> int:
 @pytest.mark.core
 def test_a_graph_that_layers_share_may_have_the_names_of_another_layer() -> None:
     assert run_ranks(_experts, timeout_s=100) == [4, 4]
+
+
+def _message_on_a_mesh() -> str:
+    model = fully_shard(_OtherWay(), mesh=init_device_mesh("cpu", (2, 2)))
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    with pytest.raises(Exception, match="compile different collectives") as caught:
+        loss_of(compiled(torch.ones(4, 32))).backward()
+    error = getattr(caught.value, "inner_exception", caught.value)
+    assert isinstance(error, RankMismatchError)
+    return str(error)
+
+
+@pytest.mark.core
+def test_replicas_of_ranks_that_differ_are_told_so_too() -> None:
+    """Ranks 2 and 3 agree with each other, and would wait for their replicas."""
+    messages = run_ranks(_message_on_a_mesh, world_size=4, timeout_s=200)
+    assert "rank 0 and rank 1 compile different collectives" in messages[0]
+    assert messages == messages[:1] * 4
+
+
+class _Mixture(nn.Module):
+    """Positive rows go to one expert, the others to another; the choice runs in Python, the experts are compiled."""
+
+    skips_empty = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, width), nn.Linear(width, 32)) for width in (8, 9))
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x[:, 0] <= 0).long()
+        y = x.clone()
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if rows.numel() or not self.skips_empty:
+                y = y.index_add(0, rows, expert(x[rows]))
+        return self.head(y)
+
+
+def _mine(batch: torch.Tensor) -> torch.Tensor:
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _mixture() -> tuple[float, str]:
+    """The first expert has no rows on rank 1: once it is called there with none, once it is not called."""
+    torch.manual_seed(0)
+    (batch,) = batches(1, 8)
+    batch[:, 0] = torch.tensor([1.0, -1, 1, -1, -1, -1, -1, -1])
+    model = _Mixture()
+    reference = copy.deepcopy(model)
+    for part in (*model.experts, model.head):
+        fully_shard(part)
+        part.compile(backend="fsdp", options={"lower": "eager"})
+    fully_shard(model)
+    loss_of(model(_mine(batch))).backward()
+    loss_of(reference(batch)).backward()
+    difference = gradient_difference(model, reference)
+
+    other = _Mixture()
+    other.skips_empty = True
+    for part in (*other.experts, other.head):
+        fully_shard(part)
+        part.compile(backend="fsdp", options={"lower": "eager", "prefetch": 2})
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="different collectives") as caught:
+        other(_mine(batch))
+    return difference, str(caught.value)
+
+
+@pytest.mark.core
+def test_an_expert_without_rows_is_called_with_none_or_the_error_says_so() -> None:
+    for difference, message in run_ranks(_mixture, timeout_s=100):
+        assert difference < 1e-6
+        assert "called there all the same, with an empty tensor" in message

@@ -8,83 +8,69 @@ before; the n-th such order has to be the same on every rank of a group.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import re
+import weakref
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fsdp_compile import _torch
-from fsdp_compile.errors import RankMismatchError
+from fsdp_compile.errors import FSDPCompileError, RankMismatchError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Role, require
+from fsdp_compile.lower.rounds import Difference, Room, digest_of
+from fsdp_compile.parameters import groups
 
 _STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE)
 _NAMES = re.compile(r"(?<= of )(.*)(?= \()")
 """The names of parameters in a line."""
-_REAL_BACKENDS = ("gloo", "nccl", "xccl", "mpi")
-"""Parts of the names of backends behind whose ranks there are processes."""
-
-
-@dataclasses.dataclass
-class _Group:
-    """What this process has compiled for one group.
-
-    Attributes:
-        group: The group that its alias stood for.
-        orders: Digests of the orders of collectives.
-    """
-
-    group: dist.ProcessGroup
-    orders: set[str] = dataclasses.field(default_factory=set)
-
-
-_groups: dict[str, _Group] = {}
+_orders: weakref.WeakKeyDictionary[groups.MeetingPlace, set[str]] = weakref.WeakKeyDictionary()
+"""Digests of the orders of collectives that this process has compiled for each group."""
 
 
 def agree(step: StepGraph) -> None:
     """Compares the collectives of a transformed graph with those that the other ranks of their groups compile.
 
+    Whatever ends this rank's comparison also ends that of all groups that it is in, and so on: nobody waits for ranks
+    that have failed.
+
     Raises:
-        RankMismatchError: On every rank of a group, if two of them differ, or if one never compiles as many.
+        RankMismatchError: On every rank of a group, if two of them differ.
+        RankFailedError: If a rank does not compile as many orders in time, or the store fails.
     """
     starts = [node for node in step.graph.nodes if node.meta.get("fsdp") and require(node).role in _STARTS]
     for alias in dict.fromkeys(group_of(node) for node in starts):
-        group = _torch.resolve_group(alias)
-        if group is None or group.size() == 1 or not _has_processes(group):
+        place = groups.meeting_place(alias)
+        if place is None:
             continue
         mine = [_line(node) for node in starts if group_of(node) == alias]
-        known = _known(alias, group)
-        digest = hashlib.sha256("\n".join(_numbered(mine)).encode()).hexdigest()
-        if digest not in known.orders:
-            known.orders.add(digest)
-            prefix = f"fsdp_compile/{alias}/{_ranks(group)}/{len(known.orders)}"
-            _compare(dist.PrefixStore(prefix, _torch.default_store()), group, digest, mine)
+        digest = digest_of("\n".join(_numbered(mine)))
+        known = _orders.setdefault(place, set())
+        if digest not in known:
+            known.add(digest)
+            _compare(place, len(known), digest, mine)
+
+
+def _compare(place: groups.MeetingPlace, number: int, digest: str, mine: list[str]) -> None:
+    room = _room(place)
+    try:
+        difference = room.compare(number, digest, "\n".join(mine))
+        if difference is not None:
+            raise _mismatch(room.ranks, difference)
+    except FSDPCompileError as error:
+        for each in groups.meeting_places():
+            _room(each).tell(error)
+        raise
+
+
+def _room(place: groups.MeetingPlace) -> Room:
+    return Room(place.store(), place.ranks, place.rank, place.timeout_s)
 
 
 def group_of(node: fx.Node) -> str:
     """The alias of the group on which a collective runs: its only argument that is text and starts as aliases do."""
     return next(a for a in node.args if isinstance(a, str) and a.startswith("fsdp."))
-
-
-def _has_processes(group: dist.ProcessGroup) -> bool:
-    # `get_backend` says "undefined" of a world that was started without naming one; the configuration never does.
-    return any(name in str(dist.get_backend_config(group)) for name in _REAL_BACKENDS)
-
-
-def _ranks(group: dist.ProcessGroup) -> str:
-    return hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
-
-
-def _known(alias: str, group: dist.ProcessGroup) -> _Group:
-    known = _groups.get(alias)
-    if known is None or known.group is not group:
-        known = _groups[alias] = _Group(group)
-    return known
 
 
 def _line(node: fx.Node) -> str:
@@ -116,42 +102,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def _compare(store: dist.Store, group: dist.ProcessGroup, digest: str, mine: list[str]) -> None:
-    """One round: everyone compares with the group's first rank, and nobody goes on before all have."""
-    rank, text = group.rank(), "\n".join(mine)
-    try:
-        if rank == 0:
-            store.set("first", digest)
-        elif store.get("first").decode() != digest:
-            store.set(f"text/{rank}", text)
-            store.set("differs", str(rank))
-        if store.add("arrived", 1) == group.size():
-            store.set("all", "")
-        store.wait(["all"])
-        if not store.check(["differs"]):
-            _clean(store, group.size())
-            return
-        if rank == 0:
-            store.set("text/0", text)
-        other = int(store.get("differs"))
-        first, second = (store.get(f"text/{r}").decode().splitlines() for r in (0, other))
-    except RuntimeError as error:  # the store's timeout, which is that of the default process group
-        raise RankMismatchError(
-            f"not all {group.size()} ranks compile as many different orders of collectives as this one",
-            where=f"rank {rank} of the group, at {mine[0]}",
-            instead="the same control flow on every rank: what a rank reads must not depend on its data",
-        ) from error
-    raise _mismatch(dist.get_process_group_ranks(group), other, first, second)
-
-
-def _clean(store: dist.Store, size: int) -> None:
-    """The last one to leave deletes the round's keys: a later world of the same store counts rounds anew."""
-    if store.add("left", 1) == size:
-        for key in ("first", "arrived", "all", "left"):
-            store.delete_key(key)
-
-
-def _mismatch(ranks: list[int], other: int, first: list[str], second: list[str]) -> RankMismatchError:
+def _mismatch(ranks: tuple[int, ...], found: Difference) -> RankMismatchError:
+    first, second, other = found.first.splitlines(), found.second.splitlines(), found.other
     pairs = zip(_numbered(first), _numbered(second), strict=False)
     number = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
     return RankMismatchError(
@@ -159,7 +111,8 @@ def _mismatch(ranks: list[int], other: int, first: list[str], second: list[str])
         where=f"collective {number + 1}: {_at(first, number)} on rank {ranks[0]}, "
         f"{_at(second, number)} on rank {ranks[other]}",
         instead="the same control flow on every rank: which parameters are read, and in which order, must not depend "
-        "on a rank's number or data",
+        "on a rank's number or data; a module that has no rows on a rank is called there all the same, with an empty "
+        "tensor",
     )
 
 

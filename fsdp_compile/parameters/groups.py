@@ -7,6 +7,7 @@ Graphs name our aliases instead: `fsdp.shard.0` is, on each rank, the group that
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from typing import Literal
 
@@ -14,19 +15,60 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compile._torch import register_group_alias, resolve_group, serial_gloo_group
+from fsdp_compile._torch import default_store, register_group_alias, resolve_group, serial_gloo_group
 from fsdp_compile.errors import ConfigError
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+_REAL_BACKENDS = ("gloo", "nccl", "xccl", "mpi")
+"""Parts of the names of backends behind whose ranks there are processes."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MeetingPlace:
+    """Where the ranks of a group find each other in the store of the world; equal to no other one.
+
+    Attributes:
+        prefix: Of all keys; the same on all ranks of the group, and never the same again in the life of the store.
+        ranks: Of the group, by their numbers in the world.
+        rank: The number of this one in the group.
+    """
+
+    prefix: str
+    ranks: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def of(cls, name: str, group: dist.ProcessGroup) -> MeetingPlace:
+        """A new place for a group. All of its ranks call this together, so that they count alike."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        prefix = f"fsdp_compile/{name}/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
+        # Worlds of one store may follow each other: each rank counts how often it was in this group.
+        count = default_store().add(f"{prefix}/worlds/{group.rank()}", 1)
+        return cls(f"{prefix}/{count}", ranks, group.rank())
+
+    @property
+    def timeout_s(self) -> float:
+        """How long the world's store waits for a key: as long as its collectives wait, unless the user made it."""
+        store = default_store()
+        while isinstance(store, dist.PrefixStore):  # has a timeout of its own, which says nothing
+            store = store.underlying_store
+        return store.timeout.total_seconds()  # type: ignore[attr-defined]
+
+    def store(self) -> dist.Store:
+        """The store of the world, with the prefix of this place."""
+        return dist.PrefixStore(self.prefix, default_store())
+
+
 @dataclasses.dataclass(frozen=True)
 class _Alias:
-    """What a name stands for: `used` runs the collectives of `group`."""
+    """What a name stands for: `used` runs the collectives of `group`, whose ranks meet in `place` if there are any."""
 
     role: str
     group: dist.ProcessGroup
     used: dist.ProcessGroup
+    place: MeetingPlace | None
 
     def is_alive(self, name: str) -> bool:
         return resolve_group(name) is self.used
@@ -54,8 +96,25 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     name = f"fsdp.{role}.{sum(known.role == role for known in _aliases.values())}"
     used = serial_gloo_group(group) if _is_gloo(group) and group.size() > 1 else group
     register_group_alias(name, used)
-    _aliases[name] = _Alias(role, group, used)
+    place = MeetingPlace.of(name, group) if group.size() > 1 and _has_processes(group) else None
+    _aliases[name] = _Alias(role, group, used, place)
     return name
+
+
+def meeting_place(name: str) -> MeetingPlace | None:
+    """Where the ranks of a named group meet; `None` for a group of one rank, or of ranks that are no processes."""
+    alias = _aliases.get(name)
+    return alias.place if alias is not None and alias.is_alive(name) else None
+
+
+def meeting_places() -> list[MeetingPlace]:
+    """Those of all groups that this rank is in."""
+    return [place for name in _aliases if (place := meeting_place(name)) is not None]
+
+
+def _has_processes(group: dist.ProcessGroup) -> bool:
+    # `get_backend` says "undefined" of a world that was started without naming one; the configuration never does.
+    return any(name in str(dist.get_backend_config(group)) for name in _REAL_BACKENDS)
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:

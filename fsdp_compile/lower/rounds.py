@@ -1,0 +1,155 @@
+"""How ranks of a group compare what they have, through the store of the world, and hear of each other's failures.
+
+Under a prefix that no other group uses, in this world or in a later one of the same store:
+
+    failed            what went wrong, in this group or in another one of a rank of this group: ends all waiting here
+    <n>/first         digest of the first rank's text in round n; a rank with another one sets the next two
+    <n>/text/<rank>   its text
+    <n>/differs       its rank
+    <n>/here/<rank>   set by each rank when it begins round n
+    <n>/arrived, all  how many have compared; set when all have
+    <n>/left          how many have gone on; the last one deletes the round's keys
+
+Nobody blocks in the store: a rank looks for what it waits for, then for `failed`, again and again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import time
+
+import torch.distributed as dist
+
+from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchError
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 0.1
+_KINDS: dict[str, type[FSDPCompileError]] = {kind.__name__: kind for kind in (RankFailedError, RankMismatchError)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Two texts of one round that should be one.
+
+    Attributes:
+        first: Text of the group's first rank.
+        other: The number, in the group, of a rank with another text.
+        second: Its text.
+    """
+
+    first: str
+    other: int
+    second: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Where the ranks of a group meet.
+
+    Attributes:
+        store: With a prefix of the group's own.
+        ranks: The group's ranks, by their numbers in the world.
+        rank: The number of this one in the group.
+        timeout_s: How long to wait for others in a round.
+    """
+
+    store: dist.Store
+    ranks: tuple[int, ...]
+    rank: int
+    timeout_s: float
+
+    def compare(self, number: int, digest: str, text: str) -> Difference | None:
+        """One round: everyone compares with the group's first rank, and nobody goes on before all have.
+
+        Args:
+            number: Of the round, the same on all ranks.
+            digest: What has to be the same on all ranks.
+            text: What to show if it is not.
+
+        Returns:
+            `None` if all have the same digest. Otherwise the same difference on every rank.
+
+        Raises:
+            RankFailedError: If a rank does not come in time, or the store fails.
+            FSDPCompileError: What ended another group of one of the ranks.
+        """
+        try:
+            return self._compare(f"{number}/", digest, text)
+        except FSDPCompileError:
+            raise
+        except RuntimeError as error:  # torch's errors of stores
+            raise RankFailedError(
+                f"the store through which ranks meet does not answer: {error}",
+                where=f"rank {self.ranks[self.rank]}, while ranks compared what they compile",
+                instead="see why the process ended that holds the store, rank 0 or the launcher: this is what followed",
+            ) from error
+
+    def tell(self, error: FSDPCompileError) -> None:
+        """Ends all waiting in this room, now and later, with what went wrong here or elsewhere; the first error stays.
+
+        If the store fails, nobody can be told: the error that there is says more than another one would.
+        """
+        parts = {"kind": type(error).__name__, "what": error.what, "where": error.where, "instead": error.instead}
+        with contextlib.suppress(RuntimeError):
+            if not self.store.check(["failed"]):
+                self.store.set("failed", json.dumps(parts))
+
+    def _compare(self, at: str, digest: str, text: str) -> Difference | None:
+        store = self.store
+        self._refuse_failed()
+        store.set(f"{at}here/{self.rank}", "")
+        if self.rank == 0:
+            store.set(f"{at}first", digest)
+        else:
+            self._wait(at, f"{at}first")
+            if store.get(f"{at}first").decode() != digest:
+                store.set(f"{at}text/{self.rank}", text)
+                store.set(f"{at}differs", str(self.rank))
+        if store.add(f"{at}arrived", 1) == len(self.ranks):
+            store.set(f"{at}all", "")
+        self._wait(at, f"{at}all")
+        if not store.check([f"{at}differs"]):
+            self._clean(at)
+            return None
+        if self.rank == 0:
+            store.set(f"{at}text/0", text)
+        other = int(store.get(f"{at}differs"))
+        self._wait(at, f"{at}text/0")
+        return Difference(store.get(f"{at}text/0").decode(), other, store.get(f"{at}text/{other}").decode())
+
+    def _wait(self, at: str, key: str) -> None:
+        deadline_s, pause_s = time.monotonic() + self.timeout_s, _FIRST_PAUSE_S
+        while not self.store.check([key]):
+            self._refuse_failed()
+            if time.monotonic() > deadline_s:
+                raise self._nobody_came(at)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _refuse_failed(self) -> None:
+        if self.store.check(["failed"]):
+            parts = json.loads(self.store.get("failed"))
+            raise _KINDS[parts.pop("kind")](parts.pop("what"), **parts)
+
+    def _nobody_came(self, at: str) -> RankFailedError:
+        absent = [r for number, r in enumerate(self.ranks) if not self.store.check([f"{at}here/{number}"])]
+        named = ", ".join(map(str, absent))
+        return RankFailedError(
+            f"rank {named} did not compile its next collectives within {self.timeout_s:g} s",
+            where=f"rank {self.ranks[self.rank]} has compiled its own, and waits for ranks {self.ranks} to compare",
+            instead="see on that rank whether it died, is stuck, or does not run a module that this one runs: a module "
+            "that has no rows on one rank has to be called there all the same, with an empty tensor",
+        )
+
+    def _clean(self, at: str) -> None:
+        self.store.delete_key(f"{at}here/{self.rank}")
+        if self.store.add(f"{at}left", 1) == len(self.ranks):
+            for key in ("first", "arrived", "all", "left"):
+                self.store.delete_key(at + key)
+
+
+def digest_of(text: str) -> str:
+    """A short text that stands for a long one."""
+    return hashlib.sha256(text.encode()).hexdigest()
