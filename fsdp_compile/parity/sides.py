@@ -119,6 +119,8 @@ def unit_names(model: nn.Module) -> list[str]:
 class CastParameters(nn.Module):
     """Mixed precision without shards: forward reads every parameter in another dtype, its gradient is in its own.
 
+    What backward computes again reads the same cast parameters: they stay in their modules until the next forward.
+
     Args:
         module: The model.
         policy: `param_dtype`, `output_dtype` and `cast_forward_inputs` are followed.
@@ -139,8 +141,22 @@ class CastParameters(nn.Module):
             if self.policy.cast_forward_inputs:
                 args = tuple(_cast(a, dtype) for a in args)
                 kwargs = {k: _cast(v, dtype) for k, v in kwargs.items()}
+            self._show({})
             output = torch.func.functional_call(self.module, cast, args, kwargs)
+            self._show(cast)
         return output if self.policy.output_dtype is None else _cast(output, self.policy.output_dtype)
+
+    def _show(self, cast: dict[str, torch.Tensor]) -> None:
+        """Lets modules read `cast`, by name of the parameter, where they would find a parameter; others read those."""
+        shown = {id(p): cast.get(name) for name, p in self.module.named_parameters()}
+        for module in self.module.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                value = shown[id(parameter)]
+                # Attributes of an instance come before what `nn.Module` looks up among its parameters.
+                if value is None:
+                    module.__dict__.pop(name, None)
+                else:
+                    module.__dict__[name] = value
 
 
 def _single(experiment: Experiment, _units: list[str]) -> Side | None:

@@ -177,9 +177,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
         return draw(st.sampled_from(list(choices)))
 
     precision = one_of(PRECISIONS)
-    # What the unsharded reference computes again in backward would read parameters that are not cast.
-    kinds = [kind for kind in Layer if precision == "fp32" or kind is not Layer.RECOMPUTED]
-    layers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5))
+    layers = draw(st.lists(st.sampled_from(list(Layer)), min_size=1, max_size=5))
     units = one_of(["chosen", "each layer"])
     # Layer by layer they are sharded over the default mesh.
     strategy = one_of(["full", "ZeRO-2"] if units == "each layer" else STRATEGIES[WORLD_SIZE])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from tests.parity_check import test_matrix, test_passes
+from tests.parity_check import test_architectures, test_matrix, test_passes
 from tests.parity_check.results import read
 
-SECTIONS = {**test_passes.SECTIONS, **test_matrix.SECTIONS}
+SECTIONS = {**test_passes.SECTIONS, **test_matrix.SECTIONS, **test_architectures.SECTIONS}
 
 
 def test_the_page_lists_the_combinations_of_the_tests() -> None:
