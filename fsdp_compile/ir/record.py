@@ -39,7 +39,9 @@ class Role(enum.Enum):
     SHARD = "shard"
     """This rank's part of a message, on its way into an all-gather."""
     OFFLOAD_IN = "offload_in"
-    """Copies this rank's part of a message from the host to the device."""
+    """Starts to copy this rank's part of a message from the host to the device."""
+    OFFLOAD_IN_WAIT = "offload_in_wait"
+    """Completes that copy."""
     GATHER = "gather"
     """Starts an all-gather."""
     GATHER_ITEM = "gather_item"
@@ -75,7 +77,9 @@ class Role(enum.Enum):
     SHARD_GRADIENT = "shard_gradient"
     """A step from a reduced message to the flat shard's gradient."""
     OFFLOAD_OUT = "offload_out"
-    """Copies a flat shard's gradient from the device to the host."""
+    """Starts to copy a flat shard's gradient from the device to the host."""
+    OFFLOAD_OUT_WAIT = "offload_out_wait"
+    """Holds back what follows on the device until that copy is done; the host does not wait."""
     FLAT_GRADIENT = "flat_gradient"
     """Graph output: the gradient of a flat shard."""
     PARTIAL_GRADIENT = "partial_gradient"
@@ -88,8 +92,10 @@ INPUTS = frozenset({Role.FLAT, Role.HOLDER, Role.HELD, Role.PARTIAL, Role.KEPT})
 """Roles of graph inputs; their records are the same in both graphs."""
 DECLARING = frozenset({Role.FLAT, Role.PART})
 """Roles of graph inputs that say where parameters lie, and need no other input for that."""
-SENT = (Role.SHARD, Role.OFFLOAD_IN)
+SENT = (Role.SHARD, Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT)
 """Roles of the nodes between a flat shard and its all-gather."""
+ON_DEVICE = (Role.SHARD, Role.OFFLOAD_IN_WAIT)
+"""Of those, the roles of the nodes behind the start of a copy from the host, if there is one."""
 GRADIENTS = (Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT, Role.HELD_GRADIENT)
 """Roles of a flat shard's gradient, summed over all ranks, over the shard group, over none."""
 

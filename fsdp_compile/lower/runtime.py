@@ -149,7 +149,8 @@ def wait_for_host_copies(compiled: Compiled, device_type: str) -> Compiled:
 
     def run(args: list[Any]) -> Any:
         result = compiled(args)
-        torch.get_device_module(device_type).current_stream().synchronize()
+        if device_type != "cpu":
+            torch.get_device_module(device_type).current_stream().synchronize()  # it waits for each copy
         return result
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -9,9 +9,6 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
 from fsdp_compile.errors import ConfigError
 
-Policy = OffloadPolicy | CPUOffload
-"""What users write: FSDP2's policies, or FSDP1's `CPUOffload`."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
@@ -19,9 +16,16 @@ class Offload:
 
     Attributes:
         pinned: In page-locked memory, from which a device copies by itself.
+        from_cpu_to_cpu: Graphs copy even where the host computes, which then stands for a device: for plans of devices
+            that are not there.
     """
 
     pinned: bool
+    from_cpu_to_cpu: bool = False
+
+
+Policy = OffloadPolicy | CPUOffload | Offload
+"""What users write: FSDP2's policies, or FSDP1's `CPUOffload`; and what they come to."""
 
 
 def as_offload(policy: object) -> Offload | None:
@@ -30,6 +34,8 @@ def as_offload(policy: object) -> Offload | None:
     Raises:
         ConfigError: If it is none of torch's policies.
     """
+    if isinstance(policy, Offload):
+        return policy
     if isinstance(policy, CPUOffloadPolicy):
         return Offload(policy.pin_memory)
     if isinstance(policy, CPUOffload):
@@ -45,7 +51,7 @@ def as_offload(policy: object) -> Offload | None:
 
 def compute_device(offload: Offload | None, mesh_device: str) -> str:
     """Type of the device to which shards are copied; empty if they live where they are computed with."""
-    return mesh_device if offload is not None and mesh_device != "cpu" else ""
+    return mesh_device if offload is not None and (mesh_device != "cpu" or offload.from_cpu_to_cpu) else ""
 
 
 def host_buffer(numel: int, dtype: torch.dtype, offload: Offload) -> torch.Tensor:

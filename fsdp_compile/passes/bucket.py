@@ -226,7 +226,7 @@ def _gradient_message(b: GraphBuilder, piece: Piece) -> fx.Node:
 
 def _rewrite_flat_gradient(step: StepGraph, flat: fx.Node, pieces: list[tuple[int, fx.Node]]) -> None:
     old = next(n for n in step.nodes(Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT) if same_flat(require(flat), require(n)))
-    old_parts = upstream(old, Role.SHARD_GRADIENT, Role.OFFLOAD_OUT)
+    old_parts = upstream(old, Role.SHARD_GRADIENT, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT)
     record = dataclasses.replace(require(old), role=Role.SHARD_GRADIENT)
     with step.graph.inserting_before(step.output):
         new = join_pieces(GraphBuilder(step.graph, record, old), old, pieces)

@@ -238,12 +238,12 @@ def join_pieces(b: GraphBuilder, like: fx.Node, pieces: Iterable[tuple[int, fx.N
         padded.append(b.call(aten.constant_pad_nd.default, part, [before, after]) if before or after else part)
         begin = end
     alone = len(padded) == 1 and require(padded[0]).role is not Role.GRADIENT  # a message that nobody else holds
-    if alone and (copied := copy_out(b, padded[0], like)) is not padded[0]:
+    if alone and (copied := copy_out(b, padded[0])) is not padded[0]:
         return copied
     if alone:
         return b.call(aten.view.default, padded[0], list(value.shape))
     if b.value(padded[0]).dim() == 1:
-        return copy_out(b, b.call(aten.cat.default, padded), like)
+        return copy_out(b, b.call(aten.cat.default, padded))
     return b.call(aten.view.default, b.call(aten.cat.default, padded, 1), list(value.shape))
 
 

@@ -1,12 +1,15 @@
 """Copies between host and device, for shards that live on the host (CPU offload).
 
-    slice(%flat), cast, all_gather   ->   slice(%flat), copy to the device, cast, all_gather
-    join(...) is the flat gradient   ->   join(...), copy to the host is the flat gradient
+    slice(%flat), cast, all_gather   ->   slice(%flat), start_copy to the device, wait_copy, cast, all_gather
+    join(...) is the flat gradient   ->   join(...), start_copy to the host, wait_copy is the flat gradient
 
 The flat shard itself is copied, and cast on the device: it is pinned, so that the copy runs beside computation, while
 a narrow copy made on the host would be pageable and cost the launching thread a pass over memory. Gradients are joined
-on the device, so that one copy per flat shard goes back. Nothing in the graph reads what was copied back: it may still
-be on its way until the end of backward, when the host waits once (`lower/runtime.py`).
+on the device, so that one copy per flat shard goes back. Waiting for it holds the stream, not the host, so nothing in
+the graph reads it: the host waits once, at the end of backward (`lower/runtime.py`).
+
+Here each wait stands right behind its start; `schedule_prefetch.py`, `schedule_reduce.py` and `schedule.py` move them
+apart, so that copies run beside computation.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ from torch import fx
 
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.record import Role
-from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.parameters import copies  # noqa: F401  registers the operators
+from fsdp_compile.parameters.spec import ReadSpec, Sync
 
 aten = torch.ops.aten
+START_COPY = torch.ops.fsdp.start_copy.default
+WAIT_COPY = torch.ops.fsdp.wait_copy.default
 
 
 def copy_in(b: GraphBuilder, message: fx.Node, spec: ReadSpec) -> fx.Node:
@@ -26,13 +32,21 @@ def copy_in(b: GraphBuilder, message: fx.Node, spec: ReadSpec) -> fx.Node:
     if not spec.compute:
         return message
     with b.as_role(Role.OFFLOAD_IN):
-        return b.call(aten._to_copy.default, message, device=torch.device(spec.compute), non_blocking=True)
+        copied = b.call(START_COPY, message, spec.compute)
+    with b.as_role(Role.OFFLOAD_IN_WAIT):
+        return b.call(WAIT_COPY, copied)  # nobody writes to the flat shard while the graph runs
 
 
-def copy_out(b: GraphBuilder, gradient: fx.Node, like: fx.Node) -> fx.Node:
-    """Records the copy of a flat gradient to the host if it is to be there, as `like` is; else `gradient` itself."""
-    if b.value(like).device.type == b.value(gradient).device.type:
+def copy_out(b: GraphBuilder, gradient: fx.Node) -> fx.Node:
+    """Records the copy of a flat gradient to the host if it is to be there; else `gradient` itself.
+
+    Gradients that wait for a reduction stay on the device.
+    """
+    spec = b.record.specs[0]
+    if not spec.compute or spec.sync is not Sync.ALL:
         return gradient
     with b.as_role(Role.OFFLOAD_OUT):
-        copied = b.call(aten._to_copy.default, gradient, device=torch.device("cpu"), non_blocking=True)
-    return b.call(aten.view.default, copied, list(b.value(copied).shape))
+        copied = b.call(START_COPY, gradient, "cpu")
+    with b.as_role(Role.OFFLOAD_OUT_WAIT):
+        waited = b.call(WAIT_COPY, copied, gradient)
+    return b.call(aten.view.default, waited, list(b.value(waited).shape))

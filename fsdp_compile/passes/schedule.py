@@ -20,8 +20,9 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.edit import move_before
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import upstream
-from fsdp_compile.ir.record import SENT, Role, require
-from fsdp_compile.passes.schedule_reduce import followers_of
+from fsdp_compile.ir.record import ON_DEVICE, SENT, Role, require
+from fsdp_compile.passes.schedule_prefetch import CopyMove, copies_to, lone_copies, start_copy_at
+from fsdp_compile.passes.schedule_reduce import copies_apart, followers_of, lone_waits
 from fsdp_compile.planner.from_graph import Posed, count_everything, pose
 from fsdp_compile.planner.place import BudgetError, Placement, place
 
@@ -55,7 +56,7 @@ class SchedulePlan:
     """Moves, and what they are expected to give.
 
     Attributes:
-        hoists: Gathers in the order in which they start.
+        hoists: Gathers, and copies from the host, in the order in which they start.
         awaits: Stages of reductions in the order in which they are waited for.
         budget_bytes: Most bytes that may be held at any node.
         peak_bytes: Most that are.
@@ -63,7 +64,7 @@ class SchedulePlan:
         bound_us: What no order of its collectives can beat, by the same estimate.
     """
 
-    hoists: tuple[Hoist, ...]
+    hoists: tuple[Hoist | CopyMove, ...]
     awaits: tuple[Await, ...]
     budget_bytes: int
     peak_bytes: int
@@ -124,7 +125,11 @@ class Schedule:
         for one in plan.awaits:
             move_before(one.followers, one.anchor)
         for hoist in plan.hoists:
-            move_before([*upstream(hoist.gather, *SENT), hoist.gather], hoist.anchor)
+            match hoist:
+                case CopyMove():
+                    start_copy_at(hoist.copy, hoist.anchor)
+                case Hoist():
+                    move_before([*upstream(hoist.gather, *ON_DEVICE), hoist.gather], hoist.anchor)
 
 
 def _chain(start: fx.Node, followers: Followers) -> list[fx.Node]:
@@ -162,24 +167,35 @@ def _anchor(step: StepGraph, posed: Posed, position: int) -> fx.Node:
     return posed.steps[position] if position < len(posed.steps) else step.output
 
 
-def _hoists(step: StepGraph, posed: Posed, placement: Placement) -> tuple[Hoist, ...]:
+def _hoists(step: StepGraph, posed: Posed, placement: Placement) -> tuple[Hoist | CopyMove, ...]:
     first_reduce = _first_starts(posed)
-    return tuple(
-        Hoist(gather, first_reduce.get(at) or _anchor(step, posed, at))
-        for gather, at in zip(posed.gathers, placement.starts, strict=True)
-    )
+    found: list[Hoist | CopyMove] = []
+    for k, (gather, at) in enumerate(zip(posed.gathers, placement.starts, strict=True)):
+        anchor = first_reduce.get(at) or _anchor(step, posed, at)
+        ahead = posed.gathers[k + 1 : k + 2] if k else posed.gathers[:2]
+        found += [CopyMove(copy, anchor) for each in ahead for copy in copies_to(each)]
+        found.append(Hoist(gather, anchor))
+    return (*found, *lone_copies(step))
 
 
 def _awaits(step: StepGraph, posed: Posed, placement: Placement, followers: Followers) -> tuple[Await, ...]:
     first_reduce = _first_starts(posed)
-    found = []
+    found: list[Await] = []
+    copying: list[Await] = []  # waits for copies to the host: before what is waited for at a later position
+    reached = -1
     for index, stage in placement.order:
         start, at = posed.reductions[index][stage], placement.waits[index][stage]
         anchor = _anchor(step, posed, at)
         if at > posed.problem.reductions[index].ready:
             anchor = first_reduce.get(at) or anchor
-        found.append(Await(start, tuple(followers[start]), anchor))
-    return tuple(found)
+        if at > reached:
+            found += [dataclasses.replace(one, anchor=anchor) for one in copying]
+            copying, reached = [], at
+        behind, last = copies_apart(followers[start])
+        found.append(Await(start, behind, anchor))
+        copying += [Await(start, last, step.output)] if last else []
+    lone = [Await(one.reduce, one.followers, one.anchor) for one in lone_waits(step, followers)]
+    return (*found, *copying, *lone)
 
 
 def _first_starts(posed: Posed) -> dict[int, fx.Node]:

@@ -4,6 +4,12 @@
 
 A gather is moved before the wait of the bucket that is `distance` before it, so at most `distance + 1` buckets are
 gathered at once. The first ones start at the top of the graph. Only starts are moved, in the order they had.
+
+A shard on the host is copied to the device one bucket earlier still, so that no gather waits for the bus:
+
+    copy 0, copy 1, gather 0, copy 2, gather 1, wait 0, compute 0, copy 3, gather 2, wait 1, compute 1
+
+Where nothing is gathered (one rank, or none to share with), units are copied one unit ahead.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from torch import fx
 from fsdp_compile.ir.edit import move_before
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import first_of, upstream
-from fsdp_compile.ir.record import SENT, Role, role_of
+from fsdp_compile.ir.record import ON_DEVICE, SENT, Role, require, role_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +33,18 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True)
+class CopyMove:
+    """Start `copy`, from the host to the device, right before `anchor`."""
+
+    copy: fx.Node
+    anchor: fx.Node
+
+
+@dataclasses.dataclass(frozen=True)
 class PrefetchPlan:
     """Moves in graph order."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[Move | CopyMove, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +68,42 @@ class SchedulePrefetch:
         anchors = [
             top if k < self.distance else first_wait(gathers[k - self.distance], order) for k in range(len(gathers))
         ]
-        return PrefetchPlan(tuple(Move(g, a) for g, a in zip(gathers, anchors, strict=True)))
+        moves: list[Move | CopyMove] = []
+        for k, (gather, anchor) in enumerate(zip(gathers, anchors, strict=True)):
+            ahead = gathers[k + 1 : k + 2] if k else gathers[:2]
+            moves += [CopyMove(copy, anchor) for each in ahead for copy in copies_to(each)]
+            moves.append(Move(gather, anchor))
+        return PrefetchPlan((*moves, *lone_copies(step)))
 
     def apply(self, step: StepGraph, plan: PrefetchPlan) -> None:  # noqa: ARG002
-        """Moves the gathers, each with the slices and casts that it sends."""
+        """Moves the copies, each with its slice, and the gathers, each with the casts that it sends."""
         for move in plan.moves:
-            move_before([*upstream(move.gather, *SENT), move.gather], move.anchor)
+            match move:
+                case CopyMove():
+                    start_copy_at(move.copy, move.anchor)
+                case Move():
+                    move_before([*upstream(move.gather, *ON_DEVICE), move.gather], move.anchor)
+
+
+def copies_to(gather: fx.Node) -> list[fx.Node]:
+    """Starts of the copies from the host that a gather sends."""
+    return [node for node in upstream(gather, *SENT) if role_of(node) is Role.OFFLOAD_IN]
+
+
+def start_copy_at(copy: fx.Node, anchor: fx.Node) -> None:
+    """Moves the start of a copy from the host, with the slice that it copies, before `anchor`."""
+    move_before([*upstream(copy, Role.SHARD), copy], anchor)
+
+
+def lone_copies(step: StepGraph) -> list[CopyMove]:
+    """Moves of the copies that no gather sends: before the unit ahead of their own waits for its first copy."""
+    units: dict[str, list[fx.Node]] = {}
+    for copy in step.nodes(Role.OFFLOAD_IN):
+        if require(copy).specs[0].size == 1:
+            units.setdefault(require(copy).unit, []).append(copy)
+    waits = [next(iter(copies[0].users)) for copies in units.values()]
+    anchors = [*waits[:1], *waits]
+    return [CopyMove(copy, a) for copies, a in zip(units.values(), anchors, strict=False) for copy in copies]
 
 
 def first_wait(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:

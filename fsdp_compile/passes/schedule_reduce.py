@@ -7,6 +7,10 @@ gradients are on the wire. Where shards are averaged over replicas as well, an a
 reduce-scatter has completed, and is waited for before the next bucket's all-reduce starts:
 
     reduce 1, compute 0, wait 1, all-reduce 1, reduce 0, wait 0, wait 1, all-reduce 0, wait 0
+
+A copy of gradients to the host starts once they are averaged, and is waited for before the next bucket's starts:
+
+    reduce 1, compute 0, wait 1, copy 1, reduce 0, wait copy 1, wait 0, copy 0, wait copy 0
 """
 
 from __future__ import annotations
@@ -25,12 +29,16 @@ from fsdp_compile.passes.reduction import STARTS
 
 _ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
 _WAITS = (Role.REDUCE_WAIT, Role.REPLICATE_WAIT)
-_MOVED = (*STARTS, *_ITEMS, *_WAITS, Role.ADD_PARTIAL, Role.SHARD_GRADIENT, Role.OFFLOAD_OUT, *GRADIENTS)
+_COPIES = (Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT)
+_MOVED = (*STARTS, *_ITEMS, *_WAITS, Role.ADD_PARTIAL, Role.SHARD_GRADIENT, *_COPIES, *GRADIENTS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Deferral:
-    """Move what follows from `reduce` (its waits and what is made of them), in graph order, before `anchor`."""
+    """Move what follows from `reduce` (its waits and what is made of them), in graph order, before `anchor`.
+
+    Without a collective, `reduce` is the start of a copy to the host.
+    """
 
     reduce: fx.Node
     followers: tuple[fx.Node, ...]
@@ -54,7 +62,8 @@ class ScheduleReduce:
         followers = followers_of(step)
         later = {node for following in followers.values() for node in following}
         stages = [n for n in followers if n not in later], [n for n in followers if n in later]
-        return ReducePlan(tuple(itertools.chain(*(_deferrals(stage, followers, step.output) for stage in stages))))
+        deferrals = itertools.chain(*(_deferrals(stage, followers, step.output) for stage in stages))
+        return ReducePlan((*deferrals, *lone_waits(step, followers)))
 
     def apply(self, step: StepGraph, plan: ReducePlan) -> None:  # noqa: ARG002
         """Moves the followers."""
@@ -64,7 +73,30 @@ class ScheduleReduce:
 
 def _deferrals(starts: Sequence[fx.Node], followers: dict[fx.Node, list[fx.Node]], end: fx.Node) -> list[Deferral]:
     anchors = [*map(_first_message_node, starts[1:]), end]
-    return [Deferral(start, tuple(followers[start]), a) for start, a in zip(starts, anchors, strict=False)]
+    deferrals: list[Deferral] = []
+    before: tuple[fx.Node, ...] = ()
+    for index, (start, anchor) in enumerate(zip(starts, anchors, strict=False)):
+        if before:
+            deferrals.append(Deferral(starts[index - 1], before, anchor))
+        behind, before = copies_apart(followers[start])
+        deferrals.append(Deferral(start, behind, anchor))
+    return [*deferrals, Deferral(starts[-1], before, end)] if before else deferrals
+
+
+def copies_apart(followers: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """What follows from a collective up to the start of a copy to the host, and what waits for that copy."""
+    waits = {node for node in followers if role_of(node) is Role.OFFLOAD_OUT_WAIT}
+    last = waits | {user for wait in waits for user in wait.users}
+    return tuple(n for n in followers if n not in last), tuple(n for n in followers if n in last)
+
+
+def lone_waits(step: StepGraph, followers: dict[fx.Node, list[fx.Node]]) -> list[Deferral]:
+    """Moves of the waits for copies to the host that follow from no collective: before the next such copy starts."""
+    moved = {node for following in followers.values() for node in following}
+    lone = [copy for copy in step.nodes(Role.OFFLOAD_OUT) if copy not in moved]
+    waits = [next(user for user in copy.users if role_of(user) is Role.OFFLOAD_OUT_WAIT) for copy in lone]
+    anchors = [*lone[1:], step.output]
+    return [Deferral(c, (wait, *wait.users), a) for c, wait, a in zip(lone, waits, anchors, strict=False)]
 
 
 def followers_of(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile.parameters import quantize  # noqa: F401  registers the operators
+from fsdp_compile.parameters import copies, quantize  # noqa: F401  they register the operators
 from fsdp_compile.verify.collective import WAIT
 from fsdp_compile.verify.facts import shape_of
 
@@ -151,6 +151,8 @@ MOVES: dict[Any, Callable[[fx.Node, int], Step | None]] = {
     aten._to_copy.default: _same,
     torch.ops.prims.convert_element_type.default: _same,
     WAIT: _same,
+    torch.ops.fsdp.start_copy.default: _same,
+    torch.ops.fsdp.wait_copy.default: _same,
     QUANTIZE: _same,
     DEQUANTIZE: _same,
     BLOCK_SCALES: _block_scale,

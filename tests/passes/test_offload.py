@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ from torch import fx
 
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.parse import parse_graph
-from fsdp_compile.ir.record import Role, role_of
+from fsdp_compile.ir.record import KEY, Role, require, role_of
 from fsdp_compile.lower.runtime import host_copies_from, wait_for_host_copies
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import passes
@@ -35,6 +36,12 @@ FORWARD = """graph forward on cpu
 %r = aten.add.Tensor(%y, %z) : bf16[3, 64] on cuda
 return (%r,)
 """
+THREE = FORWARD.replace("%x = input", "%three = input(role=flat, unit=three) : f32[4160]{slots}\n%x = input").replace(
+    "%r = aten.add.Tensor(%y, %z)",
+    """%w3 = fsdp.unshard(%three, slot=.weight) : bf16[128, 64] on cuda
+%t = aten.mm(%x, %w3) : bf16[3, 64] on cuda
+%r = aten.add.Tensor(%z, %t)""",
+)
 BACKWARD = """graph backward on cpu
 %one = input(role=flat, unit=one) : f32[4160]{slots}
 %two = input(role=flat, unit=two) : f32[4160]{slots}
@@ -46,6 +53,8 @@ BACKWARD = """graph backward on cpu
 %g3 = fsdp.reduce_grad(%one, %dw, slot=.weight) : f32[4160]
 return (%g3, %s1)
 """
+COPIED_AND_GATHERED = (Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT, Role.GATHER, Role.GATHER_WAIT)
+REDUCED_AND_COPIED = (Role.REDUCE, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT)
 
 
 def transformed(text: str, *, slots: str = SLOTS.format(*[" compute=cuda"] * 2)) -> StepGraph:
@@ -72,18 +81,30 @@ def test_each_message_is_copied_as_stored_and_cast_on_the_device() -> None:
     for copy in copies:
         assert device_and_dtype(copy.all_input_nodes[0]) == ("cpu", torch.float32)
         assert device_and_dtype(copy) == ("cuda", torch.float32)
-        (cast,) = copy.users
+        (wait,) = copy.users
+        (cast,) = wait.users
         assert device_and_dtype(cast) == ("cuda", torch.bfloat16)
         assert [role_of(user) for user in cast.users] == [Role.GATHER]
 
 
-def test_copies_start_ahead_with_their_gather() -> None:
-    step = transformed(FORWARD)
-    order = step.order()
-    first, second = step.nodes(Role.GATHER)
-    waits = list(step.nodes(Role.GATHER_WAIT))
-    assert max(order[c] for c in list(step.nodes(Role.OFFLOAD_IN))[2:]) < order[second] < order[waits[0]]
-    assert order[first] < order[second]
+def test_copies_start_one_bucket_before_their_gather() -> None:
+    step = transformed(THREE, slots=SLOTS.format(*[" compute=cuda"] * 2))
+    check(step)
+    steps = [(role.value, require(n).unit) for n in step.graph.nodes if (role := role_of(n)) in COPIED_AND_GATHERED]
+    assert list(dict.fromkeys(steps)) == [
+        ("offload_in", "one"),
+        ("offload_in", "two"),
+        ("offload_in_wait", "one"),
+        ("gather", "one"),
+        ("offload_in", "three"),
+        ("offload_in_wait", "two"),
+        ("gather", "two"),
+        ("gather_wait", "one"),  # `one` computes while `two` is on the wire and `three` on the bus
+        ("offload_in_wait", "three"),
+        ("gather", "three"),
+        ("gather_wait", "two"),
+        ("gather_wait", "three"),
+    ]
 
 
 @pytest.mark.core
@@ -93,10 +114,18 @@ def test_one_copy_per_flat_shard_goes_back_after_its_reduction() -> None:
     copies = list(step.nodes(Role.OFFLOAD_OUT))
     assert [device_and_dtype(copy) for copy in copies] == [("cpu", torch.float32)] * 2
     assert all(device_and_dtype(copy.all_input_nodes[0]) == ("cuda", torch.float32) for copy in copies)
-    assert all(copy.kwargs["non_blocking"] is True for copy in copies)
-    order = step.order()
-    last_reduce = max(order[node] for node in step.nodes(Role.REDUCE))
-    assert order[copies[0]] < last_reduce < order[copies[1]]  # the first runs beside the second reduction
+    ours = [node for node in step.graph.nodes if role_of(node) in REDUCED_AND_COPIED]
+    assert [(require(n).role.value, require(n).unit) for n in ours] == [
+        ("reduce", "two"),
+        ("offload_out", "two"),
+        ("reduce", "one"),
+        ("offload_out_wait", "two"),  # the stream that computes waits for a copy once the next one can start
+        ("offload_out", "one"),
+        ("offload_out_wait", "one"),
+    ]
+    for copy in copies:
+        (wait,) = (user for user in copy.users if role_of(user) is Role.OFFLOAD_OUT_WAIT)
+        assert wait.args == (copy, copy.args[0])  # what is copied is nobody else's memory before
     assert host_copies_from(step) == "cuda"
 
 
@@ -119,23 +148,43 @@ def _copied_twice(step: StepGraph) -> None:
     with step.graph.inserting_after(copy):
         again = step.graph.node_copy(copy)
     copy.replace_all_uses_with(again)
-    again.args = (copy,)
-
-
-def _blocking(step: StepGraph) -> None:
-    copy = next(iter(step.nodes(Role.OFFLOAD_IN)))
-    copy.kwargs = {**copy.kwargs, "non_blocking": False}
+    again.args = (copy, "cuda")
 
 
 def _to_the_host(step: StepGraph) -> None:
     copy = next(iter(step.nodes(Role.OFFLOAD_IN)))
-    copy.kwargs = {**copy.kwargs, "device": torch.device("cpu")}
+    copy.args = (copy.args[0], "cpu")
+
+
+def _blocking(step: StepGraph) -> None:
+    copy = next(iter(step.nodes(Role.OFFLOAD_OUT)))
+    with step.graph.inserting_after(copy):
+        blocking = step.graph.call_function(torch.ops.aten._to_copy.default, (copy.args[0],))
+    blocking.kwargs, blocking.meta = {"device": torch.device("cpu")}, copy.meta
+    copy.replace_all_uses_with(blocking)
+    step.graph.erase_node(copy)
+
+
+def _read_on_its_way(step: StepGraph) -> None:
+    wait = next(iter(step.nodes(Role.OFFLOAD_IN_WAIT)))
+    wait.replace_all_uses_with(wait.all_input_nodes[0])
+    step.graph.erase_node(wait)
+
+
+def _source_let_go(step: StepGraph) -> None:
+    wait = next(iter(step.nodes(Role.OFFLOAD_OUT_WAIT)))
+    wait.args = wait.args[:1]
 
 
 def _without_copy_out(step: StepGraph) -> None:
-    copy = next(iter(step.nodes(Role.OFFLOAD_OUT)))
-    copy.replace_all_uses_with(copy.all_input_nodes[0])
-    step.graph.erase_node(copy)
+    wait = next(iter(step.nodes(Role.OFFLOAD_OUT_WAIT)))
+    wait.replace_all_uses_with(wait.all_input_nodes[1])
+    step.graph.erase_node(wait)
+
+
+def _copy_recorded_as_a_shard(step: StepGraph) -> None:
+    copy = next(iter(step.nodes(Role.OFFLOAD_IN)))
+    copy.meta[KEY] = dataclasses.replace(require(copy), role=Role.SHARD)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +192,11 @@ def _without_copy_out(step: StepGraph) -> None:
     [
         (FORWARD, _without_copy_in, "after 0 copies from the host"),
         (FORWARD, _copied_twice, "after 2 copies from the host"),
-        (FORWARD, _blocking, "does something else"),
-        (FORWARD, _to_the_host, "does something else"),
+        (FORWARD, _to_the_host, "copies to 'cpu'"),
+        (FORWARD, _read_on_its_way, "while it may still be on its way"),
+        (FORWARD, _copy_recorded_as_a_shard, "is recorded as shard and does something else"),
+        (BACKWARD, _blocking, "is recorded as offload_out and does something else"),
+        (BACKWARD, _source_let_go, "while it may still be copied"),
         (BACKWARD, _without_copy_out, "is not copied to the host"),
     ],
 )
@@ -157,7 +209,7 @@ def test_a_broken_graph_is_noticed(text: str, edit: Callable[[StepGraph], None],
 
 def test_reading_a_gradient_on_its_way_is_noticed() -> None:
     step = transformed(BACKWARD)
-    copy = next(iter(step.nodes(Role.OFFLOAD_OUT)))
+    copy = next(iter(step.nodes(Role.OFFLOAD_OUT_WAIT)))
     with step.graph.inserting_before(step.output):
         step.graph.call_function(torch.ops.aten.mul.Tensor, (copy, 2)).meta["val"] = copy.meta["val"]
     assert any("on its way to the host" in str(complaint) for complaint in complaints(step))

@@ -483,12 +483,14 @@ def gradient_copied_to_where_it_is(step: StepGraph) -> fx.Node:
     joined = _last(step, Role.FLAT_GRADIENT)
     flat_gradient, value = require(joined), joined.meta["val"]
     with step.graph.inserting_after(joined):
-        copy = step.graph.call_function(aten._to_copy.default, (joined,))
-    copy.kwargs = {"device": torch.device("cpu"), "non_blocking": True}
+        copy = step.graph.call_function(torch.ops.fsdp.start_copy.default, (joined, "cpu"))
     with step.graph.inserting_after(copy):
-        view = step.graph.call_function(aten.view.default, (copy, list(value.shape)))
-    joined.replace_all_uses_with(view, delete_user_cb=lambda user: user is not copy)
-    roles = {joined: Role.SHARD_GRADIENT, copy: Role.OFFLOAD_OUT, view: Role.FLAT_GRADIENT}
+        wait = step.graph.call_function(torch.ops.fsdp.wait_copy.default, (copy, joined))
+    with step.graph.inserting_after(wait):
+        view = step.graph.call_function(aten.view.default, (wait, list(value.shape)))
+    joined.replace_all_uses_with(view, delete_user_cb=lambda user: user not in (copy, wait))
+    copies = {copy: Role.OFFLOAD_OUT, wait: Role.OFFLOAD_OUT_WAIT}
+    roles = {joined: Role.SHARD_GRADIENT, **copies, view: Role.FLAT_GRADIENT}
     for node, role in roles.items():
         node.meta.update(val=value, **{KEY: dataclasses.replace(flat_gradient, role=role)})
     return view

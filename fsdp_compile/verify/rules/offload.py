@@ -8,17 +8,21 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.record import Role, require, role_of
+from fsdp_compile.parameters import copies  # noqa: F401  registers the operators
 from fsdp_compile.verify.collective import Kind
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts
 
 RULE = "host-copies"
-_COPY = torch.ops.aten._to_copy.default
+_START = torch.ops.fsdp.start_copy.default
+_WAIT = torch.ops.fsdp.wait_copy.default
+_WAIT_OF = {Role.OFFLOAD_IN: Role.OFFLOAD_IN_WAIT, Role.OFFLOAD_OUT: Role.OFFLOAD_OUT_WAIT}
+_OPERATOR = {**dict.fromkeys(_WAIT_OF, _START), **dict.fromkeys(_WAIT_OF.values(), _WAIT)}
 
 
 def host_copies(facts: Facts) -> list[Complaint]:
-    """Checks both directions, and that nobody reads what may still be on its way to the host."""
-    return [*_inward(facts), *_outward(facts), *_wrong_copies(facts)]
+    """Checks both directions, and that nobody reads what may still be on its way."""
+    return [*_inward(facts), *_outward(facts), *_wrong_operators(facts), *_wrong_copies(facts)]
 
 
 def _inward(facts: Facts) -> Iterator[Complaint]:
@@ -48,7 +52,7 @@ def _ways(node: fx.Node) -> frozenset[frozenset[fx.Node]]:
     role = role_of(node)
     if role is Role.FLAT:
         return frozenset([frozenset()])
-    if role not in (Role.SHARD, Role.OFFLOAD_IN, Role.COPY_OUT, Role.FULL):
+    if role not in (Role.SHARD, Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT, Role.COPY_OUT, Role.FULL):
         return frozenset()
     own = frozenset([node] if role is Role.OFFLOAD_IN else [])
     return frozenset(way | own for source in node.all_input_nodes for way in _ways(source))
@@ -56,7 +60,7 @@ def _ways(node: fx.Node) -> frozenset[frozenset[fx.Node]]:
 
 def _outward(facts: Facts) -> Iterator[Complaint]:
     for gradient in facts.of_role(Role.FLAT_GRADIENT):
-        copied = role_of(gradient.all_input_nodes[0]) is Role.OFFLOAD_OUT
+        copied = role_of(gradient.all_input_nodes[0]) is Role.OFFLOAD_OUT_WAIT
         if copied != bool(require(gradient).specs[0].compute):
             yield Complaint(
                 RULE,
@@ -64,24 +68,57 @@ def _outward(facts: Facts) -> Iterator[Complaint]:
                 "is not copied to the host" if not copied else "is copied to the host",
                 "a flat gradient is where its flat shard is",
             )
-    for copy in facts.of_role(Role.OFFLOAD_OUT):
-        for user in copy.users:
+    for wait in facts.of_role(Role.OFFLOAD_OUT_WAIT):
+        for user in wait.users:
             if role_of(user) is not Role.FLAT_GRADIENT:
                 yield Complaint(
-                    RULE, user, f"reads %{copy}, which may still be on its way to the host", "read what was copied"
+                    RULE,
+                    user,
+                    f"reads %{wait}, which may still be on its way to the host",
+                    "read what was copied: the host waits when the graph has run",
                 )
 
 
-def _wrong_copies(facts: Facts) -> Iterator[Complaint]:
-    for node in facts.of_role(Role.OFFLOAD_IN, Role.OFFLOAD_OUT):
-        inward = role_of(node) is Role.OFFLOAD_IN
-        wanted = require(node).specs[0].compute if inward else "cpu"
-        device = node.kwargs.get("device")
-        to = device.type if isinstance(device, torch.device) else None
-        if node.target is not _COPY or to != wanted or node.kwargs.get("non_blocking") is not True:
+def _wrong_operators(facts: Facts) -> Iterator[Complaint]:
+    """Copies that are recorded as something else, and the other way round."""
+    for node in facts.nodes:
+        role = role_of(node)
+        if (node.target in (_START, _WAIT) or role in _OPERATOR) and _OPERATOR.get(role) is not node.target:  # type: ignore[arg-type]
+            recorded = "carries no record" if role is None else f"is recorded as {role.value}"
             yield Complaint(
                 RULE,
                 node,
-                f"is recorded as {require(node).role.value} and does something else",
-                f"aten._to_copy(..., device={wanted!r}, non_blocking=True): the host does not wait for each",
+                f"{recorded} and does something else",
+                "fsdp.start_copy and fsdp.wait_copy alone copy between host and device, beside what is computed",
             )
+
+
+def _wrong_copies(facts: Facts) -> Iterator[Complaint]:
+    """Copies to the wrong place, and such as are not waited for before anybody reads or overwrites them."""
+    for node in facts.of_role(*_WAIT_OF):
+        role = require(node).role
+        if node.target is not _START:
+            continue
+        wanted = require(node).specs[0].compute if role is Role.OFFLOAD_IN else "cpu"
+        if node.args[1] != wanted:
+            yield Complaint(RULE, node, f"copies to {node.args[1]!r}", f"{role.value} copies to {wanted!r}")
+        waits = [user for user in node.users if user.target is _WAIT and user.args[0] is node]
+        if len(waits) != 1:
+            yield Complaint(
+                RULE, node, f"is waited for {len(waits)} times", "one fsdp.wait_copy, which all readers use"
+            )
+        for user in node.users:
+            if user not in waits:
+                yield Complaint(
+                    RULE, user, f"reads %{node} while it may still be on its way", "use the result of its wait_copy"
+                )
+        for wait in waits:
+            if role_of(wait) is not _WAIT_OF[role]:
+                yield Complaint(RULE, wait, f"waits for {role.value}", f"it is {_WAIT_OF[role].value}")
+            if role is Role.OFFLOAD_OUT and wait.args[1:] != (node.args[0],):
+                yield Complaint(
+                    RULE,
+                    wait,
+                    f"lets go of %{node.args[0]} while it may still be copied",
+                    "a wait takes what was copied as well, so that its memory is nobody else's before",
+                )
