@@ -70,12 +70,16 @@ collectives = torch.ops._c10d_functional
 
 
 def make_dtensor(local: torch.Tensor, like: DTensor, *, requires_grad: bool = False) -> DTensor:
-    """Wraps `local` as a DTensor of the mesh, placements and global shape of `like`, without a check or a copy."""
+    """Wraps `local` as a DTensor of the mesh, placements and global shape of `like`, without a check or a copy.
+
+    `DTensor.__init__` does nothing but keep Dynamo out, which takes longer than making the DTensor; this runs once per
+    parameter in every backward.
+    """
     spec = like._spec
     if local.dtype != like.dtype:
         meta = TensorMeta(like.shape, like.stride(), local.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, meta)
-    return DTensor(local, spec, requires_grad=requires_grad)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
 def new_dtensor(local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[Any, ...], shape: torch.Size) -> DTensor:

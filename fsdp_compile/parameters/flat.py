@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Iterable
@@ -62,9 +63,13 @@ class ParameterSlot:
         return {} if self.eval_spec is None else {attribute: self.eval_spec.text}
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This parameter's part of a tensor that is laid out like its flat shard."""
-        start = self.spec.offset
-        return flat[start : start + math.prod(self.local_shape)].view(self.local_shape)
+        """This parameter's part of a contiguous tensor that is laid out like its flat shard."""
+        # One operator in place of a slice and a view: this runs once per parameter in every backward.
+        return flat.as_strided(self.local_shape, self._local_strides, flat.storage_offset() + self.spec.offset)
+
+    @functools.cached_property
+    def _local_strides(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.local_shape[dim + 1 :]) for dim in range(len(self.local_shape)))
 
 
 class FlatShard:

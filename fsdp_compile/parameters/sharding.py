@@ -188,11 +188,24 @@ def refuse_new_parameters(root: nn.Module) -> None:
     Raises:
         ConfigError: If there is one that no call was told to ignore.
     """
+    if not _holds_plain_parameters(root):  # the usual case, without a name made or a module looked at twice
+        return
     for path, module in root.named_modules():
         if is_sharded(module):
             for name, parameter in nn.Module.named_parameters(module, prefix=path):
                 if not isinstance(parameter, DTensor | MovedParameter) and not is_ignored(root, parameter):
                     raise added_later(name)
+
+
+def _holds_plain_parameters(root: nn.Module) -> bool:
+    todo = [root]
+    while todo:
+        module = todo.pop()
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                return True
+        todo.extend(child for child in module._modules.values() if child is not None)
+    return False
 
 
 def added_later(name: str) -> ConfigError:
