@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -55,6 +56,10 @@ class FSDPOptions:
         reduce_layout: "aligned" reduces gradients in the layout of flat shards, without copies of large ones; "fsdp2"
             in the one message that FSDP2 makes of a unit, so that a backend whose order of additions depends on the
             place in a message (gloo, for three ranks or more) adds as it does there.
+        bucket_mb: Units whose messages are small share their collectives with the units after them, up to this many
+            1e6 byte of full parameters, or of full gradients; 0 gives every unit collectives of its own. "auto" takes
+            four times what the link sends during the latency of a collective, at most a hundredth of
+            `memory_budget_gb`, and nothing at `prefetch=0`. In FSDP2's layout reductions are never joined.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
@@ -72,6 +77,7 @@ class FSDPOptions:
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     artifacts: str | os.PathLike[str] | None = None
     reduce_layout: Literal["aligned", "fsdp2"] = "aligned"
+    bucket_mb: float | Literal["auto"] = 0.0
     stop_after: str | None = None
     mesh: DeviceMesh | None = None
     mp_policy: Policy | None = None
@@ -86,6 +92,9 @@ class FSDPOptions:
             raise _bad_value("lower", self.lower, '"inductor" or "eager"')
         if self.reduce_layout not in tuple(ReduceLayout):
             raise _bad_value("reduce_layout", self.reduce_layout, '"aligned" or "fsdp2"')
+        size = self.bucket_mb
+        if size != "auto" and (isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf):
+            raise _bad_value("bucket_mb", size, '"auto", 0 for none, or a number of 1e6 byte')
         self._check_schedule()
         if not isinstance(self.inductor, Mapping):
             raise _bad_value("inductor", self.inductor, "a dict of settings of torch._inductor.config")

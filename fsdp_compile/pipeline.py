@@ -19,11 +19,13 @@ from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.cost.here import hardware_of
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.record import Role, require
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.passes.bucket import BucketCollectives
 from fsdp_compile.passes.insert_collectives import InsertCollectives
+from fsdp_compile.passes.joining import worth_joining_bytes
 from fsdp_compile.passes.schedule import Schedule, SchedulePlan
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
@@ -32,6 +34,8 @@ from fsdp_compile.verify.check import check
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.table import Stage
 
+BUDGET_SHARE: Final = 0.01
+"""Of a budget of bytes, what tiny units may take to share a collective."""
 CAPTURE: Final = "capture"
 """What stands before the first pass, as `stop_after`: the markers themselves gather and reduce."""
 
@@ -40,17 +44,19 @@ FUSION = {"inductor": Fusion.KERNELS, "eager": Fusion.NONE}
 
 
 def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
-    """The passes in the order in which they run."""
-    layout = ReduceLayout(options.reduce_layout)
+    """The passes in the order in which they run; for `bucket_mb="auto"`, which a graph decides, no units are joined."""
+    bucket = BucketCollectives(
+        reduce_layout=ReduceLayout(options.reduce_layout),
+        join_bytes=0 if options.bucket_mb == "auto" else round(options.bucket_mb * 1e6),
+    )
     if options.prefetch == 0:  # nothing runs beside anything: each unit is gone before the next one comes
-        return (InsertCollectives(), BucketCollectives(reduce_layout=layout), ScheduleReshard())
+        return (InsertCollectives(), bucket, ScheduleReshard())
     if options.prefetch != "auto":
-        scheduled = (BucketCollectives(reduce_layout=layout), SchedulePrefetch(options.prefetch), ScheduleReduce())
-        return (InsertCollectives(), *scheduled, ScheduleReshard())
+        return (InsertCollectives(), bucket, SchedulePrefetch(options.prefetch), ScheduleReduce(), ScheduleReshard())
     budget_bytes = None if options.memory_budget_gb is None else round(options.memory_budget_gb * 1e9)
     hardware = options.hardware or named_hardware()
-    planned = (BucketCollectives(hardware, layout), Schedule(hardware, budget_bytes, FUSION[options.lower]))
-    return (InsertCollectives(), *planned, ScheduleReshard())
+    planned = Schedule(hardware, budget_bytes, FUSION[options.lower])
+    return (InsertCollectives(), dataclasses.replace(bucket, hardware=hardware), planned, ScheduleReshard())
 
 
 def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
@@ -66,6 +72,8 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     limits = Limits(prefetch=None if options.prefetch == "auto" else options.prefetch, reduce_layout=layout)
     if options.prefetch == "auto" and options.hardware is None:
         options = dataclasses.replace(options, hardware=hardware_of(step))
+    if options.bucket_mb == "auto":
+        options = dataclasses.replace(options, bucket_mb=_bucket_mb(step, options))
     selected = _selected(options)
     for graph_pass in selected:
         plan = graph_pass.plan(step)
@@ -80,6 +88,17 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     step.graph.lint()
     step.gm.recompile()
     return step
+
+
+def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:
+    """What `bucket_mb="auto"` means for a graph: the same on every rank."""
+    flat = next(step.nodes(Role.FLAT), None)
+    if options.prefetch == 0 or flat is None:
+        return 0.0
+    ranks = max(max(spec.size, spec.replicas) for spec in require(flat).specs)
+    worth_mb = worth_joining_bytes(options.hardware or hardware_of(step), ranks) / 1e6
+    budget_gb = options.memory_budget_gb
+    return worth_mb if budget_gb is None else min(worth_mb, budget_gb * 1e3 * BUDGET_SHARE)
 
 
 def _selected(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:

@@ -28,9 +28,14 @@ def share_of_others(ranks: Any) -> Any:
     return (ranks - 1) / ranks
 
 
+def latency_us(ranks: Any, *, launch_us: Any, hop_us: Any) -> Any:
+    """Time of a collective without data."""
+    return launch_us + hop_us * log2(ranks)
+
+
 def collective_us(sent_bytes: Any, ranks: Any, *, launch_us: Any, hop_us: Any, bytes_per_s: Any) -> Any:
     """Time of a collective: latency, then the bytes that each rank sends."""
-    return launch_us + hop_us * log2(ranks) + sent_bytes * 1e6 / bytes_per_s
+    return latency_us(ranks, launch_us=launch_us, hop_us=hop_us) + sent_bytes * 1e6 / bytes_per_s
 
 
 def floor_bytes(numel: Any, ranks: Any, *, gathers: Any, gathered_bytes: Any, reduced_bytes: Any) -> Any:

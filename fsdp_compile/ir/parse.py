@@ -32,6 +32,8 @@ _SYMBOL: Final = re.compile(r"symbol (\w+) in \[(-?\d+|-oo), (\d+|oo)\]")
 _OPERATOR: Final = re.compile(r"[A-Za-z_][\w.]*")
 _KEY: Final = re.compile(r"(\w+)=")
 _DECLARING: Final = {role.value for role in DECLARING}
+_NO_RECORD: Final = "a record has a role, a unit and parameters"
+_RECORD_EXAMPLE: Final = "role=gather, unit=layers.0, of=[.weight]"
 _SLOT_EXAMPLE: Final = (
     "offset=0 extent=32 shape=6x5 dim=0 over=fsdp.shard.0/2 param=float32 reduce=float32 reshard=after_forward"
 )
@@ -99,7 +101,14 @@ class _Call:
     slot: str | None = None
     role: str | None = None
     unit: str | None = None
-    parameters: list[str] | None = None
+    claims: list[tuple[str, str]] | None = None
+
+
+def _claims(line: Line, unit: str | None, names: list[str]) -> list[tuple[str, str]]:
+    """The parameters of one `of=`, each with the unit that stands before it."""
+    if unit is None:
+        raise line.error(_NO_RECORD, instead=_RECORD_EXAMPLE)
+    return [(unit, read_parameter(name, unit)) for name in names]
 
 
 def _target(line: Line, head: re.Match[str]) -> Callable[..., Any]:
@@ -159,7 +168,7 @@ class _Reader:
             return self._read_attribute(line, name, call)
         node = self.graph.create_node("call_function", target, *self._arguments(line, target, call), name=name)
         if call.role is not None:
-            node.meta[KEY] = self._record(line, call, self._lookup(line, call))
+            node.meta[KEY] = self._serving(line, call)
         self._infer(line, node, head[0])
         return node
 
@@ -176,7 +185,8 @@ class _Reader:
                 call.unit = read_name(line)
             case "of":
                 line.expect("[")
-                call.parameters = line.items("]", lambda: read_name(line))
+                names = line.items("]", lambda: read_name(line))
+                call.claims = [*(call.claims or ()), *_claims(line, call.unit, names)]
             case str(name):
                 call.kwargs[name] = read_value(line, self.nodes, self.symbols.sizes)
 
@@ -185,9 +195,12 @@ class _Reader:
         node.meta["val"] = self._declared(line)
         if call.role is not None:
             is_beside = call.role in {role.value for role in INPUTS} - _DECLARING
-            places = self._lookup(line, call) if is_beside else self._read_slots(line, call, slots)
+            if is_beside:
+                record = self._serving(line, call)
+            else:
+                record = self._record(line, call, call.unit or "", self._read_slots(line, call, slots))
             # An input of ours keeps the record that it has in the forward graph, in backward as well.
-            node.meta[KEY] = dataclasses.replace(self._record(line, call, places), phase=Phase.FORWARD)
+            node.meta[KEY] = dataclasses.replace(record, phase=Phase.FORWARD)
         return node
 
     def _read_slots(self, line: Line, call: _Call, slots: list[Line]) -> list[tuple[str, ReadSpec]]:
@@ -232,13 +245,14 @@ class _Reader:
         parameter = read_parameter(call.slot or "", record.unit)
         return self._place(line, record.unit, parameter).text
 
-    def _lookup(self, line: Line, call: _Call) -> list[tuple[str, ReadSpec]]:
-        if call.unit is None or call.parameters is None:
-            raise line.error(
-                "a record has a role, a unit and parameters", instead="role=gather, unit=layers.0, of=[.weight]"
-            )
-        names = [read_parameter(name, call.unit) for name in call.parameters]
-        return [(name, self._place(line, call.unit, name)) for name in names]
+    def _serving(self, line: Line, call: _Call) -> Record:
+        """The record of a node whose parameters are declared elsewhere."""
+        if call.unit is None or call.claims is None:
+            raise line.error(_NO_RECORD, instead=_RECORD_EXAMPLE)
+        units = [unit for unit, _ in call.claims]
+        places = [(name, self._place(line, unit, name)) for unit, name in call.claims]
+        record = self._record(line, call, units[0] if units else call.unit, places)
+        return dataclasses.replace(record, owners=tuple(units)) if len(set(units)) > 1 else record
 
     def _place(self, line: Line, unit: str, parameter: str) -> ReadSpec:
         if (unit, parameter) not in self.places:
@@ -248,12 +262,12 @@ class _Reader:
             )
         return self.places[unit, parameter]
 
-    def _record(self, line: Line, call: _Call, places: list[tuple[str, ReadSpec]]) -> Record:
+    def _record(self, line: Line, call: _Call, unit: str, places: list[tuple[str, ReadSpec]]) -> Record:
         try:
             role = Role(call.role)
         except ValueError:
             raise line.error(f"there is no role {call.role}", instead=", ".join(r.value for r in Role)) from None
-        return Record(role, call.unit or "", tuple(n for n, _ in places), tuple(spec for _, spec in places), self.phase)
+        return Record(role, unit, tuple(n for n, _ in places), tuple(spec for _, spec in places), self.phase)
 
     def _declared(self, line: Line) -> Any:
         with self.mode:

@@ -106,10 +106,11 @@ class Record:
 
     Attributes:
         role: What the node is for.
-        unit: Name of the unit.
+        unit: Name of the unit; of the first one, if the node serves several.
         parameters: Fully qualified names of the parameters concerned.
         specs: Their reads, in the same order.
         phase: The graph that the node is in.
+        owners: The unit of each parameter, if they are of several units; else empty.
     """
 
     role: Role
@@ -117,6 +118,17 @@ class Record:
     parameters: tuple[str, ...]
     specs: tuple[ReadSpec, ...]
     phase: Phase
+    owners: tuple[str, ...] = ()
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The units that the node serves, each once."""
+        return tuple(dict.fromkeys(self.owners)) or (self.unit,)
+
+    @property
+    def claims(self) -> tuple[tuple[str, str], ...]:
+        """Unit and name of each parameter: names alone are not unique where several models meet in a graph."""
+        return tuple(zip(self.owners or (self.unit,) * len(self.parameters), self.parameters, strict=True))
 
 
 def record_of(node: fx.Node) -> Record | None:

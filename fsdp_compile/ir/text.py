@@ -11,6 +11,7 @@ that a moved node is a moved line. `parse.py` reads it back; docs/graph_text.md 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -158,9 +159,12 @@ def _record(node: fx.Node) -> Iterator[str]:
     if record is None:
         return
     yield f"role={record.role.value}"
-    yield f"unit={spell_name(record.unit)}"
-    if not _declares(node, record):
-        yield f"of=[{', '.join(spell_parameter(name, record.unit) for name in record.parameters)}]"
+    if _declares(node, record):
+        yield f"unit={spell_name(record.unit)}"
+        return
+    for unit, claims in itertools.groupby(record.claims, lambda claim: claim[0]):
+        yield f"unit={spell_name(unit)}"
+        yield f"of=[{', '.join(spell_parameter(name, unit) for _, name in claims)}]"
 
 
 def _declares(node: fx.Node, record: Record) -> bool:

@@ -72,9 +72,9 @@ def arrivals(step: StepGraph) -> list[Arrival]:
     placeholders = step.graph.find_nodes(op="placeholder")
     place = {node: index for index, node in enumerate(placeholders)}
     made = {
-        (record.unit, name): spec
+        claim: spec
         for record in map(require, step.nodes(Role.GRADIENT))
-        for name, spec in zip(record.parameters, record.specs, strict=True)
+        for claim, spec in zip(record.claims, record.specs, strict=True)
     }
     found = []
     for node, index in place.items():

@@ -4,7 +4,8 @@
 
 Small parameters lie side by side in the flat shard and travel as one packed message; every large one is a message of
 its own that lands in its own contiguous memory, so that a matmul reads it in place. Nothing is copied before a gather.
-The gather starts where the unit is read first, the reduction where its last gradient is ready.
+The gather starts where the unit is read first, the reduction where its last gradient is ready. Units that are so small
+that a collective's latency takes most of its time share one (`joining.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fsdp_compile.passes import wire
 from fsdp_compile.passes.edges import edges_of
 from fsdp_compile.passes.gathering import full_node, own_part
 from fsdp_compile.passes.insert_collectives import join_pieces
+from fsdp_compile.passes.joining import join_gathers, join_reductions
 from fsdp_compile.passes.packed import Reduced, write_packed_reduction
 from fsdp_compile.passes.pieces import Bucket, Piece, Single, by_unit, joint_record, make_bucket, start_grouped
 from fsdp_compile.passes.reduction import ON_THE_WAY, STARTS, add_partial, scale_after, stages
@@ -48,17 +50,23 @@ class BucketCollectives:
 
     Attributes:
         hardware: If given, units at the edges of the graph are split where by its times they cannot be hidden whole.
-        reduce_layout: Of the messages of reductions; FSDP2's is not split.
+        reduce_layout: Of the messages of reductions; FSDP2's is neither split nor joined.
+        join_bytes: Units that follow one another share their collectives up to this many bytes of full parameters, or
+            of full gradients; 0 for none.
     """
 
     hardware: Hardware | None = None
     reduce_layout: ReduceLayout = ReduceLayout.ALIGNED
+    join_bytes: int = 0
     name = "bucket"
 
     def plan(self, step: StepGraph) -> BucketPlan:
-        """One bucket per unit, groups and dtype of the message, or several at the edges."""
+        """One bucket per unit, groups and dtype of the message; several at the edges, one for several tiny units."""
         gathers = by_unit(_gather_single(node) for node in step.nodes(Role.GATHER))
         reductions = by_unit(_reduce_single(node) for node in step.nodes(*STARTS) if _sends_a_gradient(node))
+        gathers = join_gathers(gathers, self.join_bytes)
+        if self.reduce_layout is ReduceLayout.ALIGNED:
+            reductions = join_reductions(reductions, self.join_bytes, step.order())
         if self.hardware is not None:
             edges = edges_of(step, self.hardware)
             gathers = edges.split_gathers(gathers)
@@ -126,7 +134,7 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
             b = GraphBuilder(step.graph, joint_record([single], Role.FULL), single.start)
             with step.graph.inserting_before(single.end):
                 message = arrived[0] if single.is_part else wire.received(b, arrived, single.spec)
-                full = full_node(b, message, single.spec, start=single.spec.offset - piece.begin, span=piece.span)
+                full = full_node(b, message, single.spec, start=piece.starts[single], span=piece.span)
             single.end.replace_all_uses_with(full)
         _rewrite_parts(step, piece, message, order)
     for single in bucket.singles:
@@ -143,7 +151,7 @@ def _rewrite_parts(step: StepGraph, piece: Piece, message: fx.Node, order: dict[
     with step.graph.inserting_before(first):
         part = own_part(b, message)
     for single, node in kept.items():
-        spec, begin = single.spec, single.spec.offset - piece.begin
+        spec, begin = single.spec, piece.starts[single]
         b.record = joint_record([single], Role.PART)
         with step.graph.inserting_before(node):
             mine = part
@@ -165,8 +173,14 @@ def _part_of(single: Single) -> Iterator[fx.Node]:
 def _shard_messages(b: GraphBuilder, piece: Piece) -> list[fx.Node]:
     if piece.singles[0].is_part:
         return [piece.flat]  # a message as it is
+    messages = []
+    for run in piece.runs:
+        b.record = run.record(Role.SHARD)
+        messages.append(wire.messages(b, run.flat, run.begin, run.span, run.singles[0].spec))
+    if len(messages) == 1:
+        return messages[0]
     b.record = piece.record(Role.SHARD)
-    return wire.messages(b, piece.flat, piece.begin, piece.span, piece.singles[0].spec)
+    return [b.call(aten.cat.default, [part for parts in messages for part in parts])]
 
 
 def _write_reductions(
@@ -198,12 +212,17 @@ def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int])
                 b, stage.grouped, arguments, bucket.pieces, (stage.start, stage.item, stage.wait)
             )  # fmt: skip
         finished = zip(bucket.pieces, messages, strict=True)
-        return [(piece.flat, piece.begin, _finished(b, piece, shard)) for piece, shard in finished]
+        return [reduced for piece, shard in finished for reduced in _finished(b, piece, shard)]
 
 
-def _finished(b: GraphBuilder, piece: Piece, shard: fx.Node) -> fx.Node:
+def _finished(b: GraphBuilder, piece: Piece, shard: fx.Node) -> Iterator[Reduced]:
+    """The average, flat shard by flat shard."""
     b.record = piece.record(Role.SHARD_GRADIENT)
-    return scale_after(b, shard, piece.singles[0].spec)
+    shard = scale_after(b, shard, piece.singles[0].spec)
+    for run in piece.runs:
+        start = piece.starts[run.singles[0]]
+        b.record = run.record(Role.SHARD_GRADIENT)
+        yield run.flat, run.begin, assemble.narrow(b, shard, 0, start, start + run.span)
 
 
 def _with_partial(b: GraphBuilder, piece: Piece, shard: fx.Node) -> fx.Node:

@@ -1,12 +1,15 @@
 """What travels together: parameters as pieces, and pieces as buckets.
 
 Small parameters that lie side by side in a flat shard are one piece, which travels as one packed message; every large
-one is a piece of its own that lands in its own contiguous memory.
+one is a piece of its own that lands in its own contiguous memory. A bucket that serves several units packs the small
+parameters of all of them into one piece.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from operator import getitem
 
@@ -61,24 +64,41 @@ class Single:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Adjacent slots of one flat shard that travel as one message."""
+    """Slots that travel as one message: one run of neighbours in a flat shard, or several one after the other."""
 
     singles: tuple[Single, ...]
 
+    @functools.cached_property
+    def runs(self) -> tuple[Piece, ...]:
+        """The parts of it that are neighbours in one flat shard, in their order."""
+        runs: list[list[Single]] = []
+        for single in self.singles:
+            if runs and _adjacent(runs[-1][-1], single):
+                runs[-1].append(single)
+            else:
+                runs.append([single])
+        return (self,) if len(runs) == 1 else tuple(Piece(tuple(run)) for run in runs)
+
     @property
     def flat(self) -> fx.Node:
-        """The flat shard that the slots lie in."""
+        """The flat shard that the slots of a single run lie in."""
         return self.singles[0].flat
 
     @property
     def begin(self) -> int:
-        """First element in the flat shard."""
+        """First element of a single run in its flat shard."""
         return self.singles[0].spec.offset
 
     @property
     def span(self) -> int:
         """Elements per rank."""
-        return self.singles[-1].spec.offset + self.singles[-1].spec.extent - self.begin
+        return sum(single.spec.extent for single in self.singles)
+
+    @functools.cached_property
+    def starts(self) -> dict[Single, int]:
+        """Where in each rank's span each slot starts."""
+        places = itertools.accumulate((single.spec.extent for single in self.singles), initial=0)
+        return dict(zip(self.singles, places, strict=False))
 
     def record(self, role: Role) -> Record:
         """The record of a node that serves the whole piece."""
@@ -106,11 +126,15 @@ def by_unit(singles: Iterable[Single]) -> list[list[Single]]:
     """Parameters that can share a collective and belong to one unit, in the order of the first of each."""
     groups: dict[Hashable, list[Single]] = {}
     for single in singles:
-        spec = single.spec
-        over = (single.start.args[-1], spec.group, spec.replicate_group)
-        key = (require(single.start).unit, over, single.sent.meta["val"].dtype, spec.sync, spec.divide)
-        groups.setdefault(key, []).append(single)
+        groups.setdefault((require(single.start).unit, collective_of(single)), []).append(single)
     return list(groups.values())
+
+
+def collective_of(single: Single) -> Hashable:
+    """Equal for parameters that one collective can serve."""
+    spec = single.spec
+    over = (single.start.args[-1], spec.group, spec.replicate_group)
+    return over, single.sent.meta["val"].dtype, spec.sync, spec.divide
 
 
 def make_bucket(singles: Sequence[Single]) -> Bucket:
@@ -120,15 +144,19 @@ def make_bucket(singles: Sequence[Single]) -> Bucket:
 
 def _pieces(singles: Sequence[Single]) -> list[Piece]:
     """Small neighbours joined, large ones apart; flat shard by flat shard, by offset."""
-    flats = list(dict.fromkeys(single.flat for single in singles))
-    pieces: list[Piece] = []
-    for single in sorted(singles, key=lambda s: (flats.index(s.flat), s.spec.offset)):
-        last = pieces[-1] if pieces else None
-        if last is not None and is_small(single) and is_small(last.singles[-1]) and _adjacent(last, single):
-            pieces[-1] = Piece((*last.singles, single))
+    places = {flat: place for place, flat in enumerate(dict.fromkeys(single.flat for single in singles))}
+    ordered = sorted(singles, key=lambda s: (places[s.flat], s.spec.offset))
+    if len({require(single.start).unit for single in singles}) > 1:
+        small = tuple(filter(is_small, ordered))
+        return [Piece(small)] * bool(small) + [Piece((single,)) for single in ordered if not is_small(single)]
+    pieces: list[list[Single]] = []
+    for single in ordered:
+        last = pieces[-1][-1] if pieces else None
+        if last is not None and is_small(single) and is_small(last) and _adjacent(last, single):
+            pieces[-1].append(single)
         else:
-            pieces.append(Piece((single,)))
-    return pieces
+            pieces.append([single])
+    return [Piece(tuple(piece)) for piece in pieces]
 
 
 def is_small(single: Single) -> bool:
@@ -136,15 +164,17 @@ def is_small(single: Single) -> bool:
     return single.spec.shard_numel * single.flat.meta["val"].element_size() < LARGE_BYTES
 
 
-def _adjacent(piece: Piece, single: Single) -> bool:
-    return piece.flat is single.flat and piece.begin + piece.span == single.spec.offset
+def _adjacent(one: Single, other: Single) -> bool:
+    return one.flat is other.flat and one.spec.offset + one.spec.extent == other.spec.offset
 
 
 def joint_record(singles: Sequence[Single], role: Role) -> Record:
     """The record of a node that serves several parameters."""
-    first = require(singles[0].start)
-    names = tuple(name for s in singles for name in require(s.start).parameters)
-    return Record(role, first.unit, names, tuple(s.spec for s in singles), first.phase)
+    records = [require(single.start) for single in singles]
+    names = tuple(name for record in records for name in record.parameters)
+    units = tuple(record.unit for record in records)
+    specs = tuple(single.spec for single in singles)
+    return Record(role, units[0], names, specs, records[0].phase, units if len(set(units)) > 1 else ())
 
 
 def start_grouped(

@@ -67,7 +67,8 @@ def all_slots(facts: Facts) -> dict[tuple[str, str], list[Slot]]:
 
 def claims(record: Record) -> list[tuple[str, str]]:
     """The parameters that a record names, as keys of `all_slots`."""
-    return [(record.unit, name) for name in record.parameters]
+    owners = record.owners or (record.unit,) * len(record.parameters)
+    return list(zip(owners, record.parameters, strict=True))
 
 
 def probes(spec: ReadSpec) -> Iterator[Probe]:

@@ -63,6 +63,7 @@ def capture(
     watch: Watch | None = None,
     until: Stage = Stage.FINAL,
     prefetch: int = 1,
+    bucket_mb: float = 0,
     training: bool = True,
 ) -> list[StepGraph]:
     """Compiles a model for a fake world and returns its graphs: forward, then backward if `training`.
@@ -74,12 +75,13 @@ def capture(
         watch: Looks at each graph after each pass.
         until: The stage at which the graphs are returned.
         prefetch: As in `FSDPOptions`.
+        bucket_mb: As in `FSDPOptions`.
         training: Whether there is to be a backward.
     """
     captured: list[list[StepGraph]] = []
 
     def transform(step: StepGraph) -> StepGraph:
-        _run_passes(step, FSDPOptions(prefetch=prefetch), until, watch)
+        _run_passes(step, FSDPOptions(prefetch=prefetch, bucket_mb=bucket_mb), until, watch)
         captured[-1].append(copied(step))  # lowering erases the markers
         return step
 

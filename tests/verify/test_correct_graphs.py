@@ -7,7 +7,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.parse import parse_graph
 from fsdp_compile.ir.record import Role
+from fsdp_compile.ir.text import format_graph
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.limits import Limits
@@ -46,6 +48,23 @@ def test_a_correct_graph_gives_no_complaint_after_any_pass(model: str, world: st
     assert seen[0] == "insert-collectives"
     assert len(seen) % 2 == 0  # forward and backward
     assert found == []
+
+
+JOINED = [("stack", world) for world in ("2-ranks", "2x2-mesh", "kept-for-backward", "bf16-sent")]
+JOINED += [(model, "2-ranks") for model in ("tied", "twins")]
+
+
+@pytest.mark.parametrize(("model", "world"), JOINED, ids=["-".join(case) for case in JOINED])
+def test_units_that_share_collectives_give_no_complaint_and_read_back(model: str, world: str) -> None:
+    make, inputs = MODELS[model]
+    apart = capture(make, inputs(), WORLDS[world])
+    joined = capture(make, inputs(), WORLDS[world], bucket_mb=1)
+    for step, alone in zip(joined, apart, strict=True):
+        assert complaints(step, limits=Limits(prefetch=1)) == []
+        text = format_graph(step)
+        assert format_graph(parse_graph(text)) == text
+        starts = [len(list(s.nodes(Role.GATHER, Role.REDUCE, Role.REPLICATE))) for s in (step, alone)]
+        assert starts[0] < starts[1]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])

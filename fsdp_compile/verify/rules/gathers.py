@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+import torch
 from torch import fx
 
 from fsdp_compile.ir.record import Role, record_of, require, role_of
@@ -41,6 +42,8 @@ def _slots_in(message: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> lis
     """Slots that a message holds at least a part of."""
     if role_of(message) is Role.PART:
         return [s for key in claims(require(message)) for s in slots.get(key, ()) if s.spec in require(message).specs]
+    if message.target is torch.ops.aten.cat.default:
+        return [slot for part in message.all_input_nodes for slot in _slots_in(part, slots)]
     numel = prod(shape_of(message))
     if numel == 0 or message.target is BLOCK_SCALES:  # scales hold no element: `_wrong_scale` looks at them
         return []

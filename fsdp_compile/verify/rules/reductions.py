@@ -206,11 +206,8 @@ def _lost(facts: Facts, arrived: set[tuple[str, str]]) -> Iterator[Complaint]:
     makers: dict[tuple[str, str], fx.Node] = {}
     for node in facts.of_role(Role.GRADIENT, Role.REDUCE, Role.REPLICATE):
         record = require(node)
-        makers |= {
-            (record.unit, name): node
-            for name, spec in zip(record.parameters, record.specs, strict=True)
-            if 0 not in spec.shape
-        }
+        made = zip(claims(record), record.specs, strict=True)
+        makers |= {claim: node for claim, spec in made if 0 not in spec.shape}
     for (unit, name), node in makers.items():
         if (unit, name) not in arrived:
             yield Complaint(
