@@ -20,6 +20,7 @@ from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.accumulation import no_sync
 from fsdp_compile.parameters.full_params import full_params
 from fsdp_compile.parameters.keeping import UnshardHandle
+from fsdp_compile.parameters.load_first import load_from_rank0
 from fsdp_compile.parameters.materialize import materialize
 from fsdp_compile.parameters.methods import ShardedModule
 from fsdp_compile.parameters.precision import MixedPrecision
@@ -46,6 +47,7 @@ __all__ = [
     "fsdp",
     "full_params",
     "fully_shard",
+    "load_from_rank0",
     "materialize",
     "no_sync",
     "register_comm_hook",

@@ -60,16 +60,9 @@ class FirstRankValues:
             for place in list(self.parameters):
                 slot = slots[place]
                 exchange.take_from_first(slot.local, self.parameters.pop(place), slot.spec)
-            given = _give_memory(root, set(self.buffers), device)
+            given = give_memory(root, set(self.buffers), device)
             for name in self.buffers:
-                for part in _parts(given[name]):
-                    self._overwrite(part)
-
-    def _overwrite(self, value: torch.Tensor) -> None:
-        sent = value.to(_wire(self.mesh)).contiguous()
-        _broadcast(sent, self.mesh)
-        if sent is not value:
-            value.copy_(sent)
+                overwrite(given[name], self.mesh)
 
 
 def look(
@@ -94,11 +87,11 @@ def look(
     _refuse_different_models(states, mesh)
     mine = torch.tensor([not t.is_meta for t in states.values()], dtype=torch.uint8, device=_wire(mesh))
     firsts = mine.clone()
-    _broadcast(firsts, mesh)
+    broadcast(firsts, mesh)
     _refuse_missing(list(states), mine > firsts, mesh)
     has_value = dict(zip(states, firsts.tolist(), strict=True))
-    is_first = mesh.get_rank() == mesh.mesh.flatten()[0].item()
-    held = {place: p.detach() if is_first else None for name, place, p in listed if has_value[name]}
+    first = is_first(mesh)
+    held = {place: p.detach() if first else None for name, place, p in listed if has_value[name]}
     return FirstRankValues(mesh, held, [name for name in buffers if has_value[name]])
 
 
@@ -127,7 +120,7 @@ def _refuse_missing(names: list[str], missing: torch.Tensor, mesh: DeviceMesh) -
         )
 
 
-def _give_memory(root: nn.Module, wanted: set[str], device: torch.device) -> dict[str, torch.Tensor]:
+def give_memory(root: nn.Module, wanted: set[str], device: torch.device) -> dict[str, torch.Tensor]:
     """Replaces wanted buffers that are on meta; returns all wanted ones by name."""
     names = {buffer: name for name, buffer in root.named_buffers() if name in wanted}
     held: dict[str, torch.Tensor] = {}
@@ -156,7 +149,32 @@ def _wire(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _broadcast(value: torch.Tensor, mesh: DeviceMesh) -> None:
+def overwrite(value: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Gives a tensor, or all that a tensor subclass consists of, the values of the first rank of a mesh."""
+    for part in _parts(value):
+        sent = part.to(_wire(mesh)).contiguous()
+        broadcast(sent, mesh)
+        if sent is not part:
+            part.copy_(sent)
+
+
+def share_text(text: str, mesh: DeviceMesh) -> str:
+    """What the first rank of a mesh says."""
+    message = torch.tensor(list(text.encode()), dtype=torch.uint8, device=_wire(mesh))
+    length = torch.tensor([message.numel()], device=_wire(mesh))
+    broadcast(length, mesh)
+    if not is_first(mesh):
+        message = torch.empty(int(length.item()), dtype=torch.uint8, device=_wire(mesh))
+    broadcast(message, mesh)
+    return bytes(message.tolist()).decode()
+
+
+def is_first(mesh: DeviceMesh) -> bool:
+    """Whether this is the first rank of a mesh."""
+    return bool(mesh.get_rank() == mesh.mesh.flatten()[0].item())
+
+
+def broadcast(value: torch.Tensor, mesh: DeviceMesh) -> None:
     """Over replicas first: then the first rank of each shard group has what the others of the group get."""
     for dim in range(mesh.ndim):
         exchange.broadcast(value, mesh.get_group(dim))
