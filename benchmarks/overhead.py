@@ -5,6 +5,7 @@ Forward and backward, and the optimizer's step, apart; each beside plain `torch.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,15 +13,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import fsdp_compile
 from benchmarks import contenders, models
 from benchmarks._torch import fake_store
 from benchmarks.command import Columns, finish, ms, parser, quiet, table
-from benchmarks.contenders import FSDP2, FSDP2_COMPILED, OURS, UNSHARDED, Setup
+from benchmarks.contenders import FSDP2, FSDP2_COMPILED, OURS, UNSHARDED, Contender, Setup
 from benchmarks.measure import Run, Samples, alternate
 from benchmarks.steps import Prepared, prepare
 
-_CONTENDERS = (UNSHARDED, FSDP2, FSDP2_COMPILED, OURS)
+
+def _joined(model: nn.Module, setup: Setup) -> Any:
+    return contenders.ours(model, dataclasses.replace(setup, options={**setup.options, "bucket_mb": "auto"}))
+
+
+_JOINED = Contender("fsdp_compile_tiny_units", 'bucket_mb="auto", and flat_step() on the optimizer', _joined)
+_CONTENDERS = (UNSHARDED, FSDP2, FSDP2_COMPILED, OURS, _JOINED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,15 +61,15 @@ def run(layers: int, ranks: int, rounds: int) -> list[dict[str, Any]]:
     with _fake_world(ranks):
         ready, failed = prepare(_CONTENDERS, task, Setup(task.block))
         steps = alternate({name: prepared.step for name, prepared in ready.items()}, rounds=rounds, warm_up=5)
-        optimizers = alternate({name: _optimizer_step(prepared) for name, prepared in ready.items()}, rounds=rounds)
+        optimizers = alternate({name: _optimizer_step(name, ready[name]) for name in ready}, rounds=rounds)
     rows = [_row(name, steps, optimizers) for name in ready]
     return rows + [{"contender": name, **samples.to_dict()} for name, samples in failed.items()]
 
 
-def _optimizer_step(prepared: Prepared) -> Run:
+def _optimizer_step(name: str, prepared: Prepared) -> Run:
     """A step of AdamW on the gradients that are there."""
     optimizer = torch.optim.AdamW(prepared.model.parameters(), foreach=True)
-    return optimizer.step
+    return (fsdp_compile.flat_step(optimizer) if name == _JOINED.name else optimizer).step
 
 
 def _row(name: str, steps: Mapping[str, Samples], optimizers: Mapping[str, Samples]) -> dict[str, Any]:

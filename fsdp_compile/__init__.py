@@ -16,6 +16,7 @@ from fsdp_compile.errors import (
 from fsdp_compile.explain import explain
 from fsdp_compile.gradients.clip import clip_grad_norm_
 from fsdp_compile.gradients.scaler import GradScaler
+from fsdp_compile.optimizers.flat_step import flat_step
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.accumulation import no_sync
 from fsdp_compile.parameters.full_params import full_params
@@ -44,6 +45,7 @@ __all__ = [
     "check_parity",
     "clip_grad_norm_",
     "explain",
+    "flat_step",
     "fsdp",
     "full_params",
     "fully_shard",

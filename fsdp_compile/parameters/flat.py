@@ -115,6 +115,11 @@ class FlatShard:
         found = FlatShard._by_address.get(leaf.data_ptr())
         return found if found is not None and found.leaf.numel() == leaf.numel() else None
 
+    @staticmethod
+    def alive() -> list[FlatShard]:
+        """Every flat shard of this process that is on a device."""
+        return list(dict.fromkeys(FlatShard._by_address.values()))
+
     def note_gradients(self, offsets: Iterable[int], sync: Sync) -> None:
         """Notes which slots the gradient that is about to be accumulated covers; the others get none."""
         if self.noted_in != backward_in_progress():

@@ -22,7 +22,7 @@ from fsdp_compile.heap import instances_of
 from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.rows import local_part
 
-_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """State of torch's optimizers that is one number; a 0-d parameter's other state looks the same."""
 _OWN_REFERENCES = 3
 """To a retired parameter that nobody else holds: the list's below, the loop variable's and `getrefcount`'s own."""
@@ -109,7 +109,7 @@ def _shard_state(state: Any, parameter: MovedParameter) -> Any:
 
 def _shard_value(key: str, value: Any, parameter: MovedParameter) -> Any:
     tensors = [v for v in tree_leaves(value) if isinstance(v, torch.Tensor) and not isinstance(v, DTensor)]
-    if not tensors or key in _SCALARS:
+    if not tensors or key in SCALARS:
         return value
     if value is tensors[0] and value.shape == parameter.full_shape:
         return shard_like(value, parameter.slot)
