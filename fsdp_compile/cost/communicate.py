@@ -1,4 +1,4 @@
-"""Size, volume and time of each collective in a graph."""
+"""Size, volume and time of each collective in a graph, and of each copy between host and device."""
 
 from __future__ import annotations
 
@@ -7,34 +7,45 @@ import enum
 
 from torch import fx
 
-from fsdp_compile.cost.formulas import collective_us, share_of_others
-from fsdp_compile.cost.hardware import Link
+from fsdp_compile.cost.formulas import collective_us, copy_us, share_of_others
+from fsdp_compile.cost.hardware import Hardware, Link
 from fsdp_compile.cost.sizes import tensor_bytes, tensors_of
 from fsdp_compile.ir.record import Role, require, role_of
 
 
 class Kind(enum.Enum):
-    """What a collective does."""
+    """What a collective does, or a copy."""
 
     GATHER = "all-gather"
     REDUCE = "reduce-scatter"
     REPLICATE = "all-reduce"
+    COPY_IN = "copy from the host"
+    COPY_OUT = "copy to the host"
 
 
-_KINDS = {Role.GATHER: Kind.GATHER, Role.REDUCE: Kind.REDUCE, Role.REPLICATE: Kind.REPLICATE}
+COPIES = (Kind.COPY_IN, Kind.COPY_OUT)
+"""Kinds that no other rank takes part in."""
+
+_KINDS = {
+    Role.GATHER: Kind.GATHER,
+    Role.REDUCE: Kind.REDUCE,
+    Role.REPLICATE: Kind.REPLICATE,
+    Role.OFFLOAD_IN: Kind.COPY_IN,
+    Role.OFFLOAD_OUT: Kind.COPY_OUT,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """One collective.
+    """One collective, or one copy.
 
     Attributes:
         kind: What it does.
-        group: Alias of the process group.
+        group: Alias of the process group; of a copy, the direction on the bus.
         ranks: Size of the group.
         size_bytes: Bytes of the whole: of the gathered messages, or of those before the reduction.
-        sent_bytes: Bytes that each rank sends.
-        time_us: Time on the link when nothing else uses it.
+        sent_bytes: Bytes that each rank sends to others.
+        time_us: Time on the link, or on the bus, when nothing else uses it.
     """
 
     kind: Kind
@@ -46,8 +57,25 @@ class Communication:
 
 
 def is_start(node: fx.Node) -> bool:
-    """Whether a node starts a collective of ours."""
+    """Whether a node starts a collective of ours, or a copy."""
     return role_of(node) in _KINDS
+
+
+def transfer_of(node: fx.Node, hardware: Hardware) -> Communication:
+    """The collective or the copy that a node starts."""
+    return (
+        copy_of(node, hardware.device.host)
+        if _KINDS[require(node).role] in COPIES
+        else communication(node, hardware.link)
+    )
+
+
+def copy_of(node: fx.Node, bus: Link) -> Communication:
+    """The copy between host and device that a node starts."""
+    kind = _KINDS[require(node).role]
+    size_bytes = sum(map(tensor_bytes, tensors_of(node)))
+    time_us = copy_us(size_bytes, launch_us=bus.launch.value, bytes_per_s=bus.bytes_per_s)
+    return Communication(kind, kind.value, 1, size_bytes, 0.0, time_us)
 
 
 def communication(node: fx.Node, link: Link) -> Communication:

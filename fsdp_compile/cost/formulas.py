@@ -38,6 +38,11 @@ def collective_us(sent_bytes: Any, ranks: Any, *, launch_us: Any, hop_us: Any, b
     return latency_us(ranks, launch_us=launch_us, hop_us=hop_us) + sent_bytes * 1e6 / bytes_per_s
 
 
+def copy_us(size_bytes: Any, *, launch_us: Any, bytes_per_s: Any) -> Any:
+    """Time of a copy between host and device."""
+    return launch_us + size_bytes * 1e6 / bytes_per_s
+
+
 def floor_bytes(numel: Any, ranks: Any, *, gathers: Any, gathered_bytes: Any, reduced_bytes: Any) -> Any:
     """Least bytes that each rank sends in a step of full sharding: `(gathers * b_p + b_g) P (N-1)/N`.
 

@@ -37,6 +37,7 @@ _SHARES_MEMORY = {aten._unsafe_view.default, collectives.wait_tensor.default}
 _COMMUNICATION = {
     Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT, Role.REDUCE, Role.REDUCE_ITEM, Role.REDUCE_WAIT,
     Role.REPLICATE, Role.REPLICATE_ITEM, Role.REPLICATE_WAIT, Role.RESHARD,
+    Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT,
 }  # fmt: skip
 
 

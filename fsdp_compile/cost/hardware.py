@@ -28,45 +28,14 @@ class Quantity:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
-    """One accelerator.
-
-    Attributes:
-        name: As users write it.
-        matmul: Dense peak per dtype, FLOP/s; dtypes that are absent take the slowest of these.
-        matmul_share: Share of the peak that a large matmul reaches.
-        memory_rate: Peak of device memory, byte/s.
-        memory_share: Share of the peak that a large copy reaches.
-        memory: Device memory, byte.
-    """
-
-    name: str
-    matmul: Mapping[torch.dtype, Quantity]
-    matmul_share: Quantity
-    memory_rate: Quantity
-    memory_share: Quantity
-    memory: Quantity
-
-    def flops_per_s(self, dtype: torch.dtype | None) -> Any:
-        """FLOP/s that a large matmul of `dtype` reaches."""
-        slowest = min(self.matmul.values(), key=lambda q: q.value)
-        return self.matmul.get(dtype, slowest).value * self.matmul_share.value  # type: ignore[arg-type]
-
-    @property
-    def bytes_per_s(self) -> Any:
-        """Bytes per second that a large copy reads and writes together."""
-        return self.memory_rate.value * self.memory_share.value
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects the ranks of a group, as one rank sees it.
+    """What connects the ranks of a group, as one rank sees it; or a device with its host.
 
     Attributes:
         name: As users write it.
         rate: One direction of one rank, byte/s.
-        rate_share: Share of it that a large collective reaches.
-        launch: Time of a collective without data, us.
+        rate_share: Share of it that a large message reaches.
+        launch: Time of a message without data, us.
         hop: Added for every doubling of the number of ranks, us.
     """
 
@@ -78,8 +47,41 @@ class Link:
 
     @property
     def bytes_per_s(self) -> Any:
-        """Bytes per second that a large collective sends per rank."""
+        """Bytes per second of a large message."""
         return self.rate.value * self.rate_share.value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        name: As users write it.
+        matmul: Dense peak per dtype, FLOP/s; dtypes that are absent take the slowest of these.
+        matmul_share: Share of the peak that a large matmul reaches.
+        memory_rate: Peak of device memory, byte/s.
+        memory_share: Share of the peak that a large copy reaches.
+        memory: Device memory, byte.
+        host: To the memory of the host, and from it at the same time.
+    """
+
+    name: str
+    matmul: Mapping[torch.dtype, Quantity]
+    matmul_share: Quantity
+    memory_rate: Quantity
+    memory_share: Quantity
+    memory: Quantity
+    host: Link
+
+    def flops_per_s(self, dtype: torch.dtype | None) -> Any:
+        """FLOP/s that a large matmul of `dtype` reaches."""
+        slowest = min(self.matmul.values(), key=lambda q: q.value)
+        return self.matmul.get(dtype, slowest).value * self.matmul_share.value  # type: ignore[arg-type]
+
+    @property
+    def bytes_per_s(self) -> Any:
+        """Bytes per second that a large copy reads and writes together."""
+        return self.memory_rate.value * self.memory_share.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +96,23 @@ _SHARE: Final = "assumed; large bf16 matmuls on this class of device are reporte
 _COPY_SHARE: Final = "assumed; stream-like kernels are reported between 0.85 and 0.95"
 _LINK_SHARE: Final = "assumed; nccl-tests bus bandwidth of large messages is reported between 0.8 and 0.95"
 _LATENCY: Final = "assumed; order of magnitude of nccl-tests at small sizes, growing with log2 of the ranks"
+_BUS_SHARE: Final = "assumed; copies of large pinned buffers are reported between 0.8 and 0.9"
+_COPY_LATENCY: Final = "assumed; order of magnitude of one asynchronous copy"
 
 
-def _device(name: str, sheet: str, *, tflops: Mapping[torch.dtype, float], tb_per_s: float, gb: float) -> Device:
+def _bus(name: str, gb_per_s: float, source: str) -> Link:
+    return Link(
+        name=name,
+        rate=Quantity(gb_per_s * 1e9, "byte/s", source),
+        rate_share=Quantity(0.85, "share of rate", _BUS_SHARE),
+        launch=Quantity(10.0, "us", _COPY_LATENCY),
+        hop=Quantity(0.0, "us", "two ends, no ranks"),
+    )
+
+
+def _device(
+    name: str, sheet: str, *, tflops: Mapping[torch.dtype, float], tb_per_s: float, gb: float, host: Link
+) -> Device:
     return Device(
         name=name,
         matmul={dtype: Quantity(value * 1e12, "FLOP/s", sheet) for dtype, value in tflops.items()},
@@ -104,6 +120,7 @@ def _device(name: str, sheet: str, *, tflops: Mapping[torch.dtype, float], tb_pe
         memory_rate=Quantity(tb_per_s * 1e12, "byte/s", sheet),
         memory_share=Quantity(0.9, "share of peak", _COPY_SHARE),
         memory=Quantity(gb * 1e9, "byte", sheet),
+        host=host,
     )
 
 
@@ -128,14 +145,19 @@ _CORES: Final = "assumed; a few cores of a server"
 _CPU: Final = {torch.float32: 0.1, torch.float64: 0.05, torch.bfloat16: 0.1}
 _HOPPER: Final = {torch.bfloat16: 989.4, torch.float16: 989.4, torch.float32: 66.9, torch.float64: 66.9}
 _AMPERE: Final = {torch.bfloat16: 312.0, torch.float16: 312.0, torch.float32: 19.5, torch.float64: 19.5}
+_PCIE_5: Final = _bus("PCIe 5.0 x16", 64.0, "NVIDIA H100 data sheet: PCIe Gen5 128 GB/s, both directions")
+_PCIE_4: Final = _bus("PCIe 4.0 x16", 32.0, "NVIDIA A100 data sheet: PCIe Gen4 64 GB/s, both directions")
+_MEMORY: Final = _bus("memory", 10.0, _CORES)
 
 DEVICES: Final = {
     device.name: device
     for device in (
-        _device("h100-sxm", "NVIDIA H100 data sheet, SXM5, dense", tflops=_HOPPER, tb_per_s=3.35, gb=80),
-        _device("h200-sxm", "NVIDIA H200 data sheet, SXM, dense", tflops=_HOPPER, tb_per_s=4.8, gb=141),
-        _device("a100-sxm", "NVIDIA A100 80GB data sheet, SXM4, dense", tflops=_AMPERE, tb_per_s=2.039, gb=80),
-        _device("cpu", _CORES, tflops=_CPU, tb_per_s=0.02, gb=16),
+        _device("h100-sxm", "NVIDIA H100 data sheet, SXM5, dense", tflops=_HOPPER, tb_per_s=3.35, gb=80, host=_PCIE_5),
+        _device("h200-sxm", "NVIDIA H200 data sheet, SXM, dense", tflops=_HOPPER, tb_per_s=4.8, gb=141, host=_PCIE_5),
+        _device(
+            "a100-sxm", "NVIDIA A100 80GB data sheet, SXM4, dense", tflops=_AMPERE, tb_per_s=2.039, gb=80, host=_PCIE_4
+        ),
+        _device("cpu", _CORES, tflops=_CPU, tb_per_s=0.02, gb=16, host=_MEMORY),
     )
 }
 LINKS: Final = {

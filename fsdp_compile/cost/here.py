@@ -16,7 +16,7 @@ def hardware_of(step: StepGraph) -> Hardware:
     name, and on whether a group fits into one machine.
     """
     flats = list(step.nodes(Role.FLAT))
-    if not flats or flats[0].meta["val"].device.type != "cuda":
+    if not flats or (require(flats[0]).specs[0].compute or flats[0].meta["val"].device.type) != "cuda":
         return hardware("cpu", "ethernet-10")
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     known = next((key for key in DEVICES if key.split("-")[0].upper() in name.upper()), "h100-sxm")

@@ -1,7 +1,8 @@
 """Live bytes at each node of a graph: who allocates what, and until when it lives.
 
 Views share the memory of what they show (by the operators' schemas), values that stay inside a fused kernel have
-none, and the messages of a running collective live until it is waited for.
+none, and the messages of a running collective live until it is waited for. What lies in the memory of the host (flat
+shards and gradients of offloaded units) has no buffer here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import fx
 from fsdp_compile.cost.fusion import Kernels, shares_memory
 from fsdp_compile.cost.sizes import tensor_bytes, tensors_of
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Phase, Role, role_of
+from fsdp_compile.ir.record import Phase, Role, require, role_of
 
 
 class Holder(enum.Enum):
@@ -34,6 +35,7 @@ class Holder(enum.Enum):
 
 
 _HOLDERS = {
+    Role.OFFLOAD_IN: Holder.SHARD,
     Role.GATHER: Holder.UNSHARDED,
     Role.COPY_OUT: Holder.UNSHARDED,
     Role.FULL: Holder.UNSHARDED,
@@ -165,6 +167,8 @@ class _Walk:
 
     def _allocate(self, node: fx.Node, position: int, sources: Held) -> list[Held]:
         role = role_of(node)
+        if role is Role.OFFLOAD_OUT:
+            return [()]
         holder = _HOLDERS.get(role, Holder.TEMPORARY) if role is not None else Holder.TEMPORARY
         made = [Buffer(node, tensor_bytes(t), holder, position, position) for t in tensors_of(node)]
         self.buffers += made
@@ -178,7 +182,7 @@ class _Walk:
 
     def _input(self, node: fx.Node) -> Held:
         if role_of(node) is Role.FLAT:
-            return self._hold(node, Holder.SHARD, self.end)
+            return () if require(node).specs[0].compute else self._hold(node, Holder.SHARD, self.end)
         if self.step.phase is Phase.FORWARD or node.name.startswith("primals"):
             return self._hold(node, Holder.INPUT, self.end)
         earlier = self.before.outputs.get(node.name) if self.before is not None else None

@@ -1,4 +1,4 @@
-"""A graph as a schedule for the two lanes."""
+"""A graph as a schedule for its lanes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from fsdp_compile.cost.communicate import Communication, communication, is_start
+from fsdp_compile.cost.communicate import Communication, is_start, transfer_of
 from fsdp_compile.cost.compute import NodeCost, node_costs
 from fsdp_compile.cost.fusion import Kernels
 from fsdp_compile.cost.hardware import Hardware
@@ -16,7 +16,13 @@ from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Role, role_of
 
 _ITEMS = (Role.GATHER_ITEM, Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
-_WAITS = (Role.GATHER_WAIT, Role.REDUCE_WAIT, Role.REPLICATE_WAIT)
+_WAITS = (
+    Role.GATHER_WAIT,
+    Role.REDUCE_WAIT,
+    Role.REPLICATE_WAIT,
+    Role.OFFLOAD_IN_WAIT,
+    Role.OFFLOAD_OUT_WAIT,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +31,8 @@ class Schedule:
 
     Attributes:
         costs: Of every node.
-        communications: Of every node that starts one.
-        timeline: Both lanes; its keys are nodes.
+        communications: Of every node that starts one, copies between host and device among them.
+        timeline: All lanes; its keys are nodes.
     """
 
     costs: Mapping[fx.Node, NodeCost]
@@ -37,7 +43,7 @@ class Schedule:
 def schedule(step: StepGraph, hardware: Hardware, kernels: Kernels) -> Schedule:
     """Estimates when every node of a graph runs."""
     costs = node_costs(step.graph, hardware.device, kernels)
-    communications = {node: communication(node, hardware.link) for node in step.graph.nodes if is_start(node)}
+    communications = {node: transfer_of(node, hardware) for node in step.graph.nodes if is_start(node)}
     return Schedule(costs, communications, simulate(_events(step, costs, communications)))
 
 

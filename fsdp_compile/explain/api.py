@@ -19,6 +19,7 @@ from fsdp_compile.explain.trace import trace
 from fsdp_compile.explain.world import planning_mesh, planning_world
 from fsdp_compile.lower.ran import regions_of
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parameters.offload import planned
 from fsdp_compile.parameters.sharding import fully_shard, units
 from fsdp_compile.pipeline import FUSION
 
@@ -69,7 +70,10 @@ def explain(
         checked = dataclasses.replace(checked, hardware=checked.hardware or estimated_for)
     with planning_world(world_size) as ranks:
         copied = stand_in(plain)
-        fully_shard(copied, **{"mesh": planning_mesh(checked.sharding_strategy), **checked.sharding})
+        sharding = {"mesh": planning_mesh(checked.sharding_strategy), **checked.sharding}
+        if checked.offload_policy is not None:
+            sharding["offload_policy"] = planned(checked.offload_policy)
+        fully_shard(copied, **sharding)
         hollow_flats(copied)
         regions = trace(copied, hollow_inputs(args), hollow_inputs(kwargs), checked)
         fusion, made = FUSION[checked.lower], units(copied)

@@ -55,7 +55,7 @@ def build_plan(
         title=type(model).__name__,
         world_size=world_size,
         hardware=hardware,
-        units=tuple(map(_unit, made)),
+        units=tuple(_unit(unit, training=bool(backwards)) for unit in made),
         graphs=graphs,
         volume=_volume(graphs, made),
         skipped=tuple(skipped(model, made, graphs)),
@@ -91,7 +91,7 @@ def _graph(
     return plan, memory
 
 
-def _unit(unit: Unit) -> UnitPlan:
+def _unit(unit: Unit, *, training: bool) -> UnitPlan:
     trained = [slot for slot in unit.slots if slot.parameter.requires_grad]
     least = sum(s.parameter.numel() * s.parameter.element_size() / _ranks(s.spec) for s in unit.slots)
     return UnitPlan(
@@ -104,7 +104,13 @@ def _unit(unit: Unit) -> UnitPlan:
         full_bytes=unit.full_bytes,
         shard_bytes=unit.shard_bytes,
         padding_bytes=round(unit.shard_bytes - least),
+        host_bytes=_host_bytes(unit, training=training),
     )
+
+
+def _host_bytes(unit: Unit, *, training: bool) -> int:
+    held = [flat.leaf for flat in unit.flats if flat.slots[0].spec.compute]
+    return sum(leaf.numel() * leaf.element_size() * (1 + (training and leaf.requires_grad)) for leaf in held)
 
 
 def _ranks(spec: ReadSpec) -> int:

@@ -1,4 +1,7 @@
-"""Reports of collectives: what travels, between which nodes, and why compute waits for it or does not."""
+"""Reports of collectives, and of copies between host and device.
+
+What travels, between which nodes, and why compute waits for it or does not.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _NEGLIGIBLE_SHARE = 0.01
 
 
 def collectives(step: StepGraph, schedule: Schedule) -> Iterator[Collective]:
-    """Reports every collective of a graph, in the order in which they start."""
+    """Reports every collective and every copy of a graph, in the order in which they start."""
     order = step.order()
 
     def place(node: fx.Node) -> Place:

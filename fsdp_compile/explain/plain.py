@@ -11,7 +11,7 @@ from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.report import Collective, GraphPlan, Volume
 
 _DERIVED: dict[type, tuple[str, ...]] = {
-    Plan: ("step_us", "floor_us", "peak_bytes"),
+    Plan: ("step_us", "floor_us", "peak_bytes", "host_bytes"),
     Volume: ("total_bytes",),
     Collective: ("time_us",),
     GraphPlan: (),

@@ -85,6 +85,11 @@ class Plan:
         """The largest sum of live bytes in any graph."""
         return max((graph.memory.peak_bytes for graph in self.graphs), default=0)
 
+    @property
+    def host_bytes(self) -> int:
+        """What one rank holds in the memory of the host: offloaded shards and gradients, without optimizer state."""
+        return sum(unit.host_bytes for unit in self.units)
+
     def __str__(self) -> str:
         from fsdp_compile.explain.tables import render
 

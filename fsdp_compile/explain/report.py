@@ -57,15 +57,15 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One bucket: a collective with all its messages.
+    """One bucket: a collective with all its messages; or one copy between host and device.
 
     Attributes:
         kind: What it does.
         unit: The unit that it serves.
         messages: What travels.
         dtype: Dtype of the messages.
-        group: Alias of the process group.
-        ranks: Size of the group.
+        group: Alias of the process group; of a copy, the direction.
+        ranks: Size of the group; of a copy, 1.
         size_bytes: Bytes of the whole, on all ranks together, padding included.
         sent_bytes: Bytes that each rank sends.
         start: Where it starts.
@@ -200,6 +200,8 @@ class UnitPlan:
         full_bytes: Full parameters in their stored dtype.
         shard_bytes: What one rank holds, padding included.
         padding_bytes: Padding in that: to whole rows on every rank, and to aligned offsets.
+        host_bytes: What one rank holds in the memory of the host of shards and, when training, of their gradients; 0 if
+            the unit is not offloaded.
     """
 
     name: str
@@ -211,6 +213,7 @@ class UnitPlan:
     full_bytes: int
     shard_bytes: int
     padding_bytes: int
+    host_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)

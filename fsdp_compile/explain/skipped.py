@@ -88,7 +88,7 @@ def _never_reduced(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterat
         (c.unit, name)
         for graph in graphs
         for c in graph.collectives
-        if c.kind is not Kind.GATHER
+        if c.kind in (Kind.REDUCE, Kind.REPLICATE)
         for name in c.parameters
     }
     missing = [

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import sympy
 
-from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.cost.formulas import collective_us, share_of_others
+from fsdp_compile.cost.communicate import COPIES, Kind
+from fsdp_compile.cost.formulas import collective_us, copy_us, share_of_others
 from fsdp_compile.cost.hardware import make_link
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.plan import Plan
@@ -34,11 +34,15 @@ class Formulas:
         shard_bytes: Parameters that one rank holds.
         sent_bytes: What one rank sends in a step.
         communication_us: Time of all collectives, one after the other.
+        copied_bytes: What crosses the bus between host and device in a step, in both directions together.
+        copies_us: Time of all those copies, one after the other.
     """
 
     shard_bytes: sympy.Expr
     sent_bytes: sympy.Expr
     communication_us: sympy.Expr
+    copied_bytes: sympy.Expr
+    copies_us: sympy.Expr
 
 
 def formulas(plan: Plan) -> Formulas:
@@ -64,13 +68,17 @@ def formulas(plan: Plan) -> Formulas:
         )
     slots = {unit.parameter_name(slot): slot for unit in plan.traced.units for slot in unit.slots}
     link = make_link("open", GB_PER_S, "a symbol")
-    sent = [_sent_bytes(c, slots) for graph in plan.graphs for c in graph.collectives]
+    every = [c for graph in plan.graphs for c in graph.collectives]
+    sent = [_sent_bytes(c, slots) for c in every if c.kind not in COPIES]
     times = [
         collective_us(b, RANKS, launch_us=link.launch.value, hop_us=link.hop.value, bytes_per_s=link.bytes_per_s)
         for b in sent
     ]
     held = [_extent(slot) * slot.parameter.element_size() for slot in slots.values()]
-    return Formulas(sympy.Add(*held), sympy.Add(*sent), sympy.Add(*times))
+    bus = plan.hardware.device.host
+    copied = [sympy.Add(*_copied_bytes(c, slots)) for c in every if c.kind in COPIES]
+    copies = [copy_us(b, launch_us=bus.launch.value, bytes_per_s=bus.bytes_per_s) for b in copied]
+    return Formulas(sympy.Add(*held), sympy.Add(*sent), sympy.Add(*times), sympy.Add(*copied), sympy.Add(*copies))
 
 
 def _sent_bytes(collective: Collective, slots: dict[str, ParameterSlot]) -> sympy.Expr:
@@ -83,6 +91,11 @@ def _message_bytes(collective: Collective, slots: dict[str, ParameterSlot]) -> I
         spec = slots[name].spec
         dtype = spec.param_dtype if collective.kind is Kind.GATHER else spec.reduce_dtype
         yield _extent(slots[name]) * dtype.itemsize
+
+
+def _copied_bytes(copy: Collective, slots: dict[str, ParameterSlot]) -> Iterator[sympy.Expr]:
+    """Copies are made as parameters are stored."""
+    return (_extent(slots[name]) * slots[name].parameter.element_size() for name in copy.parameters)
 
 
 def _extent(slot: ParameterSlot) -> sympy.Expr:

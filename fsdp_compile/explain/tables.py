@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.communicate import COPIES, Kind
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.report import Collective, Exposure, GraphPlan, Layout
 from fsdp_compile.explain.words import count, share, size, time
@@ -88,6 +88,9 @@ def _summary_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if peak is not None:
         has = size(plan.hardware.device.memory.value)
         yield "peak memory", f"{size(plan.peak_bytes)} in {peak.phase.value}, without optimizer state; of {has}"
+    if plan.host_bytes:
+        bus = plan.hardware.device.host.name
+        yield "host memory", f"{size(plan.host_bytes)} of shards and gradients, without optimizer state; over {bus}"
     sent = ", ".join(f"{kind.value} {size(b)}" for kind, b in plan.volume.sent_bytes.items()) or "nothing"
     yield "sent per rank", f"{size(plan.volume.total_bytes)}: {sent}"
     floor = plan.volume.floor_bytes
@@ -114,9 +117,10 @@ def _units(plan: Plan) -> Table:
 
 
 def _collectives(title: str, graph: GraphPlan) -> Table:
+    copies = sum(c.kind in COPIES for c in graph.collectives)
     heading = (
         f"{title}: {time(graph.end_us)}, of which {time(graph.exposed_us)} exposed; "
-        f"{len(graph.collectives)} collectives, {graph.nodes} nodes"
+        f"{len(graph.collectives) - copies} collectives, {f'{copies} copies, ' * bool(copies)}{graph.nodes} nodes"
     )
     table = _table(heading, "unit", "what", "bytes ", "on link ", "exposed ", "because")
     by_kind = sorted(graph.collectives, key=lambda c: list(Kind).index(c.kind))  # so that layers stand in a row
@@ -139,7 +143,13 @@ def _alike(c: Collective) -> tuple[object, ...]:
     return c.kind, c.size_bytes, c.exposure, round(c.exposed_us / 200), round(c.computed_us / 200)
 
 
-_SHORT = {Kind.GATHER: "gather", Kind.REDUCE: "reduce", Kind.REPLICATE: "all-reduce"}
+_SHORT = {
+    Kind.GATHER: "gather",
+    Kind.REDUCE: "reduce",
+    Kind.REPLICATE: "all-reduce",
+    Kind.COPY_IN: "copy in",
+    Kind.COPY_OUT: "copy out",
+}
 
 
 def _short(dtype: str) -> str:

@@ -49,6 +49,16 @@ def as_offload(policy: object) -> Offload | None:
     )
 
 
+def planned(policy: object) -> Policy:
+    """The same policy for a plan in which the CPU stands for a device that is not there.
+
+    Raises:
+        ConfigError: If it is none of torch's policies.
+    """
+    offload = as_offload(policy)
+    return OffloadPolicy() if offload is None else Offload(pinned=False, from_cpu_to_cpu=True)
+
+
 def compute_device(offload: Offload | None, mesh_device: str) -> str:
     """Type of the device to which shards are copied; empty if they live where they are computed with."""
     return mesh_device if offload is not None and (mesh_device != "cpu" or offload.from_cpu_to_cpu) else ""

@@ -24,7 +24,7 @@ from fsdp_compile.ir.record import ON_DEVICE, SENT, Role, require
 from fsdp_compile.passes.schedule_prefetch import CopyMove, copies_to, lone_copies, start_copy_at
 from fsdp_compile.passes.schedule_reduce import copies_apart, followers_of, lone_waits
 from fsdp_compile.planner.from_graph import Posed, count_everything, pose
-from fsdp_compile.planner.place import BudgetError, Placement, place
+from fsdp_compile.planner.place import BudgetError, Placement, What, place
 
 MARGIN = 1.5
 """Gathers start as early as if the link took this much longer than estimated."""
@@ -169,12 +169,18 @@ def _anchor(step: StepGraph, posed: Posed, position: int) -> fx.Node:
 
 def _hoists(step: StepGraph, posed: Posed, placement: Placement) -> tuple[Hoist | CopyMove, ...]:
     first_reduce = _first_starts(posed)
+
+    def anchor(at: int) -> fx.Node:
+        return first_reduce.get(at) or _anchor(step, posed, at)
+
     found: list[Hoist | CopyMove] = []
-    for k, (gather, at) in enumerate(zip(posed.gathers, placement.starts, strict=True)):
-        anchor = first_reduce.get(at) or _anchor(step, posed, at)
-        ahead = posed.gathers[k + 1 : k + 2] if k else posed.gathers[:2]
-        found += [CopyMove(copy, anchor) for each in ahead for copy in copies_to(each)]
-        found.append(Hoist(gather, anchor))
+    for start in placement.issued:
+        gather, at = posed.gathers[start.gather], anchor(start.position)
+        match start.what:
+            case What.COPY:
+                found += [CopyMove(copy, at) for copy in copies_to(gather)]
+            case What.GATHER:
+                found.append(Hoist(gather, at))
     return (*found, *lone_copies(step))
 
 

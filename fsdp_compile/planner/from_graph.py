@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from fsdp_compile.cost.communicate import communication
+from fsdp_compile.cost.communicate import communication, copy_of
 from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels, shares_memory
 from fsdp_compile.cost.hardware import Hardware
@@ -66,14 +66,30 @@ def pose(
         if node.op == "call_function" and fixed:
             steps.append(node)
     gathers = [_gather(node, positions, len(steps), hardware) for node in step.nodes(Role.GATHER)]
+    behind = copies_behind(step, chains)
     order = sorted(range(len(gathers)), key=lambda i: gathers[i].need)
     nodes = tuple(step.nodes(Role.GATHER))
     problem = Problem(
         tuple(costs[node].time_us for node in steps),
         tuple(gathers[i] for i in order),
-        tuple(_reduction(chain, positions, hardware) for chain in chains),
+        tuple(_reduction(chain, positions, behind[chain[0]], hardware) for chain in chains),
     )
     return Posed(problem, tuple(steps), tuple(nodes[i] for i in order), tuple(map(tuple, chains)))
+
+
+def copies_behind(step: StepGraph, chains: Sequence[Sequence[fx.Node]]) -> Mapping[fx.Node, list[fx.Node]]:
+    """For the first stage of each reduction, the copies to the host for which it is the last that must be over."""
+    found: dict[fx.Node, list[fx.Node]] = {chain[0]: [] for chain in chains}
+    last = {start: chain[0] for chain in chains for start in chain}
+    rank = {first: number for number, first in enumerate(found)}
+    for node in step.graph.nodes:
+        if node not in found:
+            before = [last[source] for source in node.all_input_nodes if source in last]
+            if before:
+                last.setdefault(node, max(before, key=rank.__getitem__))
+            if role_of(node) is Role.OFFLOAD_OUT and node in last:
+                found[last[node]].append(node)
+    return found
 
 
 def count_everything(step: StepGraph, posed: Posed, fusion: Fusion) -> Posed:
@@ -99,6 +115,8 @@ def _returned_bytes(step: StepGraph) -> int:
 
 
 def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware: Hardware) -> Gather:
+    sent = upstream(start, *SENT)
+    copies = [node for node in sent if role_of(node) is Role.OFFLOAD_IN]
     waits = waits_of(start)
     received = [*waits, *(user for user in start.users if role_of(user) is Role.GATHER_ITEM)]
     held = aliases(waits)
@@ -109,11 +127,15 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
         free=end if leaves else 1 + max(positions[node] for node in {*users, *held}),
         size_bytes=result_bytes(start),
         time_us=communication(start, hardware.link).time_us,
-        sent_bytes=sum(result_bytes(node) for node in upstream(start, *SENT) if not shares_memory(node)),
+        sent_bytes=sum(result_bytes(node) for node in sent if not shares_memory(node)),
+        copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
+        copy_bytes=sum(map(result_bytes, copies)),
     )
 
 
-def _reduction(chain: Sequence[fx.Node], positions: Mapping[fx.Node, int], hardware: Hardware) -> Reduction:
+def _reduction(
+    chain: Sequence[fx.Node], positions: Mapping[fx.Node, int], copies: Sequence[fx.Node], hardware: Hardware
+) -> Reduction:
     first = chain[0]
     made = [first, *upstream(first, Role.GRADIENT)]
     gradients = {source for node in made for source in node.all_input_nodes if role_of(source) is not Role.GRADIENT}
@@ -122,4 +144,5 @@ def _reduction(chain: Sequence[fx.Node], positions: Mapping[fx.Node, int], hardw
         ready=positions[first],
         size_bytes=sum(map(result_bytes, first.all_input_nodes)),
         stages_us=tuple(communication(start, hardware.link).time_us for start in chain),
+        copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
     )

@@ -1,10 +1,13 @@
 """Chooses when gathers start and when reductions are waited for, under a budget of bytes.
 
-The graph is played once, step by step, on two lanes: compute, and the link. Before each step
+The graph is played once, step by step, on two lanes: compute, and the link. (Offloaded units add the bus to the host.)
+Before each step
 
 - reductions that have completed are waited for, which costs nothing and frees their gradients;
 - gathers start, in the order in which they are needed, if later would be too late (so as not to hold memory for
   longer than it hides time) and if they fit into the budget until they are needed;
+- copies from the host start by the same rule, each so early that it has arrived when its gather starts; before it has,
+  a gather starts only if it is needed at once;
 - reductions whose gradients are ready start. One is waited for before it has completed only where the budget does
   not allow to hold its gradients any longer.
 
@@ -15,9 +18,28 @@ behind it, arrives in time. Where the link is the bottleneck that is always at o
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Iterator, Sequence
 
+from fsdp_compile.planner.latest import Latest, latest_starts
 from fsdp_compile.planner.problem import Gather, Problem
+
+
+class What(enum.Enum):
+    """What is started for a bucket that is gathered."""
+
+    COPY = "copy"
+    """The copy from the host that the gather sends."""
+    GATHER = "gather"
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """One start: of what, for which gather, at which position."""
+
+    what: What
+    gather: int
+    position: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +48,7 @@ class Placement:
 
     Attributes:
         starts: For each gather, where it starts.
+        issued: The starts of gathers and of copies from the host, in order.
         waits: For each reduction, where each of its stages is waited for.
         order: Stages as (reduction, stage), in the order in which they are waited for.
         peak_bytes: Most bytes that are held during any step.
@@ -34,6 +57,7 @@ class Placement:
     """
 
     starts: tuple[int, ...]
+    issued: tuple[Start, ...]
     waits: tuple[tuple[int, ...], ...]
     order: tuple[tuple[int, int], ...]
     peak_bytes: int
@@ -69,27 +93,9 @@ def place(problem: Problem, *, budget_bytes: int, margin: float = 1.0) -> Placem
     live = problem.least_live_bytes()
     if live and max(live) > budget_bytes:
         raise BudgetError(budget_bytes, max(live), live.index(max(live)))
-    latest_us = latest_starts_us(problem, margin)
-    plans = [_Play(problem, live[:], room, latest_us).run() for room in _rooms(problem, budget_bytes)]
+    latest = latest_starts(problem, margin)
+    plans = [_Play(problem, live[:], room, latest).run() for room in _rooms(problem, budget_bytes)]
     return min(plans, key=lambda plan: (plan.end_us, plan.peak_bytes))
-
-
-def latest_starts_us(problem: Problem, margin: float) -> list[float]:
-    """When each gather must start at the latest, in time of computing without stalls; negative if that is too late.
-
-    A gather occupies the link for `margin` times its duration; reductions that become ready between the needs of two
-    gathers are served between them.
-    """
-    latest: list[float] = []
-    following: Gather | None = None
-    for gather in reversed(problem.gathers):
-        must_end = problem.reached_us[gather.need]
-        if following is not None:
-            between = sum(sum(r.stages_us) for r in problem.reductions if gather.need <= r.ready < following.need)
-            must_end = min(must_end, latest[-1] - between)
-        latest.append(must_end - margin * gather.time_us)
-        following = gather
-    return latest[::-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +131,18 @@ def _rooms(problem: Problem, budget_bytes: int) -> Iterator[_Room]:
 class _Play:
     """One run through the steps; `live` holds the bytes of each step, as far as decided."""
 
-    def __init__(self, problem: Problem, live: list[int], room: _Room, latest_us: list[float]) -> None:
+    def __init__(self, problem: Problem, live: list[int], room: _Room, latest: Latest) -> None:
         self.problem = problem
         self.live = live
         self.room = room
-        self.latest_us = latest_us
+        self.latest = latest
         self.now_us = 0.0
         self.link_free_us = 0.0
+        self.in_free_us = 0.0  # the bus, from the host
+        self.out_free_us = 0.0  # the bus, to the host
         self.starts: list[int] = []
+        self.issued: list[Start] = []
+        self.copied_us: list[float] = []
         self.gathered_us: list[float] = []
         self.awaited = 0
         self.in_flight: dict[int, float] = {}
@@ -143,6 +153,7 @@ class _Play:
         reductions = list(enumerate(self.problem.reductions))[::-1]
         for position in range(len(self.problem.steps_us) + 1):
             self._collect(position)
+            self._start_copies(position)
             self._start_gathers(position)
             while reductions and reductions[-1][1].ready == position:
                 index, reduction = reductions.pop()
@@ -152,10 +163,11 @@ class _Play:
             if position < len(self.problem.steps_us):
                 self.now_us += self.problem.steps_us[position]
         waits = tuple(map(tuple, self.waits))
-        end_us = max(self.now_us, self.link_free_us)
+        end_us = max(self.now_us, self.link_free_us, self.out_free_us)
         peak_bytes = max(self.live, default=0)
         order = tuple(self.order)
-        return Placement(tuple(self.starts), waits, order, peak_bytes, end_us, self.problem.bound_us)
+        starts, issued = tuple(self.starts), tuple(self.issued)
+        return Placement(starts, issued, waits, order, peak_bytes, end_us, self.problem.bound_us)
 
     def _queue(self, time_us: float) -> float:
         self.link_free_us = max(self.now_us, self.link_free_us) + time_us
@@ -174,27 +186,68 @@ class _Play:
         stages_us = self.problem.reductions[index].stages_us
         if len(self.waits[index]) < len(stages_us):
             self.in_flight[index] = self._queue(stages_us[len(self.waits[index])])
+        else:
+            copy_us = self.problem.reductions[index].copy_us
+            self.out_free_us = max(self.now_us, self.out_free_us) + copy_us if copy_us else self.out_free_us
+
+    def _start_copies(self, position: int) -> None:
+        """Starts copies for later gathers that would arrive late if they started one position later."""
+        while len(self.copied_us) < len(self.problem.gathers):
+            index = len(self.copied_us)
+            gather = self.problem.gathers[index]
+            early = bool(gather.copy_us) and position < gather.need
+            if not (early and self._is_too_late(position, self.in_free_us, self.latest.copies_us[index])):
+                return
+            if not self._fits(gather.copy_bytes, position, gather.need):
+                return
+            self._copy(gather, position)
+
+    def _copy(self, gather: Gather, position: int) -> None:
+        """Starts the next copy, if its gather sends one."""
+        if gather.copy_us:
+            self.issued.append(Start(What.COPY, len(self.copied_us), position))
+            self.in_free_us = max(self.now_us, self.in_free_us) + gather.copy_us
+        for step in range(position, gather.need):
+            self.live[step] += gather.copy_bytes
+        self.copied_us.append(self.in_free_us if gather.copy_us else 0.0)
 
     def _start_gathers(self, position: int) -> None:
         while len(self.starts) < len(self.problem.gathers):
-            gather = self.problem.gathers[len(self.starts)]
-            due = gather.need == position
-            if not due and not (self._later_is_too_late(position) and self._fits(gather, position)):
+            index = len(self.starts)
+            gather = self.problem.gathers[index]
+            if gather.need != position and not self._may_start_early(gather, index, position):
                 return
+            if index == len(self.copied_us):
+                self._copy(gather, position)
             for step in range(position, gather.need):
-                self.live[step] += gather.early_bytes
+                self.live[step] += gather.early_bytes - gather.copy_bytes
+            self.now_us = max(self.now_us, self.copied_us[index])
             self.starts.append(position)
+            self.issued.append(Start(What.GATHER, index, position))
             self.gathered_us.append(self._queue(gather.time_us))
+            self._start_copies(position)
 
-    def _later_is_too_late(self, position: int) -> bool:
-        """Whether the next gather would arrive late if it started one position later."""
+    def _may_start_early(self, gather: Gather, index: int, position: int) -> bool:
+        started = index < len(self.copied_us)
+        if gather.copy_us and not (started and self.copied_us[index] <= self._stands_until_us(position)):
+            return False
+        more_bytes = gather.early_bytes - gather.copy_bytes * started
+        late = self._is_too_late(position, self.link_free_us, self.latest.gathers_us[index])
+        return late and self._fits(more_bytes, position, gather.need)
+
+    def _stands_until_us(self, position: int) -> float:
+        """Until when compute stands still at a position, whatever else starts there."""
+        running = zip(self.gathered_us[self.awaited :], self.problem.gathers[self.awaited :], strict=False)
+        return max([self.now_us, *(end_us for end_us, gather in running if gather.need == position)])
+
+    def _is_too_late(self, position: int, free_us: float, latest_us: float) -> bool:
+        """Whether what queues on a lane that is free at `free_us` would be late if it started one position later."""
         step_us = self.problem.steps_us[position]
-        queued_us = max(0.0, self.link_free_us - self.now_us - step_us)
-        return self.problem.reached_us[position + 1] + queued_us > self.latest_us[len(self.starts)]
+        queued_us = max(0.0, free_us - self.now_us - step_us)
+        return self.problem.reached_us[position + 1] + queued_us > latest_us
 
-    def _fits(self, gather: Gather, position: int) -> bool:
-        allowed = self.room.early_bytes
-        return all(self.live[s] + gather.early_bytes <= allowed[s] for s in range(position, gather.need))
+    def _fits(self, size_bytes: int, position: int, need: int) -> bool:
+        return all(self.live[s] + size_bytes <= self.room.early_bytes[s] for s in range(position, need))
 
     def _hold_or_wait(self, position: int) -> None:
         """Holds the gradients that are on the link for one step more if they fit; the oldest go first if not."""

@@ -2,7 +2,7 @@
 
 A graph is a row of steps, each of which computes for some time. Position `p` is the moment right before step `p`;
 position `n` is the end of a graph of `n` steps. All collectives share one link, which serves them in the order in
-which they are started.
+which they are started. Copies between host and device share a bus, one queue in each direction.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class Gather:
         size_bytes: Memory of the result, held from the start of the gather until `free`.
         time_us: Time on the link.
         sent_bytes: Memory made for the message that this rank sends, held from the start until `need`.
+        copy_us: Time on the bus of the copy from the host that it sends; 0 if it sends none.
+        copy_bytes: Memory of that copy, a part of `sent_bytes`, held from the start of the copy.
     """
 
     need: int
@@ -29,6 +31,8 @@ class Gather:
     size_bytes: int
     time_us: float
     sent_bytes: int = 0
+    copy_us: float = 0.0
+    copy_bytes: int = 0
 
     @property
     def early_bytes(self) -> int:
@@ -45,12 +49,14 @@ class Reduction:
         ready: Position at which the last one is, so that the first stage can start.
         size_bytes: Memory of the full gradients, held from `born` until the first stage is waited for.
         stages_us: Time on the link of each stage; one starts where the one before it has been waited for.
+        copy_us: Time on the bus of the copies to the host that follow; 0 if there are none.
     """
 
     born: int
     ready: int
     size_bytes: int
     stages_us: tuple[float, ...]
+    copy_us: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +107,10 @@ class Problem:
     def bound_us(self) -> float:
         """A time that no plan of this problem can beat.
 
-        Both lanes must do all their work; nothing computes before the gathers of the first step are there, and
+        All lanes must do all their work; nothing computes before the gathers of the first step are there, and
         reductions that are ready only after the last step run after it.
         """
         first = sum(g.time_us for g in self.gathers if self.reached_us[g.need] == 0.0)
         last = sum(sum(r.stages_us) for r in self.reductions if self.reached_us[r.ready] == self.compute_us)
-        return max(self.compute_us + first + last, self.link_us)
+        bus_us = max(sum(g.copy_us for g in self.gathers), sum(r.copy_us for r in self.reductions))
+        return max(self.compute_us + first + last, self.link_us, bus_us)

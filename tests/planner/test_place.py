@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_compile.planner.place import BudgetError, place
+from fsdp_compile.planner.place import BudgetError, Start, What, place
 from fsdp_compile.planner.problem import Gather, Problem, Reduction
-from tests.planner.problems import live_bytes, play, problems
+from tests.planner.problems import each_when_needed, live_bytes, play, problems
 
 
 def gather(need: int, time_us: float, *, free: int | None = None, size_bytes: int = 1) -> Gather:
@@ -22,9 +23,13 @@ def gather(need: int, time_us: float, *, free: int | None = None, size_bytes: in
 def test_a_plan_holds_what_it_says_and_never_more_than_the_budget(problem: Problem, extra: int) -> None:
     budget = max(problem.least_live_bytes()) + extra
     plan = place(problem, budget_bytes=budget)
-    held = live_bytes(problem, plan.starts, plan.waits)
+    held = live_bytes(problem, plan.issued, plan.waits)
     assert max(held) == plan.peak_bytes <= budget
     assert list(plan.starts) == sorted(plan.starts)
+    assert [s.position for s in plan.issued] == sorted(s.position for s in plan.issued)
+    for index, g in enumerate(problem.gathers):
+        mine = [start.what for start in plan.issued if start.gather == index]
+        assert mine == [What.COPY, What.GATHER][not g.copy_us :], "a copy starts before its gather"
     assert all(s <= g.need for s, g in zip(plan.starts, problem.gathers, strict=True))
     assert sorted(plan.order) == [(i, k) for i, r in enumerate(problem.reductions) for k in range(len(r.stages_us))]
     assert all(list(w) == sorted((r.ready, *w))[1:] for w, r in zip(plan.waits, problem.reductions, strict=True))
@@ -34,25 +39,32 @@ def test_a_plan_holds_what_it_says_and_never_more_than_the_budget(problem: Probl
 @settings(max_examples=200, deadline=None)
 def test_the_time_it_states_is_what_another_simulator_finds(problem: Problem, extra: int) -> None:
     plan = place(problem, budget_bytes=max(problem.least_live_bytes()) + extra)
-    assert plan.end_us == pytest.approx(play(problem, plan.starts, plan.waits))
+    assert plan.end_us == pytest.approx(play(problem, plan.issued, plan.waits))
     assert plan.end_us >= plan.bound_us - 1e-9
 
 
 @given(problems(), st.integers(0, 20))
 @settings(max_examples=200, deadline=None)
 def test_it_is_never_slower_than_starting_everything_when_it_is_needed(problem: Problem, extra: int) -> None:
+    """Copies to the host apart: a reduction is waited for at the first step after it, and its copy starts there."""
+    reductions = tuple(dataclasses.replace(reduction, copy_us=0.0) for reduction in problem.reductions)
+    problem = dataclasses.replace(problem, reductions=reductions)
     plan = place(problem, budget_bytes=max(problem.least_live_bytes()) + extra)
-    late = play(problem, [g.need for g in problem.gathers], [[r.ready] * len(r.stages_us) for r in problem.reductions])
+    late = play(
+        problem,
+        each_when_needed([g.need for g in problem.gathers]),
+        [[r.ready] * len(r.stages_us) for r in problem.reductions],
+    )
     assert plan.end_us <= late + 1e-9
 
 
-@given(problems(steps=4, collectives=3))
+@given(problems(steps=4, collectives=3, offloaded=False))
 @settings(max_examples=100, deadline=None)
 def test_without_reductions_and_a_limit_no_other_plan_is_faster(problem: Problem) -> None:
     problem = Problem(problem.steps_us, problem.gathers, ())
     plan = place(problem, budget_bytes=10**6)
     orders = itertools.product(*(range(g.need + 1) for g in problem.gathers))
-    best = min(play(problem, starts, []) for starts in orders if list(starts) == sorted(starts))
+    best = min(play(problem, each_when_needed(starts), []) for starts in orders if list(starts) == sorted(starts))
     assert plan.end_us == pytest.approx(best)
 
 
@@ -93,3 +105,33 @@ def test_what_cannot_be_hidden_is_in_the_bound() -> None:
     last = Reduction(born=1, ready=2, size_bytes=1, stages_us=(3.0,))
     problem = Problem((10.0, 10.0), (first,), (last,))
     assert problem.bound_us == place(problem, budget_bytes=10).end_us == 30.0
+
+
+def copied_gather(need: int) -> Gather:
+    return Gather(need=need, free=need + 1, size_bytes=4, time_us=10.0, sent_bytes=1, copy_us=10.0, copy_bytes=1)
+
+
+def test_a_copy_is_on_the_bus_while_the_gather_before_it_is_on_the_link() -> None:
+    problem = Problem((10.0,) * 4, tuple(map(copied_gather, range(4))), ())
+    plan = place(problem, budget_bytes=100)
+    assert plan.end_us == 60.0, "the first copy and the first gather, and then everything beside everything"
+    assert Start(What.COPY, 1, 0) in plan.issued
+    assert Start(What.GATHER, 1, 0) in plan.issued
+
+
+def test_copies_are_in_the_budget() -> None:
+    """With room for what is in use alone, nothing is copied before it is needed."""
+    problem = Problem((10.0,) * 4, tuple(map(copied_gather, range(4))), ())
+    plan = place(problem, budget_bytes=4)
+    assert plan.peak_bytes == 4
+    assert {start.position - start.gather for start in plan.issued} == {0}
+    assert plan.end_us == 4 * 30.0
+
+
+def test_a_slow_bus_is_what_bounds_a_plan() -> None:
+    slow = [dataclasses.replace(copied_gather(i), copy_us=50.0) for i in range(4)]
+    plan = place(Problem((10.0,) * 4, tuple(slow), ()), budget_bytes=100)
+    assert plan.bound_us == 200.0
+    assert plan.end_us == 4 * 50.0 + 10.0 + 10.0, "the last gather and its step come after all copies"
+    back = Reduction(born=0, ready=1, size_bytes=1, stages_us=(5.0,), copy_us=70.0)
+    assert place(Problem((10.0,), (), (back,)), budget_bytes=100).end_us == 10.0 + 5.0 + 70.0

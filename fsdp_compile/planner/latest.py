@@ -1,0 +1,60 @@
+"""When things must start at the latest so as not to hold up computing: known from the end of a graph backwards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from fsdp_compile.planner.problem import Gather, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Latest:
+    """For each gather, in time of computing without stalls; negative if that is too late.
+
+    Attributes:
+        gathers_us: When it must start.
+        copies_us: When the copy from the host that it sends must.
+    """
+
+    gathers_us: Sequence[float]
+    copies_us: Sequence[float]
+
+
+def latest_starts(problem: Problem, margin: float) -> Latest:
+    """The latest starts of all gathers of a graph.
+
+    Args:
+        problem: The graph.
+        margin: Times on the link and the bus are taken this much longer.
+    """
+    gathers_us = _gathers_us(problem, margin)
+    return Latest(gathers_us, _copies_us(problem, margin, gathers_us))
+
+
+def _gathers_us(problem: Problem, margin: float) -> list[float]:
+    """When each gather must start at the latest, in time of computing without stalls; negative if that is too late.
+
+    A gather occupies the link for `margin` times its duration; reductions that become ready between the needs of two
+    gathers are served between them.
+    """
+    latest: list[float] = []
+    following: Gather | None = None
+    for gather in reversed(problem.gathers):
+        must_end = problem.reached_us[gather.need]
+        if following is not None:
+            between = sum(sum(r.stages_us) for r in problem.reductions if gather.need <= r.ready < following.need)
+            must_end = min(must_end, latest[-1] - between)
+        latest.append(must_end - margin * gather.time_us)
+        following = gather
+    return latest[::-1]
+
+
+def _copies_us(problem: Problem, margin: float, gathers_us: Sequence[float]) -> list[float]:
+    """The same for the copies from the host: each has arrived when its gather must start, and the bus takes turns."""
+    latest: list[float] = []
+    must_end = float("inf")
+    for gather, gather_us in zip(reversed(problem.gathers), reversed(gathers_us), strict=True):
+        must_end = min(must_end, gather_us) - margin * gather.copy_us
+        latest.append(must_end)
+    return latest[::-1]
