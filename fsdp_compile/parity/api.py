@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -26,7 +27,7 @@ from fsdp_compile.parity.experiment import (
 )
 from fsdp_compile.parity.processes import Place, run_on_ranks
 from fsdp_compile.parity.report import ParityReport, describe
-from fsdp_compile.parity.train import train_both
+from fsdp_compile.parity.train import first_stop_that_differs, train_both
 from fsdp_compile.pipeline import CAPTURE, passes
 
 _OWN: Final = ("mesh", "mp_policy", "reshard_after_forward", "auto_wrap_policy", "stop_after")
@@ -124,24 +125,25 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
 
 def measure(experiment: Experiment) -> ParityReport:
     """Runs one comparison and reports it, equal or not."""
-
-    def place(rank: int, store: Path) -> Place:
-        return Place(rank, experiment.world_size, store, experiment.device_type, experiment.timeout_s)
-
-    found = run_on_ranks(train_both, experiment, place, experiment.world_size)
+    found = run_on_ranks(train_both, experiment, functools.partial(_place, experiment), experiment.world_size)
     return ParityReport(
         title=_title(experiment), level=experiment.level.value, steps=experiment.steps, differences=tuple(found)
     )
 
 
+def _place(experiment: Experiment, rank: int, store: Path) -> Place:
+    return Place(rank, experiment.world_size, store, experiment.device_type, experiment.timeout_s)
+
+
 def _culprit(experiment: Experiment) -> str:
     """The first pass that, run with those before it and none after it, makes a difference."""
     names = [one.name for one in passes(FSDPOptions.from_dict(experiment.options))]
-    for name in [CAPTURE, *names[:-1]]:
-        options = {**experiment.options, "stop_after": name}
-        if not measure(dataclasses.replace(experiment, options=options)).equal:
-            return name
-    return names[-1]
+    stopped = {
+        name: dataclasses.replace(experiment, options={**experiment.options, "stop_after": name})
+        for name in [CAPTURE, *names[:-1]]
+    }
+    place = functools.partial(_place, experiment)
+    return run_on_ranks(first_stop_that_differs, stopped, place, experiment.world_size) or names[-1]
 
 
 def _error(report: ParityReport) -> ParityError:

@@ -114,6 +114,21 @@ def train_both(experiment: Experiment) -> list[Difference]:
     return found
 
 
+def first_stop_that_differs(experiments: Mapping[str, Experiment]) -> str | None:
+    """Trains one experiment after the other until one exceeds its level; to be called on every rank.
+
+    Returns:
+        Its key, or `None`.
+    """
+    for name, experiment in experiments.items():
+        torch.compiler.reset()
+        exceeds = [any(difference.exceeds for difference in train_both(experiment))]
+        dist.broadcast_object_list(exceeds)  # only the first rank has compared
+        if exceeds[0]:
+            return name
+    return None
+
+
 def _step(side: Side) -> Tensors:
     """Lets the optimizer make its step."""
     side.optimizer.step()

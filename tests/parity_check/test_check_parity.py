@@ -34,6 +34,19 @@ def test_the_command_on_the_built_in_model_prints_the_table_and_exits_0(capsys: 
     assert out.endswith("equal in every bit: 302 tensors over 2 steps\n")
 
 
+@pytest.mark.inductor
+def test_the_command_holds_inductor_to_the_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["parity", f"{HERE}:make_model", "--level", "tolerance", "--reference", "single", "--steps", "2", "--json"]
+    assert main([*argv, "--param-dtype", "bfloat16", "--reduce-dtype", "float32"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["equal"]
+    assert "lower=inductor" in report["title"]
+    judged = [d for d in report["differences"] if d["bound"] is not None]
+    assert {d["quantity"] for d in judged} == {"loss", "gradient", "parameter", "optimizer state"}
+    assert all(d["absolute"] <= d["bound"] for d in judged)
+    assert any(d["different"] for d in judged)  # rounded otherwise than eager
+
+
 def test_the_command_exits_1_and_names_the_parameter_of_a_planted_bug(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["parity", f"{HERE}:make_model_with_planted_bug", "--steps", "1", "--json"]
     assert main(argv) == 1

@@ -31,7 +31,9 @@ SECTION = "After every pass"
 
 
 def _stops(options: FSDPOptions) -> list[str]:
-    return [CAPTURE, *(one.name for one in passes(options))]
+    """Where graphs stop; a planned schedule's first pass is that of the fixed one."""
+    names = [CAPTURE, *(one.name for one in passes(options))]
+    return names if options == FIXED else names[2:]
 
 
 def _key(one: Combination, options: FSDPOptions, stop: str) -> str:
