@@ -8,10 +8,12 @@ from collections.abc import Container, Iterable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters.groups import device_on
 from fsdp_compile.parameters.offload import Offload
+from fsdp_compile.parameters.unit import UnitPolicy
 
 Device = torch.device | str | int
 
@@ -53,6 +55,17 @@ def chosen(mesh: DeviceMesh, device_id: Device | None) -> torch.device | None:
     return device
 
 
+def refuse_misplaced(root: nn.Module, ignored: Container[int], target: torch.device | None, policy: UnitPolicy) -> None:
+    """Refuses parameters on devices where they cannot be sharded.
+
+    Raises:
+        ConfigError: If they lie on several devices, or on the CPU beside a mesh of another kind and are not offloaded.
+    """
+    refuse_mixture(root, ignored, target)
+    if policy.offload is None:
+        refuse_left_behind(root, ignored, target, policy.mesh)
+
+
 def refuse_mixture(root: nn.Module, ignored: Container[int], target: torch.device | None) -> None:
     """Refuses parameters on several devices, those on the meta device apart, and those that `target` moves.
 
@@ -76,6 +89,26 @@ def refuse_mixture(root: nn.Module, ignored: Container[int], target: torch.devic
             where=f"{_OPTION}, {name}",
             instead=f"model.to({str(target)!r}) before: only what is on the CPU is moved",
         )
+
+
+def refuse_left_behind(root: nn.Module, ignored: Container[int], target: torch.device | None, mesh: DeviceMesh) -> None:
+    """Refuses parameters on the CPU beside a mesh of another kind, whose groups could not gather them.
+
+    Raises:
+        ConfigError: If there is one that `target` does not move, those on the meta device and sharded ones apart.
+    """
+    kind = mesh.device_type
+    if kind == "cpu" or target is not None:
+        return
+    for name, parameter in root.named_parameters():
+        settled = id(parameter) in ignored or parameter.is_meta or isinstance(parameter, DTensor)
+        if not settled and parameter.device.type == "cpu":
+            raise ConfigError(
+                f"{name} is on the CPU, and the mesh communicates on {kind}",
+                where=f"fully_shard({type(root).__name__}), parameter {name}",
+                instead=f'model.to("{kind}") before; device_id=torch.{kind}.current_device(), which moves each rank\'s '
+                "part alone; or offload_policy=CPUOffloadPolicy() to leave shards on the host",
+            )
 
 
 def destination(tensor: torch.Tensor, target: torch.device | None) -> torch.device | None:

@@ -108,8 +108,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
 
     Raises:
         ConfigError: If the module is sharded already, the mesh has not 1 or 2 dimensions, a policy is not supported,
-            arguments contradict each other, a device does not exist or parameters are on another one, or a parameter
-            has a gradient already.
+            arguments contradict each other, a device does not exist, parameters are on another one or on
+            the CPU beside a mesh of GPUs (and not offloaded), or a parameter has a gradient already.
         RankMismatchError: With `sync_module_states`, if ranks have different models.
         UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
     """
@@ -127,7 +127,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     arguments = Arguments(sharding_strategy, mesh, reshard_after_forward, precision, kind, offload)
     policy = arguments.policy()
     device = devices.chosen(policy.mesh, device_id)
-    devices.refuse_mixture(module, ignored, device)
+    devices.refuse_misplaced(module, ignored, device, policy)
     below = [m for m in module.modules() if is_sharded(m)]
     _take_over(module, below)
     ignored |= {i for m in below for i in m.__dict__[_STATE].ignored}

@@ -10,10 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
 
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard
+from fsdp_compile.parameters import holding
 from fsdp_compile.parameters.offload import Offload, as_offload, compute_device, host_buffer, refuse_device
+from tests.fake_world import fake_world
 from tests.parity.models import Stack
 from tests.parity.pair import Differences, train_pair
 from tests.ranks import run_ranks
@@ -87,6 +90,27 @@ def test_pinning_without_a_device_is_refused() -> None:
     ):
         host_buffer(32, torch.float32, Offload(pinned=True))
     assert host_buffer(32, torch.float32, Offload(pinned=False)).tolist() == [0.0] * 32
+
+
+@pytest.mark.core
+def test_a_model_on_the_cpu_and_a_mesh_of_gpus_need_a_policy() -> None:
+    """FSDP2 moves such a model as a whole; here the rank's part alone moves, if that is asked for."""
+    with fake_world(2):
+        mesh = init_device_mesh("cuda", (2,))
+        model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Sequential(nn.Linear(4, 4)))
+        with pytest.raises(ConfigError, match=r"1\.0\.weight is on the CPU, .* on cuda") as caught:
+            fully_shard(model, mesh=mesh)
+        where, instead = str(caught.value.where), str(caught.value.instead)
+        assert "Sequential" in where
+        for way in ('model.to("cuda")', "device_id=torch.cuda.current_device()", "offload_policy=CPUOffloadPolicy()"):
+            assert way in instead
+        assert not isinstance(model[1][0].weight, DTensor), "nothing was sharded"  # type: ignore[index]
+        with pytest.raises(ConfigError, match="is on the CPU"):
+            fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffload(offload_params=False))
+        with mock.patch.object(holding, "install"):  # makes tensors on the device, which is not there
+            on_host = fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        assert on_host.weight.to_local().device.type == "cpu"  # type: ignore[attr-defined]
+        fully_shard(model, mesh=mesh, ignored_params=set(model[1].parameters()))
 
 
 def test_moving_an_offloaded_parameter_to_the_device_is_refused() -> None:
