@@ -24,6 +24,7 @@ from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.passes.bucket import BucketCollectives
+from fsdp_compile.passes.delay_gradients import DelayGradients
 from fsdp_compile.passes.insert_collectives import InsertCollectives
 from fsdp_compile.passes.joining import worth_joining_bytes
 from fsdp_compile.passes.schedule import Schedule, SchedulePlan
@@ -55,8 +56,11 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
         return (InsertCollectives(), bucket, SchedulePrefetch(options.prefetch), ScheduleReduce(), ScheduleReshard())
     budget_bytes = None if options.memory_budget_gb is None else round(options.memory_budget_gb * 1e9)
     hardware = options.hardware or named_hardware()
-    planned = Schedule(hardware, budget_bytes, FUSION[options.lower])
-    return (InsertCollectives(), dataclasses.replace(bucket, hardware=hardware), planned, ScheduleReshard())
+    fusion = FUSION[options.lower]
+    # Delaying holds activations longer, which a budget may not have room for.
+    delayed = () if options.memory_budget_gb is not None else (DelayGradients(hardware, fusion),)
+    planned = (dataclasses.replace(bucket, hardware=hardware), *delayed, Schedule(hardware, budget_bytes, fusion))
+    return (InsertCollectives(), *planned, ScheduleReshard())
 
 
 def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:

@@ -33,6 +33,10 @@ _COPIES = (Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT)
 _MOVED = (*STARTS, *_ITEMS, *_WAITS, Role.ADD_PARTIAL, Role.SHARD_GRADIENT, *_COPIES, *GRADIENTS)
 
 
+Followers = dict[fx.Node, list[fx.Node]]
+"""For each collective of a reduction, what can be done once it has completed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Deferral:
     """Move what follows from `reduce` (its waits and what is made of them), in graph order, before `anchor`.
@@ -71,7 +75,7 @@ class ScheduleReduce:
             move_before(deferral.followers, deferral.anchor)
 
 
-def _deferrals(starts: Sequence[fx.Node], followers: dict[fx.Node, list[fx.Node]], end: fx.Node) -> list[Deferral]:
+def _deferrals(starts: Sequence[fx.Node], followers: Followers, end: fx.Node) -> list[Deferral]:
     anchors = [*map(_first_message_node, starts[1:]), end]
     deferrals: list[Deferral] = []
     before: tuple[fx.Node, ...] = ()
@@ -99,11 +103,11 @@ def lone_waits(step: StepGraph, followers: dict[fx.Node, list[fx.Node]]) -> list
     return [Deferral(c, (wait, *wait.users), a) for c, wait, a in zip(lone, waits, anchors, strict=False)]
 
 
-def followers_of(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
+def followers_of(step: StepGraph) -> Followers:
     """For each collective of a reduction, what can be done once it has completed and no later one has, in order."""
     order = step.order()
     behind: dict[fx.Node, fx.Node] = {}
-    followers: dict[fx.Node, list[fx.Node]] = {}
+    followers: Followers = {}
     for node in step.nodes(*_MOVED):
         before = [s if s in followers else behind[s] for s in node.all_input_nodes if s in followers or s in behind]
         if role_of(node) in _ITEMS:  # stays with its collective, whatever that follows

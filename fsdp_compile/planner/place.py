@@ -3,43 +3,31 @@
 The graph is played once, step by step, on two lanes: compute, and the link. (Offloaded units add the bus to the host.)
 Before each step
 
-- reductions that have completed are waited for, which costs nothing and frees their gradients;
-- gathers start, in the order in which they are needed, if later would be too late (so as not to hold memory for
-  longer than it hides time) and if they fit into the budget until they are needed;
+- reductions that have surely completed are waited for, which costs nothing and frees their gradients;
+- gathers start, in the order in which they are needed, if later could be too late (so as not to hold memory for
+  much longer than it hides time) and if they fit into the budget until they are needed;
 - copies from the host start by the same rule, each so early that it has arrived when its gather starts; before it has,
   a gather starts only if it is needed at once;
-- reductions whose gradients are ready start. One is waited for before it has completed only where the budget does
-  not allow to hold its gradients any longer.
+- reductions whose gradients are ready start. One is waited for before it has surely completed only where the budget
+  does not allow to hold its gradients any longer.
 
 "Too late" is known from the end backwards: a gather must start so early that it, and every later one that queues
 behind it, arrives in time. Where the link is the bottleneck that is always at once, and the budget decides.
+
+"Surely" and "could" allow for a link that is `margin` times slower than estimated: a gather that starts too early costs
+memory that the budget has, one that starts too late stops the computation. For the same reason plans are made for links
+that are slower by `margin` and by its square as well, and the one is taken that loses least on any of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Iterator, Sequence
 
-from fsdp_compile.planner.latest import Latest, latest_starts
+from fsdp_compile.planner.latest import latest_starts
 from fsdp_compile.planner.problem import Gather, Problem
-
-
-class What(enum.Enum):
-    """What is started for a bucket that is gathered."""
-
-    COPY = "copy"
-    """The copy from the host that the gather sends."""
-    GATHER = "gather"
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """One start: of what, for which gather, at which position."""
-
-    what: What
-    gather: int
-    position: int
+from fsdp_compile.planner.replay import replay
+from fsdp_compile.planner.start import Start, What
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +81,22 @@ def place(problem: Problem, *, budget_bytes: int, margin: float = 1.0) -> Placem
     live = problem.least_live_bytes()
     if live and max(live) > budget_bytes:
         raise BudgetError(budget_bytes, max(live), live.index(max(live)))
-    latest = latest_starts(problem, margin)
-    plans = [_Play(problem, live[:], room, latest).run() for room in _rooms(problem, budget_bytes)]
-    return min(plans, key=lambda plan: (plan.end_us, plan.peak_bytes))
+    links = sorted({1.0, margin, margin**2})
+    plans = [
+        _Play(problem.slower(times), live[:], room, margin).run()
+        for times in links
+        for room in _rooms(problem, budget_bytes)
+    ]
+    chosen = _most_robust(problem, plans, links)
+    return dataclasses.replace(chosen, end_us=replay(problem, chosen.issued, chosen.waits), bound_us=problem.bound_us)
+
+
+def _most_robust(problem: Problem, plans: Sequence[Placement], links: Sequence[float]) -> Placement:
+    """The plan that loses least against the best one, whichever of `links` comes true; of equals, the smallest."""
+    ends_us = [[replay(problem.slower(times), plan.issued, plan.waits) for times in links] for plan in plans]
+    best_us = [min(column) for column in zip(*ends_us, strict=True)]
+    losses = [max(end / best if best else 1.0 for end, best in zip(row, best_us, strict=True)) for row in ends_us]
+    return min(zip(losses, plans, strict=True), key=lambda pair: (round(pair[0], 3), pair[1].peak_bytes))[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,16 +129,26 @@ def _rooms(problem: Problem, budget_bytes: int) -> Iterator[_Room]:
         yield _Room(budget_bytes, early_bytes)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """When a collective that is on the link ends, and when it has ended even if the link is `margin` times slower."""
+
+    ends_us: float
+    surely_ends_us: float
+
+
 class _Play:
     """One run through the steps; `live` holds the bytes of each step, as far as decided."""
 
-    def __init__(self, problem: Problem, live: list[int], room: _Room, latest: Latest) -> None:
+    def __init__(self, problem: Problem, live: list[int], room: _Room, margin: float) -> None:
         self.problem = problem
         self.live = live
         self.room = room
-        self.latest = latest
+        self.latest = latest_starts(problem, margin)
+        self.margin = margin
         self.now_us = 0.0
         self.link_free_us = 0.0
+        self.link_surely_free_us = 0.0
         self.in_free_us = 0.0  # the bus, from the host
         self.out_free_us = 0.0  # the bus, to the host
         self.starts: list[int] = []
@@ -145,7 +156,7 @@ class _Play:
         self.copied_us: list[float] = []
         self.gathered_us: list[float] = []
         self.awaited = 0
-        self.in_flight: dict[int, float] = {}
+        self.in_flight: dict[int, _Stage] = {}
         self.waits: list[list[int]] = [[] for _ in problem.reductions]
         self.order: list[tuple[int, int]] = []
 
@@ -169,18 +180,19 @@ class _Play:
         starts, issued = tuple(self.starts), tuple(self.issued)
         return Placement(starts, issued, waits, order, peak_bytes, end_us, self.problem.bound_us)
 
-    def _queue(self, time_us: float) -> float:
+    def _queue(self, time_us: float) -> _Stage:
         self.link_free_us = max(self.now_us, self.link_free_us) + time_us
-        return self.link_free_us
+        self.link_surely_free_us = max(self.now_us, self.link_surely_free_us) + self.margin * time_us
+        return _Stage(self.link_free_us, self.link_surely_free_us)
 
     def _collect(self, position: int) -> None:
-        """Waits for what has completed."""
-        for index in [i for i, end_us in self.in_flight.items() if end_us <= self.now_us]:
+        """Waits for what has surely completed."""
+        for index in [i for i, stage in self.in_flight.items() if stage.surely_ends_us <= self.now_us]:
             self._wait(index, position)
 
     def _wait(self, index: int, position: int) -> None:
         """Waits for a stage of a reduction and starts the next one."""
-        self.now_us = max(self.now_us, self.in_flight.pop(index))
+        self.now_us = max(self.now_us, self.in_flight.pop(index).ends_us)
         self.order.append((index, len(self.waits[index])))
         self.waits[index].append(position)
         stages_us = self.problem.reductions[index].stages_us
@@ -224,7 +236,7 @@ class _Play:
             self.now_us = max(self.now_us, self.copied_us[index])
             self.starts.append(position)
             self.issued.append(Start(What.GATHER, index, position))
-            self.gathered_us.append(self._queue(gather.time_us))
+            self.gathered_us.append(self._queue(gather.time_us).ends_us)
             self._start_copies(position)
 
     def _may_start_early(self, gather: Gather, index: int, position: int) -> bool:
@@ -253,7 +265,7 @@ class _Play:
         """Holds the gradients that are on the link for one step more if they fit; the oldest go first if not."""
         last = position == len(self.problem.steps_us)
         while self.in_flight and (last or self.live[position] + self._gradient_bytes() > self.room.budget_bytes):
-            self._wait(min(self.in_flight, key=self.in_flight.__getitem__), position)
+            self._wait(min(self.in_flight, key=lambda index: self.in_flight[index].ends_us), position)
         if not last:
             self.live[position] += self._gradient_bytes()
 

@@ -7,9 +7,11 @@ which they are started. Copies between host and device share a bus, one queue in
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Iterable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,14 @@ class Problem:
         """Time of all collectives."""
         return sum(g.time_us for g in self.gathers) + sum(sum(r.stages_us) for r in self.reductions)
 
+    def slower(self, times: float) -> Problem:
+        """The same graph on a link that takes so many times as long."""
+        gathers = tuple(dataclasses.replace(g, time_us=times * g.time_us) for g in self.gathers)
+        reductions = tuple(
+            dataclasses.replace(r, stages_us=tuple(times * us for us in r.stages_us)) for r in self.reductions
+        )
+        return dataclasses.replace(self, gathers=gathers, reductions=reductions)
+
     def least_live_bytes(self) -> list[int]:
         """Bytes held during each step, if nothing starts early and everything is waited for at once."""
         if self.least_bytes:
@@ -107,10 +117,30 @@ class Problem:
     def bound_us(self) -> float:
         """A time that no plan of this problem can beat.
 
-        All lanes must do all their work; nothing computes before the gathers of the first step are there, and
-        reductions that are ready only after the last step run after it.
+        Nothing is computed before all that was needed until then has been gathered, one after the other, and all
+        reductions that become ready from some moment on come after it. Computing goes on in between, and each lane
+        has to do all its work.
         """
-        first = sum(g.time_us for g in self.gathers if self.reached_us[g.need] == 0.0)
-        last = sum(sum(r.stages_us) for r in self.reductions if self.reached_us[r.ready] == self.compute_us)
+        late_us = _latest_so_far(
+            (gather.need, gathered_us - self.reached_us[gather.need])
+            for gather, gathered_us in zip(
+                self.gathers, itertools.accumulate(gather.time_us for gather in self.gathers), strict=True
+            )
+        )
+        ends_us = [self.compute_us + late_us(len(self.steps_us))]
+        left_us = 0.0
+        for reduction in reversed(self.reductions):
+            left_us += sum(reduction.stages_us)
+            ends_us.append(self.reached_us[reduction.ready] + late_us(reduction.ready) + left_us)
         bus_us = max(sum(g.copy_us for g in self.gathers), sum(r.copy_us for r in self.reductions))
-        return max(self.compute_us + first + last, self.link_us, bus_us)
+        return max(*ends_us, self.link_us, bus_us)
+
+
+def _latest_so_far(delays: Iterable[tuple[int, float]]) -> Callable[[int], float]:
+    """The largest delay up to a position, at least 0; `delays` are in the order of their positions."""
+    positions: list[int] = []
+    largest: list[float] = [0.0]
+    for position, delay_us in delays:
+        positions.append(position)
+        largest.append(max(largest[-1], delay_us))
+    return lambda position: largest[bisect.bisect_right(positions, position)]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from fsdp_compile.cost.timeline import Compute, Event, Start, Wait, simulate
-from fsdp_compile.planner.place import Start as Issue
-from fsdp_compile.planner.place import What
 from fsdp_compile.planner.problem import Gather, Problem, Reduction
+from fsdp_compile.planner.start import Start as Issue
+from fsdp_compile.planner.start import What
 
 _times = st.integers(0, 9).map(float)
 _sizes = st.integers(1, 9)

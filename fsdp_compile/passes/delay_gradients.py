@@ -1,0 +1,175 @@
+"""Computes the last weight gradients beside the last reduction, which nothing else could hide.
+
+    compute w1, reduce w1, compute w0, reduce w0, wait all   ->   compute w0, reduce w0, compute w1, reduce w1, wait all
+
+The gradient of what the model reads first, such as an embedding, is ready when backward has nothing left to compute.
+Gradients of weights are needed by their reductions alone, so some of them can be computed later: as many as make
+the rest of the step shorter, their own reductions included. What they are computed from lives longer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from fsdp_compile.cost.communicate import communication
+from fsdp_compile.cost.compute import node_costs
+from fsdp_compile.cost.fusion import Fusion, plan_kernels
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.hardware import hardware as named_hardware
+from fsdp_compile.ir.edit import move_before
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.record import Role, role_of
+from fsdp_compile.passes.schedule_reduce import Followers, followers_of
+
+LEAST_GAIN = 0.25
+"""Time that must be saved per time of computing that is delayed, since delaying holds memory and estimates err."""
+
+MOST = 32
+"""Reductions that are looked at: more than a few units never fit beside the last one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Delayed:
+    """A reduction, with what is computed for it alone.
+
+    Attributes:
+        start: The node that starts it.
+        made: What only its gradients need, in graph order.
+        compute_us: Time of computing that.
+        link_us: Time of its collectives.
+    """
+
+    start: fx.Node
+    made: tuple[fx.Node, ...]
+    compute_us: float
+    link_us: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayPlan:
+    """What moves to the end of the graph, in graph order, and what is left to wait for then.
+
+    Attributes:
+        delayed: Reductions that move with their gradients.
+        moved: Every node that moves.
+        tail_us: Estimated time from the end of computing to the end of the graph.
+        tail_before_us: The same without the move.
+    """
+
+    delayed: tuple[Delayed, ...]
+    moved: tuple[fx.Node, ...]
+    tail_us: float
+    tail_before_us: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayGradients:
+    """The pass; see the module's docstring.
+
+    Attributes:
+        hardware: What times are estimated for.
+        fusion: Who will run the graph.
+    """
+
+    hardware: Hardware = dataclasses.field(default_factory=named_hardware)
+    fusion: Fusion = Fusion.KERNELS
+    name = "delay-gradients"
+
+    def plan(self, step: StepGraph) -> DelayPlan:
+        """Counts back from the last reduction to where delaying one more would not help."""
+        followers = followers_of(step)
+        chains = _chains(followers)
+        if len(chains) < 2:
+            return DelayPlan((), (), 0.0, 0.0)
+        order = step.order()
+        costs = node_costs(step.graph, self.hardware.device, plan_kernels(step.graph, self.fusion))
+        times_us = {node: costs[node].time_us for node in step.graph.nodes}
+        last, *others = (self._with_costs(chain, order, times_us) for chain in reversed(chains[-MOST:]))
+        delayed = _most_useful(others, last.link_us)
+        return DelayPlan(
+            tuple(delayed[::-1]),
+            _with_all_that_follows(step, delayed),
+            _tail_us(delayed, last.link_us),
+            last.link_us,
+        )
+
+    def apply(self, step: StepGraph, plan: DelayPlan) -> None:
+        """Moves the nodes."""
+        move_before(plan.moved, step.output)
+
+    def _with_costs(
+        self, chain: Sequence[fx.Node], order: Mapping[fx.Node, int], times_us: Mapping[fx.Node, float]
+    ) -> Delayed:
+        made = _made_for(chain[0], order)
+        link_us = sum(communication(start, self.hardware.link).time_us for start in chain)
+        return Delayed(chain[0], made, sum(times_us[node] for node in made), link_us)
+
+
+def _chains(followers: Followers) -> list[list[fx.Node]]:
+    """The collectives of each reduction: those over replicas start among what follows from the one before."""
+    later = {node for following in followers.values() for node in following}
+    return [list(_chain(start, followers)) for start in followers if start not in later]
+
+
+def _chain(start: fx.Node, followers: Followers) -> Iterator[fx.Node]:
+    current: fx.Node | None = start
+    while current is not None:
+        yield current
+        current = next((node for node in followers[current] if node in followers), None)
+
+
+def _made_for(start: fx.Node, order: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:
+    """What is computed for a reduction alone, in graph order: nothing that anybody else reads, nothing random."""
+    above: dict[fx.Node, None] = {}
+    todo = [start]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source not in above and source.op == "call_function":
+                above[source] = None
+                todo.append(source)
+    alone = {start}
+    for node in sorted(above, key=order.__getitem__, reverse=True):
+        if _can_wait(node) and all(user in alone for user in node.users):
+            alone.add(node)
+    return tuple(sorted(alone - {start}, key=order.__getitem__))
+
+
+def _can_wait(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    ours = role_of(node) not in (None, Role.GRADIENT)
+    return not ours and torch.Tag.nondeterministic_seeded not in tags and not node.is_impure()
+
+
+def _most_useful(latest_first: Sequence[Delayed], last_us: float) -> list[Delayed]:
+    """As many of the latest reductions as save most; the fewest of those that do."""
+    runs = [list(latest_first[:count]) for count in range(len(latest_first) + 1)]
+
+    def lost_us(run: Sequence[Delayed]) -> float:
+        return _tail_us(run, last_us) + LEAST_GAIN * sum(one.compute_us for one in run)
+
+    return min(runs, key=lambda run: (lost_us(run), len(run)))
+
+
+def _tail_us(delayed: Sequence[Delayed], last_us: float) -> float:
+    """Time between the end of computing and the end of the link's work, if the link is free when the last one starts.
+
+    A delayed reduction starts when its gradients are there and the one before it is over.
+    """
+    link_us, computed_us = last_us, 0.0
+    for one in delayed[::-1]:
+        computed_us += one.compute_us
+        link_us = max(link_us, computed_us) + one.link_us
+    return max(0.0, link_us - computed_us)
+
+
+def _with_all_that_follows(step: StepGraph, delayed: Sequence[Delayed]) -> tuple[fx.Node, ...]:
+    """Reductions with what is computed for them alone and all that is made of them, in graph order."""
+    moved = {node for one in delayed for node in (*one.made, one.start)}
+    for node in step.graph.nodes:
+        if node.op == "call_function" and not moved.isdisjoint(node.all_input_nodes):
+            moved.add(node)
+    return tuple(node for node in step.graph.nodes if node in moved)
