@@ -154,11 +154,15 @@ def _read_property(name: str, text_of: Callable[[nn.Module, str], str]) -> prope
 
 
 def _named_parameters(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
-    """What `parameters()` and `named_parameters()` give: in a forward that is differentiated, what reads give."""
+    """What `parameters()` and `named_parameters()` give: in a forward, what reads give.
+
+    But not in a part of it that is neither compiled nor differentiated, as updates of a moving average are: they write
+    into what is stored. In compiled code such writes are refused.
+    """
     stored = self._fsdp_original_class.named_parameters(self, *args, **kwargs)
-    if not torch.is_grad_enabled() or not (torch.compiler.is_compiling() or in_forward()):
-        return stored
-    return _read_each(self, stored, args[0] if args else kwargs.get("prefix", ""))
+    if torch.compiler.is_compiling() or (in_forward() and torch.is_grad_enabled()):
+        return _read_each(self, stored, args[0] if args else kwargs.get("prefix", ""))
+    return stored
 
 
 def _read_each(module, stored, prefix):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202

@@ -97,7 +97,7 @@ class InsertCollectives:
 
     def apply(self, step: StepGraph, plan: InsertPlan) -> None:
         """Writes the collectives and erases the markers."""
-        _sink(step, parameter_only(step.graph))
+        _sink(parameter_only(step.graph))
         order = step.order()  # of the nodes that are there now, which inserting others does not change
         for read in plan.reads:
             _insert_gather(step, read, order)
@@ -105,14 +105,11 @@ class InsertCollectives:
             _insert_reductions(step, flat_gradient, order)
 
 
-def _sink(step: StepGraph, nodes: Iterable[fx.Node]) -> None:
+def _sink(nodes: Iterable[fx.Node]) -> None:
     """Moves each node right before its first user, users of users first."""
-    order = step.order()
     for node in reversed(list(nodes)):
         if node.users:
-            first = min(node.users, key=order.__getitem__)
-            first.prepend(node)
-            order[node] = order[first]
+            min(node.users).prepend(node)  # nodes compare by where they are now
 
 
 def _parameter_record(flat: fx.Node, spec: ReadSpec, role: Role, step: StepGraph) -> Record:
