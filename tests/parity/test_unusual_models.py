@@ -144,18 +144,13 @@ def test_updates_of_parameters_inside_of_forward_are_kept() -> None:
     assert_equal_training(run_ranks(_moving_average))
 
 
-@pytest.mark.parametrize(
-    ("make", "what", "line"),
-    [(_Slow, "a parameter of (root)", "slow.mul_"), (_Clamped, "a gathered parameter", "clamp_")],
-)
-def test_updates_inside_of_a_graph_are_refused_with_their_line(
-    make: Callable[[], nn.Module], what: str, line: str
-) -> None:
+@pytest.mark.parametrize(("make", "line"), [(_Slow, "slow.mul_"), (_Clamped, "clamp_")])
+def test_updates_inside_of_a_graph_are_refused_with_their_line(make: Callable[[], nn.Module], line: str) -> None:
     with fake_world(2), pytest.raises(BackendCompilerFailed) as caught:
         torch.compile(make(), backend="fsdp", options={"lower": "eager"})(torch.ones(2, 32))
     error = caught.value.inner_exception
     assert isinstance(error, UnsupportedModelError)
-    assert f"changes {what} in place" in error.what
+    assert "changes a gathered parameter in place" in error.what
     assert line in (error.where or "")
     assert "torch.compiler.disable" in (error.instead or "")
 
