@@ -12,6 +12,7 @@ from torch import fx
 
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import KEY, Phase, Role, require, role_of
+from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.table import Stage
 from tests.verify.captured import World
@@ -19,6 +20,7 @@ from tests.verify.graphs import KEPT, PAIR, QUANTIZED, SQUARE, graph
 
 aten = torch.ops.aten
 NO_LIMITS = Limits()
+AS_FSDP2 = Limits(reduce_layout=ReduceLayout.FSDP2)
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
@@ -52,7 +54,8 @@ class Break:
 
     def graph(self) -> StepGraph:
         """The graph before it is broken."""
-        return graph(self.phase, model=self.model, world=self.world, stage=self.stage)
+        layout = self.limits.reduce_layout
+        return graph(self.phase, model=self.model, world=self.world, stage=self.stage, layout=layout)
 
 
 def _input(node: fx.Node, position: int = 0) -> fx.Node:
@@ -225,6 +228,24 @@ def gradients_swapped_in_a_message(step: StepGraph) -> fx.Node:
     a, b = (next(i for i, n in enumerate(names) if n.endswith(end)) for end in ("norm.weight", "norm.bias"))
     parts[a], parts[b] = parts[b], parts[a]
     packed.update_arg(0, parts)
+    return start
+
+
+def gradients_swapped_in_fsdp2s_message(step: StepGraph) -> fx.Node:
+    """Two parameters of one shape change places in a message without padding."""
+    return gradients_swapped_in_a_message(step)
+
+
+def parameters_swapped_in_what_was_reduced(step: StepGraph) -> fx.Node:
+    """Two parameters of one shape take each other's part of the reduced message."""
+    start = _last(step, Role.REDUCE)
+    (wait,) = start.users
+    parts: dict[tuple[int, int], fx.Node] = {(n.args[2], n.args[3]): n for n in wait.users}  # type: ignore[misc]
+    same = [n for (begin, end), n in sorted(parts.items()) if end - begin == min(e - b for b, e in parts)][:2]
+    begins = [n.args[2:4] for n in same]
+    for node, (begin, end) in zip(same, reversed(begins), strict=True):
+        node.update_arg(2, begin)
+        node.update_arg(3, end)
     return start
 
 
@@ -531,6 +552,8 @@ BREAKS = (
     Break("reduced-once", gradient_reduced_over_another_group, BACKWARD, "'fsdp.replicate.0'"),
     Break("reduced-once", reduced_gradient_dropped, BACKWARD, "reaches no output"),
     Break("reduced-once", gradients_swapped_in_a_message, BACKWARD, "where"),
+    Break("reduced-once", gradients_swapped_in_fsdp2s_message, BACKWARD, "where", limits=AS_FSDP2),
+    Break("reduced-once", parameters_swapped_in_what_was_reduced, BACKWARD, "where", limits=AS_FSDP2),
     Break("reduced-once", gradients_of_two_units_swapped, BACKWARD, "no flat shard"),
     Break("reduced-once", replicas_left_out, BACKWARD, "went through", world=SQUARE, stage=Stage.INSERTED),
     Break("host-copies", gradient_copied_to_where_it_is, BACKWARD, "is copied to the host"),

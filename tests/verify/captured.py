@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -65,6 +65,7 @@ def capture(
     prefetch: int = 1,
     bucket_mb: float = 0,
     training: bool = True,
+    reduce_layout: Literal["aligned", "fsdp2"] = "aligned",
 ) -> list[StepGraph]:
     """Compiles a model for a fake world and returns its graphs: forward, then backward if `training`.
 
@@ -77,11 +78,14 @@ def capture(
         prefetch: As in `FSDPOptions`.
         bucket_mb: As in `FSDPOptions`.
         training: Whether there is to be a backward.
+        reduce_layout: As in `FSDPOptions`.
     """
     captured: list[list[StepGraph]] = []
 
     def transform(step: StepGraph) -> StepGraph:
-        _run_passes(step, FSDPOptions(prefetch=prefetch, bucket_mb=bucket_mb), until, watch)
+        _run_passes(
+            step, FSDPOptions(prefetch=prefetch, bucket_mb=bucket_mb, reduce_layout=reduce_layout), until, watch
+        )
         captured[-1].append(copied(step))  # lowering erases the markers
         return step
 

@@ -9,6 +9,7 @@ import torch
 from fsdp_compile import MixedPrecision
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Phase
+from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.verify.table import Stage
 from tests.verify.captured import World, capture, copied
 from tests.verify.models import MODELS
@@ -20,14 +21,20 @@ KEPT = World(4, reshard_after_forward=2)
 
 
 def graph(
-    phase: Phase, *, model: str = "stack", world: World = PAIR, stage: Stage = Stage.FINAL, prefetch: int = 1
+    phase: Phase,
+    *,
+    model: str = "stack",
+    world: World = PAIR,
+    stage: Stage = Stage.FINAL,
+    prefetch: int = 1,
+    layout: ReduceLayout = ReduceLayout.ALIGNED,
 ) -> StepGraph:
     """A correct graph of one of `MODELS`, which the test may break."""
-    forward, backward = _captured(model, world, stage, prefetch)
+    forward, backward = _captured(model, world, stage, prefetch, layout)
     return copied(forward if phase is Phase.FORWARD else backward)
 
 
 @functools.cache
-def _captured(model: str, world: World, stage: Stage, prefetch: int) -> list[StepGraph]:
+def _captured(model: str, world: World, stage: Stage, prefetch: int, layout: ReduceLayout) -> list[StepGraph]:
     make, inputs = MODELS[model]
-    return capture(make, inputs(), world, until=stage, prefetch=prefetch)
+    return capture(make, inputs(), world, until=stage, prefetch=prefetch, reduce_layout=layout.value)

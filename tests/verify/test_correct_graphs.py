@@ -10,6 +10,7 @@ from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.parse import parse_graph
 from fsdp_compile.ir.record import Role
 from fsdp_compile.ir.text import format_graph
+from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.limits import Limits
@@ -48,6 +49,20 @@ def test_a_correct_graph_gives_no_complaint_after_any_pass(model: str, world: st
     assert seen[0] == "insert-collectives"
     assert len(seen) % 2 == 0  # forward and backward
     assert found == []
+
+
+@pytest.mark.parametrize("world", ["2x2-mesh", "bf16-sent"])
+def test_fsdp2s_messages_give_no_complaint_after_any_pass(world: str) -> None:
+    make, inputs = MODELS["stack"]
+    found: list[tuple[str, Complaint]] = []
+    limits = Limits(prefetch=1, reduce_layout=ReduceLayout.FSDP2)
+
+    def watch(step: StepGraph, name: str, stage: Stage) -> None:
+        found.extend((name, c) for c in complaints(step, stage=stage, limits=limits))
+
+    _, backward = capture(make, inputs(), WORLDS[world], watch=watch, reduce_layout="fsdp2")
+    assert found == []
+    assert all(len(node.all_input_nodes) == 1 for node in backward.nodes(Role.REDUCE))  # one message each
 
 
 JOINED = [("stack", world) for world in ("2-ranks", "2x2-mesh", "kept-for-backward", "bf16-sent")]
