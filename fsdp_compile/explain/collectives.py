@@ -39,7 +39,7 @@ def collectives(step: StepGraph, schedule: Schedule) -> Iterator[Collective]:
         exposure, reason = _exposure(transfer)
         yield Collective(
             kind=communication.kind,
-            unit=require(start).unit,
+            unit=", ".join(require(start).units),
             messages=tuple(_messages(start, communication)),
             dtype=str(tensors_of(waits[0])[0].dtype).removeprefix("torch."),
             group=communication.group,

@@ -61,7 +61,7 @@ class Collective:
 
     Attributes:
         kind: What it does.
-        unit: The unit that it serves.
+        unit: The unit that it serves; several have commas between them.
         messages: What travels.
         dtype: Dtype of the messages.
         group: Alias of the process group; of a copy, the direction.
@@ -105,6 +105,11 @@ class Collective:
     def time_us(self) -> float:
         """Time on the link."""
         return self.end_us - self.begin_us
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The units that it serves."""
+        return tuple(self.unit.split(", "))
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -60,11 +60,12 @@ def _uneven(units: Sequence[Unit]) -> Iterator[Skipped]:
 def _never_gathered(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     for phase in dict.fromkeys(graph.phase for graph in graphs):
         read = {
-            (c.unit, name)
+            (unit, name)
             for graph in graphs
             if graph.phase is phase
             for c in graph.collectives
             if c.kind is Kind.GATHER
+            for unit in c.units
             for name in c.parameters
         }
         dropped = [
@@ -85,10 +86,11 @@ def _never_reduced(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterat
         yield Skipped("backward", "gradients are off, or nothing that the model returns needs them")
         return
     reduced = {
-        (c.unit, name)
+        (unit, name)
         for graph in graphs
         for c in graph.collectives
         if c.kind in (Kind.REDUCE, Kind.REPLICATE)
+        for unit in c.units
         for name in c.parameters
     }
     missing = [
@@ -104,7 +106,7 @@ def _never_reduced(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterat
 def _kept(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     asked = {unit.title for unit in units for slot in unit.slots if slot.spec.reshard is Reshard.AFTER_BACKWARD}
     for graph in graphs:
-        kept = [c.unit for c in graph.collectives if c.kind is Kind.GATHER and c.reshard is None]
+        kept = [u for c in graph.collectives if c.kind is Kind.GATHER and c.reshard is None for u in c.units]
         what = f"not resharded after {graph.phase.value}"
         yield from _some([unit for unit in kept if unit in asked], what, "reshard_after_forward=False")
         yield from _some([unit for unit in kept if unit not in asked], what, "its memory leaves the graph")
