@@ -71,7 +71,7 @@ class FSDPOptions:
     """
 
     lower: Literal["inductor", "eager"] = "inductor"
-    prefetch: int | Literal["auto"] = 1
+    prefetch: int | Literal["auto"] = "auto"
     memory_budget_gb: float | None = None
     hardware: Hardware | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)

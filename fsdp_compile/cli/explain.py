@@ -41,7 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks to plan for (default: 8)")
     parser.add_argument("--param-dtype", choices=list(_DTYPES), default="bfloat16", help="gathered (default: bfloat16)")
-    parser.add_argument("--prefetch", type=int, default=1, metavar="N", help="buckets gathered ahead (default: 1)")
+    parser.add_argument(
+        "--prefetch",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        default="auto",
+        metavar="N",
+        help='buckets gathered ahead, or "auto" (default) for a planned schedule',
+    )
     parser.add_argument("--lower", choices=["inductor", "eager"], default="inductor", help="default: inductor")
     parser.add_argument("--device", default="h100-sxm", metavar="NAME", help=f"one of {', '.join(DEVICES)}")
     parser.add_argument("--link", default="ib-400", metavar="NAME", help=f"one of {', '.join(LINKS)}, or GB/s per rank")

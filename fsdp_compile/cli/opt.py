@@ -138,9 +138,9 @@ def apply_passes(step: StepGraph, pipeline: list[GraphPass[Any]]) -> Iterator[Ap
 
 
 def known_passes() -> dict[str, GraphPass[Any]]:
-    """Every pass by name: those of `default_passes`, then those that only a planned schedule has."""
-    planned = passes(FSDPOptions(prefetch="auto"))
-    return {**default_passes(), **{p.name: p for p in planned if p.name not in default_passes()}}
+    """Every pass by name, with the options of a fixed schedule where a planned one has others."""
+    fixed = {graph_pass.name: graph_pass for graph_pass in passes(FSDPOptions(prefetch=1))}
+    return {**default_passes(), **fixed}
 
 
 def default_passes() -> dict[str, GraphPass[Any]]:

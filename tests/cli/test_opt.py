@@ -60,7 +60,7 @@ def test_json_has_the_graph_plan_and_changes_of_every_pass(graph: str, capsys: p
     assert "removed 1: %read\n" in found["passes"][0]["diff"]
 
 
-@pytest.mark.parametrize(("show", "line"), [("plans", "PrefetchPlan"), ("diffs", "fsdp.reshard +1")])
+@pytest.mark.parametrize(("show", "line"), [("plans", "ReshardPlan: kept=[]"), ("diffs", "fsdp.reshard +1")])
 def test_shows_plans_or_changes(show: str, line: str, graph: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["opt", "--show", show, graph]) == 0
     lines = capsys.readouterr().out.splitlines()

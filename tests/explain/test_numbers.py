@@ -101,8 +101,10 @@ def test_memory_at_the_peak_adds_up_and_names_who_holds_it(plan: Plan) -> None:
         assert all(a.size_bytes <= memory.peak_bytes for a in memory.largest)
 
 
-def test_no_more_than_two_units_are_gathered_at_once_when_prefetching_one(plan: Plan) -> None:
-    (forward,) = plan.forward
+def test_no_more_than_two_units_are_gathered_at_once_when_prefetching_one() -> None:
+    model, x = on_meta(Stack)
+    options = {"lower": "eager", "mp_policy": MIXED, "prefetch": 1}
+    (forward,) = explain(model, x, world_size=RANKS, options=options).forward
     # Two units in bfloat16, and a copy of the one packed parameter that is read right then.
     assert max(forward.memory.live_bytes[Holder.UNSHARDED]) == 2 * 2 * BLOCK + 2 * VECTOR
 

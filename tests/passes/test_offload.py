@@ -59,7 +59,7 @@ REDUCED_AND_COPIED = (Role.REDUCE, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT)
 
 def transformed(text: str, *, slots: str = SLOTS.format(*[" compute=cuda"] * 2)) -> StepGraph:
     step = parse_graph(text.format(slots=slots.rstrip()))
-    for graph_pass in passes(FSDPOptions()):
+    for graph_pass in passes(FSDPOptions(prefetch=1)):
         graph_pass.apply(step, graph_pass.plan(step))
     return step
 

@@ -60,7 +60,7 @@ def test_a_wrong_pass_is_refused(edit: Edit, phase: Phase, rule: str, only_pass:
     wrong = only_pass(edit)
 
     with pytest.raises(InvariantError) as caught:
-        pipeline.transform(graph(phase), FSDPOptions())
+        pipeline.transform(graph(phase), FSDPOptions(prefetch=1))
 
     assert f"wrong after wrong-pass\n  {rule}: %{wrong.named} " in str(caught.value)
 
@@ -69,5 +69,5 @@ def test_a_correct_graph_is_returned(only_pass: Callable[[Edit], WrongPass]) -> 
     only_pass(lambda step: step.output)
     step = graph(Phase.BACKWARD)
 
-    assert pipeline.transform(step, FSDPOptions()) is step
+    assert pipeline.transform(step, FSDPOptions(prefetch=1)) is step
     assert list(step.nodes(Role.GATHER))
