@@ -3,25 +3,32 @@
 The floor is the larger of compute (plain `torch.compile` of the unsharded model, measured in the same rounds) and
 communication (`3 P (N-1)/N` over the bandwidth). The bandwidth is set so that communication is half of compute, equal
 to it, and double. A step is forward and backward.
+
+On a CPU one thread computes, so that another core can play the network: writing what a collective receives takes
+processor time that a network card would not.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from benchmarks import contenders, models
 from benchmarks.command import finish, ms, parser, percent, quiet, table
-from benchmarks.contenders import Setup
+from benchmarks.contenders import UNSHARDED, Setup
 from benchmarks.measure import Samples, alternate
 from benchmarks.models import Task
 from benchmarks.network.emulated import Network, World, emulated_world
 from benchmarks.network.traffic import full_sharding_bytes
 from benchmarks.network.wire import Link
 from benchmarks.steps import Prepared, forget_compiles, prepare
+from fsdp_compile.cost.hardware import DEVICES, Hardware, Quantity, make_link
 
 _UNLIMITED = Link(bytes_per_s=1e15)
 
@@ -30,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
     arguments = _parser().parse_args(argv)
     quiet()
+    torch.set_num_threads(arguments.threads)
     task = models.llama(models.SMOKE if arguments.smoke else models.TWO_CORES)
     if arguments.smoke:
         arguments.rounds, arguments.ratios = 2, arguments.ratios[:1]
@@ -55,9 +63,12 @@ def run(task: Task, ratio: float, arguments: argparse.Namespace, setup: Setup) -
     size_bytes = models.parameter_bytes(task.make()) // _narrowing(task, setup)
     sent = full_sharding_bytes(size_bytes, arguments.ranks)
     with emulated_world(arguments.ranks, Network(_UNLIMITED), device=setup.device) as world:
-        ready, failed = prepare(contenders.chosen(arguments.contenders), task, setup)
-        alone = alternate({"unsharded": ready["unsharded"].step}, rounds=max(arguments.rounds // 2, 2))
-        bytes_per_s = sent / (ratio * alone["unsharded"].median_s)
+        ready, failed = prepare([UNSHARDED], task, setup)
+        alone = alternate({UNSHARDED.name: ready[UNSHARDED.name].step}, rounds=max(arguments.rounds // 2, 2))
+        bytes_per_s = sent / (ratio * alone[UNSHARDED.name].median_s)
+        others = [one for one in contenders.chosen(arguments.contenders) if one is not UNSHARDED]
+        prepared, errors = prepare(others, task, told(setup, bytes_per_s, arguments.latency_us))
+        ready, failed = {**ready, **prepared}, {**failed, **errors}
         world.change(Link(bytes_per_s, arguments.latency_us * 1e-6))
         traffic = {name: _sent(world, prepared) for name, prepared in ready.items()}
         timed = alternate({name: prepared.step for name, prepared in ready.items()}, rounds=arguments.rounds)
@@ -76,6 +87,20 @@ def run(task: Task, ratio: float, arguments: argparse.Namespace, setup: Setup) -
             *(_row(name, samples, floor_s, {}) for name, samples in failed.items()),
         ],
     }
+
+
+def told(setup: Setup, bytes_per_s: float, latency_us: float) -> Setup:
+    """The same with the emulated link named to the backend's planner, as users name theirs."""
+    if setup.options.get("prefetch", "auto") != "auto":
+        return setup
+    link = dataclasses.replace(
+        make_link("emulated", bytes_per_s / 1e9, "the benchmark's"),
+        rate_share=Quantity(1.0, "share of rate", "the benchmark's"),
+        launch=Quantity(latency_us, "us", "the benchmark's"),
+        hop=Quantity(0.0, "us", "the benchmark's"),
+    )
+    device = DEVICES["h200-sxm" if setup.device == "cuda" else "cpu"]
+    return dataclasses.replace(setup, options={"hardware": Hardware(device, link), **setup.options})
 
 
 def _narrowing(task: Task, setup: Setup) -> int:
@@ -117,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="communication over compute (default: 0.5 1 2)"
     )
+    made.add_argument("--threads", type=int, default=1, metavar="N", help="that compute on a CPU (default: 1)")
     return made
 
 
