@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters import devices, first_rank, moved, places, splitting, storage
+from fsdp_compile.parameters import devices, first_rank, moved, places, splitting
 from fsdp_compile.parameters.ignoring import ignored_in
 from fsdp_compile.parameters.islands import Place, cast_at, keep_full_precision
+from fsdp_compile.parameters.making import make_units, merged_split
 from fsdp_compile.parameters.materialize import InitFn, check_init_fn, fill_in
 from fsdp_compile.parameters.methods import introduce
 from fsdp_compile.parameters.moved import MovedParameter
@@ -33,7 +33,7 @@ from fsdp_compile.parameters.refusals import (
 )
 from fsdp_compile.parameters.source import Source
 from fsdp_compile.parameters.splitting import WrapPolicy
-from fsdp_compile.parameters.storage import Member, PlacementFn
+from fsdp_compile.parameters.storage import PlacementFn
 from fsdp_compile.parameters.unit import Origin, Unit, UnitPolicy
 
 M = TypeVar("M", bound=nn.Module)
@@ -145,7 +145,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     for root, own in different.items():
         keep_full_precision(root, own.mixed_precision, below)
     keep_full_precision(module, precision, [*below, *different])
-    made = _make_units(module, {**roots, module: policy}, origin, occurrences, shard_placement_fn, device)
+    made = make_units(module, {**roots, module: policy}, origin, occurrences, shard_placement_fn, device)
     object.__setattr__(module, _STATE, Sharding(made, ignored, precision))
     introduce(module, units(module), made)
     _enter_forwards(module)
@@ -242,72 +242,11 @@ def _refuse_module(module: nn.Module) -> None:
 def _take_over(module: nn.Module, below: list[nn.Module]) -> None:
     """Makes the units of earlier calls parts of a larger model."""
     for descendant in below:
-        _merge_split(descendant)
+        sharding: Sharding = descendant.__dict__[_STATE]
+        sharding.units = merged_split(descendant, sharding.units)
     names = {id(m): name for name, m in module.named_modules()}
     for unit in units(module):
         unit.name = names[id(unit.root)]
-
-
-def _merge_split(descendant: nn.Module) -> None:
-    """Undoes the automatic split of an earlier call, which was one call of a bottom-up series after all."""
-    sharding: Sharding = descendant.__dict__[_STATE]
-    parts = sharding.units
-    if len(parts) < 2 or any(part.origin is not Origin.SPLIT for part in parts):
-        return
-    first = parts[0]
-    unit = Unit(descendant, "", first.policy, Origin.CALL, hook=first.hook, accumulation=first.accumulation)
-    names = {id(m): name for name, m in descendant.named_modules()}
-    members = [
-        Member(
-            f"{names[id(part.root)]}.{slot.name}".removeprefix("."),
-            slot.owners,
-            slot.parameter,
-            slot.spec.dim,
-            slot.spec.order,
-        )
-        for part in parts
-        for slot in part.slots
-    ]
-    storage.fill(unit, members)
-    sharding.units = [unit]
-
-
-def _make_units(
-    module: nn.Module,
-    roots: dict[nn.Module, UnitPolicy],
-    origin: Origin,
-    occurrences: list[places.Occurrence],
-    placement: PlacementFn | None,
-    device: torch.device | None,
-) -> list[Unit]:
-    names = {id(m): name for name, m in module.named_modules()}
-    chosen = {names[id(m)]: m for m in roots}
-    members: dict[str, dict[int, Member]] = {name: {} for name in chosen}
-    unit_of: dict[int, str] = {}
-    for module_name, owner, attribute, parameter in occurrences:
-        unit_name = unit_of.setdefault(id(parameter), _nearest(module_name, chosen))
-        if id(parameter) in members[unit_name]:
-            members[unit_name][id(parameter)].owners.append((owner, attribute))
-            continue
-        full_name = f"{module_name}.{attribute}" if module_name else attribute
-        dim = storage.shard_dim(full_name, parameter, roots[chosen[unit_name]].size, placement)
-        local_name = full_name.removeprefix(f"{unit_name}.") if unit_name else full_name
-        moves_to = devices.destination(parameter, device)
-        members[unit_name][id(parameter)] = Member(local_name, [(owner, attribute)], parameter, dim, device=moves_to)
-    made = []
-    for name, root in chosen.items():
-        if members[name]:
-            unit = Unit(root, name, roots[root], origin)
-            storage.fill(unit, list(members[name].values()))
-            made.append(unit)
-    return made
-
-
-def _nearest(name: str, chosen: dict[str, nn.Module]) -> str:
-    """The innermost chosen module at or above `name`."""
-    while name not in chosen:
-        name = name.rpartition(".")[0]
-    return name
 
 
 def _enter_forwards(root: nn.Module) -> None:
