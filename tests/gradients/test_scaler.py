@@ -94,6 +94,61 @@ def test_clipping_after_unscaling_sees_the_true_norm() -> None:
         assert [v.item() for v in found.values()] == [0.0]
 
 
+class Chain(nn.Module):
+    """Two layers whose rows do not divide over two ranks, and a parameter that every rank holds whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+        self.own = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.own
+
+
+def _flat_and_plain() -> list[tuple[float, float, bool]]:
+    """Steps with `flat_step` beside steps without: the clipped norm, the scale, and whether all bits are equal."""
+    sides = []
+    for wrap in (fsdp_compile.flat_step, lambda optimizer: optimizer):
+        torch._dynamo.reset()
+        model = Chain()
+        fully_shard(model, ignored_params={model.own})
+        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+        optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1))
+        sides.append((model, compiled, optimizer, fsdp_compile.GradScaler("cpu", init_scale=SCALE)))
+    return [_flat_and_plain_step(sides, step) for step in range(4)]
+
+
+def _flat_and_plain_step(sides: list[Any], step: int) -> tuple[float, float, bool]:
+    norms, scales = [], []
+    for model, compiled, optimizer, scaler in sides:
+        batch = torch.randn(2, 4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        scaler.scale(compiled(batch).square().sum()).backward()
+        dist.all_reduce(model.own.grad, dist.ReduceOp.AVG)  # ignored parameters are averaged by their owner
+        if step == 1 and dist.get_rank() == 1:
+            local_of(model.layers[0].weight.grad).view(-1)[0] = float("inf")
+        scaler.unscale_(optimizer)
+        norms.append(fsdp_compile.clip_grad_norm_(model, 0.25).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    flat, plain = (model.parameters() for model, *_ in sides)
+    alike = all(torch.equal(local_of(p), local_of(q)) for p, q in zip(flat, plain, strict=True))
+    assert scales[0] == scales[1]
+    assert norms[0] == norms[1]
+    return norms[0], scales[0], alike
+
+
+def test_flat_step_after_unscaling_and_clipping_is_the_plain_step() -> None:
+    for steps in run_ranks(_flat_and_plain, world_size=2):
+        assert [alike for _, _, alike in steps] == [True] * 4
+        assert [scale for _, scale, _ in steps] == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
+        assert [norm > 0.25 for norm, _, _ in steps] == [True] * 4, "each step was clipped"
+        assert [norm == float("inf") for norm, _, _ in steps] == [False, True, False, False]
+
+
 def test_half_precision_gradients_are_refused_by_name() -> None:
     scaler = fsdp_compile.GradScaler("cpu", init_scale=SCALE)
     parameter = nn.Parameter(torch.ones(2, dtype=torch.float16))

@@ -81,7 +81,7 @@ class Wide(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def _as_sent(weight: torch.Tensor, sent: torch.dtype, world: int) -> torch.Tensor:
+def as_sent(weight: torch.Tensor, sent: torch.dtype, world: int) -> torch.Tensor:
     """The full weight as every rank gets it: each rank's rows by themselves, in blocks from the first element on."""
     rows = -(-weight.shape[0] // world)
     parts = []
@@ -110,7 +110,7 @@ def _train(sent: torch.dtype, lower: str) -> float:
         low = copy.deepcopy(reference)
         with torch.no_grad():
             for layer in (low.up, low.down):
-                layer.weight.copy_(_as_sent(layer.weight, sent, world))
+                layer.weight.copy_(as_sent(layer.weight, sent, world))
         reference_loss = sum((low(chunk).square().mean() for chunk in batch.chunk(world)), torch.zeros(())) / world
         reference_loss.backward()
         total = loss.detach().clone()
@@ -142,7 +142,7 @@ def test_under_inductor() -> None:
 def _eager_read(sent: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Wide()
-    wanted = _as_sent(model.up.weight, sent, dist.get_world_size())
+    wanted = as_sent(model.up.weight, sent, dist.get_world_size())
     bias = model.up.bias.detach().clone()
     fully_shard(model, mp_policy=MixedPrecision(gather_dtype=sent))
     seen: dict[str, object] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import fsdp_compile
 from fsdp_compile.parity.experiment import Accumulation, Experiment, Level, Reference, adamw, mean_loss
 from fsdp_compile.parity.train import train_both
 from tests.ranks import run_ranks
@@ -38,7 +40,7 @@ def make_model() -> nn.Module:
 
 
 def make_batch(step: int) -> torch.Tensor:
-    return torch.randn(16, 67, generator=torch.Generator().manual_seed(step))
+    return torch.randn(24, 67, generator=torch.Generator().manual_seed(step))
 
 
 def _experiment(**changes: Any) -> Experiment:
@@ -69,6 +71,30 @@ def test_four_ranks_have_the_bits_of_fsdp2() -> None:
         "held, hybrid, bf16": _experiment(**HELD, replicas=2, mp_policy=_BF16),
     }
     found = run_ranks(_different, list(cases.values()), world_size=4)[0]
+    assert dict(zip(cases, found, strict=True)) == {name: [] for name in cases}
+
+
+def _average(_state: object, gradient: torch.Tensor, output: torch.Tensor) -> None:
+    dist.reduce_scatter_tensor(output, gradient, op=dist.ReduceOp.AVG)
+
+
+def _with_a_hook(model: nn.Module, fully_shard: Callable[..., nn.Module]) -> None:
+    """A hook on the compiled side that does what FSDP2 does by itself."""
+    for part in model.children():
+        fully_shard(part)
+    fully_shard(model)
+    if fully_shard is fsdp_compile.fully_shard:
+        fsdp_compile.register_comm_hook(model, _average)
+
+
+def test_three_ranks_have_the_bits_of_fsdp2() -> None:
+    planned = {"prefetch": "auto", "reduce_layout": "fsdp2", "bucket_mb": "auto"}
+    cases = {
+        "planned, bf16, held": _experiment(mp_policy=_BF16, options=planned, **HELD),
+        "planned, a hook": _experiment(options=planned, prepare=_with_a_hook),
+    }
+    three = [dataclasses.replace(case, world_size=3) for case in cases.values()]
+    found = run_ranks(_different, three, world_size=3)[0]
     assert dict(zip(cases, found, strict=True)) == {name: [] for name in cases}
 
 
