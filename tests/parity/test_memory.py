@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from fsdp_compile import fully_shard, units
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Phase, Role, require
 from fsdp_compile.lower import region
-from tests.parity.models import WIDTH, Checkpointed, Stack
+from tests.parity.models import WIDTH, Checkpointed, Frozen, Stack
 from tests.parity.pair import batches, loss_of
 from tests.ranks import run_ranks
 
@@ -100,32 +101,55 @@ def test_unsharded_parameters_are_saved_on_request() -> None:
         assert unsharded_bytes > 0
 
 
-def _gathered_units() -> dict[str, list[str]]:
-    """Units that each transformed graph gathers, and reduces."""
-    seen: dict[str, list[str]] = {}
+Sent = dict[str, list[str]]
+"""Units that the graphs of a phase gather or reduce, one after the other; those of which the gather starts before the
+one in front of it is waited for; parameters that are reduced."""
+
+
+def _sent(make: type[nn.Module], **options: Any) -> Sent:
+    torch._dynamo.reset()
+    seen: Sent = {}
 
     class Watched(region.Region):
         def finish(self, gm: Any, phase: Phase, compile_graph: Any) -> Any:
             step = StepGraph(gm, phase)
             seen[f"{phase.value} gathers"] = [require(n).unit for n in step.nodes(Role.GATHER)]
             seen[f"{phase.value} reduces"] = [require(n).unit for n in step.nodes(Role.REDUCE)]
+            seen[f"{phase.value} reduced"] = [name for n in step.nodes(Role.REDUCE) for name in require(n).parameters]
+            starts = list(step.nodes(Role.GATHER))
+            waits = {require(n).unit: n for n in reversed(list(step.nodes(Role.GATHER_WAIT)))}
+            before = [(waits[require(one).unit], following) for one, following in pairwise(starts)]
+            seen[f"{phase.value} ahead"] = [require(n).unit for wait, n in before if n < wait]
             return super().finish(gm, phase, compile_graph)
 
     from fsdp_compile import backend
 
     original, backend.Region = backend.Region, Watched  # type: ignore[misc]
     try:
-        model = Stack()
         (batch,) = batches(1, 7)
-        loss_of(torch.compile(model, backend="fsdp", options={"lower": "eager"})(batch)).backward()
+        loss_of(torch.compile(make(), backend="fsdp", options={"lower": "eager", **options})(batch)).backward()
     finally:
         backend.Region = original  # type: ignore[misc]
     return seen
 
 
+def _all_sent() -> tuple[Sent, ...]:
+    return _sent(Stack), _sent(Checkpointed, prefetch=1), _sent(Frozen, prefetch=0)
+
+
 def test_backward_gathers_each_unit_again_and_reduces_it_once() -> None:
-    for seen in run_ranks(_gathered_units):
-        assert seen["forward gathers"] == ["blocks.0", "blocks.1", "blocks.2", "head"]
-        assert seen["backward gathers"] == ["head", "blocks.2", "blocks.1", "blocks.0"]
-        assert seen["backward reduces"] == ["head", "blocks.2", "blocks.1", "blocks.0"]
-        assert seen["forward reduces"] == []
+    for stack, checkpointed, frozen in run_ranks(_all_sent):
+        for seen in (stack, checkpointed):
+            assert seen["forward gathers"] == ["blocks.0", "blocks.1", "blocks.2", "head"]
+            assert seen["backward gathers"] == ["head", "blocks.2", "blocks.1", "blocks.0"]
+            assert seen["backward reduces"] == ["head", "blocks.2", "blocks.1", "blocks.0"]
+            assert seen["forward reduces"] == []
+        for phase in ("forward", "backward"):
+            assert checkpointed[f"{phase} ahead"] == checkpointed[f"{phase} gathers"][1:]
+            assert frozen[f"{phase} ahead"] == [], "prefetch=0"
+        # The frozen first block is gathered, but not again: no gradient goes through it.
+        assert frozen["forward gathers"] == ["blocks.0", "blocks.1", "blocks.2", "head"]
+        assert frozen["backward gathers"] == ["head", "blocks.2", "blocks.1"]
+        trained = {name for name, p in Frozen().named_parameters() if p.requires_grad and name != "unused"}
+        assert len(frozen["backward reduced"]) == len(trained)
+        assert set(frozen["backward reduced"]) == trained
