@@ -135,6 +135,7 @@ def test_training_equals_quantizing_by_hand(sent: torch.dtype) -> None:
     assert max(run_ranks(_train, sent, "eager")) < 1e-5
 
 
+@pytest.mark.long
 def test_under_inductor() -> None:
     assert max(run_ranks(_train, INT8, "inductor")) < 1e-5
 

@@ -117,7 +117,7 @@ def _train(strategies: list[str]) -> dict[tuple[str, str, str], Differences]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_strategy_equals_one_process(world_size: int) -> None:
     """Gradients are averages over all ranks, whether a rank shares them with a group, with replicas or with both."""
     same = {"integer", "hybrid"} if world_size == 2 else set()  # as "full" and "hybrid-of-one"

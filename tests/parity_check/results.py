@@ -16,7 +16,8 @@ Judge = Callable[[str, Iterable[str], str, Sequence[Difference]], None]
 PAGE = Path(__file__).parents[2] / "docs" / "parity_results.md"
 _INTRODUCTION = """# Combinations compared, and the worst difference of each
 
-Written by `pytest tests/parity_check --update-parity-results`; [parity](parity.md) says what is required, and why.
+Written by `FSDP_COMPILE_LONG=1 pytest tests/parity_check --update-parity-results`; [parity](parity.md) says what is
+required, and why.
 Largest differences are relative to the largest element of the reference's tensor, and in units of that element's last
 place, over losses, gradients, parameters and optimizer state of all steps. Bounds are those of `tolerance`.
 """

@@ -60,6 +60,7 @@ def _different(experiments: list[Experiment]) -> list[list[str]]:
 HELD = {"micro_batches": 2, "accumulation": Accumulation.HOLD}
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_four_ranks_have_the_bits_of_fsdp2() -> None:
     cases = {
@@ -87,6 +88,7 @@ def _with_a_hook(model: nn.Module, fully_shard: Callable[..., nn.Module]) -> Non
         fsdp_compile.register_comm_hook(model, _average)
 
 
+@pytest.mark.long
 def test_three_ranks_have_the_bits_of_fsdp2() -> None:
     planned = {"prefetch": "auto", "reduce_layout": "fsdp2", "bucket_mb": "auto"}
     cases = {

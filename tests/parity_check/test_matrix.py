@@ -30,6 +30,7 @@ def test_every_pair_of_values_trains_like_fsdp2(one: Combination, judge: Judge) 
     judge(EAGER, SECTIONS[EAGER], one.key, found)
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.parametrize("one", INDUCTOR, ids=lambda one: one.key)
 def test_inductor_trains_like_fsdp2_within_the_bounds(one: Combination, judge: Judge) -> None:

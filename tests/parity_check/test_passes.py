@@ -24,6 +24,10 @@ COMBINATIONS = [
     Combination("repeated", "recomputed", "ZeRO-2", "fp32", "2 reduced", 2),
     Combination("frozen", "kept", "full", "fp32", "2 held", 2),
 ]
+PARAMETERS = [
+    pytest.param(one, id=one.key, marks=[pytest.mark.long] if one is not COMBINATIONS[0] else [])
+    for one in COMBINATIONS
+]
 FIXED, PLANNED = FSDPOptions(prefetch=1), FSDPOptions(prefetch="auto")
 READ_TWICE = ("tied", "repeated")
 """A marker reduces the gradient of its own read; the first pass adds those of one parameter before it reduces once."""
@@ -57,7 +61,7 @@ def _train_after_each_pass(one: Combination, options: FSDPOptions) -> dict[str, 
 
 
 @pytest.mark.parametrize("options", [FIXED, PLANNED], ids=lambda options: f"prefetch={options.prefetch}")
-@pytest.mark.parametrize("one", COMBINATIONS, ids=lambda one: one.key)
+@pytest.mark.parametrize("one", PARAMETERS)
 def test_graphs_run_to_the_bits_of_fsdp2_after_every_pass(one: Combination, options: FSDPOptions, judge: Judge) -> None:
     by_stop = run_ranks(_train_after_each_pass, one, options, world_size=2)[0]
     assert list(by_stop) == _stops(options)

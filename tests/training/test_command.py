@@ -69,7 +69,7 @@ def _interrupt(process: subprocess.Popen[str], target: str) -> None:
         process.send_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("target", ["group", "parent"])
+@pytest.mark.parametrize("target", [pytest.param("group", marks=pytest.mark.long), "parent"])
 def test_an_interrupted_run_leaves_nothing_but_a_checkpoint_to_go_on_from(
     target: str, tmp_path: Path, uninterrupted: Path
 ) -> None:
