@@ -10,7 +10,7 @@ the rest of the step shorter, their own reductions included. What they are compu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -23,7 +23,7 @@ from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.ir.edit import move_before
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Role, role_of
-from fsdp_compile.passes.schedule_reduce import Followers, followers_of
+from fsdp_compile.passes.schedule_reduce import chains_of, followers_of
 
 LEAST_GAIN = 0.25
 """Time that must be saved per time of computing that is delayed, since delaying holds memory and estimates err."""
@@ -81,8 +81,7 @@ class DelayGradients:
 
     def plan(self, step: StepGraph) -> DelayPlan:
         """Counts back from the last reduction to where delaying one more would not help."""
-        followers = followers_of(step)
-        chains = _chains(followers)
+        chains = chains_of(followers_of(step))
         if len(chains) < 2:
             return DelayPlan((), (), 0.0, 0.0)
         order = step.order()
@@ -107,19 +106,6 @@ class DelayGradients:
         made = _made_for(chain[0], order)
         link_us = sum(communication(start, self.hardware.link).time_us for start in chain)
         return Delayed(chain[0], made, sum(times_us[node] for node in made), link_us)
-
-
-def _chains(followers: Followers) -> list[list[fx.Node]]:
-    """The collectives of each reduction: those over replicas start among what follows from the one before."""
-    later = {node for following in followers.values() for node in following}
-    return [list(_chain(start, followers)) for start in followers if start not in later]
-
-
-def _chain(start: fx.Node, followers: Followers) -> Iterator[fx.Node]:
-    current: fx.Node | None = start
-    while current is not None:
-        yield current
-        current = next((node for node in followers[current] if node in followers), None)
 
 
 def _made_for(start: fx.Node, order: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:

@@ -22,7 +22,7 @@ from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import upstream
 from fsdp_compile.ir.record import ON_DEVICE, SENT, Role, require
 from fsdp_compile.passes.schedule_prefetch import CopyMove, copies_to, lone_copies, start_copy_at
-from fsdp_compile.passes.schedule_reduce import Followers, copies_apart, followers_of, lone_waits
+from fsdp_compile.passes.schedule_reduce import Followers, chains_of, copies_apart, followers_of, lone_waits
 from fsdp_compile.planner.from_graph import Posed, count_everything, pose
 from fsdp_compile.planner.place import BudgetError, Placement, What, place
 
@@ -114,7 +114,7 @@ class Schedule:
 
     def _posed(self, step: StepGraph, followers: Followers) -> Posed:
         moved = {node for following in followers.values() for node in following}
-        chains = [_chain(start, followers) for start in followers if start not in moved]
+        chains = chains_of(followers)
         for gather in step.nodes(Role.GATHER):
             moved.update(upstream(gather, *SENT))
         return pose(step, chains, frozenset(moved), self.hardware, self.fusion)
@@ -129,16 +129,6 @@ class Schedule:
                     start_copy_at(hoist.copy, hoist.anchor)
                 case Hoist():
                     move_before([*upstream(hoist.gather, *ON_DEVICE), hoist.gather], hoist.anchor)
-
-
-def _chain(start: fx.Node, followers: Followers) -> list[fx.Node]:
-    """A reduction's stages: each starts among what follows from the one before."""
-    chain = [start]
-    while True:
-        after = next((node for node in followers[chain[-1]] if node in followers), None)
-        if after is None:
-            return chain
-        chain.append(after)
 
 
 def _roomy(posed: Posed) -> int:

@@ -123,6 +123,16 @@ def followers_of(step: StepGraph) -> Followers:
     return followers
 
 
+def chains_of(followers: Followers) -> list[list[fx.Node]]:
+    """The collectives of each reduction in order: a later stage starts among what follows from the one before."""
+    later = {node for following in followers.values() for node in following}
+    chains = [[start] for start in followers if start not in later]
+    for chain in chains:
+        while following := [node for node in followers[chain[-1]] if node in followers]:
+            chain.append(following[0])
+    return chains
+
+
 def _first_message_node(reduce: fx.Node) -> fx.Node:
     """The first of the nodes that stand right before a reduction and build its messages.
 
