@@ -28,11 +28,13 @@ from fsdp_compile.parameters.precision import MixedPrecision
 from fsdp_compile.parameters.register import register_comm_hook
 from fsdp_compile.parameters.sharding import fully_shard, units
 from fsdp_compile.parity.api import check_parity
+from fsdp_compile.prefetch import FSDPPrefetch
 
 __all__ = [
     "ConfigError",
     "FSDPCompileError",
     "FSDPOptions",
+    "FSDPPrefetch",
     "GradScaler",
     "InvariantError",
     "MixedPrecision",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.errors import ConfigError
@@ -18,6 +18,7 @@ from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.parameters.offload import Policy as OffloadedBy
 from fsdp_compile.parameters.precision import Policy
 from fsdp_compile.parameters.splitting import WrapPolicy
+from fsdp_compile.prefetch import SHORT_FORMS, FSDPPrefetch, named_rules
 
 _SHARDING = (
     "mesh",
@@ -43,7 +44,9 @@ class FSDPOptions:
         prefetch: "auto" plans by a model of `hardware` when each all-gather starts and how long gradients on the wire
             are held. A number fixes how many buckets ahead an all-gather starts, in forward and backward: 0 starts
             each where it is needed and waits for each reduction at once, which takes the least memory; each step more
-            holds one more unit unsharded.
+            holds one more unit unsharded. `FSDPPrefetch(...)` follows FSDP1's rules, for which torch's
+            `BackwardPrefetch`, "BACKWARD_PRE", "BACKWARD_POST" and "none", each with or without "+forward_prefetch",
+            are short forms.
         memory_budget_gb: For `prefetch="auto"`: the most that forward or backward may hold on a device at any time,
             in 1e9 byte, by the estimate of `explain`: shards, activations, gathered parameters and gradients.
             Optimizer state comes on top. By default gathered parameters and gradients get what is in use at once,
@@ -71,7 +74,7 @@ class FSDPOptions:
     """
 
     lower: Literal["inductor", "eager"] = "inductor"
-    prefetch: int | Literal["auto"] = "auto"
+    prefetch: int | str | FSDPPrefetch | BackwardPrefetch = "auto"
     memory_budget_gb: float | None = None
     hardware: Hardware | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -104,13 +107,16 @@ class FSDPOptions:
             raise _bad_value("mp_policy", self.mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
 
     def _check_schedule(self) -> None:
-        planned = self.prefetch == "auto"
-        if not planned and (type(self.prefetch) is not int or self.prefetch < 0):
-            raise _bad_value("prefetch", self.prefetch, '"auto", 0, 1, 2, ...')
+        planned, rules = self.prefetch == "auto", named_rules(self.prefetch)
+        if not planned and rules is None and (type(self.prefetch) is not int or self.prefetch < 0):
+            names = ", ".join(f'"{name}"' for name in SHORT_FORMS)
+            raise _bad_value("prefetch", self.prefetch, f'"auto", 0, 1, 2, ..., {names} or FSDPPrefetch(...)')
+        if rules is not None:
+            object.__setattr__(self, "prefetch", rules)  # a short form is gone once it is read
         for name in ("memory_budget_gb", "hardware"):
             if getattr(self, name) is not None and not planned:
                 raise ConfigError(
-                    f"option {name!r} has no effect on a fixed distance",
+                    f"option {name!r} has no effect on a schedule that is not planned",
                     where=f"options={{{name!r}: ..., 'prefetch': {self.prefetch!r}}}",
                     instead="'prefetch': 'auto', or leave it out",
                 )

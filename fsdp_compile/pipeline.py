@@ -19,7 +19,7 @@ from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.cost.here import hardware_of
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Role, require
+from fsdp_compile.ir.record import Phase, Role, require
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.passes.base import GraphPass
@@ -31,6 +31,8 @@ from fsdp_compile.passes.schedule import Schedule, SchedulePlan
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
+from fsdp_compile.passes.schedule_rules import ScheduleRules
+from fsdp_compile.prefetch import Ahead, FSDPPrefetch
 from fsdp_compile.verify.check import check
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.table import Stage
@@ -40,6 +42,13 @@ BUDGET_SHARE: Final = 0.01
 CAPTURE: Final = "capture"
 """What stands before the first pass, as `stop_after`: the markers themselves gather and reduce."""
 
+PROMISES: Final = {
+    Ahead.AT_NEED: Limits(prefetch=0),
+    Ahead.BEFORE_COMPUTE: Limits(prefetch=1),
+    Ahead.AFTER_COMPUTE: Limits(prefetch=0, alone=True),
+    Ahead.AT_ONCE: Limits(),
+}
+"""What each of FSDP1's rules holds at most."""
 FUSION = {"inductor": Fusion.KERNELS, "eager": Fusion.NONE}
 """Who runs the graphs, by `FSDPOptions.lower`."""
 
@@ -52,7 +61,10 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     )
     if options.prefetch == 0:  # nothing runs beside anything: each unit is gone before the next one comes
         return (InsertCollectives(), bucket, ScheduleReshard())
-    if options.prefetch != "auto":
+    if isinstance(options.prefetch, FSDPPrefetch):
+        rules = ScheduleRules(options.prefetch.in_forward, options.prefetch.in_backward)
+        return (InsertCollectives(), bucket, rules, ScheduleReduce(), ScheduleReshard())
+    if isinstance(options.prefetch, int):
         return (InsertCollectives(), bucket, SchedulePrefetch(options.prefetch), ScheduleReduce(), ScheduleReshard())
     budget_bytes = None if options.memory_budget_gb is None else round(options.memory_budget_gb * 1e9)
     hardware = options.hardware or named_hardware()
@@ -73,7 +85,7 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     watcher = Watcher(options.artifacts)
     watcher.captured(step)
     layout = ReduceLayout(options.reduce_layout)
-    limits = Limits(prefetch=None if options.prefetch == "auto" else options.prefetch, reduce_layout=layout)
+    limits = dataclasses.replace(_promised(step.phase, options), reduce_layout=layout)
     if options.prefetch == "auto" and options.hardware is None:
         options = dataclasses.replace(options, hardware=hardware_of(step))
     if options.bucket_mb == "auto":
@@ -92,6 +104,16 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     step.graph.lint()
     step.gm.recompile()
     return step
+
+
+def _promised(phase: Phase, options: FSDPOptions) -> Limits:
+    """What a schedule that is not planned promises; a plan says by itself what it holds."""
+    if isinstance(options.prefetch, int):
+        return Limits(prefetch=options.prefetch)
+    if not isinstance(options.prefetch, FSDPPrefetch):
+        return Limits()
+    rule = options.prefetch.in_forward if phase is Phase.FORWARD else options.prefetch.in_backward
+    return PROMISES[rule]
 
 
 def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:

@@ -20,11 +20,13 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.tables import parts
+from fsdp_compile.prefetch import SHORT_FORMS
 from fsdp_compile.training.model import Llama, ModelShape
 
 NAME = "explain"
 ABOUT = "Show units, collectives, time and memory of a model on any number of ranks; nothing is run."
 
+_RULES: Final = ", ".join(SHORT_FORMS)
 _BUILT_IN: Final = ModelShape(width=1024, layers=8, heads=16, seq_len=2048)
 _BATCH: Final = 4
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": None}
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: int(text) if text.isdecimal() else text,
         default="auto",
         metavar="N",
-        help='buckets gathered ahead, or "auto" (default) for a planned schedule',
+        help=f'buckets gathered ahead, "auto" (default) for a planned schedule, or a rule of FSDP1: {_RULES}',
     )
     parser.add_argument("--lower", choices=["inductor", "eager"], default="inductor", help="default: inductor")
     parser.add_argument("--device", default="h100-sxm", metavar="NAME", help=f"one of {', '.join(DEVICES)}")

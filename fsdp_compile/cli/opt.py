@@ -139,8 +139,8 @@ def apply_passes(step: StepGraph, pipeline: list[GraphPass[Any]]) -> Iterator[Ap
 
 def known_passes() -> dict[str, GraphPass[Any]]:
     """Every pass by name, with the options of a fixed schedule where a planned one has others."""
-    fixed = {graph_pass.name: graph_pass for graph_pass in passes(FSDPOptions(prefetch=1))}
-    return {**default_passes(), **fixed}
+    others = [options for prefetch in ("BACKWARD_PRE", 1) for options in passes(FSDPOptions(prefetch=prefetch))]
+    return {**default_passes(), **{graph_pass.name: graph_pass for graph_pass in others}}
 
 
 def default_passes() -> dict[str, GraphPass[Any]]:

@@ -16,7 +16,7 @@ from operator import getitem
 from torch import fx
 
 from fsdp_compile.cost.fusion import Kernels, shares_memory
-from fsdp_compile.cost.sizes import tensor_bytes, tensors_of
+from fsdp_compile.cost.sizes import tensor_bytes, tensors_of, tensors_of_value
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Phase, Role, require, role_of
 
@@ -170,7 +170,11 @@ class _Walk:
         if role is Role.OFFLOAD_OUT:
             return [()]
         holder = _HOLDERS.get(role, Holder.TEMPORARY) if role is not None else Holder.TEMPORARY
-        made = [Buffer(node, tensor_bytes(t), holder, position, position) for t in tensors_of(node)]
+        value = node.meta.get("val")
+        # A result that nobody wants is no tensor, and keeps its number: the gradient of an input that needs none.
+        results = [tensors_of_value(result) for result in (value if isinstance(value, tuple | list) else [value])]
+        of_each = [tuple(Buffer(node, tensor_bytes(t), holder, position, position) for t in each) for each in results]
+        made = [buffer for held in of_each for buffer in held]
         self.buffers += made
         if role in _STARTS:
             self.in_flight.update(dict.fromkeys(made, sources))
@@ -178,7 +182,7 @@ class _Walk:
             for buffer in sources:
                 if buffer.holder is Holder.TEMPORARY:
                     buffer.holder = Holder.GRADIENT
-        return [(buffer,) for buffer in made]
+        return of_each
 
     def _input(self, node: fx.Node) -> Held:
         if role_of(node) is Role.FLAT:

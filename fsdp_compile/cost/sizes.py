@@ -11,7 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors among a node's results, in order."""
-    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    return tensors_of_value(node.meta.get("val"))
+
+
+def tensors_of_value(value: object) -> list[torch.Tensor]:
+    """The tensors in a value, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def tensor_bytes(value: torch.Tensor) -> int:

@@ -64,7 +64,7 @@ class SchedulePrefetch:
             return PrefetchPlan(())
         gathers = list(step.nodes(Role.GATHER))
         order = step.order()
-        top = next(n for n in step.graph.nodes if n.op != "placeholder" and role_of(n) not in (*SENT, Role.GATHER))
+        top = top_of(step)
         anchors = [
             top if k < self.distance else first_wait(gathers[k - self.distance], order) for k in range(len(gathers))
         ]
@@ -77,12 +77,22 @@ class SchedulePrefetch:
 
     def apply(self, step: StepGraph, plan: PrefetchPlan) -> None:  # noqa: ARG002
         """Moves the copies, each with its slice, and the gathers, each with the casts that it sends."""
-        for move in plan.moves:
-            match move:
-                case CopyMove():
-                    start_copy_at(move.copy, move.anchor)
-                case Move():
-                    move_before([*upstream(move.gather, *ON_DEVICE), move.gather], move.anchor)
+        move_starts(plan)
+
+
+def top_of(step: StepGraph) -> fx.Node:
+    """The first node of a graph that sends nothing."""
+    return next(n for n in step.graph.nodes if n.op != "placeholder" and role_of(n) not in (*SENT, Role.GATHER))
+
+
+def move_starts(plan: PrefetchPlan) -> None:
+    """Does what a plan says."""
+    for move in plan.moves:
+        match move:
+            case CopyMove():
+                start_copy_at(move.copy, move.anchor)
+            case Move():
+                move_before([*upstream(move.gather, *ON_DEVICE), move.gather], move.anchor)
 
 
 def copies_to(gather: fx.Node) -> list[fx.Node]:

@@ -76,7 +76,7 @@ class ScheduleReduce:
 
 
 def _deferrals(starts: Sequence[fx.Node], followers: Followers, end: fx.Node) -> list[Deferral]:
-    anchors = [*map(_first_message_node, starts[1:]), end]
+    anchors = [*map(first_message_node, starts[1:]), end]
     deferrals: list[Deferral] = []
     before: tuple[fx.Node, ...] = ()
     for index, (start, anchor) in enumerate(zip(starts, anchors, strict=False)):
@@ -133,7 +133,7 @@ def chains_of(followers: Followers) -> list[list[fx.Node]]:
     return chains
 
 
-def _first_message_node(reduce: fx.Node) -> fx.Node:
+def first_message_node(reduce: fx.Node) -> fx.Node:
     """The first of the nodes that stand right before a reduction and build its messages.
 
     Waiting before them frees the gradients of the reduction before while these messages are built.

@@ -13,6 +13,8 @@ class Limits:
 
     Attributes:
         prefetch: Buckets that may be in flight ahead of the one that is needed next.
+        alone: Whether a bucket that is gathered ahead may be held beside those alone that are still used when it is
+            needed: the others are freed first.
         unsharded_bytes: Bytes of gathered parameters that may be live at any node.
         num_fwd_outputs: How many outputs of the forward graph go to the caller (results, mutated inputs); the others
             are saved for backward. If `None`, the descriptions that AOTAutograd writes on the output node tell.
@@ -20,6 +22,7 @@ class Limits:
     """
 
     prefetch: int | None = None
+    alone: bool = False
     unsharded_bytes: int | None = None
     num_fwd_outputs: int | None = None
     reduce_layout: ReduceLayout = ReduceLayout.ALIGNED

@@ -48,6 +48,16 @@ def test_views_keep_the_memory_that_they_show() -> None:
     assert [b.node for b in memory.buffers if b.holder is Holder.TEMPORARY] == [a]
 
 
+def test_a_result_that_nobody_wants_keeps_its_number() -> None:
+    s = Sketch()
+    x, mean, rstd, weight = s.input("x", 256, 256), s.input("mean", 256, 1), s.input("rstd", 256, 1), s.input("w", 256)
+    wanted = [False, True, True]
+    gradients = s.call(aten.native_layer_norm_backward.default, x, x, [256], mean, rstd, weight, weight, wanted)
+    bias = s.call(getitem, gradients, 2)
+    memory = _memory(s.done(s.call(aten.add.Tensor, bias, weight)))
+    assert [(b.size_bytes, b.last - b.first) for b in memory.buffers if b.node is gradients] == [(KB, 1), (KB, 2)]
+
+
 def test_several_results_are_freed_one_by_one() -> None:
     s = Sketch()
     x = s.input("x", 256, 256)

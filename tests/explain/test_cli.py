@@ -72,3 +72,22 @@ def test_a_model_of_the_users_is_explained_as_json_page_and_trace(
 def test_mistakes_are_explained(argv: list[str], says: str, module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *argv]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_every_kind_of_prefetching_is_explained(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def starts(prefetch: str) -> list[tuple[str, int]]:
+        argv = ["explain", f"{module}:make", "--lower", "eager", "--link", "1", "--prefetch", prefetch, "--json"]
+        assert main(argv) == 0
+        graphs = json.loads(capsys.readouterr().out)["graphs"]
+        return [(c["kind"], c["start"]["index"]) for graph in graphs for c in graph["collectives"]]
+
+    found = {name: starts(name) for name in ("auto", "1", "BACKWARD_POST", "none+forward_prefetch")}
+    assert len({str(each) for each in found.values()}) == len(found)
+    assert sum(kind == "all-gather" for kind, _ in found["1"]) == 6
+
+
+def test_a_wrong_prefetch_is_refused_with_all_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--prefetch", "bad"]) == 2
+    error = capsys.readouterr().err
+    assert "'prefetch' cannot be 'bad'" in error
+    assert all(name in error for name in ("auto", "BACKWARD_PRE", "BACKWARD_POST", "none", "forward_prefetch"))

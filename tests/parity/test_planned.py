@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import ConfigError, fully_shard
-from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.cost.hardware import Quantity, hardware
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.passes.delay_gradients import DelayGradients, DelayPlan
 from tests.explain.models import WIDTH, Stack, on_meta
 from tests.parity.models import KINDS
 from tests.parity.pair import Differences, train_pair
@@ -37,6 +41,41 @@ def test_kind(name: str) -> None:
 
 def test_a_slow_link_splits_units_at_the_edges() -> None:
     assert_equal_training(run_ranks(_kind, "stack", hardware=SLOW, world_size=4))
+
+
+def _wide_first() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 512, bias=False), nn.Tanh(), nn.Linear(512, 16, bias=False))
+
+
+def _each_layer(model: nn.Module) -> None:
+    for layer in (model[0], model[2]):  # type: ignore[index]
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def _delayed() -> tuple[Differences, list[int]]:
+    slow = dataclasses.replace(SLOW.device, matmul={torch.float32: Quantity(3e7, "FLOP/s", "as slow as the link")})
+    moved: list[int] = []
+    plan = DelayGradients.plan
+
+    def recorded(graph_pass: DelayGradients, step: StepGraph) -> DelayPlan:
+        found = plan(graph_pass, step)
+        moved.append(len(found.moved))
+        assert not found.moved or found.tail_us < found.tail_before_us
+        return found
+
+    with mock.patch.object(DelayGradients, "plan", recorded):
+        options = {"hardware": dataclasses.replace(SLOW, device=slow)}
+        found = train_pair(_wide_first, prepare=_each_layer, options=options)
+    return found, moved
+
+
+@pytest.mark.core
+def test_weight_gradients_that_are_really_delayed_are_those_of_one_process() -> None:
+    ranks = run_ranks(_delayed, world_size=2)
+    assert_equal_training([found for found, _ in ranks])
+    assert ranks[0][1] == ranks[1][1]
+    assert max(ranks[0][1]) > 0
 
 
 def _replicas() -> Differences:

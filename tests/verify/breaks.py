@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import KEY, Phase, Role, require, role_of
 from fsdp_compile.parameters.layout import ReduceLayout
+from fsdp_compile.prefetch import FSDPPrefetch
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.table import Stage
 from tests.verify.captured import World
@@ -20,7 +22,9 @@ from tests.verify.graphs import KEPT, PAIR, QUANTIZED, SQUARE, graph
 
 aten = torch.ops.aten
 NO_LIMITS = Limits()
+ALONE = Limits(alone=True)
 AS_FSDP2 = Limits(reduce_layout=ReduceLayout.FSDP2)
+POST = FSDPPrefetch(backward=BackwardPrefetch.BACKWARD_POST)
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
@@ -37,6 +41,7 @@ class Break:
         world: Ranks and sharding.
         stage: How far the graph has come when it is broken.
         limits: What it is held to.
+        prefetch: By which rule it was scheduled.
     """
 
     rule: str
@@ -47,6 +52,7 @@ class Break:
     world: World = PAIR
     stage: Stage = Stage.FINAL
     limits: Limits = NO_LIMITS
+    prefetch: int | FSDPPrefetch = 1
 
     @property
     def name(self) -> str:
@@ -55,7 +61,14 @@ class Break:
     def graph(self) -> StepGraph:
         """The graph before it is broken."""
         layout = self.limits.reduce_layout
-        return graph(self.phase, model=self.model, world=self.world, stage=self.stage, layout=layout)
+        return graph(
+            self.phase,
+            model=self.model,
+            world=self.world,
+            stage=self.stage,
+            prefetch=self.prefetch,
+            layout=layout,
+        )
 
 
 def _input(node: fx.Node, position: int = 0) -> fx.Node:
@@ -366,6 +379,14 @@ def gather_started_too_early(step: StepGraph) -> fx.Node:
     return starts[2]
 
 
+def gather_beside_another(step: StepGraph) -> fx.Node:
+    """The second bucket starts before the first one is freed."""
+    gather = _all(step, Role.GATHER)[1]
+    for node in [*gather.all_input_nodes, gather]:
+        _all(step, Role.RESHARD)[0].prepend(node)
+    return gather
+
+
 def bucket_beyond_the_budget(step: StepGraph) -> fx.Node:
     return _all(step, Role.GATHER)[1]
 
@@ -567,6 +588,14 @@ BREAKS = (
     Break("nothing-unsharded-saved", part_of_the_neighbour_kept, FORWARD, "keeps 256 bytes", world=KEPT),
     Break("nothing-unsharded-saved", gathered_memory_returned_by_backward, BACKWARD, "leaves the backward graph"),
     Break("unsharded-bytes", gather_started_too_early, FORWARD, "2 others", limits=Limits(prefetch=1)),
+    Break(
+        "unsharded-bytes",
+        gather_beside_another,
+        BACKWARD,
+        "is held",
+        limits=ALONE,
+        prefetch=POST,
+    ),
     Break("unsharded-bytes", bucket_beyond_the_budget, FORWARD, "bytes", limits=Limits(unsharded_bytes=200_000)),
     Break("unsharded-bytes", reshard_at_the_end, FORWARD, "which needs none", limits=Limits(prefetch=1)),
     Break("plan-order", gathers_swapped, FORWARD, "is waited for before it"),

@@ -18,6 +18,7 @@ from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.region import Region
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import passes
+from fsdp_compile.prefetch import FSDPPrefetch
 from fsdp_compile.verify.table import Stage
 from tests.fake_world import fake_world
 
@@ -62,7 +63,7 @@ def capture(
     *,
     watch: Watch | None = None,
     until: Stage = Stage.FINAL,
-    prefetch: int = 1,
+    prefetch: int | FSDPPrefetch = 1,
     bucket_mb: float = 0,
     training: bool = True,
     reduce_layout: Literal["aligned", "fsdp2"] = "aligned",

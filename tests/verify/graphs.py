@@ -10,6 +10,7 @@ from fsdp_compile import MixedPrecision
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Phase
 from fsdp_compile.parameters.layout import ReduceLayout
+from fsdp_compile.prefetch import FSDPPrefetch
 from fsdp_compile.verify.table import Stage
 from tests.verify.captured import World, capture, copied
 from tests.verify.models import MODELS
@@ -26,7 +27,7 @@ def graph(
     model: str = "stack",
     world: World = PAIR,
     stage: Stage = Stage.FINAL,
-    prefetch: int = 1,
+    prefetch: int | FSDPPrefetch = 1,
     layout: ReduceLayout = ReduceLayout.ALIGNED,
 ) -> StepGraph:
     """A correct graph of one of `MODELS`, which the test may break."""
@@ -35,6 +36,8 @@ def graph(
 
 
 @functools.cache
-def _captured(model: str, world: World, stage: Stage, prefetch: int, layout: ReduceLayout) -> list[StepGraph]:
+def _captured(
+    model: str, world: World, stage: Stage, prefetch: int | FSDPPrefetch, layout: ReduceLayout
+) -> list[StepGraph]:
     make, inputs = MODELS[model]
     return capture(make, inputs(), world, until=stage, prefetch=prefetch, reduce_layout=layout.value)

@@ -2,7 +2,8 @@
 
 With a budget in bytes, every byte from the start of an all-gather to its reshard counts. With a prefetch distance, a
 bucket may be live only while it is in use, while it is the next one needed, or as one of that many gathered ahead. (How
-many are in use at once is the model's doing: tied embeddings are in use from one end to the other.)
+many are in use at once is the model's doing: tied embeddings are in use from one end to the other.) Buckets that are to
+be alone are gathered once those before them are freed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RULE = "unsharded-bytes"
 
 def unsharded_bytes(facts: Facts) -> list[Complaint]:
     """Holds live gathered memory to the limits, at every node."""
-    return [*_over_budget(facts), *_too_early(facts), *_too_late(facts)]
+    return [*_over_budget(facts), *_too_early(facts), *_not_alone(facts), *_too_late(facts)]
 
 
 def _over_budget(facts: Facts) -> Iterator[Complaint]:
@@ -61,6 +62,25 @@ def _too_early(facts: Facts) -> Iterator[Complaint]:
                 gather.start,
                 f"starts while {len(flying) - 1} others are in flight: " + ", ".join(f"%{g}" for g in flying[:-1]),
                 f"at most {facts.limits.prefetch} buckets are gathered ahead of the one that is needed next",
+            )
+
+
+def _not_alone(facts: Facts) -> Iterator[Complaint]:
+    """All-gathers that start ahead while a bucket is held that is freed before they are needed."""
+    if not facts.limits.alone:
+        return
+    freed = {gather: facts.order[markers[0]] for gather, markers in facts.reshards.items()}
+    before: list[fx.Node] = []
+    for gather in facts.of_kind(Kind.GATHER):
+        needed = min((facts.order[wait] for wait in gather.all_waits), default=len(facts.nodes))
+        held = [g for g in before if facts.order[gather.start] < freed.get(g, len(facts.nodes)) < needed]
+        before.append(gather.start)
+        if held:
+            yield Complaint(
+                RULE,
+                gather.start,
+                f"starts while %{held[0]} is held, which is freed before it is needed",
+                "one bucket is held at once: start it after the reshard of the one before",
             )
 
 

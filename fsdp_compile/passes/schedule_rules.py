@@ -1,0 +1,100 @@
+"""Starts all-gathers by FSDP1's rules.
+
+BACKWARD_PRE, and forward prefetch: where the bucket before it is waited for, so that both are held while it computes.
+
+    wait 1, compute 1, reduce 1, gather 0, wait 0   ->   gather 0, wait 1, compute 1, reduce 1, wait 0
+
+BACKWARD_POST: where the bucket before it is freed and its gradients are there, ahead of their reduction on the link.
+
+    wait 1, compute 1, reduce 1, gather 0, wait 0   ->   wait 1, compute 1, gather 0, reduce 1, wait 0
+
+Nothing starts ahead of the first bucket, which is gathered where it is needed; without a limit all start at the top.
+Copies from the host start one bucket before the gather that sends them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import fx
+
+from fsdp_compile.cost.schedule import waits_of
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.queries import aliases, first_of, last_of, upstream
+from fsdp_compile.ir.record import SENT, Phase, Role, require
+from fsdp_compile.passes.schedule_prefetch import (
+    CopyMove,
+    Move,
+    PrefetchPlan,
+    copies_to,
+    first_wait,
+    lone_copies,
+    move_starts,
+    top_of,
+)
+from fsdp_compile.passes.schedule_reduce import chains_of, first_message_node, followers_of
+from fsdp_compile.prefetch import Ahead
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleRules:
+    """The pass; see the module's docstring.
+
+    Attributes:
+        forward: Where gathers start in forward graphs.
+        backward: Where they start in backward graphs.
+    """
+
+    forward: Ahead = Ahead.AT_NEED
+    backward: Ahead = Ahead.BEFORE_COMPUTE
+    name = "schedule-rules"
+
+    def plan(self, step: StepGraph) -> PrefetchPlan:
+        """Finds the anchor of each gather that does not stay where it is needed."""
+        rule = self.forward if step.phase is Phase.FORWARD else self.backward
+        if rule is Ahead.AT_NEED:
+            return PrefetchPlan(())
+        order = step.order()
+        gathers = list(step.nodes(Role.GATHER))
+        anchors = _anchors(step, rule, gathers, order)
+        moves: list[Move | CopyMove] = []
+        for k, (gather, anchor) in enumerate(zip(gathers, anchors, strict=True)):
+            here = anchor or first_of([*upstream(gather, *SENT), gather], order)
+            ahead = gathers[k + 1 : k + 2] if k or anchor is None else gathers[:2]
+            moves += [CopyMove(copy, here) for each in ahead for copy in copies_to(each)]
+            moves += [Move(gather, anchor)] if anchor is not None else []
+        return PrefetchPlan((*moves, *lone_copies(step)))
+
+    def apply(self, step: StepGraph, plan: PrefetchPlan) -> None:  # noqa: ARG002
+        """Moves the copies, each with its slice, and the gathers, each with the casts that it sends."""
+        move_starts(plan)
+
+
+def _anchors(
+    step: StepGraph, rule: Ahead, gathers: Sequence[fx.Node], order: dict[fx.Node, int]
+) -> list[fx.Node | None]:
+    """Before which node each gather starts; `None` for one that stays."""
+    if rule is Ahead.AT_ONCE:
+        return [top_of(step)] * len(gathers)
+    before = gathers[:-1]
+    if rule is Ahead.BEFORE_COMPUTE:
+        return [None, *(first_wait(gather, order) for gather in before)][: len(gathers)]
+    reductions = [chain[0] for chain in chains_of(followers_of(step))]
+    later = [_freed_and_computed(step, gather, reductions, order) for gather in before]
+    needs = [first_of([*upstream(gather, *SENT), gather], order) for gather in gathers[1:]]
+    kept = [at if order[at] < order[need] else None for at, need in zip(later, needs, strict=True)]
+    return [None, *kept][: len(gathers)]
+
+
+def _freed_and_computed(
+    step: StepGraph, gather: fx.Node, reductions: Sequence[fx.Node], order: dict[fx.Node, int]
+) -> fx.Node:
+    """The first node after the last use of a bucket, or what begins the last reduction of its gradients if later."""
+    shared = aliases(waits_of(gather))
+    freed = last_of([*shared, *(user for node in shared for user in node.users)], order)
+    if freed is step.output:
+        return freed
+    mine = set(require(gather).claims)
+    reduced = [first_message_node(node) for node in reductions if not mine.isdisjoint(require(node).claims)]
+    return last_of([freed.next, *reduced], order)
