@@ -25,6 +25,7 @@ from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.passes.bucket import BucketCollectives
 from fsdp_compile.passes.delay_gradients import DelayGradients
+from fsdp_compile.passes.explicit_prefetch import ExplicitPlan, ExplicitPrefetch
 from fsdp_compile.passes.insert_collectives import InsertCollectives
 from fsdp_compile.passes.joining import worth_joining_bytes
 from fsdp_compile.passes.schedule import Schedule, SchedulePlan
@@ -59,20 +60,22 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
         reduce_layout=ReduceLayout(options.reduce_layout),
         join_bytes=0 if options.bucket_mb == "auto" else round(options.bucket_mb * 1e6),
     )
+    explicit = ExplicitPrefetch()
     if options.prefetch == 0:  # nothing runs beside anything: each unit is gone before the next one comes
-        return (InsertCollectives(), bucket, ScheduleReshard())
+        return (InsertCollectives(), bucket, explicit, ScheduleReshard())
     if isinstance(options.prefetch, FSDPPrefetch):
         rules = ScheduleRules(options.prefetch.in_forward, options.prefetch.in_backward)
-        return (InsertCollectives(), bucket, rules, ScheduleReduce(), ScheduleReshard())
+        return (InsertCollectives(), bucket, rules, ScheduleReduce(), explicit, ScheduleReshard())
     if isinstance(options.prefetch, int):
-        return (InsertCollectives(), bucket, SchedulePrefetch(options.prefetch), ScheduleReduce(), ScheduleReshard())
+        fixed = (SchedulePrefetch(options.prefetch), ScheduleReduce())
+        return (InsertCollectives(), bucket, *fixed, explicit, ScheduleReshard())
     budget_bytes = None if options.memory_budget_gb is None else round(options.memory_budget_gb * 1e9)
     hardware = options.hardware or named_hardware()
     fusion = FUSION[options.lower]
     # Delaying holds activations longer, which a budget may not have room for.
     delayed = () if options.memory_budget_gb is not None else (DelayGradients(hardware, fusion),)
     planned = (dataclasses.replace(bucket, hardware=hardware), *delayed, Schedule(hardware, budget_bytes, fusion))
-    return (InsertCollectives(), *planned, ScheduleReshard())
+    return (InsertCollectives(), *planned, explicit, ScheduleReshard())
 
 
 def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
@@ -94,6 +97,8 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     for graph_pass in selected:
         plan = graph_pass.plan(step)
         watcher.planned(step, graph_pass, plan)
+        if isinstance(plan, ExplicitPlan):
+            _refuse_beside_a_budget(plan, options)
         graph_pass.apply(step, plan)
         watcher.applied(step, graph_pass)
         if isinstance(plan, SchedulePlan):
@@ -104,6 +109,15 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     step.graph.lint()
     step.gm.recompile()
     return step
+
+
+def _refuse_beside_a_budget(plan: ExplicitPlan, options: FSDPOptions) -> None:
+    if plan.starts and options.memory_budget_gb is not None:
+        raise ConfigError(
+            "modules say which others they prefetch, and a budget of bytes says when there is room: only one can hold",
+            where=f"options={{'memory_budget_gb': {options.memory_budget_gb}}} and set_modules_to_..._prefetch()",
+            instead="one of the two",
+        )
 
 
 def _promised(phase: Phase, options: FSDPOptions) -> Limits:

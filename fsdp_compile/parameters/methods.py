@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 from torch import nn
@@ -71,6 +71,23 @@ class ShardedModule:
                 unit.policy = dataclasses.replace(unit.policy, arrangement=arrangement)
                 respecify(unit)
 
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Sets whose parameters are gathered while this module's forward runs: they start where its own have arrived.
+
+        They start in the order of the list, in whichever way other gathers are scheduled. An empty list sets nothing.
+
+        Args:
+            modules: Modules that `fully_shard` was called on, or made a unit of; all run after this one.
+
+        Raises:
+            ConfigError: If one of them is no such module, or this one has no parameters of its own.
+        """
+        _set_prefetch(self, modules, "forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """The same for backward, in which modules run in the opposite order."""
+        _set_prefetch(self, modules, "backward_prefetch")
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Sets what the sum of gradients over all ranks is divided by, for the units of this call alone.
 
@@ -133,6 +150,42 @@ def introduce(module: nn.Module, every: Iterable[Unit], made: Iterable[Unit]) ->
         unit.outermost = module
     give_methods(module, ShardedModule)
     accumulation.follow_active(module, made)
+
+
+def _set_prefetch(self: object, modules: Sequence[nn.Module], field: str) -> None:
+    assert isinstance(self, nn.Module)
+    where = f"set_modules_to_{field}()"
+    own = next((unit for unit in _units(self, recurse=False) if unit.root is self), None)
+    if not isinstance(modules, list | tuple):
+        raise ConfigError(f"{modules!r} is no list", where=where, instead="a list of sharded modules")
+    if own is None or not own.flats:
+        raise ConfigError(
+            f"{type(self).__name__} has no parameters of its own, so that nothing of it is gathered",
+            where=where,
+            instead="call it on the module whose gather the others follow",
+        )
+    named = [unit for module in modules for unit in _unit_of(module, self, where)]
+    setattr(own, field, tuple(dict.fromkeys(named)))
+    respecify(own)
+
+
+def _unit_of(module: object, owner: nn.Module, where: str) -> list[Unit]:
+    """The unit of a module; none if all of its parameters are in units of modules below it."""
+    from fsdp_compile.parameters.sharding import is_sharded, units, units_of_call  # it needs this module
+
+    if module is owner:
+        raise ConfigError("a module cannot prefetch itself", where=where, instead="modules that run after it")
+    of_call = isinstance(module, nn.Module) and is_sharded(module)
+    outermost = next(iter(_units(owner, recurse=True))).outermost
+    among = units_of_call(module) if of_call else units(outermost)  # type: ignore[arg-type]
+    found = [unit for unit in among if unit.root is module and unit.flats]
+    if not found and not of_call:
+        raise ConfigError(
+            f"{type(module).__name__} is no module of this model that fully_shard() was called on",
+            where=where,
+            instead="modules that are roots of units: fsdp_compile.units(model) lists them",
+        )
+    return found
 
 
 def _units(module: object, *, recurse: bool) -> Iterator[Unit]:

@@ -35,6 +35,7 @@ from fsdp_compile.parameters.source import Source
 from fsdp_compile.parameters.splitting import WrapPolicy
 from fsdp_compile.parameters.storage import PlacementFn
 from fsdp_compile.parameters.unit import Origin, Unit, UnitPolicy
+from fsdp_compile.parameters.variants import respecify
 
 M = TypeVar("M", bound=nn.Module)
 _STATE = "_fsdp_sharding"
@@ -247,6 +248,9 @@ def _take_over(module: nn.Module, below: list[nn.Module]) -> None:
     names = {id(m): name for name, m in module.named_modules()}
     for unit in units(module):
         unit.name = names[id(unit.root)]
+    for unit in units(module):
+        if unit.forward_prefetch or unit.backward_prefetch:
+            respecify(unit)  # it names other units
 
 
 def _enter_forwards(root: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 Dynamo guards every Python value that a getter touches, so a read carries exactly one: the text of a `ReadSpec`. It
 holds neither the unit's nor the parameter's name, so that layers of one shape share one compiled graph, and nothing
-specific to a rank, so that all ranks compile the same text.
+specific to a rank, so that all ranks compile the same text. (Units that it was told to prefetch it does name.)
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ import dataclasses
 import enum
 import functools
 import math
+from collections.abc import Iterable
+from urllib.parse import quote, unquote
 
 import torch
+
+_PREFETCH = ("forward_prefetch", "backward_prefetch")
 
 
 class Reshard(enum.Enum):
@@ -60,6 +64,8 @@ class ReadSpec:
         kept_over: Ranks that together keep the gathered value for backward, 1/k each; 1 if each keeps its shard alone.
         kept_group: Alias of their group, empty if there is none.
         compute: Type of the device that computes with it, if the flat shard lives on the host instead; else empty.
+        forward_prefetch: Titles of the units whose gathers start where this one's has arrived in forward.
+        backward_prefetch: The same in backward.
     """
 
     offset: int
@@ -81,6 +87,8 @@ class ReadSpec:
     kept_over: int = 1
     kept_group: str = ""
     compute: str = ""
+    forward_prefetch: tuple[str, ...] = ()
+    backward_prefetch: tuple[str, ...] = ()
 
     @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
@@ -149,6 +157,7 @@ class ReadSpec:
             fields["kept"] = f"{self.kept_group}/{self.kept_over}"
         if self.compute:
             fields["compute"] = self.compute
+        fields |= {key: _names(getattr(self, key)) for key in _PREFETCH if getattr(self, key)}
         return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
@@ -185,6 +194,7 @@ def parse(text: str) -> ReadSpec:
             kept_over=int(kept_over),
             kept_group=kept_group,
             compute=fields.get("compute", ""),
+            **{key: tuple(map(unquote, fields[key].split(","))) for key in _PREFETCH if key in fields},
         )
     except (KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"not the text of a read: {text!r}") from error
@@ -193,6 +203,10 @@ def parse(text: str) -> ReadSpec:
     if spec.order and sorted(spec.order) != list(range(len(spec.shape))):
         raise ValueError(f"not the text of a read: {text!r}")
     return spec
+
+
+def _names(names: Iterable[str]) -> str:
+    return ",".join(quote(name, safe=".()") for name in names)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -20,7 +20,7 @@ from fsdp_compile.parameters.offload import compute_device, host_buffer, refuse_
 from fsdp_compile.parameters.reads import BOUNDARY, gather_on_read
 from fsdp_compile.parameters.rows import local_part, local_shape
 from fsdp_compile.parameters.spec import ReadSpec
-from fsdp_compile.parameters.unit import Unit, UnitPolicy
+from fsdp_compile.parameters.unit import Unit, UnitPolicy, titles
 from fsdp_compile.parameters.variants import publish
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
@@ -160,6 +160,8 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
         kept_over=policy.arrangement.kept_over,
         kept_group=_kept_alias(policy),
         compute=compute_device(policy.offload, policy.mesh.device_type),
+        forward_prefetch=titles(unit.forward_prefetch),
+        backward_prefetch=titles(unit.backward_prefetch),
     )
     held = local_shape(shape, member.dim, policy.size, policy.rank)
     numel = torch.Size(held).numel()

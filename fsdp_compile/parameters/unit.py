@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -101,6 +101,8 @@ class Unit:
         accumulation: What happens to gradients and gathered parameters between steps.
         outermost: The outermost sharded module that it is part of.
         hook: A reduction of the user's.
+        forward_prefetch: Units whose gathers start where this one is used first in forward.
+        backward_prefetch: The same in backward.
     """
 
     root: nn.Module
@@ -112,6 +114,8 @@ class Unit:
     hook: Registered | None = None
     accumulation: Accumulation = dataclasses.field(default_factory=Accumulation)
     outermost: nn.Module | None = None
+    forward_prefetch: tuple[Unit, ...] = ()
+    backward_prefetch: tuple[Unit, ...] = ()
 
     def __post_init__(self) -> None:
         self.outermost = self.outermost or self.root
@@ -160,6 +164,11 @@ class Unit:
     def full_bytes(self) -> int:
         """Bytes of the unit's full parameters in their stored dtype."""
         return sum(slot.parameter.numel() * slot.parameter.element_size() for slot in self.slots)
+
+
+def titles(units: Iterable[Unit]) -> tuple[str, ...]:
+    """Their names for people."""
+    return tuple(unit.title for unit in units)
 
 
 def device_of(unit: Unit) -> torch.device:

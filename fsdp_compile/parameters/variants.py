@@ -12,7 +12,7 @@ import dataclasses
 from fsdp_compile.parameters.attributes import EVAL_READS, READS, VARIANTS
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.spec import ReadSpec, Sync
-from fsdp_compile.parameters.unit import Unit
+from fsdp_compile.parameters.unit import Unit, titles
 
 
 def publish(flat: FlatShard) -> None:
@@ -57,5 +57,11 @@ def _respecified(spec: ReadSpec, unit: Unit) -> ReadSpec:
     where = unit.policy.arrangement
     group = spec.kept_group if where.kept_over > 1 else ""
     return dataclasses.replace(
-        spec, reshard=where.reshard, kept_over=where.kept_over, kept_group=group, divide=unit.divide
+        spec,
+        reshard=where.reshard,
+        kept_over=where.kept_over,
+        kept_group=group,
+        divide=unit.divide,
+        forward_prefetch=titles(unit.forward_prefetch),
+        backward_prefetch=titles(unit.backward_prefetch),
     )

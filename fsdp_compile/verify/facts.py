@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compile.ir.explicit import named_gathers
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Phase, Record, Role, record_of, role_of
 from fsdp_compile.verify.collective import Collective, Kind, collectives_of
@@ -64,6 +65,11 @@ class Facts:
     def of_kind(self, kind: Kind) -> list[Collective]:
         """Our collectives of one kind in graph order."""
         return [c for c in self.collectives if c.kind is kind]
+
+    @cached_property
+    def named(self) -> frozenset[fx.Node]:
+        """All-gathers that the user started, which no other rule about their order or number concerns."""
+        return frozenset(one.gather for one in named_gathers(self.step))
 
     @cached_property
     def outputs(self) -> list[Any]:

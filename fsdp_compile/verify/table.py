@@ -10,6 +10,7 @@ from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts
 from fsdp_compile.verify.rules import (
     buffers,
+    explicit,
     gathers,
     live_bytes,
     offload,
@@ -99,6 +100,12 @@ RULES: tuple[Rule, ...] = (
         order.RULE,
         "collectives of one group are issued in an order that the graph alone decides",
         order.plan_order,
+    ),
+    Rule(
+        explicit.RULE,
+        "what a module was told to prefetch starts where that module's own parameters have arrived",
+        explicit.explicit_prefetch,
+        _AT_THE_END,
     ),
     Rule(
         records.NOTHING_RANK_SPECIFIC,

@@ -387,6 +387,20 @@ def gather_beside_another(step: StepGraph) -> fx.Node:
     return gather
 
 
+def told_to_prefetch_and_gathered_elsewhere(step: StepGraph) -> fx.Node:
+    """The list says the first bucket; the gather starts at the second one."""
+    starts = _all(step, Role.GATHER)
+    last, first = require(starts[2]).unit, require(starts[0]).unit
+    flat = next(node for node in _all(step, Role.FLAT) if require(node).unit == first)
+    record = require(flat)
+    specs = tuple(dataclasses.replace(spec, forward_prefetch=(last,)) for spec in record.specs)
+    for node in step.graph.nodes:
+        if role_of(node) is not None and require(node).unit == first:
+            own = dict(zip(record.specs, specs, strict=True))
+            node.meta[KEY] = dataclasses.replace(require(node), specs=tuple(own[s] for s in require(node).specs))
+    return starts[2]
+
+
 def bucket_beyond_the_budget(step: StepGraph) -> fx.Node:
     return _all(step, Role.GATHER)[1]
 
@@ -598,6 +612,7 @@ BREAKS = (
     ),
     Break("unsharded-bytes", bucket_beyond_the_budget, FORWARD, "bytes", limits=Limits(unsharded_bytes=200_000)),
     Break("unsharded-bytes", reshard_at_the_end, FORWARD, "which needs none", limits=Limits(prefetch=1)),
+    Break("explicit-prefetch", told_to_prefetch_and_gathered_elsewhere, FORWARD, "told to prefetch, after %"),
     Break("plan-order", gathers_swapped, FORWARD, "is waited for before it"),
     Break("plan-order", reductions_swapped, BACKWARD, "has its gradients before it"),
     Break("nothing-rank-specific", group_named_after_its_ranks, BACKWARD, "'0'"),

@@ -3,7 +3,7 @@
 With a budget in bytes, every byte from the start of an all-gather to its reshard counts. With a prefetch distance, a
 bucket may be live only while it is in use, while it is the next one needed, or as one of that many gathered ahead. (How
 many are in use at once is the model's doing: tied embeddings are in use from one end to the other.) Buckets that are to
-be alone are gathered once those before them are freed.
+be alone are gathered once those before them are freed. What the user has started early comes on top.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _over_budget(facts: Facts) -> Iterator[Complaint]:
     starts = {gather.start: gather for gather in facts.of_kind(Kind.GATHER)}
     live: dict[fx.Node, int] = {}
     for node in facts.nodes:
-        if node in starts:
+        if node in starts and node not in facts.named:
             live[node] = sum(size_bytes(message) for nodes in starts[node].unfinished for message in nodes[:1])
             if sum(live.values()) > budget:
                 held = ", ".join(f"{require(g).unit} {n:,}" for g, n in live.items())
@@ -51,7 +51,7 @@ def _too_early(facts: Facts) -> Iterator[Complaint]:
     """All-gathers that start while too many others are in flight."""
     if facts.limits.prefetch is None:
         return
-    gathers = facts.of_kind(Kind.GATHER)
+    gathers = [gather for gather in facts.of_kind(Kind.GATHER) if gather.start not in facts.named]
     needed = {g.start: min((facts.order[w] for w in g.all_waits), default=len(facts.nodes)) for g in gathers}
     flying: list[fx.Node] = []
     for gather in gathers:
@@ -74,6 +74,8 @@ def _not_alone(facts: Facts) -> Iterator[Complaint]:
     for gather in facts.of_kind(Kind.GATHER):
         needed = min((facts.order[wait] for wait in gather.all_waits), default=len(facts.nodes))
         held = [g for g in before if facts.order[gather.start] < freed.get(g, len(facts.nodes)) < needed]
+        if gather.start in facts.named:
+            continue
         before.append(gather.start)
         if held:
             yield Complaint(

@@ -7,6 +7,8 @@ dead-lock in waiting. Each kind has its reason:
     all-gathers       start in the order in which they are waited for, and in which their parameters are first read
     reduce-scatters   start in the order in which their gradients are ready, and are waited for in that order
     all-reduces       follow their reduce-scatters
+
+All-gathers that a module was told to prefetch have the user's order instead (`explicit-prefetch`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ def plan_order(facts: Facts) -> list[Complaint]:
     """Compares neighbours, group by group and kind by kind."""
     groups: dict[tuple[Kind, str], list[Collective]] = {}
     for collective in facts.collectives:
+        if collective.start in facts.named:
+            continue
         groups.setdefault((collective.kind, str(collective.group)), []).append(collective)
     complaints = []
     for (kind, _), members in groups.items():

@@ -1,0 +1,103 @@
+"""Starts the all-gathers that a module was told to prefetch where that module's own have arrived.
+
+    wait 0, compute 0, gather 1, wait 1, compute 1, gather 2, ...   ->   wait 0, gather 1, gather 2, compute 0, ...
+
+for `layers[0].set_modules_to_forward_prefetch([layers[1], layers[2]])`. They start in the order of the list, wherever
+another rule had put them; a unit that several modules name starts at the first of them. All other gathers stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.ir.edit import move_before
+from fsdp_compile.ir.explicit import Named, last_wait, lists_of, named_gathers
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.queries import upstream
+from fsdp_compile.ir.record import DECLARING, ON_DEVICE, Phase, Role, require
+from fsdp_compile.passes.schedule_prefetch import copies_to
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Move `nodes`, a gather and what it sends, before `anchor`."""
+
+    nodes: tuple[fx.Node, ...]
+    anchor: fx.Node
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplicitPlan:
+    """What starts where, in the order in which it starts."""
+
+    starts: tuple[Start, ...]
+
+
+class ExplicitPrefetch:
+    """The pass; see the module's docstring."""
+
+    name = "explicit-prefetch"
+
+    def plan(self, step: StepGraph) -> ExplicitPlan:
+        """Finds the place of each gather that a list names.
+
+        Raises:
+            ConfigError: If a list names a unit that the graph does not read, or reads before the one with the list.
+        """
+        named = named_gathers(step)
+        _refuse_wrong_lists(step)
+        order = step.order()
+        moved = {one: _with_what_it_sends(one, order) for one in named}
+        moving = {node for nodes in moved.values() for node in nodes}
+        starts = []
+        for one in named:
+            anchor = last_wait(one.by, order).next
+            while anchor in moving:
+                anchor = anchor.next
+            starts.append(Start(moved[one], anchor))
+        return ExplicitPlan(tuple(starts))
+
+    def apply(self, step: StepGraph, plan: ExplicitPlan) -> None:  # noqa: ARG002
+        """Moves the gathers, each with the casts that it sends, and with its copies from the host if they are later."""
+        for start in plan.starts:
+            move_before(start.nodes, start.anchor)
+
+
+def _with_what_it_sends(one: Named, order: dict[fx.Node, int]) -> tuple[fx.Node, ...]:
+    after = order[last_wait(one.by, order)]
+    late = [copy for copy in copies_to(one.gather) if order[copy] > after]
+    copied = [node for copy in late for node in (*upstream(copy, Role.SHARD), copy)]
+    return (*copied, *upstream(one.gather, *ON_DEVICE), one.gather)
+
+
+def _refuse_wrong_lists(step: StepGraph) -> None:
+    lists = lists_of(step)
+    order = step.order()
+    needs: dict[str, list[int]] = {}
+    together: set[tuple[str, str]] = set()
+    for gather in step.nodes(Role.GATHER):
+        units = require(gather).units
+        together.update((one, other) for one in units for other in units)
+        for unit in units:
+            needs.setdefault(unit, []).append(order[last_wait(gather, order)])
+    read = {require(node).unit for node in step.nodes(*DECLARING)}
+    for unit, names in lists.items():
+        for name in names if unit in needs else ():
+            if name not in read and step.phase is Phase.FORWARD:
+                raise _refusal(step, unit, f"{name}, which its graph does not read", _ELSEWHERE)
+            if name in needs and max(needs[name]) < min(needs[unit]) and (unit, name) not in together:
+                raise _refusal(step, unit, f"{name}, which is needed before it", _LATER)
+
+
+_ELSEWHERE = "only what one graph reads can be prefetched in it: leave it out, or remove the graph break"
+_LATER = "modules that run after it"
+
+
+def _refusal(step: StepGraph, unit: str, what: str, instead: str) -> ConfigError:
+    phase = step.phase.value
+    return ConfigError(
+        f"{unit} is told to prefetch {what}", where=f"set_modules_to_{phase}_prefetch() of {unit}", instead=instead
+    )
