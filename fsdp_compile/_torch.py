@@ -13,6 +13,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+import sympy
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives
@@ -299,6 +300,17 @@ def calls_are_compiled() -> bool:
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Adds a text to torch's structured trace, which tlparse shows; `text` is called only if a trace is written."""
     trace_structured_artifact(name, "string", payload_fn=text)
+
+
+def let_size_vary(tensor: torch.Tensor, dim: int) -> None:
+    """Asks Dynamo to trace a dimension as a symbol; it may still find out that only one size is possible."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def symbol_of(size: int | torch.SymInt) -> sympy.Symbol | None:
+    """The symbol that was made for a size, also if it has turned out to have one value only."""
+    made = size.node._expr if isinstance(size, torch.SymInt) else None
+    return made if isinstance(made, sympy.Symbol) else None
 
 
 def source_prefixes(placeholder: fx.Node) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,27 @@ from torch import fx
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fsdp_compile.cost.formulas import roofline_us
+from fsdp_compile.cost.formulas import maximum, minimum, roofline_us
 from fsdp_compile.cost.fusion import Kernels, launches_nothing, shares_memory
 from fsdp_compile.cost.hardware import Device
-from fsdp_compile.cost.sizes import concrete, result_bytes, tensor_bytes, tensors_of
+from fsdp_compile.cost.sizes import NUMBERS, Sizes, tensors_of
 
 aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one node does.
+
+    Attributes:
+        flops: Floating-point operations; a multiply and an add are two.
+        size_bytes: Bytes read and written in device memory.
+        dtype: The dtype in which it multiplies.
+    """
+
+    flops: Any
+    size_bytes: Any
+    dtype: torch.dtype | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,56 +55,69 @@ FREE = NodeCost(0, 0, 0.0)
 
 def node_costs(graph: fx.Graph, device: Device, kernels: Kernels) -> dict[fx.Node, NodeCost]:
     """Costs of all nodes; each memory that a kernel reads twice is counted at the first node that reads it."""
-    costs = {}
+    costs = dict.fromkeys(graph.nodes, FREE)
+    for node, work in node_work(graph, kernels).items():
+        rate = device.flops_per_s(work.dtype)
+        time_us = roofline_us(work.flops, work.size_bytes, rate, device.bytes_per_s)
+        costs[node] = NodeCost(work.flops, work.size_bytes, time_us)
+    return costs
+
+
+def node_work(graph: fx.Graph, kernels: Kernels, sizes: Sizes = NUMBERS) -> dict[fx.Node, Work]:
+    """What every node does that launches something.
+
+    Args:
+        graph: The graph.
+        kernels: Which values stay inside their kernels.
+        sizes: How big things are: numbers, or expressions.
+    """
+    found = {}
     read: dict[int, set[fx.Node]] = {}
     for node in graph.nodes:
         if launches_nothing(node):
-            costs[node] = FREE
             continue
         seen = read.setdefault(kernels.of[node], set())
         sources = {_memory(source) for source in node.all_input_nodes} - kernels.inner - seen
         seen |= sources
-        size_bytes = sum(_read_bytes(node, source) for source in sources)
-        size_bytes += 0 if node in kernels.inner else result_bytes(node)
-        flops = count_flops(node)
-        rate = device.flops_per_s(_dtype(node))
-        costs[node] = NodeCost(flops, size_bytes, roofline_us(flops, size_bytes, rate, device.bytes_per_s))
-    return costs
+        size_bytes = sum(_read_bytes(node, source, sizes) for source in sources)
+        size_bytes += 0 if node in kernels.inner else sizes.total(node)
+        found[node] = Work(count_flops(node, sizes), size_bytes, _dtype(node))
+    return found
 
 
-def count_flops(node: fx.Node) -> int:
+def count_flops(node: fx.Node, sizes: Sizes = NUMBERS) -> Any:
     """FLOPs by torch's own formulas; 0 for operators without one, which are bound by memory."""
     packet = getattr(node.target, "overloadpacket", node.target)
     formula = _ATTENTION.get(packet)
     if formula is not None:
-        return formula(node)
+        return formula(node, sizes)
     counted = flop_registry.get(packet)
     if counted is None:
         return 0
-    args, kwargs = tree_map(lambda a: a.meta.get("val") if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
-    return concrete(counted(*args, **kwargs, out_val=node.meta["val"]))
+    args, kwargs = tree_map(sizes.values, (node.args, node.kwargs))
+    return sizes.number(counted(*args, **kwargs, out_val=sizes.values(node)))
 
 
-def _attention(node: fx.Node) -> int:
-    return _causal_share(node, sdpa_flop_count(*(_shape(a) for a in node.args[:3])), position=4)
+def _attention(node: fx.Node, sizes: Sizes) -> Any:
+    return _causal_share(node, sdpa_flop_count(*(_shape(a, sizes) for a in node.args[:3])), position=4)
 
 
-def _attention_backward(node: fx.Node) -> int:
-    return _causal_share(node, sdpa_backward_flop_count(*(_shape(a) for a in node.args[:4])), position=7)
+def _attention_backward(node: fx.Node, sizes: Sizes) -> Any:
+    return _causal_share(node, sdpa_backward_flop_count(*(_shape(a, sizes) for a in node.args[:4])), position=7)
 
 
-def _causal_share(node: fx.Node, flops: int, *, position: int) -> int:
+def _causal_share(node: fx.Node, flops: Any, *, position: int) -> Any:
     """Half, if the kernel is told to skip what a causal mask hides."""
     causal = node.args[position] if len(node.args) > position else node.kwargs.get("is_causal", False)
     return flops // 2 if causal is True else flops
 
 
-def _shape(arg: Any) -> tuple[int, ...]:
-    return tuple(concrete(size) for size in arg.meta["val"].shape)
+def _shape(arg: Any, sizes: Sizes) -> tuple[Any, ...]:
+    return tuple(sizes.number(size) for size in sizes.values(arg).shape)
 
 
 # Attention as the CPU traces it, which stands for the flash kernels of other devices; torch has no formula for it.
-_ATTENTION: dict[Any, Callable[[fx.Node], int]] = {
+_ATTENTION: dict[Any, Callable[[fx.Node, Sizes], Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
@@ -101,12 +130,12 @@ def _memory(node: fx.Node) -> fx.Node:
     return node
 
 
-def _read_bytes(reader: fx.Node, source: fx.Node) -> int:
+def _read_bytes(reader: fx.Node, source: fx.Node, sizes: Sizes) -> Any:
     """Bytes that a reader takes from a source: of a lookup, only the rows that it returns."""
     views = [n for n in reader.all_input_nodes if _memory(n) is source]
-    size = max((tensor_bytes(t) for v in views for t in tensors_of(v)), default=0)
+    size: Any = functools.reduce(maximum, (piece for view in views for piece in sizes.pieces(view)), 0)
     if getattr(reader.target, "overloadpacket", None) in (aten.embedding, aten.index, aten.gather):
-        return min(size, result_bytes(reader))
+        return minimum(size, sizes.total(reader))
     return size
 
 

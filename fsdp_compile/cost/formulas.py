@@ -13,6 +13,11 @@ def maximum(a: Any, b: Any) -> Any:
     return sympy.Max(a, b) if isinstance(a, sympy.Expr) or isinstance(b, sympy.Expr) else max(a, b)
 
 
+def minimum(a: Any, b: Any) -> Any:
+    """The smaller of two numbers; an open expression if one of them is open."""
+    return sympy.Min(a, b) if isinstance(a, sympy.Expr) or isinstance(b, sympy.Expr) else min(a, b)
+
+
 def log2(x: Any) -> Any:
     """Logarithm to base 2."""
     return sympy.log(x, 2) if isinstance(x, sympy.Expr) else math.log2(x)

@@ -55,6 +55,7 @@ class Buffer:
 
     Attributes:
         node: The node that allocates it.
+        result: Which of the tensors among the node's results it is.
         size_bytes: Its size.
         holder: What it is for.
         first: Position of the node that allocates it; 0 for inputs.
@@ -62,6 +63,7 @@ class Buffer:
     """
 
     node: fx.Node
+    result: int
     size_bytes: int
     holder: Holder
     first: int
@@ -136,7 +138,7 @@ class _Walk:
                 self._touch(self._all(source), position)
             self.behind[node] = self._results(node, position)
         self._name_outputs()
-        self.buffers += [self._kept(b) for b in self._returned_before() if b not in self.carried]
+        self.buffers += [self._kept(b, self.end) for b in self._returned_before() if b not in self.carried]
         outputs = {node.name: self._all(node) for node in self.step.output.all_input_nodes}
         return Memory(tuple(self.buffers), outputs, self.end + 1)
 
@@ -173,7 +175,11 @@ class _Walk:
         value = node.meta.get("val")
         # A result that nobody wants is no tensor, and keeps its number: the gradient of an input that needs none.
         results = [tensors_of_value(result) for result in (value if isinstance(value, tuple | list) else [value])]
-        of_each = [tuple(Buffer(node, tensor_bytes(t), holder, position, position) for t in each) for each in results]
+        number = itertools.count()
+        of_each = [
+            tuple(Buffer(node, next(number), tensor_bytes(t), holder, position, position) for t in each)
+            for each in results
+        ]
         made = [buffer for held in of_each for buffer in held]
         self.buffers += made
         if role in _STARTS:
@@ -196,7 +202,7 @@ class _Walk:
         return tuple(self._carry(buffer) for buffer in earlier)
 
     def _hold(self, node: fx.Node, holder: Holder, last: int) -> Held:
-        held = tuple(Buffer(node, tensor_bytes(t), holder, 0, last) for t in tensors_of(node))
+        held = tuple(Buffer(node, i, tensor_bytes(t), holder, 0, last) for i, t in enumerate(tensors_of(node)))
         self.buffers += held
         return held
 
@@ -204,7 +210,7 @@ class _Walk:
         """What forward saved, as backward's own buffer: freed after its last use unless somebody else holds it."""
         if buffer not in self.carried:
             stays = buffer.holder in (Holder.SHARD, Holder.INPUT, Holder.OUTPUT)
-            self.carried[buffer] = Buffer(buffer.node, buffer.size_bytes, buffer.holder, 0, self.end if stays else 0)
+            self.carried[buffer] = self._kept(buffer, self.end if stays else 0)
             self.buffers.append(self.carried[buffer])
         return self.carried[buffer]
 
@@ -212,8 +218,8 @@ class _Walk:
         """Outputs of the forward, which its caller holds."""
         return [] if self.before is None else [b for b in self.before.buffers if b.holder is Holder.OUTPUT]
 
-    def _kept(self, buffer: Buffer) -> Buffer:
-        return Buffer(buffer.node, buffer.size_bytes, buffer.holder, 0, self.end)
+    def _kept(self, buffer: Buffer, last: int) -> Buffer:
+        return Buffer(buffer.node, buffer.result, buffer.size_bytes, buffer.holder, 0, last)
 
     def _name_outputs(self) -> None:
         """Tells what is returned to the caller from what is saved for backward; what is both counts as returned."""

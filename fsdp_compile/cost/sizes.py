@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
+
+Number = Callable[[Any], Any]
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -19,9 +22,15 @@ def tensors_of_value(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def tensor_bytes(value: torch.Tensor) -> int:
-    """Bytes of the memory that a tensor's strides reach, gaps included."""
-    shape, strides = [concrete(s) for s in value.shape], [concrete(s) for s in value.stride()]
+def tensor_bytes(value: torch.Tensor, number: Number | None = None) -> Any:
+    """Bytes of the memory that a tensor's strides reach, gaps included.
+
+    Args:
+        value: A fake tensor.
+        number: How a size is read; by default as the number at which it was traced.
+    """
+    read = number or concrete
+    shape, strides = [read(s) for s in value.shape], [read(s) for s in value.stride()]
     if 0 in shape:
         return 0
     return (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * value.element_size()
@@ -35,3 +44,26 @@ def result_bytes(node: fx.Node) -> int:
 def concrete(size: Any) -> int:
     """A size as a number: for a dynamic one, the size at which it was traced."""
     return size if isinstance(size, int) else size.node.hint
+
+
+class Sizes:
+    """How big things in a graph are; here in numbers, elsewhere in expressions."""
+
+    def values(self, value: Any) -> Any:
+        """What formulas of FLOPs are given for an argument."""
+        return value.meta.get("val") if isinstance(value, fx.Node) else value
+
+    def number(self, size: Any) -> Any:
+        """One size."""
+        return concrete(size)
+
+    def pieces(self, node: fx.Node) -> list[Any]:
+        """Bytes of each tensor among a node's results."""
+        return [tensor_bytes(t) for t in tensors_of(node)]
+
+    def total(self, node: fx.Node) -> Any:
+        """Bytes of all of them."""
+        return sum(self.pieces(node))
+
+
+NUMBERS = Sizes()

@@ -12,9 +12,10 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.build import build_plan
+from fsdp_compile.explain.dims import Dims, open_inputs
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.rescale import Traced
-from fsdp_compile.explain.stand_in import hollow_flats, hollow_inputs, stand_in
+from fsdp_compile.explain.rescale import Setting, Traced, TracedGraphs, plan_at, plan_of
+from fsdp_compile.explain.stand_in import hollow_flats, stand_in
 from fsdp_compile.explain.trace import trace
 from fsdp_compile.explain.world import planning_mesh, planning_world
 from fsdp_compile.lower.ran import regions_of
@@ -30,6 +31,7 @@ def explain(
     world_size: int | None = None,
     options: Mapping[str, Any] | FSDPOptions | None = None,
     hardware: Hardware | None = None,
+    dims: Dims | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Reports what the passes make of a model, and estimates its time and memory.
@@ -43,11 +45,14 @@ def explain(
         world_size: Ranks to plan for. May be left out if a process group is initialized.
         options: As for `torch.compile(..., backend="fsdp", options=...)`.
         hardware: What times are estimated for; by default an H100 with 400 Gb/s per device.
+        dims: Dimensions of the inputs that stay open, so that `Plan.at` and `Plan.formulas` take other sizes of them:
+            `{"batch": 0, "sequence": 1}` for every tensor argument with so many dimensions, or, where only some have
+            it, `{"sequence": {"input_ids": 1, "labels": 1}}`. Python numbers among the arguments stay as they are.
         **kwargs: Keyword arguments of its forward.
 
     Raises:
-        ConfigError: For a wrong option, no world size, or a process group of another size.
-        UnsupportedModelError: If the model cannot be traced or sharded.
+        ConfigError: For a wrong option, no world size, a process group of another size, or dims that inputs lack.
+        UnsupportedModelError: If the model cannot be traced or sharded, or an open dimension can have one size only.
     """
     checked = FSDPOptions.from_dict(options)
     if not isinstance(model, nn.Module):
@@ -59,7 +64,7 @@ def explain(
     plain = getattr(model, "_orig_mod", model)
     estimated_for = hardware or named_hardware()
     if units(plain):
-        if args or kwargs or options is not None:
+        if args or kwargs or options is not None or dims:
             raise ConfigError(
                 "a sharded model is explained as it ran; inputs and options have no effect",
                 where=f"explain({type(plain).__name__}, ...)",
@@ -68,6 +73,7 @@ def explain(
         return _as_it_ran(plain, world_size, estimated_for)
     if checked.prefetch == "auto":
         checked = dataclasses.replace(checked, hardware=checked.hardware or estimated_for)
+    inputs = open_inputs(plain, args, kwargs, dims or {})
     with planning_world(world_size) as ranks:
         copied = stand_in(plain)
         sharding = {"mesh": planning_mesh(checked.sharding_strategy), **checked.sharding}
@@ -75,12 +81,19 @@ def explain(
             sharding["offload_policy"] = planned(checked.offload_policy)
         fully_shard(copied, **sharding)
         hollow_flats(copied)
-        regions = trace(copied, hollow_inputs(args), hollow_inputs(kwargs), checked)
-        fusion, made = FUSION[checked.lower], units(copied)
-        steps = [region.steps for region in regions]
-        plan = build_plan(copied, made, steps, world_size=ranks, hardware=estimated_for, fusion=fusion)
-        captured = tuple(tuple(region.captured) for region in regions)
-        return dataclasses.replace(plan, traced=Traced(copied, tuple(made), captured, checked, fusion))
+        regions = trace(copied, inputs, checked)
+        traced = Traced(
+            model=copied,
+            units=tuple(units(copied)),
+            regions=tuple(TracedGraphs(tuple(region.captured), region.sizes()) for region in regions),
+            world_size=ranks,
+            options=checked,
+            fusion=FUSION[checked.lower],
+        )
+        setting = Setting(ranks, inputs.sizes, estimated_for)
+        if inputs.sizes:
+            return plan_at(traced, setting)
+        return plan_of(traced, traced.units, [region.steps for region in regions], setting)
 
 
 def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from fsdp_compile.ir.record import Phase
 if TYPE_CHECKING:
     from fsdp_compile.explain.rescale import Traced
     from fsdp_compile.explain.symbolic import Formulas
+    from fsdp_compile.ir.graph import StepGraph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,9 @@ class Plan:
         graphs: In the order in which they run: forwards, then backwards.
         volume: Communication of one step.
         skipped: What is not done, and why.
+        sizes: Of the dimensions that were open when the model was traced, by name.
         traced: The graphs before the passes, for `at`; `None` for a model that has run.
+        steps: For each region the graphs behind the passes, for `formulas`; none for a model that has run.
     """
 
     title: str
@@ -38,24 +42,37 @@ class Plan:
     graphs: tuple[GraphPlan, ...]
     volume: Volume
     skipped: tuple[Skipped, ...]
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     traced: Traced | None = dataclasses.field(default=None, repr=False, compare=False)
+    steps: tuple[tuple[StepGraph, ...], ...] = dataclasses.field(default=(), repr=False, compare=False)
 
-    def at(self, *, world_size: int | None = None, gb_per_s: float | None = None) -> Plan:
-        """The plan for another number of ranks or another link; the model is not traced again.
+    def at(
+        self,
+        *,
+        world_size: int | None = None,
+        gb_per_s: float | None = None,
+        batch: int | None = None,
+        sequence: int | None = None,
+    ) -> Plan:
+        """The plan for other ranks, another link or other sizes; the passes run again, the model is not traced again.
 
         Args:
             world_size: Ranks that share the parameters.
             gb_per_s: What one rank sends in one direction, 1e9 byte/s.
+            batch: Size of the dimension that `explain(dims=...)` calls "batch".
+            sequence: Size of the dimension that it calls "sequence".
 
         Raises:
-            ConfigError: For a number that is not positive, a model that has run already, or a mesh of two dimensions.
+            ConfigError: For a number that is not positive, a model that has run already, ranks of a mesh of two
+                dimensions, or a size that was not open or for which the model's graph is another one.
         """
         from fsdp_compile.explain.rescale import rescaled
 
-        return rescaled(self, world_size=world_size, gb_per_s=gb_per_s)
+        sizes = {"batch": batch, "sequence": sequence}
+        return rescaled(self, world_size=world_size, gb_per_s=gb_per_s, sizes=sizes)
 
     def formulas(self) -> Formulas:
-        """Bytes and times as formulas of the number of ranks and the link, for the same choices as in this plan."""
+        """Bytes and times as formulas of ranks, link, batch and sequence, for the same choices as in this plan."""
         from fsdp_compile.explain.symbolic import formulas
 
         return formulas(self)

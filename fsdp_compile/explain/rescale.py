@@ -1,13 +1,14 @@
-"""A plan for other ranks or another link, out of graphs that were traced once.
+"""A plan for other ranks, another link or other sizes of the inputs, out of graphs that were traced once.
 
 How many ranks share a parameter stands in the text of its reads, and nowhere else in a graph before the passes. So the
-texts are written anew, the flat shards get their new sizes, and the passes run again.
+texts are written anew, the flat shards get their new sizes, and the passes run again. Sizes of inputs are symbols in
+such a graph; numbers take their places before the passes (`open_sizes.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -16,6 +17,8 @@ from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware, hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.build import build_plan
+from fsdp_compile.explain.dims import SYMBOLS
+from fsdp_compile.explain.open_sizes import OpenSizes, closed
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD
@@ -31,25 +34,55 @@ aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
+class TracedGraphs:
+    """One compiled region as it was traced.
+
+    Attributes:
+        steps: Its graphs before the first pass, forward first.
+        sizes: What the symbols in them mean; none, unless dimensions of the inputs are open.
+    """
+
+    steps: tuple[StepGraph, ...]
+    sizes: OpenSizes
+
+
+@dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a plan was made of.
+    """What plans are made of.
 
     Attributes:
         model: The stand-in that was traced.
         units: Its units.
-        regions: For each compiled region its graphs before the first pass, forward first.
+        regions: Its compiled regions.
+        world_size: Ranks that it was traced for.
         options: Options of the compile.
         fusion: Who would run the graphs.
     """
 
     model: nn.Module
     units: tuple[Unit, ...]
-    regions: tuple[tuple[StepGraph, ...], ...]
+    regions: tuple[TracedGraphs, ...]
+    world_size: int
     options: FSDPOptions
     fusion: Fusion
 
 
-def rescaled(plan: Plan, *, world_size: int | None, gb_per_s: float | None) -> Plan:
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a traced model is planned for.
+
+    Attributes:
+        world_size: Ranks.
+        sizes: Of the open dimensions, by name.
+        hardware: What times are estimated for.
+    """
+
+    world_size: int
+    sizes: Mapping[str, int]
+    hardware: Hardware
+
+
+def rescaled(plan: Plan, *, world_size: int | None, gb_per_s: float | None, sizes: Mapping[str, int | None]) -> Plan:
     """See `Plan.at`."""
     traced = plan.traced
     if traced is None:
@@ -58,25 +91,71 @@ def rescaled(plan: Plan, *, world_size: int | None, gb_per_s: float | None) -> P
             where="Plan.at(...)",
             instead="explain() the plain model before it is sharded",
         )
+    given = {name: size for name, size in sizes.items() if size is not None}
+    _refuse_sizes(plan, given)
     ranks = plan.world_size if world_size is None else world_size
     link = plan.hardware.link if gb_per_s is None else hardware(link=gb_per_s).link
-    _refuse(traced, ranks)
-    order = _order(traced.model)
-    there = Hardware(plan.hardware.device, link)
-    planned_for = there if traced.options.prefetch == "auto" else None
+    there = dataclasses.replace(plan.hardware, link=link)
+    return plan_at(traced, Setting(ranks, {**plan.sizes, **given}, there))
+
+
+def plan_at(traced: Traced, setting: Setting) -> Plan:
+    """Runs the passes on graphs that were traced, as they are in a given setting.
+
+    Raises:
+        ConfigError: If the graphs there are others than these.
+    """
+    units: Sequence[Unit] = traced.units
+    regions = [[closed(step, of.sizes, setting.sizes) for step in of.steps] for of in traced.regions]
+    for region in traced.regions:
+        region.sizes.check(setting.sizes)
+    if setting.world_size != traced.world_size:
+        _refuse(traced, setting.world_size)
+        order = _order(traced.model)
+        units = [_resized(unit, order, setting.world_size) for unit in traced.units]
+        for step in (step for steps in regions for step in steps):
+            _rewrite(step, order, setting.world_size)
+    planned_for = setting.hardware if traced.options.prefetch == "auto" else None
     options = dataclasses.replace(traced.options, artifacts=None, hardware=planned_for)
+    return plan_of(traced, units, [[transform(step, options) for step in steps] for steps in regions], setting)
+
+
+def plan_of(traced: Traced, units: Sequence[Unit], regions: Sequence[Sequence[StepGraph]], setting: Setting) -> Plan:
+    """Reports on graphs behind the passes.
+
+    Args:
+        traced: What they were made of.
+        units: Of the model, as they are in this setting.
+        regions: For each compiled region its graphs.
+        setting: What they are planned for.
+    """
     made = build_plan(
         traced.model,
-        [_resized(unit, order, ranks) for unit in traced.units],
-        [[transform(_rewritten(step, order, ranks), options) for step in steps] for steps in traced.regions],
-        world_size=ranks,
-        hardware=there,
+        units,
+        regions,
+        world_size=setting.world_size,
+        hardware=setting.hardware,
         fusion=traced.fusion,
     )
-    return dataclasses.replace(made, traced=traced)
+    steps = tuple(map(tuple, regions))
+    return dataclasses.replace(made, sizes=dict(setting.sizes), traced=traced, steps=steps)
+
+
+def _refuse_sizes(plan: Plan, given: Mapping[str, int]) -> None:
+    for name, size in given.items():
+        if name not in plan.sizes:
+            raise ConfigError(
+                f"{name} was a number when the model was traced",
+                where=f"Plan.at({name}={size})",
+                instead=f'explain(..., dims={{"{name}": {list(SYMBOLS).index(name)}}}): the dimension of inputs '
+                "that it is",
+            )
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name} cannot be {size!r}", where=f"Plan.at({name}=...)", instead="1, 2, ...")
 
 
 def _refuse(traced: Traced, ranks: int) -> None:
+    """Refuses ranks for which a number does not say all, or over which parameters do not divide."""
     if ranks < 1:
         raise ConfigError(f"there are no {ranks} ranks", where="Plan.at(world_size=...)", instead="1, 2, ...")
     for unit in traced.units:
@@ -149,12 +228,11 @@ def _resized(unit: Unit, order: Order, ranks: int) -> Unit:
     return made
 
 
-def _rewritten(step: StepGraph, order: Order, ranks: int) -> StepGraph:
-    """A copy of a graph before the passes, for so many ranks."""
-    copied = step.copy()
+def _rewrite(step: StepGraph, order: Order, ranks: int) -> None:
+    """Makes a graph before the passes one for so many ranks."""
     texts: dict[fx.Node, dict[str, str]] = {}
     like_flats: dict[fx.Node, int] = {}
-    for node in copied.graph.nodes:
+    for node in step.graph.nodes:
         if role_of(node) is Role.FLAT:
             record = require(node)
             before = dict(zip(record.parameters, record.specs, strict=True))
@@ -169,4 +247,3 @@ def _rewritten(step: StepGraph, order: Order, ranks: int) -> StepGraph:
             like_flats[node] = like_flats[node.args[0]]
     for node, numel in like_flats.items():
         node.meta["val"] = node.meta["val"].new_empty(numel)
-    return copied

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
+from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.reads import gather_on_read
@@ -42,15 +42,14 @@ def stand_in(model: M) -> M:
 
 
 def hollow(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor of the same type, unwritten; integers are zero, so that they are valid as indices."""
+    """A CPU tensor of the same type, unwritten; integers are zero, so that they are valid as indices.
+
+    A dynamic size becomes the one with which it was traced.
+    """
     make = torch.empty_strided if tensor.is_floating_point() else _zeros
-    made = make(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    shape, strides = (tuple(concrete(n) for n in of) for of in (tensor.shape, tensor.stride()))
+    made = make(shape, strides, dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
-
-
-def hollow_inputs(value: Any) -> Any:
-    """Arguments of a model with every tensor made hollow."""
-    return tree_map_only(torch.Tensor, hollow, value)
 
 
 def hollow_flats(model: nn.Module) -> None:

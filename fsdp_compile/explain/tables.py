@@ -81,6 +81,8 @@ def _summary_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         "parameters",
         f"{count(numel)} in {len(plan.units)} units; {size(held)} per rank, padding {share(padding, held)}",
     )
+    if plan.sizes:
+        yield "open sizes", ", ".join(f"{name} {number}" for name, number in plan.sizes.items())
     yield "step", f"{time(plan.step_us)} = compute {time(compute)} + exposed communication {time(exposed)}"
     larger = f"larger of compute {time(compute)} and link {time(link)}"
     yield "floor", f"{time(plan.floor_us)}, the {larger}; floor / step = {share(plan.floor_us, plan.step_us)}"

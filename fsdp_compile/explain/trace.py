@@ -10,11 +10,16 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 
+from fsdp_compile._torch import detect_fake_mode
 from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
+from fsdp_compile.explain.dims import OpenInputs
+from fsdp_compile.explain.open_sizes import OpenSizes, open_sizes
 from fsdp_compile.explain.stand_in import hollow
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Phase
@@ -33,9 +38,21 @@ class TracedRegion(Region):
 
     Attributes:
         captured: Copies of its graphs before the first pass, forward first.
+        names: The symbols of open dimensions to ours; empty where all sizes are numbers.
+        env: The shape environment of the trace.
     """
 
     captured: list[StepGraph] = dataclasses.field(default_factory=list)
+    names: Mapping[sympy.Symbol, sympy.Symbol] = dataclasses.field(default_factory=dict)
+    env: Any = None
+
+    def sizes(self) -> OpenSizes:
+        """What its open sizes are, now that it has been traced.
+
+        Raises:
+            UnsupportedModelError: If the model works for one size only.
+        """
+        return open_sizes(self.names, self.env) if self.names else OpenSizes({}, ())
 
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:  # noqa: ARG002
         """Returns a function of the graph's signature that computes nothing."""
@@ -45,19 +62,18 @@ class TracedRegion(Region):
 
         def run(args: list[Any]) -> list[Any]:
             args.clear()
-            return [hollow(value) if isinstance(value, torch.Tensor) else value for value in values]
+            return [hollow(value) if isinstance(value, torch.Tensor) else _example(value) for value in values]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
 
-def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: FSDPOptions) -> list[TracedRegion]:
+def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[TracedRegion]:
     """Compiles a sharded model without lowering it.
 
     Args:
         model: The sharded stand-in.
-        args: Hollow arguments.
-        kwargs: Hollow keyword arguments.
+        inputs: Its arguments. If some of their dimensions are open, graphs are captured and passes do not run.
         options: Options of the compile.
 
     Returns:
@@ -68,21 +84,23 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], opti
     """
     regions: list[TracedRegion] = []
 
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         captured: list[StepGraph] = []
 
         def run_passes(step: StepGraph) -> StepGraph:
             captured.append(step.copy())
-            return transform(step, options)
+            return step if inputs.sizes else transform(step, options)
 
-        region = TracedRegion(flat_inputs(inputs), run_passes, captured=captured)
+        names = dict(inputs.symbols(gm, examples))
+        region = TracedRegion(flat_inputs(examples), run_passes, captured=captured, names=names, env=_env(gm))
         regions.append(region)
         if options.lower == "eager":
-            return compile_eagerly(gm, inputs, region)
-        return compile_with_inductor(gm, inputs, region, options.inductor)
+            return compile_eagerly(gm, examples, region)
+        return compile_with_inductor(gm, examples, region, options.inductor)
 
     try:
-        call_in_forward(torch.compile(_call, backend=backend, dynamic=False), (model, *args), dict(kwargs))
+        called = torch.compile(_call, backend=backend, dynamic=False)
+        call_in_forward(called, (model, *inputs.args), dict(inputs.kwargs))
     except FSDPCompileError:
         raise
     except Exception as error:
@@ -94,7 +112,25 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], opti
             where=f"explain({type(model).__name__})",
             instead="arguments with which model(*args, **kwargs) runs; shapes are enough",
         ) from error
+    if inputs.sizes and len(regions) > 1:
+        raise UnsupportedModelError(
+            f"graph breaks split the model into {len(regions)} regions, and sizes stay open only in the first",
+            where=f"explain({type(model).__name__}, dims=...)",
+            instead="a model without graph breaks (TORCH_LOGS=graph_breaks says where they are), or explain() without "
+            "dims",
+        )
     return regions
+
+
+def _env(gm: fx.GraphModule) -> Any:
+    """The shape environment of a Dynamo graph; `None` if it has no fake values."""
+    mode = detect_fake_mode([node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")])
+    return None if mode is None else mode.shape_env
+
+
+def _example(value: Any) -> Any:
+    """A number that a graph returns as the one of the trace."""
+    return concrete(value) if isinstance(value, torch.SymInt) else value
 
 
 def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
