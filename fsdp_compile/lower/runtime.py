@@ -124,19 +124,26 @@ def note_arrivals(compiled: Compiled, noted: Sequence[Arrival]) -> Compiled:
     def run(args: list[Any]) -> Any:
         for each in noted:
             flat = FlatShard.of(args[each.flat])
-            held, partial = (None if at is None else args[at] for at in (each.held, each.partial))
             if flat is not None:
                 flat.note_gradients(each.offsets, each.sync)
-                held, partial = accompany(flat, each.offsets, held, partial)
-            else:  # saved-tensor hooks gave a copy, whose owner is unknown: what it holds is reduced at the end
-                held, partial = (None if value is None else value.new_zeros(value.shape) for value in (held, partial))
-            for at, value in ((each.held, held), (each.partial, partial)):
-                if at is not None:
-                    args[at] = value
+            if each.held is not None or each.partial is not None:
+                _take_along(args, each, flat)
         return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _take_along(args: list[Any], each: Arrival, flat: FlatShard | None) -> None:
+    """Leaves among the inputs only those gradients of earlier backward passes that nobody has taken."""
+    held, partial = (None if at is None else args[at] for at in (each.held, each.partial))
+    if flat is not None:
+        held, partial = accompany(flat, each.offsets, held, partial)
+    else:  # saved-tensor hooks gave a copy, whose owner is unknown: what it holds is reduced at the end
+        held, partial = (None if value is None else value.new_zeros(value.shape) for value in (held, partial))
+    for at, value in ((each.held, held), (each.partial, partial)):
+        if at is not None:
+            args[at] = value
 
 
 def host_copies_from(step: StepGraph) -> str:

@@ -33,12 +33,12 @@ def _finish(model: nn.Module) -> None:
     from fsdp_compile.parameters.variants import publish
 
     units = sharding.units(model)
-    for flat in (flat for unit in units for flat in unit.flats):
+    waiting = [flat for unit in units for flat in unit.flats if flat.owes_gradients]
+    for flat in waiting:
         if any([flat.held.give_back(), flat.partial.give_back()]):
             publish(flat)
-    units = [unit for unit in units if unit.accumulation.last_backward]
-    for unit in units:
-        for flat in unit.flats:
+    for flat in waiting:
+        if flat.unit.accumulation.last_backward:
             handover.hand_over(flat)
             holding.reduce_rest(flat)
-    keeping.after_backward(units)
+    keeping.after_backward(unit for unit in units if unit.accumulation.last_backward)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch import backward_in_progress, local_tensor
+from fsdp_compile._torch import ViewPlace, backward_in_progress, local_tensor, views_of
 from fsdp_compile.parameters.held_gradients import HeldGradients
 from fsdp_compile.parameters.spec import ReadSpec, Sync
 
@@ -63,13 +63,14 @@ class ParameterSlot:
         return {} if self.eval_spec is None else {attribute: self.eval_spec.text}
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This parameter's part of a contiguous tensor that is laid out like its flat shard."""
-        # One operator in place of a slice and a view: this runs once per parameter in every backward.
-        return flat.as_strided(self.local_shape, self._local_strides, flat.storage_offset() + self.spec.offset)
+        """This parameter's part of a contiguous tensor, without a history, that is laid out like its flat shard."""
+        return views_of(flat, [self.place])[0]
 
     @functools.cached_property
-    def _local_strides(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.local_shape[dim + 1 :]) for dim in range(len(self.local_shape)))
+    def place(self) -> ViewPlace:
+        """Where in a contiguous tensor that is laid out like its flat shard this parameter's part is."""
+        strides = tuple(math.prod(self.local_shape[dim + 1 :]) for dim in range(len(self.local_shape)))
+        return self.local_shape, strides, self.spec.offset
 
 
 class FlatShard:
@@ -110,7 +111,7 @@ class FlatShard:
     @staticmethod
     def of(leaf: torch.Tensor) -> FlatShard | None:
         """The flat shard whose buffer a tensor is, by address: compiled code sees the buffer under other identities."""
-        if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.device.type == "meta":
+        if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.is_meta:
             return None
         found = FlatShard._by_address.get(leaf.data_ptr())
         return found if found is not None and found.leaf.numel() == leaf.numel() else None
@@ -122,9 +123,10 @@ class FlatShard:
 
     def note_gradients(self, offsets: Iterable[int], sync: Sync) -> None:
         """Notes which slots the gradient that is about to be accumulated covers; the others get none."""
-        if self.noted_in != backward_in_progress():
+        backward = backward_in_progress()
+        if self.noted_in != backward:
             # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
-            self.arrived, self.noted_in = {}, backward_in_progress()
+            self.arrived, self.noted_in = {}, backward
         self.arrived.setdefault(sync, set()).update(offsets)
 
     def noted_gradients(self, sync: Sync) -> set[int]:
@@ -138,7 +140,7 @@ class FlatShard:
     @property
     def owes_gradients(self) -> bool:
         """Whether there are gradients that have not reached the parameters."""
-        return bool(self.held) or bool(self.partial) or self.leaf.grad is not None
+        return self.held.owes or self.partial.owes or self.leaf.grad is not None
 
     def is_broken(self) -> bool:
         """Whether some parameter is no longer its view of this buffer: replaced, converted, moved, frozen, thawed.

@@ -12,7 +12,15 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from fsdp_compile._torch import allow_any_gradient_dtype, clear_own_gradient, make_dtensor, own_gradient
+from fsdp_compile._torch import (
+    allow_any_gradient_dtype,
+    calls_are_compiled,
+    clear_own_gradient,
+    make_dtensors,
+    own_gradient,
+    skip_code,
+    views_of,
+)
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.parameters import epilogue
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
@@ -27,13 +35,14 @@ def install(flat: FlatShard) -> None:
     def after_accumulation(_leaf: torch.Tensor) -> None:
         owner = reference()
         if owner is not None:
-            arrived(owner)
+            # Leaving Dynamo out takes longer than all that is done for a small unit.
+            (_arrived_beside_dynamo if calls_are_compiled() else arrived)(owner)
 
+    skip_code(after_accumulation.__code__)
     if flat.leaf.requires_grad:
         flat.leaf.register_post_accumulate_grad_hook(after_accumulation)
 
 
-@torch.compiler.disable
 def arrived(flat: FlatShard) -> None:
     """Notes that `flat.leaf` has a gradient; in the last backward of a step, hands it over to the parameters."""
     flat.held.confirm()
@@ -42,6 +51,9 @@ def arrived(flat: FlatShard) -> None:
     if flat.unit.accumulation.last_backward:
         hand_over(flat)
     epilogue.expect(flat.unit)
+
+
+_arrived_beside_dynamo = torch.compiler.disable(arrived)
 
 
 def hand_over(flat: FlatShard) -> None:
@@ -55,9 +67,10 @@ def hand_over(flat: FlatShard) -> None:
 
 def deliver(flat: FlatShard, gradient: torch.Tensor, offsets: Collection[int]) -> None:
     """Adds a gradient, laid out and typed as the flat shard, to the `.grad` of the slots at `offsets`."""
-    for slot in flat.slots:
-        if slot.spec.offset in offsets:
-            _accumulate(slot, gradient)
+    slots = [slot for slot in flat.slots if slot.spec.offset in offsets]
+    parts = views_of(gradient, [slot.place for slot in slots])
+    for slot, part in zip(slots, make_dtensors(parts, [slot.parameter for slot in slots]), strict=True):
+        _accumulate(slot, part)
 
 
 def refuse_double_backward(flat: FlatShard, gradient: torch.Tensor) -> None:
@@ -90,29 +103,34 @@ def await_late_gradient(parameter: nn.Parameter, slot: ParameterSlot) -> None:
             module, attribute = slot.owners[0]
             leaf, text, _ = getattr(module, READS)[attribute]  # the text by which gradients are reduced at once
             with torch.no_grad():
-                _accumulate(slot, torch.ops.fsdp.reduce_grad(leaf, gradient.to(slot.spec.param_dtype), text))
+                reduced = torch.ops.fsdp.reduce_grad(leaf, gradient.to(slot.spec.param_dtype), text)
+                _accumulate(slot, *make_dtensors(views_of(reduced, [slot.place]), [slot.parameter]))
 
     parameter.register_post_accumulate_grad_hook(reduce)
 
 
-def _accumulate(slot: ParameterSlot, flat_gradient: torch.Tensor) -> None:
+def _accumulate(slot: ParameterSlot, gradient: torch.Tensor) -> None:
     """Adds a gradient in the parameter's dtype; what is kept may be narrower (`keep_low_precision_grads`)."""
     parameter = slot.parameter
-    kept = slot.kept_gradient_dtype
-    gradient: torch.Tensor = make_dtensor(slot.view_of(flat_gradient), slot.dtensor)
-    for hook in (parameter._backward_hooks or {}).values():
-        replaced = hook(gradient)
-        gradient = gradient if replaced is None else replaced
-    if kept is not None:
-        held = parameter.grad
-        with torch.no_grad():
-            total = gradient if held is None else held.to(gradient.dtype) + gradient
-            allow_any_gradient_dtype(parameter)
-            parameter.grad = total.to(kept)
+    # This runs once per parameter in every step, so what few parameters have is asked for before it is looked at.
+    if parameter._backward_hooks:
+        for hook in parameter._backward_hooks.values():
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+    if slot.kept_gradient_dtype is not None:
+        _add_in(slot.kept_gradient_dtype, parameter, gradient)
     elif parameter.grad is None:
         parameter.grad = gradient
     else:
         with torch.no_grad():
             parameter.grad += gradient
-    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(parameter)
+    if parameter._post_accumulate_grad_hooks:
+        for hook in parameter._post_accumulate_grad_hooks.values():
+            hook(parameter)
+
+
+def _add_in(dtype: torch.dtype, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    with torch.no_grad():
+        total = gradient if parameter.grad is None else parameter.grad.to(gradient.dtype) + gradient
+        allow_any_gradient_dtype(parameter)
+        parameter.grad = total.to(dtype)

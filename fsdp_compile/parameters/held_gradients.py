@@ -48,6 +48,11 @@ class HeldGradients:
         return self._held is not None
 
     @property
+    def owes(self) -> bool:
+        """Whether something is held, or was taken and has not arrived."""
+        return self._held is not None or bool(self._unconfirmed)
+
+    @property
     def value(self) -> torch.Tensor | None:
         """What is held, for a graph to borrow."""
         return None if self._held is None else self._held.value

@@ -48,22 +48,23 @@ def reshard(units: Iterable[Unit]) -> None:
     """Frees the gathered parameters of units."""
     for unit in units:
         for flat in unit.flats:
-            _settle(flat)  # memory may not be freed while it is written
+            if flat.arriving is not None:
+                _settle(flat)  # memory may not be freed while it is written
             if flat.kept is not None:
                 flat.kept = None
                 publish(flat)
 
 
-def before_forward(unit: Unit) -> None:
-    """Sees to it that what is kept of a unit is what its parameters are now, and gathers what is to be kept."""
-    for flat in unit.flats:
-        _settle(flat)
-    if backward_in_progress() != -1:  # activation checkpointing calls forward again; nobody has written since
-        return
-    keeps = unit.keeps_parameters and unit.policy.size > 1 and torch.is_grad_enabled()
-    for flat in unit.flats:
-        if keeps if flat.kept is None else is_stale(flat):
-            refresh(flat)
+def before_forward(units: Iterable[Unit]) -> None:
+    """Sees to it that what is kept of units is what their parameters are now, and gathers what is to be kept."""
+    is_repeated = backward_in_progress() != -1  # by activation checkpointing; nobody has written since
+    for unit in units:
+        keeps = unit.keeps_parameters and unit.policy.size > 1 and torch.is_grad_enabled()
+        for flat in unit.flats:
+            if flat.arriving is not None:
+                _settle(flat)
+            if not is_repeated and (keeps if flat.kept is None else is_stale(flat)):
+                refresh(flat)
 
 
 def refresh(flat: FlatShard) -> None:

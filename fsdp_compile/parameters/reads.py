@@ -27,16 +27,13 @@ from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.forward_depth import call_in_forward, in_forward
 from fsdp_compile.parameters.mixing import with_methods
 from fsdp_compile.parameters.saving import give_storages
-from fsdp_compile.parameters.unit import Unit
 
 Read = tuple[nn.Parameter, str, FlatShard]
 
 BOUNDARY = "_fsdp_boundary"
 """Attribute of a module whose inputs and outputs are cast: its `Boundary` or `Island`."""
-_UNITS_BELOW = "_fsdp_units_below"
 _OWN_FORWARD = "_fsdp_own_forward"
 _layouts = [0]
-"""How often anything was laid out, so that what modules remember of it can be told stale."""
 _classes: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[nn.Module]] = {}
 
 
@@ -255,24 +252,11 @@ skip_code(run_eagerly.__code__)
 @torch.compiler.disable
 def before_step(module: nn.Module) -> None:
     """Restores the parameters below `module` that are no longer views of their flat shards."""
-    from fsdp_compile.parameters import integrity, keeping, sharding  # they lay units out anew, which needs this module
+    from fsdp_compile.parameters import keeping, watch  # they lay units out anew, which needs this module
 
-    for unit in _units_read_below(module):
-        integrity.refuse_held(unit)
-    for unit in _units_read_below(module):
-        integrity.check(unit)
-        keeping.before_forward(unit)
-    # After the check, which takes parameters in that were put in the place of others. In compiled code one that is new
-    # is an input of a graph, and the backend sees it.
-    if not calls_are_compiled():
-        sharding.refuse_new_parameters(module)
+    keeping.before_forward(watch.units_in_place(module))
 
 
-def _units_read_below(module: nn.Module) -> list[Unit]:
-    """Units that modules in `module` read from; remembered until anything is sharded or laid out anew."""
-    cached = module.__dict__.get(_UNITS_BELOW)
-    if cached is None or cached[0] != _layouts[0]:
-        reads = [read for m in module.modules() for read in m.__dict__.get(READS, {}).values()]
-        cached = (_layouts[0], list(dict.fromkeys(flat.unit for _, _, flat in reads)))
-        object.__setattr__(module, _UNITS_BELOW, cached)
-    return cached[1]
+def layouts() -> int:
+    """How often anything was laid out, so that what is remembered of modules can be told stale."""
+    return _layouts[0]

@@ -170,7 +170,19 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
 def units(model: nn.Module) -> list[Unit]:
     """The units of a model, in registration order of their root modules; empty if nothing in it is sharded."""
     model = getattr(model, "_orig_mod", model)
-    return [unit for m in model.modules() if _STATE in m.__dict__ for unit in m.__dict__[_STATE].units]
+    return [unit for m in _modules_below(model) if _STATE in m.__dict__ for unit in m.__dict__[_STATE].units]
+
+
+def _modules_below(root: nn.Module) -> Iterable[nn.Module]:
+    """What `root.modules()` gives, in that order, without making names: this runs once in every step."""
+    found: dict[nn.Module, None] = {}
+    todo: list[nn.Module | None] = [root]
+    while todo:
+        module = todo.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            todo.extend(reversed(module._modules.values()))
+    return found
 
 
 def units_of_call(module: nn.Module) -> list[Unit]:
@@ -189,7 +201,7 @@ def refuse_new_parameters(root: nn.Module) -> None:
     Raises:
         ConfigError: If there is one that no call was told to ignore.
     """
-    if not _holds_plain_parameters(root):  # the usual case, without a name made or a module looked at twice
+    if not holds_plain_parameters(root):  # the usual case, without a name made or a module looked at twice
         return
     for path, module in root.named_modules():
         if is_sharded(module):
@@ -198,7 +210,8 @@ def refuse_new_parameters(root: nn.Module) -> None:
                     raise added_later(name)
 
 
-def _holds_plain_parameters(root: nn.Module) -> bool:
+def holds_plain_parameters(root: nn.Module) -> bool:
+    """Whether some module in `root` holds a parameter that is not sharded."""
     todo = [root]
     while todo:
         module = todo.pop()

@@ -1,0 +1,137 @@
+"""Whether everything below a module is where the last step left it: looked at before each step.
+
+`integrity.py` says what may have changed, and puts it right unit by unit. Usually nothing has, and that is seen by a
+few comparisons of whole lists of identities: no Python code runs per parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile._torch import calls_are_compiled, hold_locals
+from fsdp_compile.parameters import integrity, sharding
+from fsdp_compile.parameters.attributes import READS
+from fsdp_compile.parameters.reads import layouts
+from fsdp_compile.parameters.unit import Holding, Unit
+
+_WATCHED = "_fsdp_watched"
+_parameters = operator.attrgetter("_parameters")
+_children = operator.attrgetter("_modules")
+_values = operator.methodcaller("values")
+_holding = operator.attrgetter("holding")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def units_in_place(root: nn.Module) -> Sequence[Unit]:
+    """The units that modules in `root` read from, each parameter of them a view of its flat shard.
+
+    Raises:
+        ConfigError: As `integrity.check` and `sharding.refuse_new_parameters`.
+    """
+    watched: Watched | None = root.__dict__.get(_WATCHED)
+    if watched is None or not watched.is_intact():
+        watched = _put_in_place(root)
+    return watched.units
+
+
+def _put_in_place(root: nn.Module) -> Watched:
+    units = _units_read_below(root)
+    for unit in units:
+        integrity.refuse_held(unit)
+    for unit in units:
+        integrity.check(unit)
+    # After the check, which takes parameters in that were put in the place of others. In compiled code one that is new
+    # is an input of a graph, and the backend sees it; but then it is not to be known from now on.
+    is_known = not calls_are_compiled() or not sharding.holds_plain_parameters(root)
+    if not calls_are_compiled():
+        sharding.refuse_new_parameters(root)
+    watched = Watched.of(root)
+    if is_known:
+        object.__setattr__(root, _WATCHED, watched)
+    return watched
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Watched:
+    """A module in which everything is in place, and what tells that it still is.
+
+    Attributes:
+        units: What modules in it read from.
+        modules: Those in it, and others that hold parameters of the units.
+        names: Of the parameters that they hold.
+        contents: What they hold, parameters and modules.
+        parameters: All of the units.
+        locals: The view that each of them holds.
+        shells: The storage of each of them.
+        trainable: Whether each of them gets gradients.
+        layouts: How often anything had been laid out.
+    """
+
+    units: tuple[Unit, ...]
+    modules: tuple[nn.Module, ...]
+    names: list[str]
+    contents: list[object]
+    parameters: tuple[DTensor, ...]
+    locals: tuple[torch.Tensor, ...]
+    shells: tuple[torch.UntypedStorage | None, ...]
+    trainable: tuple[bool, ...]
+    layouts: int
+
+    @staticmethod
+    def of(root: nn.Module) -> Watched:
+        """Takes what is there now to be in place."""
+        units = _units_read_below(root)
+        slots = [slot for unit in units for slot in unit.slots]
+        modules = dict.fromkeys([*root.modules(), *(module for slot in slots for module, _ in slot.owners)])
+        return Watched(
+            units=tuple(units),
+            modules=tuple(modules),
+            names=_names(modules),
+            contents=_contents(modules),
+            parameters=tuple(slot.dtensor for slot in slots),
+            locals=tuple(slot.local for slot in slots),
+            shells=tuple(slot.shell for slot in slots),
+            trainable=tuple(flat.leaf.requires_grad for unit in units for flat in unit.flats for _ in flat.slots),
+            layouts=layouts(),
+        )
+
+    def is_intact(self) -> bool:
+        """Whether nothing was replaced, converted, moved, frozen, thawed, added, removed or laid out anew since."""
+        if self.layouts != layouts() or _names(self.modules) != self.names:
+            return False
+        contents = _contents(self.modules)
+        return (
+            len(contents) == len(self.contents)
+            and _same(contents, self.contents)
+            and hold_locals(self.parameters, self.locals)
+            and _same(map(torch.Tensor.untyped_storage, self.parameters), self.shells)
+            and _same(map(_requires_grad, self.parameters), self.trainable)
+            and _same(map(_holding, self.units), itertools.repeat(Holding.SHARDS))
+        )
+
+
+def _names(modules: Iterable[nn.Module]) -> list[str]:
+    return list(itertools.chain.from_iterable(map(_parameters, modules)))
+
+
+def _contents(modules: Iterable[nn.Module]) -> list[object]:
+    """The parameters that each module holds, and the modules that each module holds."""
+    tables = itertools.chain(map(_parameters, modules), map(_children, modules))
+    return list(itertools.chain.from_iterable(map(_values, tables)))
+
+
+def _same(found: Iterable[object], expected: Iterable[object]) -> bool:
+    """Whether two sequences hold the same objects, up to the end of the shorter; `==` of tensors compares values."""
+    return all(map(operator.is_, found, expected))
+
+
+def _units_read_below(root: nn.Module) -> list[Unit]:
+    reads = [read for module in root.modules() for read in module.__dict__.get(READS, {}).values()]
+    return list(dict.fromkeys(flat.unit for _, _, flat in reads))

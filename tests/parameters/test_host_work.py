@@ -1,0 +1,87 @@
+"""What a step runs of our Python code: counted in calls, since times differ between machines."""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_compile
+from tests.fake_world import fake_world
+
+_PACKAGE = str(Path(fsdp_compile.__file__).parent)
+
+
+class _Block(nn.Module):
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(parameters))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+@contextmanager
+def _counted() -> Iterator[collections.Counter[str]]:
+    """Counts calls of functions of this package, by file."""
+    calls: collections.Counter[str] = collections.Counter()
+
+    def see(frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
+            calls[Path(frame.f_code.co_filename).name] += 1
+
+    sys.setprofile(see)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def _calls_of_a_step(blocks: int, parameters: int) -> tuple[int, int]:
+    """Calls in the forward and in the backward of the third step."""
+    torch._dynamo.reset()
+    model = nn.Sequential(*(_Block(parameters) for _ in range(blocks)))
+    fsdp_compile.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+
+    def step(around: Callable[[], Any]) -> None:
+        with around():
+            loss = compiled(torch.ones(2, 4)).sum()
+        with around():
+            loss.backward()
+        model.zero_grad()
+
+    counts: list[collections.Counter[str]] = []
+
+    @contextmanager
+    def count() -> Iterator[None]:
+        with _counted() as calls:
+            yield
+        counts.append(calls)
+
+    for _ in range(3):
+        step(count)
+    assert counts[0].total() > counts[-2].total() > 0  # the first step compiles
+    return counts[-2].total(), counts[-1].total()
+
+
+@pytest.mark.core
+def test_a_step_calls_one_function_per_parameter_and_few_per_unit() -> None:
+    with fake_world(2):
+        few, more_parameters, more_units = _calls_of_a_step(2, 2), _calls_of_a_step(2, 7), _calls_of_a_step(4, 2)
+    parameters, units = 2 * (7 - 2), 4 - 2
+    assert more_parameters[0] == few[0], "a forward does as much for many parameters as for few"
+    assert more_parameters[1] - few[1] <= parameters, "a backward gives each its gradient"
+    assert more_units[0] - few[0] <= 2 * units
+    assert more_units[1] - few[1] <= 30 * units
