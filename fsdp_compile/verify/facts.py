@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile.ir.explicit import named_gathers
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Phase, Record, Role, record_of, role_of
+from fsdp_compile.ir.record import DECLARING, Phase, Record, Role, record_of, require, role_of
 from fsdp_compile.verify.collective import Collective, Kind, collectives_of
 from fsdp_compile.verify.limits import Limits
 
@@ -69,7 +68,31 @@ class Facts:
     @cached_property
     def named(self) -> frozenset[fx.Node]:
         """All-gathers that the user started, which no other rule about their order or number concerns."""
-        return frozenset(one.gather for one in named_gathers(self.step))
+        return frozenset(self.named_by)
+
+    @cached_property
+    def named_by(self) -> dict[fx.Node, Collective]:
+        """For each all-gather that a list of the user's names, that of the first unit to name it.
+
+        Only units that are needed later count, and only in graphs where both are gathered.
+        """
+        phase = f"{self.step.phase.value}_prefetch"
+        lists = {record.unit: getattr(record.specs[0], phase) for _, record in self.ours if record.role in DECLARING}
+        if not any(lists.values()):
+            return {}
+        by_need = sorted((gather for gather in self.of_kind(Kind.GATHER) if gather.all_waits), key=self._needed)
+        found: dict[fx.Node, Collective] = {}
+        for place, by in enumerate(by_need):
+            units = record_units(by.start)
+            # Several models of one graph may have units of the same name: theirs are numbered.
+            names = {name + unit[len(unit.partition("#")[0]) :] for unit in units for name in lists.get(unit, ())}
+            for gather in by_need[place + 1 :]:
+                if names - units and (names - units) & record_units(gather.start):
+                    found.setdefault(gather.start, by)
+        return found
+
+    def _needed(self, gather: Collective) -> int:
+        return max(self.order[wait] for wait in gather.all_waits)
 
     @cached_property
     def outputs(self) -> list[Any]:
@@ -157,6 +180,11 @@ def size_bytes(node: fx.Node) -> int:
     """Bytes of a node's result, without overlaps."""
     value = node.meta.get("val")
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def record_units(node: fx.Node) -> set[str]:
+    """The units that a node of ours serves."""
+    return set(require(node).units)
 
 
 def is_models(node: fx.Node) -> bool:

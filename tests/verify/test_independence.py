@@ -13,7 +13,13 @@ from fsdp_compile.verify.table import RULES, Stage
 
 PACKAGE = Path(inspect.getfile(fsdp_compile.verify)).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-JUDGED = ("fsdp_compile.passes", "fsdp_compile.ir.queries", "fsdp_compile.ir.edit", "fsdp_compile.parameters.assemble")
+JUDGED = (
+    "fsdp_compile.passes",
+    "fsdp_compile.ir.queries",
+    "fsdp_compile.ir.explicit",
+    "fsdp_compile.ir.edit",
+    "fsdp_compile.parameters.assemble",
+)
 DOCUMENT = PACKAGE.parent.parent / "docs" / "invariants.md"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fsdp_compile.ir.explicit import last_wait, named_gathers
 from fsdp_compile.ir.record import require
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts, is_models
@@ -13,19 +12,19 @@ RULE = "explicit-prefetch"
 def explicit_prefetch(facts: Facts) -> list[Complaint]:
     """Looks at each gather that a list names: after the wait that it follows, before anything is computed."""
     complaints = []
-    for one in named_gathers(facts.step):
-        unit, by = require(one.gather).unit, require(one.by).unit
-        after = facts.order[last_wait(one.by, facts.order)]
-        start = facts.order[one.gather]
+    for gather, by in facts.named_by.items():
+        unit, owner = require(gather).unit, require(by.start).unit
+        after = max(facts.order[wait] for wait in by.all_waits)
+        start = facts.order[gather]
         between = next((node for node in facts.nodes[after + 1 : start] if is_models(node)), None)
         if start < after or between is not None:
             early = "before its parameters have arrived" if start < after else f"after %{between}"
             complaints.append(
                 Complaint(
                     RULE,
-                    one.gather,
-                    f"gathers {unit}, which {by} was told to prefetch, {early}",
-                    f"start it right after the wait for {by}",
+                    gather,
+                    f"gathers {unit}, which {owner} was told to prefetch, {early}",
+                    f"start it right after the wait for {owner}",
                 )
             )
     return complaints
