@@ -17,6 +17,7 @@ from benchmarks.network.traffic import full_sharding_bytes
 from benchmarks.network.wire import Link
 from benchmarks.step_time import add_network_arguments
 from benchmarks.steps import prepare
+from fsdp_compile.cost.copies import Way
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             row = {"contender": name, **world.traffic.to_dict()}
             row["share_of_floor"] = world.traffic.total_bytes / floor_bytes
             row["padding"] = padding(prepared.model, arguments.ranks)
+            row["copied_bytes"] = copied_bytes(prepared.model)
             rows.append(row)
         rows += [{"contender": name, **samples.to_dict()} for name, samples in failed.items()]
     columns: Columns = {"contender": str, "total_sent_bytes": _mb, "share_of_floor": percent, "padding": percent}
@@ -51,6 +53,14 @@ def padding(model: nn.Module, ranks: int) -> float | None:
     units = fsdp_compile.units(model)
     full = sum(unit.full_bytes for unit in units)
     return sum(unit.shard_bytes for unit in units) * ranks / full - 1 if units else None
+
+
+def copied_bytes(model: nn.Module) -> dict[str, int] | None:
+    """What the graphs that ran copy around collectives in a step, by way; `None` for a model that is not ours."""
+    if not fsdp_compile.units(model):
+        return None
+    graphs = fsdp_compile.explain(model).graphs
+    return {way.value: sum(graph.copied_bytes[way] for graph in graphs) for way in Way}
 
 
 def _mb(size_bytes: float) -> str:

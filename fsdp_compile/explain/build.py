@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.copies import copies_of
 from fsdp_compile.cost.formulas import floor_bytes, share_of_others
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
@@ -87,6 +88,7 @@ def _graph(
         collectives=tuple(collectives(step, scheduled)),
         memory=memory_curve(step, memory, scheduled),
         spans=spans(step, scheduled, names),
+        copies=tuple(copies_of(step, kernels)),
     )
     return plan, memory
 

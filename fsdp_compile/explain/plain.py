@@ -14,7 +14,7 @@ _DERIVED: dict[type, tuple[str, ...]] = {
     Plan: ("step_us", "floor_us", "peak_bytes", "host_bytes"),
     Volume: ("total_bytes",),
     Collective: ("time_us",),
-    GraphPlan: (),
+    GraphPlan: ("copied_bytes",),
 }
 
 

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Mapping
 
 from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.copies import Copy, Way
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.ir.record import Phase
 
@@ -176,6 +177,7 @@ class GraphPlan:
         collectives: In the order in which they start.
         memory: Live bytes.
         spans: The compute lane.
+        copies: What is only moved on the way into collectives and out of them; casts are no copies.
     """
 
     phase: Phase
@@ -189,6 +191,12 @@ class GraphPlan:
     collectives: tuple[Collective, ...]
     memory: MemoryCurve
     spans: tuple[Span, ...]
+    copies: tuple[Copy, ...]
+
+    @property
+    def copied_bytes(self) -> Mapping[Way, int]:
+        """Bytes of all copies, by what they are on the way to; 0 where nothing is copied."""
+        return {way: sum(copy.size_bytes for copy in self.copies if copy.way is way) for way in Way}
 
 
 @dataclasses.dataclass(frozen=True)

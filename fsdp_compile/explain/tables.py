@@ -11,9 +11,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from fsdp_compile.cost.communicate import COPIES, Kind
+from fsdp_compile.cost.copies import Way
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.report import Collective, Exposure, GraphPlan, Layout
 from fsdp_compile.explain.words import count, share, size, time
+from fsdp_compile.ir.record import Phase
 
 _LEGEND = """own: messages of one parameter; pk.: parameters that share one message
 numbers: nodes where it starts > is waited for > is last used > is freed
@@ -45,6 +47,8 @@ def parts(plan: Plan) -> Iterator[RenderableType]:
         title = graph.phase.value if len(plan.forward) == 1 else f"{graph.phase.value}, region {graph.region}"
         yield _collectives(title, graph)
         yield _peak(title, graph)
+        if graph.collectives:
+            yield f"{title}: copied {_copied(graph)}\n"
     if any(graph.collectives for graph in plan.graphs):
         yield _LEGEND
     if plan.skipped:
@@ -197,6 +201,11 @@ def _peak(title: str, graph: GraphPlan) -> Table:
         mine = [a for a in memory.largest if a.holder is holder]
         table.add_row(holder.value, size(held), ", ".join(f"%{a.node} {size(a.size_bytes)}" for a in mine[:2]))
     return table
+
+
+def _copied(graph: GraphPlan) -> str:
+    ways = [way for way in Way if graph.phase is Phase.BACKWARD or way in (Way.INTO_GATHERS, Way.OUT_OF_GATHERS)]
+    return ", ".join(f"{size(graph.copied_bytes[way])} {way.value}" for way in ways)
 
 
 def _skipped(plan: Plan) -> Table:

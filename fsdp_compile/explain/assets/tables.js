@@ -55,6 +55,8 @@ function fillRest() {
   const peak = plan.graphs.find(g => g.memory.peak_bytes === plan.peak_bytes);
   table("peak", ["node", "module or unit", "held for", "bytes "], !peak ? [] : peak.memory.largest.map(a => ({
     cells: [`<code>%${escapeHtml(a.node)}</code>`, escapeHtml(a.where), escapeHtml(a.holder), bytes(a.size_bytes)] })));
+  table("copies", ["graph", "way", "bytes ", "nodes "], plan.graphs.flatMap(g => Object.entries(g.copied_bytes).filter(([w]) => g.phase === "backward" || w.endsWith("gathers")).map(([way, moved]) => ({
+    cells: [g.phase, escapeHtml(way), bytes(moved), g.copies.filter(c => c.way === way).length] }))));
   table("units", ["unit", "parameters ", "elements ", "stored, sent, reduced", "full ", "per rank "], plan.units.map(u => ({
     cells: [escapeHtml(u.name), u.parameters, u.numel.toLocaleString("en"), `<span class="whole">${[u.stored, u.sent, u.reduced].map(d => d.join("/").replace("float", "f") || "–").join(", ")}</span>`, bytes(u.full_bytes), `<span title="padding ${bytes(u.padding_bytes)}">${bytes(u.shard_bytes)}</span>`] })));
   table("skipped", ["what", "why"], plan.skipped.length ? plan.skipped.map(s => ({ cells: [escapeHtml(s.what), escapeHtml(s.why)] })) : [{ cells: ["nothing", ""] }]);
