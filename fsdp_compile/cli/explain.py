@@ -6,7 +6,8 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from fsdp_compile.cost.hardware import DEVICES, LINKS, hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.scaling import Scaling
 from fsdp_compile.explain.tables import parts
 from fsdp_compile.prefetch import SHORT_FORMS
 from fsdp_compile.training.model import Llama, ModelShape
@@ -29,6 +31,7 @@ ABOUT = "Show units, collectives, time and memory of a model on any number of ra
 _RULES: Final = ", ".join(SHORT_FORMS)
 _BUILT_IN: Final = ModelShape(width=1024, layers=8, heads=16, seq_len=2048)
 _BATCH: Final = 4
+_WORLD_SIZES: Final = (8, 64, 512, 4096)
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": None}
 _CONTRACT: Final = "a function without arguments that returns (model, args) or (model, args, kwargs)"
 
@@ -55,6 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", default="ib-400", metavar="NAME", help=f"one of {', '.join(LINKS)}, or GB/s per rank")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="also write a trace for Perfetto")
+    parser.add_argument(
+        "--scaling", type=Path, metavar="FILE", help="also draw step time and memory over ranks, as .svg or .png"
+    )
+    parser.add_argument(
+        "--world-sizes",
+        type=int,
+        nargs="+",
+        default=_WORLD_SIZES,
+        metavar="N",
+        help=f"ranks of that picture (default: {' '.join(map(str, _WORLD_SIZES))})",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
@@ -71,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: If the model cannot be found, or an option has an impossible value.
         UnsupportedModelError: If it cannot be traced.
     """
+    draw = _drawing(arguments.scaling)
     with torch.device("meta"):
         model, args, kwargs = _built_in() if arguments.model is None else _load(arguments.model)
     policy = MixedPrecisionPolicy(param_dtype=_DTYPES[arguments.param_dtype])
@@ -83,7 +98,26 @@ def run(arguments: argparse.Namespace) -> int:
         **kwargs,
     )
     _show(plan, arguments)
+    if draw is not None:
+        scaling = plan.scaling(arguments.world_sizes)
+        _save(arguments.scaling, lambda path: draw(scaling, path))
     return 0
+
+
+def _drawing(path: Path | None) -> Callable[[Scaling, Path], object] | None:
+    """How the picture of `--scaling` is drawn, by the ending of its name."""
+    if path is None:
+        return None
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            "a picture takes matplotlib, which is not installed",
+            where=f"--scaling {path}",
+            instead="pip install 'fsdp-compile[plot]'",
+        )
+    drawings = {".svg": Scaling.save_svg, ".png": Scaling.save_png}
+    if path.suffix not in drawings:
+        raise ConfigError(f"{path} is no picture", where="--scaling", instead="a name that ends in .svg or .png")
+    return drawings[path.suffix]
 
 
 def _show(plan: Plan, arguments: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from fsdp_compile.ir.record import Phase
 
 if TYPE_CHECKING:
     from fsdp_compile.explain.rescale import Traced
+    from fsdp_compile.explain.scaling import Scaling
     from fsdp_compile.explain.symbolic import Formulas
     from fsdp_compile.ir.graph import StepGraph
 
@@ -70,6 +71,20 @@ class Plan:
 
         sizes = {"batch": batch, "sequence": sequence}
         return rescaled(self, world_size=world_size, gb_per_s=gb_per_s, sizes=sizes)
+
+    def scaling(self, world_sizes: Sequence[int], *, gb_per_s: float | None = None) -> Scaling:
+        """Times and memory for several numbers of ranks, as rows and to be drawn; the model is not traced again.
+
+        Args:
+            world_sizes: Numbers of ranks, each with inputs of the size that this plan has.
+            gb_per_s: What one rank sends in one direction, 1e9 byte/s; by default as in this plan.
+
+        Raises:
+            ConfigError: As `at` does.
+        """
+        from fsdp_compile.explain.scaling import scaling
+
+        return scaling(self, world_sizes, gb_per_s)
 
     def formulas(self) -> Formulas:
         """Bytes and times as formulas of ranks, link, batch and sequence, for the same choices as in this plan."""

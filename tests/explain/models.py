@@ -65,3 +65,8 @@ def on_meta(make: type[nn.Module]) -> tuple[nn.Module, torch.Tensor]:
     """A model and its input, without memory."""
     with torch.device("meta"):
         return make(), torch.zeros(64, WIDTH)
+
+
+def stack() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """What the command line is given."""
+    return Stack(), (torch.zeros(64, WIDTH),)
