@@ -28,6 +28,7 @@ _SHARDING = (
     "auto_wrap_policy",
     "sharding_strategy",
     "sync_module_states",
+    "separate_reduce_group",
 )
 """Options that are arguments of `fully_shard`."""
 _BEFORE_COMPILING = ("param_init_fn", "device_id")
@@ -71,6 +72,7 @@ class FSDPOptions:
         auto_wrap_policy: For a plain model: what `fully_shard(auto_wrap_policy=...)` takes.
         sharding_strategy: For a plain model: what `fully_shard(sharding_strategy=...)` takes.
         sync_module_states: For a plain model: what `fully_shard(sync_module_states=...)` takes.
+        separate_reduce_group: For a plain model: what `fully_shard(separate_reduce_group=...)` takes.
     """
 
     lower: Literal["inductor", "eager"] = "inductor"
@@ -89,6 +91,7 @@ class FSDPOptions:
     auto_wrap_policy: WrapPolicy | None = None
     sharding_strategy: ShardingStrategy | None = None
     sync_module_states: bool = False
+    separate_reduce_group: bool = False
 
     def __post_init__(self) -> None:
         if self.lower not in ("inductor", "eager"):

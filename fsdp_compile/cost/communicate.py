@@ -42,6 +42,7 @@ class Communication:
     Attributes:
         kind: What it does.
         group: Alias of the process group; of a copy, the direction on the bus.
+        link: Alias of the group whose ranks it connects, which share a link with other groups of the same ranks.
         ranks: Size of the group.
         size_bytes: Bytes of the whole: of the gathered messages, or of those before the reduction.
         sent_bytes: Bytes that each rank sends to others.
@@ -50,6 +51,7 @@ class Communication:
 
     kind: Kind
     group: str
+    link: str
     ranks: int
     size_bytes: int
     sent_bytes: float
@@ -75,7 +77,7 @@ def copy_of(node: fx.Node, bus: Link) -> Communication:
     kind = _KINDS[require(node).role]
     size_bytes = sum(map(tensor_bytes, tensors_of(node)))
     time_us = copy_us(size_bytes, launch_us=bus.launch.value, bytes_per_s=bus.bytes_per_s)
-    return Communication(kind, kind.value, 1, size_bytes, 0.0, time_us)
+    return Communication(kind, kind.value, kind.value, 1, size_bytes, 0.0, time_us)
 
 
 def communication(node: fx.Node, link: Link) -> Communication:
@@ -86,10 +88,13 @@ def communication(node: fx.Node, link: Link) -> Communication:
     ranks, group = (spec.replicas, spec.replicate_group) if sent_over_replicas else (spec.size, spec.group)
     if spec.kept_over > 1 and node.args[-1] == spec.kept_group:
         ranks, group = spec.kept_over, spec.kept_group
+    link_of = group
+    if kind is Kind.REDUCE:
+        group = spec.scatter_group
     sources = [node] if kind is Kind.GATHER else node.all_input_nodes
     size_bytes = sum(tensor_bytes(t) for source in sources for t in tensors_of(source))
     sent_bytes = size_bytes * share_of_others(ranks) * (2 if sent_over_replicas else 1)
     time_us = collective_us(
         sent_bytes, ranks, launch_us=link.launch.value, hop_us=link.hop.value, bytes_per_s=link.bytes_per_s
     )
-    return Communication(kind, group, ranks, size_bytes, sent_bytes, time_us)
+    return Communication(kind, group, link_of, ranks, size_bytes, sent_bytes, time_us)

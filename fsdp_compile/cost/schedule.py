@@ -52,7 +52,8 @@ def _events(
 ) -> Iterator[Event]:
     for node in step.graph.nodes:
         if node in communications:
-            yield Start(node, communications[node].group, communications[node].time_us)
+            started = communications[node]
+            yield Start(node, started.group, started.time_us, started.link)
         elif role_of(node) in _WAITS:
             yield Wait(node, start_of(node))
         else:

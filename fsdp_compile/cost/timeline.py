@@ -1,13 +1,17 @@
-"""Two lanes side by side: compute in program order, and one queue of collectives for each process group.
+"""Lanes side by side: compute in program order, and one queue of collectives for each process group.
 
-compute  | a ------ | wait | b ------ |
-fsdp.0   |  gather ---------|
+compute       | a ------ | wait | b ------ |
+fsdp.shard.0  |  gather ---------|
+
+Groups over the same ranks send on one link, and share its bandwidth equally while both send.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Iterable
+
+from fsdp_compile.cost.lanes import SharedLink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +24,19 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Queues a collective on a lane and goes on."""
+    """Queues a collective on a lane and goes on.
+
+    Attributes:
+        key: Its name.
+        lane: Its queue.
+        time_us: How long it takes when it has the link for itself.
+        link: What lanes share; empty for a lane with a link of its own.
+    """
 
     key: Hashable
     lane: str
     time_us: float
+    link: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +56,8 @@ class Transfer:
 
     Attributes:
         lane: Its lane.
+        link: What it is sent on.
+        time_us: How long it takes when it has the link for itself.
         issued_us: When compute reached its start.
         begin_us: When the lane was free for it.
         end_us: When it was done.
@@ -53,6 +67,8 @@ class Transfer:
     """
 
     lane: str
+    link: str
+    time_us: float
     issued_us: float
     begin_us: float
     end_us: float
@@ -89,10 +105,10 @@ class Timeline:
 
     @property
     def busy_us(self) -> dict[str, float]:
-        """Time that each lane was busy."""
+        """Time that each link was busy."""
         busy: dict[str, float] = {}
         for transfer in self.transfers.values():
-            busy[transfer.lane] = busy.get(transfer.lane, 0.0) + transfer.end_us - transfer.begin_us
+            busy[transfer.link] = busy.get(transfer.link, 0.0) + transfer.time_us
         return busy
 
 
@@ -104,10 +120,12 @@ def simulate(events: Iterable[Event]) -> Timeline:
     """
     now = 0.0
     computed = 0.0
-    free: dict[str, float] = {}
+    links: dict[str, SharedLink] = {}
     reached: dict[Hashable, float] = {}
     computed_at: dict[Hashable, float] = {}
-    transfers: dict[Hashable, Transfer] = {}
+    started: dict[Hashable, tuple[Start, float]] = {}
+    waited: dict[Hashable, tuple[float, float]] = {}
+    stood: dict[Hashable, float] = {}
     for event in events:
         reached[event.key] = now
         match event:
@@ -115,16 +133,23 @@ def simulate(events: Iterable[Event]) -> Timeline:
                 now += event.time_us
                 computed += event.time_us
             case Start():
-                begin = max(now, free.get(event.lane, 0.0))
-                free[event.lane] = begin + event.time_us
+                links.setdefault(event.link or event.lane, SharedLink()).start(
+                    event.key, event.lane, event.time_us, now
+                )
                 computed_at[event.key] = computed
-                transfers[event.key] = Transfer(event.lane, now, begin, begin + event.time_us, None, 0.0, 0.0)
+                started[event.key] = (event, now)
             case Wait():
-                transfer = transfers[event.start]
-                stood_us = max(0.0, transfer.end_us - now)
-                if transfer.waited_us is None:
-                    between = computed - computed_at[event.start]
-                    transfer = dataclasses.replace(transfer, waited_us=now, computed_us=between)
-                transfers[event.start] = dataclasses.replace(transfer, exposed_us=transfer.exposed_us + stood_us)
-                now += stood_us
-    return Timeline(reached, transfers, computed, max([now, *free.values()]))
+                start, _ = started[event.start]
+                _, end_us = links[start.link or start.lane].span_us(event.start, now)
+                waited.setdefault(event.start, (now, computed - computed_at[event.start]))
+                stood[event.start] = stood.get(event.start, 0.0) + max(0.0, end_us - now)
+                now = max(now, end_us)
+    transfers: dict[Hashable, Transfer] = {}
+    for key, (start, issued_us) in started.items():
+        sent_on = start.link or start.lane
+        begin_us, end_us = links[sent_on].span_us(key, now)
+        waited_us, between_us = waited.get(key, (None, 0.0))
+        transfers[key] = Transfer(
+            start.lane, sent_on, start.time_us, issued_us, begin_us, end_us, waited_us, stood.get(key, 0.0), between_us
+        )
+    return Timeline(reached, transfers, computed, max([now, *(t.end_us for t in transfers.values())]))

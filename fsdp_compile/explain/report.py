@@ -171,7 +171,7 @@ class GraphPlan:
         nodes: Number of nodes.
         flops: Floating-point operations of one rank.
         compute_us: Computing alone.
-        communication_us: Time of the busiest link lane.
+        communication_us: Time of the busiest link.
         exposed_us: How long compute stands still.
         end_us: Estimated duration.
         collectives: In the order in which they start.

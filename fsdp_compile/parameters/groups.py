@@ -79,14 +79,14 @@ _runs: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 """Runs of neighbours by the name of their group and their length, each with that group."""
 
 
-GroupRole = Literal["shard", "replicate", "kept"]
+GroupRole = Literal["shard", "replicate", "kept", "reduce"]
 
 
 def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     """The rank-independent name of `group`; names are numbered in the order of first use, alike on every rank.
 
-    All ranks of the group must call this together: for gloo, the name stands for a group of the same ranks that runs
-    one collective at a time.
+    All ranks of the group must call this together: for gloo, and for a "reduce" group, the name stands for a second
+    group of the same ranks; with gloo it runs one collective at a time.
     """
     for name in [n for n, known in _aliases.items() if not known.is_alive(n)]:
         del _aliases[name]  # its world was destroyed; the number is free again
@@ -94,11 +94,24 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
         if known.group is group and known.role == role:
             return name
     name = f"fsdp.{role}.{sum(known.role == role for known in _aliases.values())}"
-    used = serial_gloo_group(group) if _is_gloo(group) and group.size() > 1 else group
+    used = _used(group, role)
     register_group_alias(name, used)
     place = MeetingPlace.of(name, group) if group.size() > 1 and _has_processes(group) else None
     _aliases[name] = _Alias(role, group, used, place)
     return name
+
+
+def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
+    """What runs the collectives of a group in a role: gathers do not wait for what a "reduce" group does."""
+    if group.size() == 1:
+        return group
+    if _is_gloo(group):
+        return serial_gloo_group(group)
+    if role != "reduce":
+        return group
+    made = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def meeting_place(name: str) -> MeetingPlace | None:

@@ -74,7 +74,15 @@ def merged_split(root: nn.Module, parts: list[Unit]) -> list[Unit]:
     if len(parts) < 2 or any(part.origin is not Origin.SPLIT for part in parts):
         return parts
     first = parts[0]
-    unit = Unit(root, "", first.policy, Origin.CALL, hook=first.hook, accumulation=first.accumulation)
+    unit = Unit(
+        root,
+        "",
+        first.policy,
+        Origin.CALL,
+        hook=first.hook,
+        accumulation=first.accumulation,
+        reduce_queue=first.reduce_queue,
+    )
     names = {id(m): name for name, m in root.named_modules()}
     members = [
         Member(

@@ -13,8 +13,9 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters import accumulation, keeping
 from fsdp_compile.parameters.keeping import UnshardHandle
 from fsdp_compile.parameters.mixing import give_methods
+from fsdp_compile.parameters.queues import set_queue
 from fsdp_compile.parameters.strategy import with_reshard
-from fsdp_compile.parameters.unit import Unit
+from fsdp_compile.parameters.unit import ReduceQueue, Unit
 from fsdp_compile.parameters.variants import respecify
 
 
@@ -70,6 +71,15 @@ class ShardedModule:
             if arrangement != unit.policy.arrangement:
                 unit.policy = dataclasses.replace(unit.policy, arrangement=arrangement)
                 respecify(unit)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Sets whether gradients are reduced on a process group of their own, beside the one that gathers parameters.
+
+        All ranks call it together: the group is made at the first call for a mesh.
+        """
+        queue = ReduceQueue.OWN if _flag(enable, "set_separate_reduce_scatter_group") else ReduceQueue.SHARED
+        for unit in set_queue(_units(self, recurse=recurse), queue):
+            respecify(unit)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Sets whose parameters are gathered while this module's forward runs: they start where its own have arrived.
@@ -150,6 +160,12 @@ def introduce(module: nn.Module, every: Iterable[Unit], made: Iterable[Unit]) ->
         unit.outermost = module
     give_methods(module, ShardedModule)
     accumulation.follow_active(module, made)
+
+
+def separate(units: Iterable[Unit]) -> None:
+    """Makes units reduce gradients on a process group of their own."""
+    for unit in set_queue(units, ReduceQueue.OWN):
+        respecify(unit)
 
 
 def _set_prefetch(self: object, modules: Sequence[nn.Module], field: str) -> None:

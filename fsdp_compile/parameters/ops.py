@@ -174,7 +174,9 @@ def sum_over_shards(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
     if scaled.before is not None:
         message = message / scaled.before
     if read.size > 1:
-        message = collectives.reduce_scatter_tensor(message.contiguous(), scaled.operation, read.size, read.group)
+        message = collectives.reduce_scatter_tensor(
+            message.contiguous(), scaled.operation, read.size, read.scatter_group
+        )
         message = collectives.wait_tensor(message)
     return message
 

@@ -17,7 +17,7 @@ from fsdp_compile.parameters.ignoring import ignored_in
 from fsdp_compile.parameters.islands import Place, cast_at, keep_full_precision
 from fsdp_compile.parameters.making import make_units, merged_split
 from fsdp_compile.parameters.materialize import InitFn, check_init_fn, fill_in
-from fsdp_compile.parameters.methods import introduce
+from fsdp_compile.parameters.methods import introduce, separate
 from fsdp_compile.parameters.moved import MovedParameter
 from fsdp_compile.parameters.offload import Policy as OffloadedBy
 from fsdp_compile.parameters.offload import as_offload
@@ -72,6 +72,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     sharding_strategy: ShardingStrategy | None = None,
     sync_module_states: bool = False,
     device_id: devices.Device | None = None,
+    separate_reduce_group: bool = False,
 ) -> M:
     """Shards the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -103,6 +104,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
             is left to `param_init_fn`, whose values on the first rank count.
         device_id: Where to keep shards and buffers that are on the CPU now: a device of the mesh's kind, or the index
             of one. A parameter moves part by part, so that the device never holds it in full.
+        separate_reduce_group: Reduces gradients on a process group of their own, beside the one that gathers: what
+            `set_separate_reduce_scatter_group()` does.
 
     Returns:
         `module` itself.
@@ -149,6 +152,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     made = make_units(module, {**roots, module: policy}, origin, occurrences, shard_placement_fn, device)
     object.__setattr__(module, _STATE, Sharding(made, ignored, precision))
     introduce(module, units(module), made)
+    if separate_reduce_group:
+        separate(made)
     _enter_forwards(module)
     del occurrences, managed  # so that only others' references to the old parameters are left
     moved.update_optimizers()

@@ -64,6 +64,7 @@ class ReadSpec:
         kept_over: Ranks that together keep the gathered value for backward, 1/k each; 1 if each keeps its shard alone.
         kept_group: Alias of their group, empty if there is none.
         compute: Type of the device that computes with it, if the flat shard lives on the host instead; else empty.
+        reduce_group: Alias of a second group of the same ranks that gradients are reduced over; empty for `group`.
         forward_prefetch: Titles of the units whose gathers start where this one's has arrived in forward.
         backward_prefetch: The same in backward.
     """
@@ -87,6 +88,7 @@ class ReadSpec:
     kept_over: int = 1
     kept_group: str = ""
     compute: str = ""
+    reduce_group: str = ""
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] = ()
 
@@ -117,6 +119,11 @@ class ReadSpec:
         shape = list(self.shard_shape)
         shape[self.dim] *= self.size
         return tuple(shape)
+
+    @property
+    def scatter_group(self) -> str:
+        """Alias of the group that gradients are reduce-scattered over."""
+        return self.reduce_group or self.group
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -157,6 +164,8 @@ class ReadSpec:
             fields["kept"] = f"{self.kept_group}/{self.kept_over}"
         if self.compute:
             fields["compute"] = self.compute
+        if self.reduce_group:
+            fields["reduce_over"] = self.reduce_group
         fields |= {key: _names(getattr(self, key)) for key in _PREFETCH if getattr(self, key)}
         return " ".join(f"{key}={value}" for key, value in fields.items())
 
@@ -194,6 +203,7 @@ def parse(text: str) -> ReadSpec:
             kept_over=int(kept_over),
             kept_group=kept_group,
             compute=fields.get("compute", ""),
+            reduce_group=fields.get("reduce_over", ""),
             **{key: tuple(map(unquote, fields[key].split(","))) for key in _PREFETCH if key in fields},
         )
     except (KeyError, AttributeError, ValueError) as error:

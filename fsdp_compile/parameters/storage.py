@@ -17,6 +17,7 @@ from fsdp_compile.parameters.boundary import Island
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.groups import GroupRole, alias_of, run_of
 from fsdp_compile.parameters.offload import compute_device, host_buffer, refuse_device
+from fsdp_compile.parameters.queues import reduce_alias
 from fsdp_compile.parameters.reads import BOUNDARY, gather_on_read
 from fsdp_compile.parameters.rows import local_part, local_shape
 from fsdp_compile.parameters.spec import ReadSpec
@@ -160,6 +161,7 @@ def _slot(unit: Unit, member: Member, place: layout.Slot, buffer: torch.Tensor, 
         kept_over=policy.arrangement.kept_over,
         kept_group=_kept_alias(policy),
         compute=compute_device(policy.offload, policy.mesh.device_type),
+        reduce_group=reduce_alias(unit),
         forward_prefetch=titles(unit.forward_prefetch),
         backward_prefetch=titles(unit.backward_prefetch),
     )

@@ -78,6 +78,15 @@ class Origin(enum.Enum):
     """The automatic split of a larger model made it."""
 
 
+class ReduceQueue(enum.Enum):
+    """Which process group reduce-scatters gradients; collectives of one group wait for each other."""
+
+    SHARED = "shared"
+    """The one that gathers parameters."""
+    OWN = "own"
+    """A second one of the same ranks."""
+
+
 class Holding(enum.Enum):
     """What the modules of a unit hold."""
 
@@ -101,6 +110,7 @@ class Unit:
         accumulation: What happens to gradients and gathered parameters between steps.
         outermost: The outermost sharded module that it is part of.
         hook: A reduction of the user's.
+        reduce_queue: Which process group reduces its gradients.
         forward_prefetch: Units whose gathers start where this one is used first in forward.
         backward_prefetch: The same in backward.
     """
@@ -114,6 +124,7 @@ class Unit:
     hook: Registered | None = None
     accumulation: Accumulation = dataclasses.field(default_factory=Accumulation)
     outermost: nn.Module | None = None
+    reduce_queue: ReduceQueue = ReduceQueue.SHARED
     forward_prefetch: tuple[Unit, ...] = ()
     backward_prefetch: tuple[Unit, ...] = ()
 

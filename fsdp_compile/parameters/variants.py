@@ -11,6 +11,7 @@ import dataclasses
 
 from fsdp_compile.parameters.attributes import EVAL_READS, READS, VARIANTS
 from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.queues import reduce_alias
 from fsdp_compile.parameters.spec import ReadSpec, Sync
 from fsdp_compile.parameters.unit import Unit, titles
 
@@ -62,6 +63,7 @@ def _respecified(spec: ReadSpec, unit: Unit) -> ReadSpec:
         kept_over=where.kept_over,
         kept_group=group,
         divide=unit.divide,
+        reduce_group=reduce_alias(unit),
         forward_prefetch=titles(unit.forward_prefetch),
         backward_prefetch=titles(unit.backward_prefetch),
     )

@@ -56,7 +56,7 @@ SCATTER = ReduceStage(
     Role.REDUCE_WAIT,
     collectives.reduce_scatter_tensor.default,
     collectives.reduce_scatter_tensor_coalesced.default,
-    lambda spec: (scaling(spec).operation, spec.size, spec.group),
+    lambda spec: (scaling(spec).operation, spec.size, spec.scatter_group),
 )
 REPLICATE = ReduceStage(
     Role.REPLICATE,

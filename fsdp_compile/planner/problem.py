@@ -2,7 +2,8 @@
 
 A graph is a row of steps, each of which computes for some time. Position `p` is the moment right before step `p`;
 position `n` is the end of a graph of `n` steps. All collectives share one link, which serves them in the order in
-which they are started. Copies between host and device share a bus, one queue in each direction.
+which they are started: an estimate where reductions have a group of their own and share the link with gathers instead.
+Copies between host and device share a bus, one queue in each direction.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from fsdp_compile.cost.timeline import Compute, Event, Start, Wait, simulate
@@ -32,6 +34,31 @@ def test_collectives_of_one_lane_queue_and_those_of_two_do_not() -> None:
 
     assert ends("one") == (4.0, 7.0)
     assert ends("two") == (0.0, 4.0)
+
+
+def test_lanes_of_one_link_share_it_while_both_send() -> None:
+    events: list[Event] = [Start("a", "one", 4.0, "link"), Compute("c", 2.0), Start("b", "two", 3.0, "link")]
+    timeline = simulate([*events, Wait("wa", "a"), Wait("wb", "b")])
+    a, b = timeline.transfers["a"], timeline.transfers["b"]
+    # From 2 on each has half of the link: 2 are left of a, and 1 of b is left once they are sent.
+    assert (a.begin_us, a.end_us, a.exposed_us) == (0.0, 6.0, 4.0)
+    assert (b.begin_us, b.end_us, b.queued_us, b.exposed_us) == (2.0, 7.0, 0.0, 1.0)
+    assert timeline.busy_us == {"link": 7.0}
+    assert timeline.end_us == 7.0
+
+
+def test_a_link_is_never_idle_while_a_lane_has_something_to_send() -> None:
+    works = {"one": [3.0, 1.0, 2.5], "two": [0.5, 4.0]}
+    events: list[Event] = [
+        Start((lane, index), lane, time_us, "link")
+        for lane, times in works.items()
+        for index, time_us in enumerate(times)
+    ]
+    timeline = simulate(events)
+    assert timeline.end_us == pytest.approx(sum(sum(times) for times in works.values()))
+    for lane, times in works.items():
+        spans = [timeline.transfers[lane, index] for index in range(len(times))]
+        assert all(before.end_us == after.begin_us for before, after in itertools.pairwise(spans))
 
 
 def test_a_second_wait_for_the_same_collective_costs_nothing() -> None:

@@ -190,7 +190,7 @@ def _wanted_hops(spec: ReadSpec) -> list[tuple[Kind, str, int, str]]:
     if spec.hook and spec.size == 1:
         return [(Kind.REPLICATE, spec.hook, 1, "hook")] * (spec.sync is Sync.ALL)
     replicate = [(Kind.REPLICATE, spec.replicate_group, spec.replicas, operation)]
-    scatter = [(Kind.REDUCE, spec.hook or spec.group, spec.size, "hook" if spec.hook else operation)]
+    scatter = [(Kind.REDUCE, spec.hook or spec.scatter_group, spec.size, "hook" if spec.hook else operation)]
     return replicate * (spec.replicas > 1 and spec.sync is Sync.ALL) + scatter * (
         spec.size > 1 and spec.sync is not Sync.NONE
     )
