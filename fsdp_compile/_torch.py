@@ -26,6 +26,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -46,6 +47,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OptimizedModule",
+    "SavedForBackwardsAOTOutput",
     "TorchDispatchMode",
     "TracingContext",
     "aot_autograd",

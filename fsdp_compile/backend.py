@@ -9,7 +9,7 @@ from torch import fx
 
 from fsdp_compile import _torch
 from fsdp_compile.capture.in_place import refuse_updates
-from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
 from fsdp_compile.capture.never_reached import watch_optimizers
 from fsdp_compile.capture.plain_model import refuse_unused_sharding, shard_plain_models
 from fsdp_compile.errors import ConfigError
@@ -21,7 +21,7 @@ from fsdp_compile.lower.ran import remember
 from fsdp_compile.lower.region import Region
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.forward_depth import in_forward_until_return
-from fsdp_compile.pipeline import transform
+from fsdp_compile.pipeline import keep, transform
 
 
 def fsdp(
@@ -62,7 +62,11 @@ def fsdp(
         agree(transform(step, checked))
         return ran.note(step)
 
-    region = Region(flat_inputs(example_inputs), run_passes)
+    def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
+        keep(forward, backward, checked, whole=whole)
+
+    whole = is_whole_model(example_inputs)
+    region = Region(flat_inputs(example_inputs), run_passes, keep_what_fits)
     if checked.lower == "eager":
         return compile_eagerly(gm, example_inputs, region)
     settings = _torch.list_mode_options(mode) if mode else {}

@@ -86,7 +86,7 @@ class FSDPOptions:
     stop_after: str | None = None
     mesh: DeviceMesh | None = None
     mp_policy: Policy | None = None
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | int | Literal["auto"] | None = None
     offload_policy: OffloadedBy | None = None
     auto_wrap_policy: WrapPolicy | None = None
     sharding_strategy: ShardingStrategy | None = None

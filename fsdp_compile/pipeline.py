@@ -3,9 +3,10 @@
 Dynamo's graph: one `fsdp.unshard` marker per read of a parameter           parameters/reads.py
 1. capture: AOTAutograd makes the joint graph; its flat shards are named    capture/inputs.py
 2. partition: forward and backward; gathered parameters are never saved     capture/partition.py
-3. passes: the list below, on either graph                                  passes/
-4. verify: the rules that every graph must keep                             verify/
-5. lower: Inductor, or operator by operator                                 lower/
+3. keep: what stays gathered from forward to backward, if that is left open capture/keep_unsharded.py
+4. passes: the list below, on either graph                                  passes/
+5. verify: the rules that every graph must keep                             verify/
+6. lower: Inductor, or operator by operator                                 lower/
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 from typing import Any, Final
 
 from fsdp_compile.artifacts import Watcher
+from fsdp_compile.capture.keep_unsharded import asks_for_choice, keep_unsharded
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.cost.here import hardware_of
@@ -28,7 +30,7 @@ from fsdp_compile.passes.delay_gradients import DelayGradients
 from fsdp_compile.passes.explicit_prefetch import ExplicitPlan, ExplicitPrefetch
 from fsdp_compile.passes.insert_collectives import InsertCollectives
 from fsdp_compile.passes.joining import worth_joining_bytes
-from fsdp_compile.passes.schedule import Schedule, SchedulePlan
+from fsdp_compile.passes.schedule import MARGIN, Schedule, SchedulePlan
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
@@ -69,13 +71,37 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     if isinstance(options.prefetch, int):
         fixed = (SchedulePrefetch(options.prefetch), ScheduleReduce())
         return (InsertCollectives(), bucket, *fixed, explicit, ScheduleReshard())
-    budget_bytes = None if options.memory_budget_gb is None else round(options.memory_budget_gb * 1e9)
     hardware = options.hardware or named_hardware()
     fusion = FUSION[options.lower]
     # Delaying holds activations longer, which a budget may not have room for.
     delayed = () if options.memory_budget_gb is not None else (DelayGradients(hardware, fusion),)
-    planned = (dataclasses.replace(bucket, hardware=hardware), *delayed, Schedule(hardware, budget_bytes, fusion))
-    return (InsertCollectives(), *planned, explicit, ScheduleReshard())
+    bucket = dataclasses.replace(bucket, hardware=hardware)
+    schedule = Schedule(hardware, _budget_bytes(options), fusion)
+    return (InsertCollectives(), bucket, *delayed, schedule, explicit, ScheduleReshard())
+
+
+def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole: bool) -> tuple[str, ...]:
+    """Keeps gathered parameters for backward where that is left open and a plan has room for them.
+
+    Args:
+        forward: The forward graph before the passes; edited in place.
+        backward: Its backward graph, likewise.
+        options: Of the compile.
+        whole: Whether the two are all of the model. Several graphs would each hold what was promised for all.
+
+    Returns:
+        The units that are kept.
+    """
+    if not whole or options.prefetch != "auto" or not asks_for_choice(backward):
+        return ()
+    hardware = options.hardware or hardware_of(forward)
+    return keep_unsharded(
+        forward, backward, hardware, FUSION[options.lower], budget_bytes=_budget_bytes(options), margin=MARGIN
+    )
+
+
+def _budget_bytes(options: FSDPOptions) -> int | None:
+    return None if options.memory_budget_gb is None else round(options.memory_budget_gb * 1e9)
 
 
 def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:

@@ -12,6 +12,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD, read_text
 from fsdp_compile.ir.record import KEY, Phase, Record, Role
 from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.sharding import units
 from fsdp_compile.parameters.spec import ReadSpec, parse
 from fsdp_compile.parameters.unit import Unit
 
@@ -31,6 +32,14 @@ def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
     records = {i: _record(flat, titles[flat.unit]) for i, flat in flats.items()}
     beside = {id(t): record for i, flat in flats.items() for t, record in _beside(flat, records[i])}
     return records | {i: beside[id(value)] for i, value in enumerate(inputs) if id(value) in beside}
+
+
+def is_whole_model(inputs: Sequence[object]) -> bool:
+    """Whether Dynamo's graph reads every unit of the models of which it reads any."""
+    flats = [flat for value in inputs if isinstance(value, torch.Tensor) and (flat := FlatShard.of(value)) is not None]
+    read = {flat.unit for flat in flats}
+    models = {id(unit.outermost): unit.outermost for unit in read if unit.outermost is not None}
+    return all(unit in read for model in models.values() for unit in units(model))
 
 
 def _beside(flat: FlatShard, record: Record) -> Iterator[tuple[torch.Tensor, Record]]:

@@ -193,6 +193,8 @@ class _Walk:
     def _input(self, node: fx.Node) -> Held:
         if role_of(node) is Role.FLAT:
             return () if require(node).specs[0].compute else self._hold(node, Holder.SHARD, self.end)
+        if role_of(node) is Role.SAVED:
+            return self._hold(node, Holder.UNSHARDED, 0)
         if self.step.phase is Phase.FORWARD or node.name.startswith("primals"):
             return self._hold(node, Holder.INPUT, self.end)
         earlier = self.before.outputs.get(node.name) if self.before is not None else None

@@ -137,7 +137,7 @@ def _volume(graphs: Sequence[GraphPlan], made: Sequence[Unit]) -> Volume:
 
 
 def _floor(spec: ReadSpec, numel: int, *, trained: bool, training: bool) -> float:
-    gathers = 2 if training and spec.reshard is Reshard.AFTER_FORWARD else 1
+    gathers = 2 if training and spec.reshard is not Reshard.AFTER_BACKWARD else 1
     reduced = spec.reduce_dtype.itemsize if trained else 0
     least = floor_bytes(
         numel, spec.size, gathers=gathers, gathered_bytes=spec.wire_dtype.itemsize, reduced_bytes=reduced

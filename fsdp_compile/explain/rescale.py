@@ -28,7 +28,7 @@ from fsdp_compile.parameters import layout
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.spec import ReadSpec
 from fsdp_compile.parameters.unit import Unit
-from fsdp_compile.pipeline import transform
+from fsdp_compile.pipeline import keep, transform
 
 aten = torch.ops.aten
 
@@ -40,10 +40,12 @@ class TracedGraphs:
     Attributes:
         steps: Its graphs before the first pass, forward first.
         sizes: What the symbols in them mean; none, unless dimensions of the inputs are open.
+        whole: Whether they are all of the model.
     """
 
     steps: tuple[StepGraph, ...]
     sizes: OpenSizes
+    whole: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +119,8 @@ def plan_at(traced: Traced, setting: Setting) -> Plan:
             _rewrite(step, order, setting.world_size)
     planned_for = setting.hardware if traced.options.prefetch == "auto" else None
     options = dataclasses.replace(traced.options, artifacts=None, hardware=planned_for)
-    return plan_of(traced, units, [[transform(step, options) for step in steps] for steps in regions], setting)
+    done = [_transformed(steps, options, whole=of.whole) for steps, of in zip(regions, traced.regions, strict=True)]
+    return plan_of(traced, units, done, setting)
 
 
 def plan_of(traced: Traced, units: Sequence[Unit], regions: Sequence[Sequence[StepGraph]], setting: Setting) -> Plan:
@@ -152,6 +155,13 @@ def _refuse_sizes(plan: Plan, given: Mapping[str, int]) -> None:
             )
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"{name} cannot be {size!r}", where=f"Plan.at({name}=...)", instead="1, 2, ...")
+
+
+def _transformed(steps: Sequence[StepGraph], options: FSDPOptions, *, whole: bool) -> list[StepGraph]:
+    if len(steps) > 1:
+        forward, backward = steps
+        keep(forward, backward, options, whole=whole)
+    return [transform(step, options) for step in steps]
 
 
 def _refuse(traced: Traced, ranks: int) -> None:

@@ -72,7 +72,7 @@ def _never_gathered(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Itera
             (unit, slot)
             for unit in units
             for slot in unit.slots
-            if slot.spec.size > 1 and (phase is Phase.FORWARD or slot.spec.reshard is Reshard.AFTER_FORWARD)
+            if slot.spec.size > 1 and (phase is Phase.FORWARD or slot.spec.reshard is not Reshard.AFTER_BACKWARD)
         ]
         unread = [
             unit.parameter_name(slot) for unit, slot in dropped if not _among(read, unit, unit.parameter_name(slot))
@@ -103,13 +103,20 @@ def _never_reduced(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterat
     yield from _some([n for trained, n in missing if trained], "not reduced", "no output depends on it")
 
 
+_WHY_KEPT = {
+    Reshard.AFTER_BACKWARD: "reshard_after_forward=False",
+    Reshard.AUTO: 'reshard_after_forward="auto", and there is room',
+    Reshard.AFTER_FORWARD: "its memory leaves the graph",
+}
+
+
 def _kept(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
-    asked = {unit.title for unit in units for slot in unit.slots if slot.spec.reshard is Reshard.AFTER_BACKWARD}
+    asked = {unit.title: slot.spec.reshard for unit in units for slot in unit.slots}
     for graph in graphs:
         kept = [u for c in graph.collectives if c.kind is Kind.GATHER and c.reshard is None for u in c.units]
         what = f"not resharded after {graph.phase.value}"
-        yield from _some([unit for unit in kept if unit in asked], what, "reshard_after_forward=False")
-        yield from _some([unit for unit in kept if unit not in asked], what, "its memory leaves the graph")
+        for reshard, why in _WHY_KEPT.items():
+            yield from _some([unit for unit in kept if asked[unit] is reshard], what, why)
 
 
 def _among(found: set[tuple[str, str]], unit: Unit, name: str) -> bool:

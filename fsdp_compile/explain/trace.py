@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from fsdp_compile._torch import detect_fake_mode
-from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
 from fsdp_compile.explain.dims import OpenInputs
@@ -29,7 +29,7 @@ from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.runtime import Compiled
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.forward_depth import call_in_forward
-from fsdp_compile.pipeline import transform
+from fsdp_compile.pipeline import keep, transform
 
 
 @dataclasses.dataclass
@@ -37,12 +37,14 @@ class TracedRegion(Region):
     """A region whose graphs are kept as they were captured, and as the passes leave them.
 
     Attributes:
-        captured: Copies of its graphs before the first pass, forward first.
+        captured: Copies of its graphs before anything is kept and before the first pass, forward first.
+        whole: Whether it reads every unit of the model.
         names: The symbols of open dimensions to ours; empty where all sizes are numbers.
         env: The shape environment of the trace.
     """
 
     captured: list[StepGraph] = dataclasses.field(default_factory=list)
+    whole: bool = False
     names: Mapping[sympy.Symbol, sympy.Symbol] = dataclasses.field(default_factory=dict)
     env: Any = None
 
@@ -85,18 +87,10 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
     regions: list[TracedRegion] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        captured: list[StepGraph] = []
-
-        def run_passes(step: StepGraph) -> StepGraph:
-            captured.append(step.copy())
-            return step if inputs.sizes else transform(step, options)
-
-        names = dict(inputs.symbols(gm, examples))
-        region = TracedRegion(flat_inputs(examples), run_passes, captured=captured, names=names, env=_env(gm))
-        regions.append(region)
+        regions.append(_region(gm, examples, inputs, options))
         if options.lower == "eager":
-            return compile_eagerly(gm, examples, region)
-        return compile_with_inductor(gm, examples, region, options.inductor)
+            return compile_eagerly(gm, examples, regions[-1])
+        return compile_with_inductor(gm, examples, regions[-1], options.inductor)
 
     try:
         called = torch.compile(_call, backend=backend, dynamic=False)
@@ -120,6 +114,32 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
             "dims",
         )
     return regions
+
+
+def _region(gm: fx.GraphModule, examples: Sequence[Any], inputs: OpenInputs, options: FSDPOptions) -> TracedRegion:
+    """What receives the graphs of a Dynamo graph; where sizes are open, they are captured and nothing else."""
+    captured: list[StepGraph] = []
+    whole = is_whole_model(examples)
+
+    def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
+        captured.extend([forward.copy(), backward.copy()])
+        if not inputs.sizes:
+            keep(forward, backward, options, whole=whole)
+
+    def run_passes(step: StepGraph) -> StepGraph:
+        if not captured:  # a graph without a backward
+            captured.append(step.copy())
+        return step if inputs.sizes else transform(step, options)
+
+    return TracedRegion(
+        flat_inputs(examples),
+        run_passes,
+        keep_what_fits,
+        captured=captured,
+        whole=whole,
+        names=dict(inputs.symbols(gm, examples)),
+        env=_env(gm),
+    )
 
 
 def _env(gm: fx.GraphModule) -> Any:

@@ -69,6 +69,13 @@ def move_before(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:
         anchor.prepend(node)
 
 
+def sink(nodes: Iterable[fx.Node]) -> None:
+    """Moves each node, given in graph order, right before its first user, users of users first."""
+    for node in reversed(list(nodes)):
+        if node.users:
+            min(node.users).prepend(node)  # nodes compare by where they are now
+
+
 def erase_unused(nodes: Iterable[fx.Node]) -> None:
     """Erases those of `nodes` (given in graph order) that nobody uses any more, last first."""
     for node in reversed(list(nodes)):

@@ -36,6 +36,8 @@ class Role(enum.Enum):
     """Graph input: reduced gradients that wait for their sum over replicas."""
     KEPT = "kept"
     """Graph input: a full parameter that stayed gathered since an earlier call."""
+    SAVED = "saved"
+    """Graph input of backward: a full parameter that forward kept because it fits (`Reshard.AUTO`)."""
     SHARD = "shard"
     """This rank's part of a message, on its way into an all-gather."""
     OFFLOAD_IN = "offload_in"
@@ -88,8 +90,8 @@ class Role(enum.Enum):
     """Graph output: the full gradients of a flat shard's parameters, not reduced."""
 
 
-INPUTS = frozenset({Role.FLAT, Role.HOLDER, Role.HELD, Role.PARTIAL, Role.KEPT})
-"""Roles of graph inputs; their records are the same in both graphs."""
+INPUTS = frozenset({Role.FLAT, Role.HOLDER, Role.HELD, Role.PARTIAL, Role.KEPT, Role.SAVED})
+"""Roles of graph inputs; their records are the same in both graphs, if both have them."""
 DECLARING = frozenset({Role.FLAT, Role.PART})
 """Roles of graph inputs that say where parameters lie, and need no other input for that."""
 SENT = (Role.SHARD, Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT)

@@ -24,6 +24,11 @@ from fsdp_compile.lower.runtime import (
 )
 
 Transform = Callable[[StepGraph], StepGraph]
+Keep = Callable[[StepGraph, StepGraph], None]
+
+
+def keep_nothing(forward: StepGraph, backward: StepGraph) -> None:
+    """Leaves forward and backward as the partition made them."""
 
 
 @dataclasses.dataclass
@@ -33,21 +38,22 @@ class Region:
     Attributes:
         flats: Records of Dynamo's inputs that are flat shards, or belong to one.
         transform: Runs the passes on one graph.
+        keep: Decides what stays unsharded from forward to backward where that was left open.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
     """
 
     flats: Mapping[int, Record]
     transform: Transform
+    keep: Keep = keep_nothing
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
         name_inputs(joint.graph, self.flats)
         forward, backward = partition(joint, inputs, **kwargs)
-        self.steps = [
-            self.transform(StepGraph(forward, Phase.FORWARD)),
-            self.transform(StepGraph(backward, Phase.BACKWARD)),
-        ]
+        steps = StepGraph(forward, Phase.FORWARD), StepGraph(backward, Phase.BACKWARD)
+        self.keep(*steps)
+        self.steps = [self.transform(step) for step in steps]
         return forward, backward
 
     def inference(self, gm: fx.GraphModule) -> None:

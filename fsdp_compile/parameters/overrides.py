@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
@@ -35,7 +35,7 @@ class Arguments:
 
     strategy: ShardingStrategy | None
     mesh: DeviceMesh | None
-    reshard_after_forward: bool | int | None
+    reshard_after_forward: bool | int | Literal["auto"] | None
     precision: MixedPrecision
     device_type: str
     offload: Offload | None

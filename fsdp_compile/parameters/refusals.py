@@ -41,11 +41,12 @@ def refuse_reshard(reshard_after_forward: object) -> None:
     Raises:
         ConfigError: If it is not of a kind that is supported.
     """
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+    if reshard_after_forward not in (None, "auto") and not isinstance(reshard_after_forward, int):
         raise ConfigError(
             f"reshard_after_forward={reshard_after_forward!r} is not supported",
             where="fully_shard(reshard_after_forward=...)",
-            instead="True (gather again in backward), False (keep for backward), a divisor of the shard group or None",
+            instead='True (gather again in backward), False (keep for backward), "auto" (keep what there is room for), '
+            "a divisor of the shard group or None",
         )
 
 

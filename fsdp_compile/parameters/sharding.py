@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +62,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     module: M,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | int | Literal["auto"] | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: Policy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     offload_policy: OffloadedBy = OffloadPolicy(),  # noqa: B008  frozen
@@ -84,7 +84,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         mesh: 1-D to shard over, 2-D (replicate, shard) for hybrid sharding. By default the whole world.
         reshard_after_forward: True frees gathered parameters after forward and gathers them again in backward, False
             keeps them, a divisor k of the shard group keeps 1/k on each rank, and backward gathers over k neighbours
-            alone. By default True.
+            alone. "auto" keeps as many of the last ones as a planned schedule has room for. By default True.
         shard_placement_fn: Names another dimension than 0 to shard a parameter on; it must divide evenly.
         mp_policy: Dtypes of gathered parameters, reduction, inputs and outputs: FSDP2's `MixedPrecisionPolicy`, our
             `MixedPrecision`, which says more, or FSDP1's.

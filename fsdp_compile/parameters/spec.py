@@ -26,6 +26,8 @@ class Reshard(enum.Enum):
     """Freed after its last use in forward and gathered again in backward (ZeRO-3)."""
     AFTER_BACKWARD = "after_backward"
     """Kept from forward to backward (ZeRO-2, FSDP1's SHARD_GRAD_OP)."""
+    AUTO = "auto"
+    """Kept where that fits into the memory that a plan may use, else freed (`capture/keep_unsharded.py`)."""
 
 
 class Sync(enum.Enum):

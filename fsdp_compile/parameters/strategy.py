@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters.groups import check_mesh, default_mesh
 from fsdp_compile.parameters.spec import Reshard
 
+ReshardAfterForward = bool | int | Literal["auto"]
+"""What `fully_shard(reshard_after_forward=...)` takes, besides `None` for its default."""
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _KEEPS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _hybrid_meshes: dict[tuple[str, int], tuple[dist.ProcessGroup | None, DeviceMesh]] = {}
@@ -74,7 +77,7 @@ def arrange(
     strategy: ShardingStrategy | None,
     mesh: DeviceMesh | None,
     *,
-    reshard_after_forward: bool | int | None,
+    reshard_after_forward: ReshardAfterForward | None,
     device_type: str,
 ) -> Arrangement:
     """The arrangement that the arguments of `fully_shard` ask for.
@@ -121,7 +124,7 @@ def arrange(
     return with_reshard(_over(mesh), reshard_after_forward=strategy not in _KEEPS)
 
 
-def with_reshard(arrangement: Arrangement, *, reshard_after_forward: bool | int | None) -> Arrangement:
+def with_reshard(arrangement: Arrangement, *, reshard_after_forward: ReshardAfterForward | None) -> Arrangement:
     """The same ranks with what FSDP2's argument asks for: `None` frees after forward, 1 keeps, the group's size frees.
 
     Raises:
@@ -138,6 +141,7 @@ def with_reshard(arrangement: Arrangement, *, reshard_after_forward: bool | int 
                 instead=f"one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}, True or False",
             )
     reshard = Reshard.AFTER_BACKWARD if keeps else Reshard.AFTER_FORWARD
+    reshard = Reshard.AUTO if reshard_after_forward == "auto" else reshard
     return dataclasses.replace(arrangement, reshard=reshard, kept_over=1 if kept_over == size else kept_over)
 
 

@@ -1,8 +1,12 @@
-"""Smaller buckets at the edges of a graph, where too little is computed beside a collective.
+"""Smaller buckets where collectives that follow one another decide when a graph ends.
 
 Little is computed before the first units are needed, so their gathers cannot be hidden whole; the same is true of the
-reductions that are ready last. Split by parameter, computing begins when the first parameter is there, and only the
-last gradients are still on their way when it ends.
+reductions that are ready last. Where the link is about as busy as the processor, what is late at the edge stays late:
+each unit then arrives when computing has already come to it. Split by parameter, computing goes on when the first
+parameter is there, and only the last gradients are still on their way when it ends.
+
+No computing from a gather's first use on is done before it, and all gathers before it, are over. The largest such sum
+is when the graph ends at the earliest. Units are split whose sum is larger than it would be if every unit were split.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from fsdp_compile.passes.pieces import Single, is_small
 
 LEAST_LATENCIES = 4.0
 """A bucket is not split further once its bytes take less than this many times the latency of a collective."""
+NEAR = 1.002
+"""A graph may end later by this factor before a unit is split for it."""
 Groups = list[list[Single]]
 
 
@@ -40,21 +46,45 @@ class Edges:
     link: Link
 
     def split_gathers(self, groups: Groups) -> Groups:
-        """Splits groups that are read, first of them, when less time has passed than their gather takes."""
-        return [
-            run
-            for group in groups
-            for run in ([group] if self.before_us[group[0].start] >= self._time_us(group) else self._runs(group))
-        ]
+        """Splits groups, in the order in which they are read, that would delay what is computed with them and after."""
+        least_us, over_us = self.total_us, 0.0
+        for run in (run for group in groups for run in self._runs(group)):
+            over_us += self._time_us(run)
+            least_us = max(least_us, over_us + self._left_us(run))
+        done: Groups = []
+        over_us = 0.0
+        for group in groups:
+            over_us += self._time_us(group)
+            late = over_us + self._left_us(group) > NEAR * least_us
+            done += self._runs(group) if late else [group]
+        return done
 
     def split_reductions(self, groups: Groups) -> Groups:
-        """Splits groups whose last gradient is ready when less time is left than their reduction takes."""
+        """Splits groups, in the order in which they are ready, that would keep the graph from ending."""
+        least_us, left_us = self.total_us, 0.0
+        for run in (run for group in groups[::-1] for run in self._last_runs(group)[::-1]):
+            left_us += self._time_us(run)
+            least_us = max(least_us, self._ready_us(run) + left_us)
         done: Groups = []
-        for group in groups:
-            left_us = self.total_us - max(self.before_us[single.start] for single in group)
-            runs = [group] if left_us >= self._time_us(group) else self._runs(group[::-1])
-            done += [run[::-1] for run in runs[::-1]] if len(runs) > 1 else runs
+        left_us = 0.0
+        for group in groups[::-1]:
+            left_us += self._time_us(group)
+            late = self._ready_us(group) + left_us > NEAR * least_us
+            done = (self._last_runs(group) if late else [group]) + done
         return done
+
+    def _left_us(self, singles: Sequence[Single]) -> float:
+        """Time of computing from the first use of any of them on."""
+        return self.total_us - min(self.before_us[single.start] for single in singles)
+
+    def _ready_us(self, singles: Sequence[Single]) -> float:
+        """Time of computing until the last of their gradients is there."""
+        return max(self.before_us[single.start] for single in singles)
+
+    def _last_runs(self, singles: Sequence[Single]) -> Groups:
+        """Cuts a sequence from its end."""
+        runs = self._runs(singles[::-1])
+        return [run[::-1] for run in runs[::-1]] if len(runs) > 1 else [list(singles)]
 
     def _runs(self, singles: Sequence[Single]) -> Groups:
         """Cuts a sequence where enough has come together; small ones go first, since they travel as one message."""

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.ir.edit import GraphBuilder
+from fsdp_compile.ir.edit import GraphBuilder, sink
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import (
     KEEP,
@@ -97,19 +97,12 @@ class InsertCollectives:
 
     def apply(self, step: StepGraph, plan: InsertPlan) -> None:
         """Writes the collectives and erases the markers."""
-        _sink(parameter_only(step.graph))
+        sink(parameter_only(step.graph))
         order = step.order()  # of the nodes that are there now, which inserting others does not change
         for read in plan.reads:
             _insert_gather(step, read, order)
         for flat_gradient in plan.flat_gradients:
             _insert_reductions(step, flat_gradient, order)
-
-
-def _sink(nodes: Iterable[fx.Node]) -> None:
-    """Moves each node right before its first user, users of users first."""
-    for node in reversed(list(nodes)):
-        if node.users:
-            min(node.users).prepend(node)  # nodes compare by where they are now
 
 
 def _parameter_record(flat: fx.Node, spec: ReadSpec, role: Role, step: StepGraph) -> Record:

@@ -96,7 +96,7 @@ class Schedule:
         followers = followers_of(step)
         posed = self._posed(step, followers)
         if self.budget_bytes is None:
-            budget = _roomy(posed)
+            budget = max(posed.problem.promised_bytes, max(posed.problem.least_live_bytes(), default=0))
         else:
             posed, budget = count_everything(step, posed, self.fusion), self.budget_bytes
         try:
@@ -129,13 +129,6 @@ class Schedule:
                     start_copy_at(hoist.copy, hoist.anchor)
                 case Hoist():
                     move_before([*upstream(hoist.gather, *ON_DEVICE), hoist.gather], hoist.anchor)
-
-
-def _roomy(posed: Posed) -> int:
-    problem = posed.problem
-    room = max((g.size_bytes for g in problem.gathers), default=0)
-    room += max((r.size_bytes for r in problem.reductions), default=0)
-    return max(problem.least_live_bytes(), default=0) + room
 
 
 def _too_small(step: StepGraph, posed: Posed, error: BudgetError, budget: int) -> ConfigError:

@@ -16,8 +16,9 @@ from fsdp_compile.cost.schedule import waits_of
 from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import aliases, upstream
-from fsdp_compile.ir.record import SENT, Phase, Role, role_of
-from fsdp_compile.planner.problem import Gather, Problem, Reduction
+from fsdp_compile.ir.record import SENT, Phase, Role, require, role_of
+from fsdp_compile.parameters.spec import Reshard
+from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved
 
 ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
 """Messages of a grouped reduction; they stay with its start."""
@@ -73,6 +74,7 @@ def pose(
         tuple(costs[node].time_us for node in steps),
         tuple(gathers[i] for i in order),
         tuple(_reduction(chain, positions, behind[chain[0]], hardware) for chain in chains),
+        saved=_saved(step, positions),
     )
     return Posed(problem, tuple(steps), tuple(nodes[i] for i in order), tuple(map(tuple, chains)))
 
@@ -122,15 +124,32 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
     held = aliases(waits)
     users = {user for node in held for user in node.users}
     leaves = any(user.op == "output" for user in users)
+    kept = leaves and any(spec.reshard is Reshard.AUTO for spec in require(start).specs)
+    used = [node for node in (*users, *held) if node.op != "output"]
     return Gather(
         need=min(positions[node] for node in received),
-        free=end if leaves else 1 + max(positions[node] for node in {*users, *held}),
+        free=end if leaves and not kept else 1 + max(positions[node] for node in used),
         size_bytes=result_bytes(start),
         time_us=communication(start, hardware.link).time_us,
         sent_bytes=sum(result_bytes(node) for node in sent if not shares_memory(node)),
         copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
         copy_bytes=sum(map(result_bytes, copies)),
+        kept=kept,
     )
+
+
+def _saved(step: StepGraph, positions: Mapping[fx.Node, int]) -> tuple[Saved, ...]:
+    """The buckets that forward kept, one for each flat shard."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in step.nodes(Role.SAVED):
+        found.setdefault(require(node).unit, []).append(node)
+    saved = []
+    for inputs in found.values():
+        held = aliases(inputs)
+        used = [positions[node] for node in {user for node in held for user in node.users} | set(held) - set(inputs)]
+        size_bytes = sum(map(result_bytes, inputs))
+        saved.append(Saved(need=min(used), free=1 + max(used), size_bytes=size_bytes))
+    return tuple(saved)
 
 
 def _reduction(

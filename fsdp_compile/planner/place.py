@@ -146,6 +146,7 @@ class _Play:
         self.room = room
         self.latest = latest_starts(problem, margin)
         self.margin = margin
+        self.ready_bytes = problem.ready_bytes
         self.now_us = 0.0
         self.link_free_us = 0.0
         self.link_surely_free_us = 0.0
@@ -245,7 +246,8 @@ class _Play:
             return False
         more_bytes = gather.early_bytes - gather.copy_bytes * started
         late = self._is_too_late(position, self.link_free_us, self.latest.gathers_us[index])
-        return late and self._fits(more_bytes, position, gather.need)
+        at_once_bytes = self.live[position] + self.ready_bytes.get(position, 0) + more_bytes
+        return late and at_once_bytes <= self.room.budget_bytes and self._fits(more_bytes, position, gather.need)
 
     def _stands_until_us(self, position: int) -> float:
         """Until when compute stands still at a position, whatever else starts there."""

@@ -12,7 +12,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,8 @@ class Gather:
         sent_bytes: Memory made for the message that this rank sends, held from the start until `need`.
         copy_us: Time on the bus of the copy from the host that it sends; 0 if it sends none.
         copy_bytes: Memory of that copy, a part of `sent_bytes`, held from the start of the copy.
+        kept: Whether the result stays for backward, because there is room: `free` is where it is used last, and it is
+            held until the end.
     """
 
     need: int
@@ -36,6 +38,7 @@ class Gather:
     sent_bytes: int = 0
     copy_us: float = 0.0
     copy_bytes: int = 0
+    kept: bool = False
 
     @property
     def early_bytes(self) -> int:
@@ -62,6 +65,21 @@ class Reduction:
     copy_us: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """One bucket that forward has kept: held from the beginning, where backward would else have gathered it.
+
+    Attributes:
+        need: Position at which it is used first.
+        free: Position at which it is freed.
+        size_bytes: Its memory.
+    """
+
+    need: int
+    free: int
+    size_bytes: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One graph.
@@ -71,18 +89,28 @@ class Problem:
         gathers: In the order of `need`.
         reductions: In the order of `ready`.
         least_bytes: What is held during each step, by whomever, if nothing starts early and everything is waited for at
-            once. If empty, only what these gathers and reductions hold counts.
+            once. If empty, only what these gathers and reductions hold counts, and what was saved.
+        saved: What need not be gathered.
     """
 
     steps_us: tuple[float, ...]
     gathers: tuple[Gather, ...]
     reductions: tuple[Reduction, ...]
     least_bytes: tuple[int, ...] = ()
+    saved: tuple[Saved, ...] = ()
 
     @functools.cached_property
     def reached_us(self) -> tuple[float, ...]:
         """For each position, the time of all steps before it."""
         return tuple(itertools.accumulate(self.steps_us, initial=0.0))
+
+    @functools.cached_property
+    def ready_bytes(self) -> Mapping[int, int]:
+        """Full gradients whose reductions start at a position: held while what starts there before them starts."""
+        found: dict[int, int] = {}
+        for reduction in self.reductions:
+            found[reduction.ready] = found.get(reduction.ready, 0) + reduction.size_bytes
+        return found
 
     @property
     def compute_us(self) -> float:
@@ -106,9 +134,29 @@ class Problem:
         """Bytes held during each step, if nothing starts early and everything is waited for at once."""
         if self.least_bytes:
             return list(self.least_bytes)
+        end = len(self.steps_us)
+        held = [(g.need, end if g.kept else g.free, g.size_bytes) for g in self.gathers]
+        held += [(0, saved.free, saved.size_bytes) for saved in self.saved]
+        return self._sums([*held, *self._gradients()])
+
+    def in_use_bytes(self) -> list[int]:
+        """The same if nothing were kept from forward to backward because there is room."""
+        gathered = [(gather.need, gather.free, gather.size_bytes) for gather in self.gathers]
+        kept = [(saved.need, saved.free, saved.size_bytes) for saved in self.saved]
+        return self._sums([*gathered, *kept, *self._gradients()])
+
+    @property
+    def promised_bytes(self) -> int:
+        """What is held at most without a budget of the user's: what is in use at once, and one more bucket of each."""
+        gathered = [*(gather.size_bytes for gather in self.gathers), *(saved.size_bytes for saved in self.saved)]
+        gradients = (reduction.size_bytes for reduction in self.reductions)
+        return max(self.in_use_bytes(), default=0) + max(gathered, default=0) + max(gradients, default=0)
+
+    def _gradients(self) -> list[tuple[int, int, int]]:
+        return [(r.born, r.ready, r.size_bytes) for r in self.reductions]
+
+    def _sums(self, held: Iterable[tuple[int, int, int]]) -> list[int]:
         change = [0] * (len(self.steps_us) + 1)
-        held = [(g.need, g.free, g.size_bytes) for g in self.gathers]
-        held += [(r.born, r.ready, r.size_bytes) for r in self.reductions]
         for begin, end, size_bytes in held:
             change[begin] += size_bytes
             change[end] -= size_bytes

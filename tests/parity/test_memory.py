@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -103,16 +103,17 @@ def test_unsharded_parameters_are_saved_on_request() -> None:
 
 Sent = dict[str, list[str]]
 """Units that the graphs of a phase gather or reduce, one after the other; those of which the gather starts before the
-one in front of it is waited for; parameters that are reduced."""
+one in front of it is waited for; parameters that are reduced; units of what backward finds saved."""
 
 
-def _sent(make: type[nn.Module], **options: Any) -> Sent:
+def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
     torch._dynamo.reset()
     seen: Sent = {}
 
     class Watched(region.Region):
         def finish(self, gm: Any, phase: Phase, compile_graph: Any) -> Any:
             step = StepGraph(gm, phase)
+            seen.setdefault("saved", []).extend(require(n).unit for n in step.nodes(Role.SAVED))
             seen[f"{phase.value} gathers"] = [require(n).unit for n in step.nodes(Role.GATHER)]
             seen[f"{phase.value} reduces"] = [require(n).unit for n in step.nodes(Role.REDUCE)]
             seen[f"{phase.value} reduced"] = [name for n in step.nodes(Role.REDUCE) for name in require(n).parameters]
@@ -134,7 +135,7 @@ def _sent(make: type[nn.Module], **options: Any) -> Sent:
 
 
 def _all_sent() -> tuple[Sent, ...]:
-    return _sent(Stack), _sent(Checkpointed, prefetch=1), _sent(Frozen, prefetch=0)
+    return sent(Stack), sent(Checkpointed, prefetch=1), sent(Frozen, prefetch=0)
 
 
 def test_backward_gathers_each_unit_again_and_reduces_it_once() -> None:

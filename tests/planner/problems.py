@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from fsdp_compile.cost.timeline import Compute, Event, Start, Wait, simulate
-from fsdp_compile.planner.problem import Gather, Problem, Reduction
+from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved
 from fsdp_compile.planner.start import Start as Issue
 from fsdp_compile.planner.start import What
 
@@ -36,6 +36,7 @@ def problems(draw: st.DrawFn, *, steps: int = 8, collectives: int = 4, offloaded
                 sent_bytes=sent_bytes,
                 copy_us=copy_us,
                 copy_bytes=copy_bytes if copy_us else 0,
+                kept=draw(st.booleans()),
             )
         )
     for _ in range(draw(st.integers(0, collectives))):
@@ -44,10 +45,15 @@ def problems(draw: st.DrawFn, *, steps: int = 8, collectives: int = 4, offloaded
         reductions.append(
             Reduction(born=born, ready=ready, size_bytes=draw(_sizes), stages_us=draw(_stages), copy_us=copy_us)
         )
+    saved = []
+    for _ in range(draw(st.integers(0, 2))):
+        need = draw(st.integers(0, count - 1))
+        saved.append(Saved(need=need, free=draw(st.integers(need + 1, count)), size_bytes=draw(_sizes)))
     return Problem(
         tuple(draw(st.lists(_times, min_size=count, max_size=count))),
         tuple(sorted(gathers, key=lambda g: g.need)),
         tuple(sorted(reductions, key=lambda r: r.ready)),
+        saved=tuple(saved),
     )
 
 
@@ -109,12 +115,14 @@ def _started(problem: Problem, start: Issue) -> list[Event]:
 
 def live_bytes(problem: Problem, issued: Sequence[Issue], waits: Sequence[Sequence[int]]) -> list[int]:
     """Bytes that a plan holds during each step."""
-    held = []
+    held = [(0, saved.free, saved.size_bytes) for saved in problem.saved]
+    end = len(problem.steps_us)
     for start in issued:
         g = problem.gathers[start.gather]
         if start.what is What.COPY:
             held.append((start.position, g.need, g.copy_bytes))
         else:
-            held += [(start.position, g.free, g.size_bytes), (start.position, g.need, g.sent_bytes - g.copy_bytes)]
+            free = end if g.kept else g.free
+            held += [(start.position, free, g.size_bytes), (start.position, g.need, g.sent_bytes - g.copy_bytes)]
     held += [(r.born, w[0], r.size_bytes) for w, r in zip(waits, problem.reductions, strict=True)]
     return [sum(size for begin, end, size in held if begin <= step < end) for step in range(len(problem.steps_us))]

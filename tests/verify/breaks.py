@@ -14,11 +14,12 @@ from torch.distributed.fsdp import BackwardPrefetch
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import KEY, Phase, Role, require, role_of
 from fsdp_compile.parameters.layout import ReduceLayout
+from fsdp_compile.parameters.spec import Reshard
 from fsdp_compile.prefetch import FSDPPrefetch
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.table import Stage
 from tests.verify.captured import World
-from tests.verify.graphs import KEPT, PAIR, QUANTIZED, SQUARE, graph
+from tests.verify.graphs import KEPT, OPEN, PAIR, QUANTIZED, SQUARE, graph
 
 aten = torch.ops.aten
 NO_LIMITS = Limits()
@@ -56,7 +57,8 @@ class Break:
 
     @property
     def name(self) -> str:
-        return f"{self.rule}-{self.edit.__name__}"
+        kept = "-kept-if-there-is-room" * (self.world is OPEN)
+        return f"{self.rule}-{self.edit.__name__}{kept}"
 
     def graph(self) -> StepGraph:
         """The graph before it is broken."""
@@ -153,6 +155,17 @@ def unit_gathered_twice(step: StepGraph) -> fx.Node:
     reader = _users(waits[-1], Role.COPY_OUT)[-1]
     reader.replace_input_with(waits[-1], replaced[waits[-1]])
     return replaced[start]
+
+
+def kept_parameter_gathered_again(step: StepGraph) -> fx.Node:
+    """What is taken for another kept parameter is one that this graph gathers."""
+    gather = _last(step, Role.GATHER)
+    record = require(gather)
+    saved = _last(step, Role.SAVED)
+    saved.meta[KEY] = dataclasses.replace(
+        record, role=Role.SAVED, parameters=record.parameters[:1], specs=record.specs[:1]
+    )
+    return gather
 
 
 def copy_out_of_the_neighbour(step: StepGraph) -> fx.Node:
@@ -350,6 +363,14 @@ def transposed_parameter_saved(step: StepGraph) -> fx.Node:
     return transposed
 
 
+def parameter_taken_that_was_to_be_freed(step: StepGraph) -> fx.Node:
+    saved = _last(step, Role.SAVED)
+    (spec,) = require(saved).specs
+    freed = dataclasses.replace(spec, reshard=Reshard.AFTER_FORWARD)
+    saved.meta[KEY] = dataclasses.replace(require(saved), specs=(freed,))
+    return saved
+
+
 def part_of_the_neighbour_kept(step: StepGraph) -> fx.Node:
     """What is cut out of a packed part starts at another parameter."""
     cut = next(n for n in step.nodes(Role.PART) if n.target is aten.slice.Tensor)
@@ -403,6 +424,10 @@ def told_to_prefetch_and_gathered_elsewhere(step: StepGraph) -> fx.Node:
 
 def bucket_beyond_the_budget(step: StepGraph) -> fx.Node:
     return _all(step, Role.GATHER)[1]
+
+
+def kept_beyond_the_budget(step: StepGraph) -> fx.Node:
+    return _all(step, Role.GATHER)[0]
 
 
 def reshard_at_the_end(step: StepGraph) -> fx.Node:
@@ -582,6 +607,7 @@ BREAKS = (
     Break("gathered-once", numbers_of_another_dtype, FORWARD, "is read as", world=QUANTIZED),
     Break("gathered-once", parts_gathered_over_the_whole_group, BACKWARD, "'fsdp.shard.0'", world=KEPT),
     Break("gathered-once", parts_swapped_in_backward, BACKWARD, "another parameter", world=KEPT),
+    Break("gathered-once", kept_parameter_gathered_again, BACKWARD, "holds already", world=OPEN),
     Break("reduced-once", gradient_reduced_twice, BACKWARD, "reduces already"),
     Break("reduced-once", gradient_summed_instead_of_averaged, BACKWARD, "combined by 'sum'"),
     Break("reduced-once", gradient_reduced_over_another_group, BACKWARD, "'fsdp.replicate.0'"),
@@ -599,6 +625,8 @@ BREAKS = (
     Break("no-use-after-reshard", reshard_of_some_messages, FORWARD, "unsharded"),
     Break("nothing-unsharded-saved", copied_parameter_saved, FORWARD, "256 bytes"),
     Break("nothing-unsharded-saved", transposed_parameter_saved, FORWARD, "weight alone"),
+    Break("nothing-unsharded-saved", transposed_parameter_saved, FORWARD, "weight alone", world=OPEN),
+    Break("nothing-unsharded-saved", parameter_taken_that_was_to_be_freed, BACKWARD, "forward kept", world=OPEN),
     Break("nothing-unsharded-saved", part_of_the_neighbour_kept, FORWARD, "keeps 256 bytes", world=KEPT),
     Break("nothing-unsharded-saved", gathered_memory_returned_by_backward, BACKWARD, "leaves the backward graph"),
     Break("unsharded-bytes", gather_started_too_early, FORWARD, "2 others", limits=Limits(prefetch=1)),
@@ -611,6 +639,9 @@ BREAKS = (
         prefetch=POST,
     ),
     Break("unsharded-bytes", bucket_beyond_the_budget, FORWARD, "bytes", limits=Limits(unsharded_bytes=200_000)),
+    Break(
+        "unsharded-bytes", kept_beyond_the_budget, BACKWARD, "bytes", world=OPEN, limits=Limits(unsharded_bytes=100_000)
+    ),
     Break("unsharded-bytes", reshard_at_the_end, FORWARD, "which needs none", limits=Limits(prefetch=1)),
     Break("explicit-prefetch", told_to_prefetch_and_gathered_elsewhere, FORWARD, "told to prefetch, after %"),
     Break("plan-order", gathers_swapped, FORWARD, "is waited for before it"),

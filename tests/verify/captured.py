@@ -13,9 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.capture.keep_unsharded import keep_unsharded
+from fsdp_compile.cost.fusion import Fusion
+from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower.eager import compile_eagerly
-from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.region import Region, keep_nothing
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import passes
 from fsdp_compile.prefetch import FSDPPrefetch
@@ -29,7 +32,7 @@ class World:
 
     size: int
     replicas: int = 1
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | int | Literal["auto"] | None = None
     policy: MixedPrecisionPolicy = dataclasses.field(default_factory=MixedPrecisionPolicy)
     strategy: ShardingStrategy | None = None
     rank: int = 0
@@ -94,7 +97,8 @@ def capture(
         flats = flat_inputs(example_inputs)
         if flats:
             captured.append([])
-        return compile_eagerly(gm, example_inputs, Region(flats, transform if flats else _unchanged))
+        keep = _keep_what_fits if world.reshard_after_forward == "auto" else keep_nothing
+        return compile_eagerly(gm, example_inputs, Region(flats, transform if flats else _unchanged, keep))
 
     with fake_world(world.size, rank=world.rank):
         torch.manual_seed(0)
@@ -112,6 +116,10 @@ def copied(step: StepGraph) -> StepGraph:
     returned = graph.graph_copy(step.graph, {})
     graph.output(returned).meta.update(step.output.meta)
     return StepGraph(fx.GraphModule(step.gm, graph), step.phase)
+
+
+def _keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
+    keep_unsharded(forward, backward, hardware(), Fusion.NONE, budget_bytes=None, margin=4.0)
 
 
 def _unchanged(step: StepGraph) -> StepGraph:

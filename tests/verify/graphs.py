@@ -19,6 +19,7 @@ PAIR = World(2)
 SQUARE = World(4, replicas=2)
 QUANTIZED = World(2, policy=MixedPrecision(torch.bfloat16, gather_dtype=torch.int8))
 KEPT = World(4, reshard_after_forward=2)
+OPEN = World(2, reshard_after_forward="auto")
 
 
 def graph(

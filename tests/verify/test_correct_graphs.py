@@ -25,6 +25,7 @@ WORLDS = {
     "2x2-mesh": World(4, replicas=2),
     "2x1-mesh": World(2, replicas=2),
     "kept-for-backward": World(2, reshard_after_forward=False),
+    "kept-if-there-is-room": World(2, reshard_after_forward="auto"),
     "bf16-sent": World(2, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "bf16-reduced": World(2, policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
 }
@@ -32,6 +33,7 @@ WORLDS = {
 CASES = [("stack", world) for world in WORLDS]
 CASES += [(model, "2-ranks") for model in MODELS if model != "stack"]
 CASES += [("uneven", "1-rank"), ("uneven", "8-ranks"), ("partial", "2x2-mesh"), ("tied", "kept-for-backward")]
+CASES += [("tied", "kept-if-there-is-room"), ("uneven", "kept-if-there-is-room")]
 
 
 @pytest.mark.parametrize(("model", "world"), CASES, ids=["-".join(case) for case in CASES])

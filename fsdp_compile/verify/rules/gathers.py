@@ -24,7 +24,12 @@ def gathered_once(facts: Facts) -> list[Complaint]:
     """Checks what each all-gather sends, and where each full parameter comes from."""
     slots = all_slots(facts)
     complaints: list[Complaint] = []
-    gathered: dict[tuple[fx.Node, int], fx.Node] = {}
+    gathered = {
+        (slot.flat, slot.spec.offset): saved
+        for saved in facts.of_role(Role.SAVED)
+        for key in claims(require(saved))
+        for slot in slots.get(key, ())
+    }
     for gather in facts.of_kind(Kind.GATHER):
         for message in gather.sent:
             for slot in _slots_in(message, slots):
@@ -61,8 +66,8 @@ def _twice(gather: Collective, slot: Slot, first: fx.Node) -> Complaint:
     return Complaint(
         RULE,
         gather.start,
-        f"gathers {slot.name}, which %{first} gathers already",
-        "let all readers of one graph share one all-gather",
+        f"gathers {slot.name}, which %{first} {'holds' if role_of(first) is Role.SAVED else 'gathers'} already",
+        "let all readers of one graph share one all-gather, or what forward kept",
     )
 
 

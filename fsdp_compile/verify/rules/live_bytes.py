@@ -1,9 +1,10 @@
 """unsharded-bytes: at no node is more gathered than the limits allow.
 
-With a budget in bytes, every byte from the start of an all-gather to its reshard counts. With a prefetch distance, a
-bucket may be live only while it is in use, while it is the next one needed, or as one of that many gathered ahead. (How
-many are in use at once is the model's doing: tied embeddings are in use from one end to the other.) Buckets that are to
-be alone are gathered once those before them are freed. What the user has started early comes on top.
+With a budget in bytes, every byte from the start of an all-gather to its reshard counts, and in backward every byte
+that forward kept because there is room, until its last use. With a prefetch distance, a bucket may be live only while
+it is in use, while it is the next one needed, or as one of that many gathered ahead. (How many are in use at once is
+the model's doing: tied embeddings are in use from one end to the other.) Buckets that are to be alone are gathered once
+those before them are freed. What the user has started early comes on top.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import fx
 from fsdp_compile.ir.record import Role, require, role_of
 from fsdp_compile.verify.collective import Kind
 from fsdp_compile.verify.complaint import Complaint
-from fsdp_compile.verify.facts import Facts, is_models, size_bytes
+from fsdp_compile.verify.facts import Facts, is_models, memory_sources, size_bytes
 
 RULE = "unsharded-bytes"
 
@@ -31,7 +32,8 @@ def _over_budget(facts: Facts) -> Iterator[Complaint]:
         return
     freed = {marker: gather for gather, markers in facts.reshards.items() for marker in markers[:1]}
     starts = {gather.start: gather for gather in facts.of_kind(Kind.GATHER)}
-    live: dict[fx.Node, int] = {}
+    live = {node: size_bytes(node) for node in facts.of_role(Role.SAVED)}
+    last_use = {max(_users_of(facts, node), key=facts.order.__getitem__, default=node): node for node in live}
     for node in facts.nodes:
         if node in starts and node not in facts.named:
             live[node] = sum(size_bytes(message) for nodes in starts[node].unfinished for message in nodes[:1])
@@ -45,6 +47,18 @@ def _over_budget(facts: Facts) -> Iterator[Complaint]:
                 )
         elif node in freed:
             live.pop(freed[node], None)
+        if node in last_use:
+            live.pop(last_use[node])
+
+
+def _users_of(facts: Facts, saved: fx.Node) -> Iterator[fx.Node]:
+    """Nodes that read a saved parameter or a view of it."""
+    seen = {saved}
+    for node in facts.nodes[facts.order[saved] + 1 :]:
+        if not seen.isdisjoint(node.all_input_nodes):
+            yield node
+        if not seen.isdisjoint(memory_sources(node)):
+            seen.add(node)
 
 
 def _too_early(facts: Facts) -> Iterator[Complaint]:

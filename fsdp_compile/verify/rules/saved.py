@@ -8,7 +8,7 @@ from torch import fx
 from fsdp_compile.ir.record import Phase, Role, record_of, require, role_of
 from fsdp_compile.parameters.spec import ReadSpec, Reshard
 from fsdp_compile.verify.complaint import Complaint
-from fsdp_compile.verify.facts import Facts, shape_of, size_bytes
+from fsdp_compile.verify.facts import Facts, dtype_of, shape_of, size_bytes
 from fsdp_compile.verify.origin import origin
 
 RULE = "nothing-unsharded-saved"
@@ -17,7 +17,7 @@ RULE = "nothing-unsharded-saved"
 def nothing_unsharded_saved(facts: Facts) -> list[Complaint]:
     """Finds saved values that backward could gather again, and backward results that keep gathered memory."""
     if facts.step.phase is Phase.BACKWARD:
-        return _returned_by_backward(facts)
+        return [*_returned_by_backward(facts), *_wrongly_taken(facts)]
     derived = _derived(facts)
     return [*_wrong_parts(facts), *_saved_whole(facts, derived)]
 
@@ -31,7 +31,27 @@ def _saved_whole(facts: Facts, derived: dict[fx.Node, str]) -> list[Complaint]:
             "backward gathers again; to keep gathered parameters, set reshard_after_forward=False",
         )
         for node in dict.fromkeys(facts.saved)
-        if node in derived
+        if node in derived and not _may_stay(node)
+    ]
+
+
+def _may_stay(node: fx.Node) -> bool:
+    """Whether a node is a full parameter for which it was left open whether it stays."""
+    return role_of(node) is Role.FULL and all(spec.reshard is Reshard.AUTO for spec in require(node).specs)
+
+
+def _wrongly_taken(facts: Facts) -> list[Complaint]:
+    """Inputs of backward that are recorded as full parameters which forward kept, and cannot be."""
+    return [
+        Complaint(
+            RULE,
+            node,
+            f"is taken for {', '.join(require(node).parameters)}, which forward kept",
+            'the whole parameter, as it is read, with reshard_after_forward="auto"',
+        )
+        for node in facts.of_role(Role.SAVED)
+        if [(spec.reshard, spec.shape, spec.param_dtype) for spec in require(node).specs]
+        != [(Reshard.AUTO, shape_of(node), dtype_of(node))]
     ]
 
 
@@ -93,7 +113,7 @@ def _derived(facts: Facts) -> dict[fx.Node, str]:
 
 
 def _is_dropped(spec: ReadSpec) -> bool:
-    return spec.size > 1 and spec.reshard is Reshard.AFTER_FORWARD
+    return spec.size > 1 and spec.reshard is not Reshard.AFTER_BACKWARD
 
 
 def _follows(node: fx.Node, derived: dict[fx.Node, str]) -> bool:

@@ -1,0 +1,138 @@
+"""The planning problem of a graph before the passes: reads and gradients are markers, one bucket for each flat shard.
+
+It is what `from_graph.py` will read off the graph after the passes, but for what they add: copies into messages,
+pieces, joined buckets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+from fsdp_compile.cost.compute import node_costs
+from fsdp_compile.cost.formulas import collective_us, share_of_others
+from fsdp_compile.cost.fusion import Fusion, plan_kernels
+from fsdp_compile.cost.hardware import Hardware, Link
+from fsdp_compile.cost.memory import memory_of
+from fsdp_compile.ir.edit import sink
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD, aliases, kept_value, parameter_only, read_text
+from fsdp_compile.parameters.spec import ReadSpec, Sync, parse
+from fsdp_compile.planner.problem import Gather, Problem, Reduction
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlined:
+    """A problem, and what its gathers stand for.
+
+    Attributes:
+        problem: The numbers.
+        flats: For each gather the name of the flat shard's input.
+    """
+
+    problem: Problem
+    flats: tuple[str, ...]
+
+
+def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: bool) -> Outlined:
+    """Reads the problem off a graph before the passes.
+
+    Args:
+        step: The graph, which is not changed.
+        hardware: What times are estimated for.
+        fusion: Who will run the graph.
+        everything: Whether all that the graph holds is counted, not parameters and gradients alone.
+    """
+    step = step.copy()
+    values = parameter_only(step.graph)
+    sink(values)
+    kernels = plan_kernels(step.graph, fusion)
+    costs = node_costs(step.graph, hardware.device, kernels)
+    positions: dict[fx.Node, int] = {}
+    steps: list[fx.Node] = []
+    apart = {*values, *step.graph.find_nodes(op="call_function", target=REDUCE_GRAD)}
+    for node in step.graph.nodes:
+        positions[node] = len(steps)
+        if node.op == "call_function" and node not in apart:
+            steps.append(node)
+    gathers = sorted(_gathers(step, positions, frozenset(values), hardware.link), key=lambda pair: pair[0].need)
+    least: tuple[int, ...] = ()
+    if everything:
+        live = memory_of(step, kernels).live_bytes()
+        places = step.order()
+        least = tuple(live[places[node]] for node in steps)
+    problem = Problem(
+        tuple(costs[node].time_us for node in steps),
+        tuple(gather for gather, _ in gathers),
+        tuple(sorted(_reductions(step, positions, hardware.link), key=lambda reduction: reduction.ready)),
+        least,
+    )
+    return Outlined(problem, tuple(flat for _, flat in gathers))
+
+
+def _by_flat(markers: Iterable[fx.Node]) -> Mapping[fx.Node, list[fx.Node]]:
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for marker in markers:
+        flat = marker.args[0]
+        assert isinstance(flat, fx.Node)
+        found.setdefault(flat, []).append(marker)
+    return found
+
+
+def _specs(markers: Iterable[fx.Node]) -> list[ReadSpec]:
+    return [parse(text) for text in dict.fromkeys(map(read_text, markers))]
+
+
+def _gathers(
+    step: StepGraph, positions: Mapping[fx.Node, int], values: frozenset[fx.Node], link: Link
+) -> Iterable[tuple[Gather, str]]:
+    reads = (node for node in step.graph.find_nodes(op="call_function", target=UNSHARD) if kept_value(node) is None)
+    for flat, markers in _by_flat(reads).items():
+        specs = _specs(markers)
+        ranks = specs[0].size
+        users = [positions[node] for node in _users(markers, values)]
+        if ranks == 1 or not users:
+            continue
+        size_bytes = sum(spec.size * spec.extent * spec.wire_dtype.itemsize for spec in specs)
+        time_us = _time_us(size_bytes * share_of_others(ranks), ranks, link)
+        yield Gather(need=min(users), free=1 + max(users), size_bytes=size_bytes, time_us=time_us), flat.name
+
+
+def _users(markers: Iterable[fx.Node], values: frozenset[fx.Node]) -> set[fx.Node]:
+    """The steps that read full parameters, what is made of them alone, or a view of either."""
+    found: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    todo = list(markers)
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        todo += [user for user in node.users if user in values]
+        found |= {user for shared in aliases([node]) for user in shared.users if user.op == "call_function"}
+    return found - values
+
+
+def _reductions(step: StepGraph, positions: Mapping[fx.Node, int], link: Link) -> Iterable[Reduction]:
+    for markers in _by_flat(step.graph.find_nodes(op="call_function", target=REDUCE_GRAD)).values():
+        specs = _specs(markers)
+        first = specs[0]
+        size_bytes = sum(spec.size * spec.extent * spec.reduce_dtype.itemsize for spec in specs)
+        stages = []
+        if first.size > 1 and first.sync is not Sync.NONE:
+            stages.append(_time_us(size_bytes * share_of_others(first.size), first.size, link))
+        if first.replicas > 1 and first.sync is Sync.ALL:
+            shard_bytes = size_bytes / first.size
+            stages.append(_time_us(2 * shard_bytes * share_of_others(first.replicas), first.replicas, link))
+        if stages:
+            made = [positions[source] for marker in markers for source in marker.all_input_nodes[1:2]]
+            ready = max(positions[marker] for marker in markers)
+            yield Reduction(born=min(made, default=ready), ready=ready, size_bytes=size_bytes, stages_us=tuple(stages))
+
+
+def _time_us(sent_bytes: float, ranks: int, link: Link) -> float:
+    return collective_us(
+        sent_bytes, ranks, launch_us=link.launch.value, hop_us=link.hop.value, bytes_per_s=link.bytes_per_s
+    )

@@ -1,0 +1,143 @@
+"""Chooses which gathered buckets stay from forward to backward, under the budgets of both graphs.
+
+    forward  | ... gather k, use k -----------+          forward  | ... gather k, use k ----------- k is held
+    backward | gather k, use k, ...           |    ->    backward | use k, ...
+
+Each byte kept spares the link as much as any other, so what is held for the shortest time comes first: what forward
+uses last and backward needs first. Of the numbers of buckets that fit, the smallest is taken that brings the step as
+near to its least estimated time as any, on a link as estimated and on one that is `margin` times slower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from fsdp_compile.planner.place import place
+from fsdp_compile.planner.problem import Problem, Saved
+from fsdp_compile.planner.replay import replay
+
+NEAR = 1.002
+"""Times that differ by less than this count as the same: estimates are no better than that."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A bucket that both graphs gather, by its number among the gathers of each."""
+
+    forward: int
+    backward: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """Forward and backward.
+
+    Attributes:
+        forward: Its problem.
+        backward: Its problem.
+    """
+
+    forward: Problem
+    backward: Problem
+
+    def keeping(self, pairs: Sequence[Pair]) -> Halves:
+        """The same step, if these buckets are kept."""
+        kept = {pair.forward for pair in pairs}
+        gathers = tuple(
+            dataclasses.replace(gather, kept=True) if index in kept else gather
+            for index, gather in enumerate(self.forward.gathers)
+        )
+        saved = {pair.backward: self.backward.gathers[pair.backward] for pair in pairs}
+        left = tuple(gather for index, gather in enumerate(self.backward.gathers) if index not in saved)
+        held = [(g.free, len(self.forward.steps_us), g.size_bytes) for i, g in enumerate(gathers) if i in kept]
+        waiting = [(0, gather.need, gather.size_bytes) for gather in saved.values()]
+        return Halves(
+            dataclasses.replace(self.forward, gathers=gathers, least_bytes=_with(self.forward.least_bytes, held)),
+            dataclasses.replace(
+                self.backward,
+                gathers=left,
+                saved=tuple(Saved(need=g.need, free=g.free, size_bytes=g.size_bytes) for g in saved.values()),
+                least_bytes=_with(self.backward.least_bytes, waiting),
+            ),
+        )
+
+
+def keep(step: Halves, pairs: Sequence[Pair], *, budget_bytes: int | None, margin: float) -> tuple[Pair, ...]:
+    """The buckets that are kept.
+
+    Args:
+        step: Both graphs, if nothing is kept.
+        pairs: Buckets that may be kept.
+        budget_bytes: Most bytes of everything that either graph may hold; `least_bytes` of both are known then. `None`
+            for what a schedule without a budget may hold.
+        margin: How much slower than estimated the link may be.
+    """
+    first = sorted(pairs, key=lambda pair: _held_us(step, pair))
+    found: dict[int, tuple[float, ...]] = {}
+    for count in _counts(len(first)):
+        kept = step.keeping(first[:count])
+        if count and not _fits(step, kept, budget_bytes):
+            break
+        found[count] = _times_us(kept, budget_bytes, margin)
+    least_us = [min(column) for column in zip(*found.values(), strict=True)]
+
+    def lost(count: int) -> float:
+        return max(us / least if least else 1.0 for us, least in zip(found[count], least_us, strict=True))
+
+    best = min(found, key=lambda count: (max(NEAR, lost(count)), count))
+    return tuple(first[:best])
+
+
+def _held_us(step: Halves, pair: Pair) -> float:
+    """How long a bucket would be held without being used."""
+    after = step.forward.compute_us - step.forward.reached_us[step.forward.gathers[pair.forward].free]
+    return after + step.backward.reached_us[step.backward.gathers[pair.backward].need]
+
+
+def _counts(most: int) -> Iterator[int]:
+    """Numbers of buckets to try: every small one, then in steps of about a fifth, since each one costs a plan."""
+    count = 0
+    while count < most:
+        yield count
+        count += 1 + count // 5
+    yield most
+
+
+def _fits(step: Halves, kept: Halves, budget_bytes: int | None) -> bool:
+    """Whether both graphs keep their budgets; of one for everything, one more bucket of each kind must stay free."""
+    for before, after in ((step.forward, kept.forward), (step.backward, kept.backward)):
+        room = before.promised_bytes - max(before.in_use_bytes(), default=0)
+        most = before.promised_bytes if budget_bytes is None else budget_bytes - room
+        if max(after.least_live_bytes(), default=0) > most:
+            return False
+    return True
+
+
+def _times_us(step: Halves, budget_bytes: int | None, margin: float) -> tuple[float, ...]:
+    """Estimated time of both graphs, on the link as estimated and on a slower one."""
+    plans = [
+        (half, place(half, budget_bytes=_budget(half, budget_bytes), margin=margin))
+        for half in (step.forward, step.backward)
+    ]
+    return tuple(
+        sum(replay(half.slower(times), plan.issued, plan.waits) for half, plan in plans) for times in (1.0, margin)
+    )
+
+
+def _budget(problem: Problem, budget_bytes: int | None) -> int:
+    """The budget, or the least that can be kept: whoever plans the graph reports one that is too small."""
+    most = problem.promised_bytes if budget_bytes is None else budget_bytes
+    return max(most, max(problem.least_live_bytes(), default=0))
+
+
+def _with(least_bytes: tuple[int, ...], held: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+    if not least_bytes:
+        return ()
+    change = [0] * (len(least_bytes) + 1)
+    for begin, end, size_bytes in held:
+        change[min(begin, end)] += size_bytes
+        change[end] -= size_bytes
+    more = itertools.accumulate(change[:-1])
+    return tuple(bytes_ + extra for bytes_, extra in zip(least_bytes, more, strict=True))
