@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,14 @@ class Setup:
         device: "cpu" or "cuda".
         param_dtype: Dtype in which parameters are gathered and used; `None` for the one they have.
         options: Further options of the backend "fsdp".
+        reshard_after_forward: As for our `fully_shard`.
     """
 
     block: type[nn.Module]
     device: str = "cpu"
     param_dtype: torch.dtype | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reshard_after_forward: bool | int | Literal["auto"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +116,8 @@ def inductor_passes(settings: Mapping[str, Any]) -> Callable[[nn.Module, Setup],
 def ours(model: nn.Module, setup: Setup) -> Any:
     """`torch.compile(backend="fsdp")`."""
     policy = MixedPrecisionPolicy(param_dtype=setup.param_dtype)
-    fsdp_compile.fully_shard(model, mesh=_mesh(setup), mp_policy=policy)
+    kept = setup.reshard_after_forward
+    fsdp_compile.fully_shard(model, mesh=_mesh(setup), mp_policy=policy, reshard_after_forward=kept)
     return torch.compile(model, backend="fsdp", options=dict(setup.options))
 
 

@@ -90,7 +90,7 @@ def run(task: Task, ratio: float, arguments: argparse.Namespace, setup: Setup) -
 
 
 def told(setup: Setup, bytes_per_s: float, latency_us: float) -> Setup:
-    """The same with the emulated link named to the backend's planner, as users name theirs."""
+    """The same with the emulated link named to the planner, as users name theirs, and what is kept left to it."""
     if setup.options.get("prefetch", "auto") != "auto":
         return setup
     link = dataclasses.replace(
@@ -100,7 +100,8 @@ def told(setup: Setup, bytes_per_s: float, latency_us: float) -> Setup:
         hop=Quantity(0.0, "us", "the benchmark's"),
     )
     device = DEVICES["h200-sxm" if setup.device == "cuda" else "cpu"]
-    return dataclasses.replace(setup, options={"hardware": Hardware(device, link), **setup.options})
+    options = {"hardware": Hardware(device, link), **setup.options}
+    return dataclasses.replace(setup, options=options, reshard_after_forward="auto")
 
 
 def _narrowing(task: Task, setup: Setup) -> int:
