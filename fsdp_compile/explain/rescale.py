@@ -247,7 +247,8 @@ def _rewrite(step: StepGraph, order: Order, ranks: int) -> None:
             record = require(node)
             before = dict(zip(record.parameters, record.specs, strict=True))
             after = _laid_out(before, order, node.meta["val"].dtype, ranks)
-            node.meta[KEY] = dataclasses.replace(record, parameters=tuple(after), specs=tuple(after.values()))
+            specs = tuple(after[name] for name in record.parameters)  # named as registered, wherever they lie now
+            node.meta[KEY] = dataclasses.replace(record, specs=specs)
             texts[node] = {before[name].text: spec.text for name, spec in after.items()}
             like_flats[node] = _numel(after)
         elif node.target in (UNSHARD, REDUCE_GRAD):

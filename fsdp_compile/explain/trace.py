@@ -7,6 +7,7 @@ that returns hollow tensors of the right types, so that Python goes on after a g
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
         return compile_with_inductor(gm, examples, regions[-1], options.inductor)
 
     try:
-        called = torch.compile(_call, backend=backend, dynamic=False)
+        called = torch.compile(_caller(), backend=backend, dynamic=False)
         call_in_forward(called, (model, *inputs.args), dict(inputs.kwargs))
     except FSDPCompileError:
         raise
@@ -153,6 +154,13 @@ def _example(value: Any) -> Any:
     return concrete(value) if isinstance(value, torch.SymInt) else value
 
 
-def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Where the trace starts: Dynamo starts none in the forward of torch's own modules, it only inlines them."""
-    return model(*args, **kwargs)
+def _caller() -> Callable[..., Any]:
+    """Where one trace starts: Dynamo starts none in the forward of torch's own modules, it only inlines them.
+
+    Each has code of its own, because Dynamo keeps what it compiled with the code, and stops at a number of compiles.
+    """
+
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__)
