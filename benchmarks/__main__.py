@@ -9,6 +9,7 @@ BENCHMARKS = (
     "step_time",
     "sent_bytes",
     "memory",
+    "cost_model",
     "compile_time",
     "overhead",
     "scaling",

@@ -7,7 +7,7 @@ import enum
 
 from torch import fx
 
-from fsdp_compile.cost.formulas import collective_us, copy_us, share_of_others
+from fsdp_compile.cost.formulas import copy_us, share_of_others
 from fsdp_compile.cost.hardware import Hardware, Link
 from fsdp_compile.cost.sizes import tensor_bytes, tensors_of
 from fsdp_compile.ir.record import Role, require, role_of
@@ -94,7 +94,5 @@ def communication(node: fx.Node, link: Link) -> Communication:
     sources = [node] if kind is Kind.GATHER else node.all_input_nodes
     size_bytes = sum(tensor_bytes(t) for source in sources for t in tensors_of(source))
     sent_bytes = size_bytes * share_of_others(ranks) * (2 if sent_over_replicas else 1)
-    time_us = collective_us(
-        sent_bytes, ranks, launch_us=link.launch.value, hop_us=link.hop.value, bytes_per_s=link.bytes_per_s
-    )
+    time_us = link.collective_us(kind.value, sent_bytes, ranks)
     return Communication(kind, group, link_of, ranks, size_bytes, sent_bytes, time_us)

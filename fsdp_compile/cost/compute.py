@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from fsdp_compile.cost.formulas import maximum, minimum, roofline_us
 from fsdp_compile.cost.fusion import Kernels, launches_nothing, shares_memory
 from fsdp_compile.cost.hardware import Device
+from fsdp_compile.cost.signature import runs_alone, signature_of
 from fsdp_compile.cost.sizes import NUMBERS, Sizes, tensors_of
 
 aten = torch.ops.aten
@@ -42,7 +43,7 @@ class NodeCost:
     Attributes:
         flops: Floating-point operations; a multiply and an add are two.
         size_bytes: Bytes read and written in device memory.
-        time_us: The roofline of the two.
+        time_us: What the device's own estimate says, or what was measured, or the roofline of the two.
     """
 
     flops: int
@@ -57,10 +58,20 @@ def node_costs(graph: fx.Graph, device: Device, kernels: Kernels) -> dict[fx.Nod
     """Costs of all nodes; each memory that a kernel reads twice is counted at the first node that reads it."""
     costs = dict.fromkeys(graph.nodes, FREE)
     for node, work in node_work(graph, kernels).items():
-        rate = device.flops_per_s(work.dtype)
-        time_us = roofline_us(work.flops, work.size_bytes, rate, device.bytes_per_s)
+        time_us = _known_us(node, device, kernels)
+        if time_us is None:
+            rate = device.flops_per_s(work.dtype)
+            time_us = roofline_us(work.flops, work.size_bytes, rate, device.bytes_per_s)
         costs[node] = NodeCost(work.flops, work.size_bytes, time_us)
     return costs
+
+
+def _known_us(node: fx.Node, device: Device, kernels: Kernels) -> float | None:
+    """What is known better than by the roofline."""
+    estimated = None if device.estimate is None else device.estimate(node)
+    if estimated is not None:
+        return estimated
+    return device.measured.get(signature_of(node)) if device.measured and runs_alone(node, kernels) else None
 
 
 def node_work(graph: fx.Graph, kernels: Kernels, sizes: Sizes = NUMBERS) -> dict[fx.Node, Work]:

@@ -57,10 +57,12 @@ class Kernels:
     Attributes:
         of: Node to the number of its kernel; nodes that launch nothing are absent.
         inner: Nodes whose results are never written.
+        fused: Whether pointwise operators and reductions run in kernels with others.
     """
 
     of: dict[fx.Node, int]
     inner: frozenset[fx.Node]
+    fused: bool
 
 
 def shares_memory(node: fx.Node) -> bool:
@@ -104,7 +106,7 @@ def plan_kernels(graph: fx.Graph, fusion: Fusion) -> Kernels:
         in_run = joins
         of[node] = number
     inner = {node for node in of if fusion is Fusion.KERNELS and is_fusible(node) and _stays_inside(node, of)}
-    return Kernels(of, frozenset(inner))
+    return Kernels(of, frozenset(inner), fusion is Fusion.KERNELS)
 
 
 def _stays_inside(node: fx.Node, of: dict[fx.Node, int]) -> bool:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
+from torch import fx
 
+from fsdp_compile.cost.formulas import collective_us
 from fsdp_compile.errors import ConfigError
+
+Estimate = Callable[[fx.Node], float | None]
+"""How long a node takes in us, if it is known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +33,39 @@ class Quantity:
     source: str
 
 
+@dataclasses.dataclass(frozen=True)
+class MeasuredCollective:
+    """Measured times of one kind of collective in a group of one size.
+
+    Attributes:
+        kind: "all-gather", "reduce-scatter" or "all-reduce".
+        ranks: Ranks in the group.
+        points: Bytes that each rank sent and the time in us, at least two, growing. Between them times are
+            interpolated; beyond the last one, the last two say what a byte takes; below the first one, its time holds.
+    """
+
+    kind: str
+    ranks: int
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if len(sizes) < 2 or sizes != sorted(set(sizes)):
+            raise ConfigError(
+                f"times of {self.kind} over {self.ranks} ranks need two or more sizes, growing",
+                where=f"MeasuredCollective(points={self.points})",
+                instead="((1e3, 30.0), (1e6, 110.0), (1e9, 90e3))",
+            )
+
+    def time_us(self, sent_bytes: float) -> float:
+        """Time for so many bytes."""
+        sizes = [size for size, _ in self.points]
+        at = min(max(bisect.bisect_left(sizes, sent_bytes), 1), len(sizes) - 1)
+        (size, time_us), (next_size, next_us) = self.points[at - 1], self.points[at]
+        share = max(0.0, (sent_bytes - size) / (next_size - size))
+        return time_us + share * (next_us - time_us)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
     """What connects the ranks of a group, as one rank sees it; or a device with its host.
@@ -37,6 +76,7 @@ class Link:
         rate_share: Share of it that a large message reaches.
         launch: Time of a message without data, us.
         hop: Added for every doubling of the number of ranks, us.
+        measured: Collectives whose times are known better than by the formula.
     """
 
     name: str
@@ -44,11 +84,27 @@ class Link:
     rate_share: Quantity
     launch: Quantity
     hop: Quantity
+    measured: tuple[MeasuredCollective, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def bytes_per_s(self) -> Any:
         """Bytes per second of a large message."""
         return self.rate.value * self.rate_share.value
+
+    def collective_us(self, kind: str, sent_bytes: Any, ranks: Any) -> Any:
+        """Time of a collective that has the link for itself: measured, or by the formula.
+
+        Args:
+            kind: "all-gather", "reduce-scatter" or "all-reduce".
+            sent_bytes: What each rank sends.
+            ranks: Ranks in its group.
+        """
+        for table in self.measured:
+            if (table.kind, table.ranks) == (kind, ranks):
+                return table.time_us(sent_bytes)
+        return collective_us(
+            sent_bytes, ranks, launch_us=self.launch.value, hop_us=self.hop.value, bytes_per_s=self.bytes_per_s
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +119,9 @@ class Device:
         memory_share: Share of the peak that a large copy reaches.
         memory: Device memory, byte.
         host: To the memory of the host, and from it at the same time.
+        estimate: Says how long a node of a graph takes in us, or `None` for what it does not know; asked before
+            anything else. It must give the same on every rank, so it may look at the node alone.
+        measured: Times in us by `cost.signature.signature_of`; taken where `estimate` has none.
     """
 
     name: str
@@ -72,6 +131,8 @@ class Device:
     memory_share: Quantity
     memory: Quantity
     host: Link
+    estimate: Estimate | None = dataclasses.field(default=None, repr=False)
+    measured: Mapping[str, float] = dataclasses.field(default_factory=dict, repr=False)
 
     def flops_per_s(self, dtype: torch.dtype | None) -> Any:
         """FLOP/s that a large matmul of `dtype` reaches."""

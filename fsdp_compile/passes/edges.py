@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.compute import node_costs
-from fsdp_compile.cost.formulas import collective_us
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware, Link
 from fsdp_compile.ir.graph import StepGraph
@@ -48,27 +48,27 @@ class Edges:
     def split_gathers(self, groups: Groups) -> Groups:
         """Splits groups, in the order in which they are read, that would delay what is computed with them and after."""
         least_us, over_us = self.total_us, 0.0
-        for run in (run for group in groups for run in self._runs(group)):
-            over_us += self._time_us(run)
+        for run in (run for group in groups for run in self._runs(group, Kind.GATHER)):
+            over_us += self._time_us(run, Kind.GATHER)
             least_us = max(least_us, over_us + self._left_us(run))
         done: Groups = []
         over_us = 0.0
         for group in groups:
-            over_us += self._time_us(group)
+            over_us += self._time_us(group, Kind.GATHER)
             late = over_us + self._left_us(group) > NEAR * least_us
-            done += self._runs(group) if late else [group]
+            done += self._runs(group, Kind.GATHER) if late else [group]
         return done
 
     def split_reductions(self, groups: Groups) -> Groups:
         """Splits groups, in the order in which they are ready, that would keep the graph from ending."""
         least_us, left_us = self.total_us, 0.0
         for run in (run for group in groups[::-1] for run in self._last_runs(group)[::-1]):
-            left_us += self._time_us(run)
+            left_us += self._time_us(run, Kind.REDUCE)
             least_us = max(least_us, self._ready_us(run) + left_us)
         done: Groups = []
         left_us = 0.0
         for group in groups[::-1]:
-            left_us += self._time_us(group)
+            left_us += self._time_us(group, Kind.REDUCE)
             late = self._ready_us(group) + left_us > NEAR * least_us
             done = (self._last_runs(group) if late else [group]) + done
         return done
@@ -83,29 +83,30 @@ class Edges:
 
     def _last_runs(self, singles: Sequence[Single]) -> Groups:
         """Cuts a sequence from its end."""
-        runs = self._runs(singles[::-1])
+        runs = self._runs(singles[::-1], Kind.REDUCE)
         return [run[::-1] for run in runs[::-1]] if len(runs) > 1 else [list(singles)]
 
-    def _runs(self, singles: Sequence[Single]) -> Groups:
+    def _runs(self, singles: Sequence[Single], kind: Kind) -> Groups:
         """Cuts a sequence where enough has come together; small ones go first, since they travel as one message."""
         ordered = [s for s in singles if is_small(s)] + [s for s in singles if not is_small(s)]
         runs: Groups = [[]]
         for single in ordered:
-            if runs[-1] and self._is_enough(runs[-1]):
+            if runs[-1] and self._is_enough(runs[-1], kind):
                 runs.append([])
             runs[-1].append(single)
-        if len(runs) > 1 and not self._is_enough(runs[-1]):
+        if len(runs) > 1 and not self._is_enough(runs[-1], kind):
             runs[-2:] = [runs[-2] + runs[-1]]
         return runs
 
-    def _is_enough(self, singles: Sequence[Single]) -> bool:
-        latency_us = _collective_us(0, singles[0].ranks, self.link)
-        return self._time_us(singles) >= (1 + LEAST_LATENCIES) * latency_us
+    def _is_enough(self, singles: Sequence[Single], kind: Kind) -> bool:
+        latency_us = self.link.collective_us(kind.value, 0, singles[0].ranks)
+        return self._time_us(singles, kind) >= (1 + LEAST_LATENCIES) * latency_us
 
-    def _time_us(self, singles: Sequence[Single]) -> float:
+    def _time_us(self, singles: Sequence[Single], kind: Kind) -> float:
         ranks = singles[0].ranks
         held_bytes = sum(s.extent * s.sent.meta["val"].element_size() for s in singles)
-        return _collective_us(held_bytes * (ranks - 1), ranks, self.link)
+        time_us: float = self.link.collective_us(kind.value, held_bytes * (ranks - 1), ranks)
+        return time_us
 
 
 def edges_of(step: StepGraph, hardware: Hardware) -> Edges:
@@ -114,9 +115,3 @@ def edges_of(step: StepGraph, hardware: Hardware) -> Edges:
     reached = itertools.accumulate((costs[node].time_us for node in step.graph.nodes), initial=0.0)
     before_us = dict(zip(step.graph.nodes, reached, strict=False))
     return Edges(before_us, sum(cost.time_us for cost in costs.values()), hardware.link)
-
-
-def _collective_us(sent_bytes: int, ranks: int, link: Link) -> float:
-    return collective_us(
-        sent_bytes, ranks, launch_us=link.launch.value, hop_us=link.hop.value, bytes_per_s=link.bytes_per_s
-    )

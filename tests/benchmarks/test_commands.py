@@ -70,6 +70,21 @@ def test_every_benchmark_runs(name: str, tmp_path: Path) -> None:
 @_ALL
 @pytest.mark.optional
 @pytest.mark.inductor
+def test_predictions_stand_beside_measurements(tmp_path: Path) -> None:
+    cache = tmp_path / "times.json"
+    rows = _run("cost_model", tmp_path, "--fsdp-options", '{"lower": "eager"}', "--cache", str(cache))["results"]
+    assert [row["what"] for row in rows] == [
+        *("compute, roofline", "compute, measured", "step, roofline", "step, measured", "peak memory"),
+        *("all-gather, 1 MB", "reduce-scatter, 1 MB"),
+    ]
+    for row in rows:
+        assert row["prediction_error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
+    assert cache.exists()
+
+
+@_ALL
+@pytest.mark.optional
+@pytest.mark.inductor
 def test_what_a_gpu_runs_is_dry_run_on_a_cpu(tmp_path: Path) -> None:
     results = _run("gpu.run_all", tmp_path, "--device", "cpu")["results"]
     assert [part for part in results if "error" in part] == []

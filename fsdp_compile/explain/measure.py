@@ -1,0 +1,162 @@
+"""Measured times of the operators in a plan: taken once, kept in a file, the same on every rank.
+
+A plan that ranks make by times of their own would differ from rank to rank. So the first rank alone measures, or reads
+the file, and all get its numbers; what they hold is plain data, which nothing changes while graphs are compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from filelock import FileLock
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from fsdp_compile.cost.fusion import plan_kernels
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.signature import is_measurable, runs_alone, signature_of, value_of
+from fsdp_compile.cost.sizes import concrete, tensor_bytes
+from fsdp_compile.errors import ConfigError, RankFailedError
+from fsdp_compile.explain.plan import Plan
+
+Times = Mapping[str, float]
+"""Times in us by `signature_of`."""
+_WARM_UP: Final = 1
+
+
+def measured(
+    plan: Plan, *, cache: str | Path | None = None, device: str | torch.device = "cpu", rounds: int = 5
+) -> Hardware:
+    """The hardware of a plan, with measured times for its matmuls, attentions and all that is a kernel by itself.
+
+    Each distinct operator runs a few times on made-up values. What a compiler fuses keeps its roofline. With a process
+    group, every rank must call this: the first one measures, and all get its times.
+
+    Args:
+        plan: By `explain` for a plain model; one for the shapes, dtypes and options of the job.
+        cache: A JSON file of times by device and torch version: what is there is not measured again.
+        device: Where to measure.
+        rounds: Runs of each operator, of which the median counts.
+
+    Raises:
+        ConfigError: If the plan is of a model that has run.
+    """
+    if plan.traced is None:
+        raise ConfigError(
+            "the plan is of a model that has run, and has no graphs to measure",
+            where="measured(plan)",
+            instead="measured(explain(model, ...)) with the plain model",
+        )
+    nodes = _nodes(plan)
+
+    def times() -> Times:
+        if cache is None:
+            return _measured(nodes, torch.device(device), rounds)
+        return _cached(nodes, Path(cache), torch.device(device), rounds)
+
+    known = _of_the_first_rank(times)
+    return dataclasses.replace(plan.hardware, device=dataclasses.replace(plan.hardware.device, measured=known))
+
+
+def _nodes(plan: Plan) -> dict[str, fx.Node]:
+    """One node for each operator that can be measured by itself."""
+    assert plan.traced is not None
+    found: dict[str, fx.Node] = {}
+    for step in (step for steps in plan.steps for step in steps):
+        kernels = plan_kernels(step.graph, plan.traced.fusion)
+        for node in step.graph.nodes:
+            if runs_alone(node, kernels) and is_measurable(node):
+                found.setdefault(signature_of(node), node)
+    return found
+
+
+def _cached(nodes: Mapping[str, fx.Node], path: Path, device: torch.device, rounds: int) -> Times:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        every = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        known = every.setdefault(_setting(device), {})
+        missing = {signature: node for signature, node in nodes.items() if signature not in known}
+        if missing:
+            known.update(_measured(missing, device, rounds))
+            path.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        return {signature: known[signature] for signature in nodes if signature in known}
+
+
+def _setting(device: torch.device) -> str:
+    """What times hold for."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    return f"{device.type}, {name}, torch {torch.__version__}"
+
+
+def _measured(nodes: Mapping[str, fx.Node], device: torch.device, rounds: int) -> Times:
+    found = {}
+    for signature, node in nodes.items():
+        # An operator that refuses made-up values, or does not exist on the device, keeps its roofline.
+        with contextlib.suppress(RuntimeError, IndexError, ValueError, TypeError):
+            found[signature] = _median_us(_runnable(node, device), device, rounds)
+    return found
+
+
+def _runnable(node: fx.Node, device: torch.device) -> Callable[[], object]:
+    def made_up(argument: Any) -> Any:
+        value = value_of(argument)
+        if isinstance(value, torch.device):
+            return device
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape, strides = ([concrete(n) for n in of] for of in (value.shape, value.stride()))
+        reach = tensor_bytes(value) // value.element_size()
+        memory = torch.empty(reach, dtype=value.dtype, device=device)
+        return (memory.normal_() if value.is_floating_point() else memory.zero_()).as_strided(shape, strides)
+
+    args, kwargs = tree_map(made_up, (node.args, dict(node.kwargs)))
+    target: Any = node.target
+    return lambda: target(*args, **kwargs)
+
+
+def _median_us(run: Callable[[], object], device: torch.device, rounds: int) -> float:
+    samples = []
+    with torch.no_grad():
+        for _ in range(_WARM_UP + rounds):
+            _synchronize(device)
+            start_s = time.perf_counter()
+            run()
+            _synchronize(device)
+            samples.append((time.perf_counter() - start_s) * 1e6)
+    return statistics.median(samples[_WARM_UP:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _of_the_first_rank(times: Callable[[], Times]) -> Times:
+    """What the first rank finds, on every rank; its error, if it fails, instead of a wait that nothing ends."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return times()
+    box: list[tuple[Times, str]] = [({}, "")]
+    failed: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            box = [(times(), "")]
+        except Exception as error:
+            failed, box = error, [({}, f"{type(error).__name__}: {error}")]
+    dist.broadcast_object_list(box, src=0)
+    found, what = box[0]
+    if what:
+        raise RankFailedError(
+            f"the first rank could not measure: {what}",
+            where="measured(plan)",
+            instead="see that rank's error; a cache that it can write, operators that run on its device",
+        ) from failed
+    return found

@@ -1,0 +1,128 @@
+"""Times that are known better than by a formula: the user's estimate first, then measured ones, then the roofline."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.compute import node_costs
+from fsdp_compile.cost.fusion import Fusion, plan_kernels
+from fsdp_compile.cost.hardware import Device, MeasuredCollective, hardware
+from fsdp_compile.cost.signature import signature_of
+from fsdp_compile.errors import ConfigError, RankFailedError
+from fsdp_compile.explain import measure, measured
+from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.plan import Plan
+from tests.cost.graphs import Sketch
+from tests.explain.models import Stack, on_meta
+from tests.ranks import run_ranks
+
+aten = torch.ops.aten
+
+
+def _graph() -> tuple[fx.Graph, fx.Node, fx.Node]:
+    s = Sketch()
+    x = s.input("x", 64, 64)
+    y = s.call(aten.mm.default, x, x)
+    z = s.call(aten.relu.default, y)
+    return s.done(z).graph, y, z
+
+
+def _times(device: Device, fusion: Fusion = Fusion.KERNELS) -> tuple[float, float]:
+    graph, y, z = _graph()
+    costs = node_costs(graph, device, plan_kernels(graph, fusion))
+    return costs[y].time_us, costs[z].time_us
+
+
+@pytest.mark.core
+def test_the_users_estimate_comes_first_then_what_was_measured_then_the_roofline() -> None:
+    roofline = hardware().device
+    _, y, z = _graph()
+    known = dataclasses.replace(roofline, measured={signature_of(y): 7.0, signature_of(z): 9.0})
+    assert _times(known) == (7.0, _times(roofline)[1])  # what is fused with others was not measured with them
+    assert _times(known, Fusion.NONE) == (7.0, 9.0)
+    mine = dataclasses.replace(known, estimate=lambda node: 3.0 if node.target is aten.mm.default else None)
+    assert _times(mine, Fusion.NONE) == (3.0, 9.0)
+
+
+def test_a_signature_tells_shapes_layouts_and_dtypes_apart_and_nothing_else() -> None:
+    _, y, z = _graph()
+    _, again, _ = _graph()
+    assert signature_of(y) == signature_of(again) != signature_of(z)
+    s = Sketch()
+    x = s.input("x", 64, 64)
+    assert signature_of(s.call(aten.mm.default, x, s.call(aten.t.default, x))) != signature_of(y)
+    half = s.input("half", 64, 64, dtype=torch.bfloat16)
+    assert signature_of(s.call(aten.mm.default, half, half)) != signature_of(y)
+
+
+def test_measured_collectives_are_interpolated_and_others_follow_the_formula() -> None:
+    formula = hardware(link=50.0).link
+    table = MeasuredCollective("all-gather", 8, ((1e3, 20.0), (1e6, 120.0), (3e6, 320.0)))
+    link = dataclasses.replace(formula, measured=(table,))
+    gathered = [link.collective_us(Kind.GATHER.value, size, 8) for size in (0, 1e3, 2e6, 3e6, 5e6)]
+    assert gathered == pytest.approx([20.0, 20.0, 220.0, 320.0, 520.0])
+    for kind, ranks in ((Kind.REDUCE, 8), (Kind.GATHER, 4)):
+        assert link.collective_us(kind.value, 1e6, ranks) == formula.collective_us(kind.value, 1e6, ranks)
+    with pytest.raises(ConfigError, match="two or more sizes, growing"):
+        MeasuredCollective("all-gather", 8, ((1e6, 20.0), (1e3, 120.0)))
+
+
+def test_a_plan_takes_measured_collectives() -> None:
+    table = [MeasuredCollective(kind.value, 4, ((0.0, 1e4), (1e12, 2e4))) for kind in (Kind.GATHER, Kind.REDUCE)]
+    there = hardware()
+    there = dataclasses.replace(there, link=dataclasses.replace(there.link, measured=tuple(table)))
+    model, x = on_meta(Stack)
+    plan = explain(model, x, world_size=4, options={"lower": "eager"}, hardware=there)
+    assert all(c.time_us == pytest.approx(1e4, rel=1e-3) for graph in plan.graphs for c in graph.collectives)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model, x = on_meta(Stack)
+    return explain(model, x, world_size=4, options={"lower": "eager"})
+
+
+def test_times_are_measured_once_and_kept_in_a_file(plan: Plan, tmp_path: Path) -> None:
+    cache = tmp_path / "folder" / "times.json"
+    first = measured(plan, cache=cache, rounds=1)
+    assert first.link == plan.hardware.link
+    assert any("aten.addmm.default" in signature for signature in first.device.measured)
+    assert all(time_us > 0 for time_us in first.device.measured.values())
+    (kept,) = json.loads(cache.read_text(encoding="utf-8")).values()
+    assert kept == first.device.measured
+    with mock.patch.object(measure, "_median_us", side_effect=AssertionError):  # all of it is in the file
+        again = measured(plan, cache=cache, rounds=1)
+    assert again.device.measured == first.device.measured
+    with pytest.raises(ConfigError, match="has run"):
+        measured(dataclasses.replace(plan, traced=None))
+
+
+def _measure(folder: str) -> dict[str, float]:
+    """What a rank gets; the ranks but the first one would measure other times."""
+    model, x = on_meta(Stack)
+    plan = explain(model, x, options={"lower": "eager"})
+    rank = dist.get_rank()
+    with mock.patch.object(measure, "_median_us", return_value=100.0 + rank):
+        times = measured(plan).device.measured
+    try:
+        measured(plan, cache=folder)
+    except RankFailedError as error:
+        return {**times, str(error): 0.0}
+    return {}
+
+
+@pytest.mark.core
+def test_all_ranks_get_the_first_ranks_times_and_its_failure(tmp_path: Path) -> None:
+    first, second = run_ranks(_measure, str(tmp_path), world_size=2)  # a folder is no file to read
+    assert first == second
+    assert set(first.values()) == {100.0, 0.0}
+    assert any("the first rank could not measure: IsADirectoryError" in text for text in first)
