@@ -24,12 +24,13 @@ from benchmarks.measure import Run, Samples, alternate
 from benchmarks.steps import Prepared, prepare
 
 
-def _joined(model: nn.Module, setup: Setup) -> Any:
-    return contenders.ours(model, dataclasses.replace(setup, options={**setup.options, "bucket_mb": "auto"}))
+def _apart(model: nn.Module, setup: Setup) -> Any:
+    return contenders.ours(model, dataclasses.replace(setup, options={**setup.options, "bucket_mb": 0}))
 
 
-_JOINED = Contender("fsdp_compile_tiny_units", 'bucket_mb="auto", and flat_step() on the optimizer', _joined)
-_CONTENDERS = (UNSHARDED, FSDP2, FSDP2_COMPILED, OURS, _JOINED)
+_FLAT_STEP = dataclasses.replace(OURS, name="fsdp_compile_flat_step", about="flat_step() on the optimizer")
+_APART = Contender("fsdp_compile_units_apart", "bucket_mb=0: collectives of its own for each unit", _apart)
+_CONTENDERS = (UNSHARDED, FSDP2, FSDP2_COMPILED, OURS, _FLAT_STEP, _APART)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +70,7 @@ def run(layers: int, ranks: int, rounds: int) -> list[dict[str, Any]]:
 def _optimizer_step(name: str, prepared: Prepared) -> Run:
     """A step of AdamW on the gradients that are there."""
     optimizer = torch.optim.AdamW(prepared.model.parameters(), foreach=True)
-    return (fsdp_compile.flat_step(optimizer) if name == _JOINED.name else optimizer).step
+    return (fsdp_compile.flat_step(optimizer) if name == _FLAT_STEP.name else optimizer).step
 
 
 def _row(name: str, steps: Mapping[str, Samples], optimizers: Mapping[str, Samples]) -> dict[str, Any]:

@@ -63,7 +63,8 @@ class FSDPOptions:
         bucket_mb: Units whose messages are small share their collectives with the units after them, up to this many
             1e6 byte of full parameters, or of full gradients; 0 gives every unit collectives of its own. "auto" takes
             four times what the link sends during the latency of a collective, at most a hundredth of
-            `memory_budget_gb`, and nothing at `prefetch=0`. In FSDP2's layout reductions are never joined.
+            `memory_budget_gb`; nothing for a fixed distance, which counts units. In FSDP2's layout reductions are
+            never joined.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
@@ -82,7 +83,7 @@ class FSDPOptions:
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     artifacts: str | os.PathLike[str] | None = None
     reduce_layout: Literal["aligned", "fsdp2"] = "aligned"
-    bucket_mb: float | Literal["auto"] = 0.0
+    bucket_mb: float | Literal["auto"] = "auto"
     stop_after: str | None = None
     mesh: DeviceMesh | None = None
     mp_policy: Policy | None = None

@@ -119,6 +119,7 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
         options = dataclasses.replace(options, hardware=hardware_of(step))
     if options.bucket_mb == "auto":
         options = dataclasses.replace(options, bucket_mb=_bucket_mb(step, options))
+    limits = dataclasses.replace(limits, joined_bytes=round(options.bucket_mb * 1e6))
     selected = _selected(options)
     for graph_pass in selected:
         plan = graph_pass.plan(step)
@@ -128,7 +129,7 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
         graph_pass.apply(step, plan)
         watcher.applied(step, graph_pass)
         if isinstance(plan, SchedulePlan):
-            limits = Limits(unsharded_bytes=plan.budget_bytes, reduce_layout=layout)
+            limits = dataclasses.replace(limits, unsharded_bytes=plan.budget_bytes)
     if selected:
         last = selected[-1].name
         check(step, after=last, stage=_stage(last, options), limits=limits)
@@ -159,7 +160,7 @@ def _promised(phase: Phase, options: FSDPOptions) -> Limits:
 def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:
     """What `bucket_mb="auto"` means for a graph: the same on every rank."""
     flat = next(step.nodes(Role.FLAT), None)
-    if options.prefetch == 0 or flat is None:
+    if options.prefetch != "auto" or flat is None:
         return 0.0
     ranks = max(max(spec.size, spec.replicas) for spec in require(flat).specs)
     worth_mb = worth_joining_bytes(options.hardware or hardware_of(step), ranks) / 1e6

@@ -78,4 +78,4 @@ def _kind(single: Single) -> Hashable:
 
 
 def _full_bytes(singles: Sequence[Single]) -> int:
-    return sum(s.ranks * s.extent * s.sent.meta["val"].element_size() for s in singles)
+    return sum(single.full_bytes for single in singles)

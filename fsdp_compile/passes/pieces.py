@@ -57,6 +57,13 @@ class Single:
         return self.spec.kept_numel if self.is_part else self.spec.extent
 
     @property
+    def full_bytes(self) -> int:
+        """Bytes of the messages of all ranks."""
+        values = [message.meta["val"] for message in self.start.all_input_nodes]
+        times = self.ranks if require(self.start).role is Role.GATHER else 1
+        return times * sum(value.numel() * value.element_size() for value in values)
+
+    @property
     def sent(self) -> fx.Node:
         """The message that goes in; of a quantized parameter, the one with its elements."""
         return self.start.all_input_nodes[0]

@@ -16,6 +16,7 @@ class Limits:
         alone: Whether a bucket that is gathered ahead may be held beside those alone that are still used when it is
             needed: the others are freed first.
         unsharded_bytes: Bytes of gathered parameters that may be live at any node.
+        joined_bytes: Bytes of full parameters, or of full gradients, in a collective that several units share.
         num_fwd_outputs: How many outputs of the forward graph go to the caller (results, mutated inputs); the others
             are saved for backward. If `None`, the descriptions that AOTAutograd writes on the output node tell.
         reduce_layout: Only "aligned" promises that messages of reductions are aligned.
@@ -24,5 +25,6 @@ class Limits:
     prefetch: int | None = None
     alone: bool = False
     unsharded_bytes: int | None = None
+    joined_bytes: int | None = None
     num_fwd_outputs: int | None = None
     reduce_layout: ReduceLayout = ReduceLayout.ALIGNED

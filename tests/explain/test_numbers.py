@@ -25,7 +25,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 @pytest.fixture
 def plan() -> Plan:
     model, x = on_meta(Stack)
-    return explain(model, x, world_size=RANKS, options={"lower": "eager", "mp_policy": MIXED})
+    return explain(model, x, world_size=RANKS, options={"lower": "eager", "mp_policy": MIXED, "bucket_mb": 0})
 
 
 def test_units_add_up_to_the_model(plan: Plan) -> None:

@@ -33,7 +33,9 @@ def _browse(page: Path, profile: Path, *what: str) -> subprocess.CompletedProces
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     model, x = on_meta(Stack)
-    return explain(model, x, world_size=64, options={"lower": "eager"}).save_html(tmp_path / "plan.html")
+    return explain(model, x, world_size=64, options={"lower": "eager", "bucket_mb": 0}).save_html(
+        tmp_path / "plan.html"
+    )
 
 
 def test_the_script_draws_lanes_curve_and_tables(written: Path, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import fully_shard
-from tests.parity.models import Stack, Tied
+from fsdp_compile import explain, fully_shard
+from tests.parity.models import WIDTH, Stack, Tied
 from tests.parity.pair import Differences, batches, loss_of, train_pair
 from tests.parity.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
@@ -62,3 +62,21 @@ def _hybrid() -> Differences:
 
 def test_replicas_average_what_units_share() -> None:
     assert_equal_training(run_ranks(_hybrid, world_size=4))
+
+
+def _collectives(options: dict[str, Any]) -> tuple[list[int], set[str]]:
+    """Collectives in forward and in backward of a stack of tiny blocks, and all units that they serve."""
+    plan = explain(Stack(12), torch.zeros(2, WIDTH), world_size=8, options={"lower": "eager", **options})
+    served = {unit for graph in plan.graphs for one in graph.collectives for unit in one.units}
+    return [len(graph.collectives) for graph in plan.graphs], served
+
+
+@pytest.mark.core
+def test_tiny_units_share_collectives_by_default_and_the_report_says_so() -> None:
+    apart, units = _collectives({"bucket_mb": 0})
+    shared, served = _collectives({})
+    assert len(units) >= 12
+    assert served == units
+    assert shared == [1, 2], "a gather in forward; one and a reduction in backward"
+    assert apart == [len(units), 2 * len(units)]
+    assert _collectives({"prefetch": 1})[0] == apart, "a fixed distance counts units"

@@ -135,7 +135,7 @@ def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
 
 
 def _all_sent() -> tuple[Sent, ...]:
-    return sent(Stack), sent(Checkpointed, prefetch=1), sent(Frozen, prefetch=0)
+    return sent(Stack, bucket_mb=0), sent(Checkpointed, prefetch=1), sent(Frozen, prefetch=0)
 
 
 def test_backward_gathers_each_unit_again_and_reduces_it_once() -> None:

@@ -43,6 +43,7 @@ class Break:
         stage: How far the graph has come when it is broken.
         limits: What it is held to.
         prefetch: By which rule it was scheduled.
+        bucket_mb: How large the units are that share collectives.
     """
 
     rule: str
@@ -54,6 +55,7 @@ class Break:
     stage: Stage = Stage.FINAL
     limits: Limits = NO_LIMITS
     prefetch: int | FSDPPrefetch = 1
+    bucket_mb: float = 0
 
     @property
     def name(self) -> str:
@@ -70,6 +72,7 @@ class Break:
             stage=self.stage,
             prefetch=self.prefetch,
             layout=layout,
+            bucket_mb=self.bucket_mb,
         )
 
 

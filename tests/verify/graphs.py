@@ -30,15 +30,17 @@ def graph(
     stage: Stage = Stage.FINAL,
     prefetch: int | FSDPPrefetch = 1,
     layout: ReduceLayout = ReduceLayout.ALIGNED,
+    bucket_mb: float = 0,
 ) -> StepGraph:
     """A correct graph of one of `MODELS`, which the test may break."""
-    forward, backward = _captured(model, world, stage, prefetch, layout)
+    forward, backward = _captured(model, world, stage, prefetch, layout, bucket_mb)
     return copied(forward if phase is Phase.FORWARD else backward)
 
 
 @functools.cache
 def _captured(
-    model: str, world: World, stage: Stage, prefetch: int | FSDPPrefetch, layout: ReduceLayout
+    model: str, world: World, stage: Stage, prefetch: int | FSDPPrefetch, layout: ReduceLayout, bucket_mb: float
 ) -> list[StepGraph]:
     make, inputs = MODELS[model]
-    return capture(make, inputs(), world, until=stage, prefetch=prefetch, reduce_layout=layout.value)
+    settings = {"prefetch": prefetch, "reduce_layout": layout.value, "bucket_mb": bucket_mb}
+    return capture(make, inputs(), world, until=stage, **settings)

@@ -6,7 +6,11 @@ import pytest
 
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.table import RULES
-from tests.verify.breaks import BREAKS, Break
+from tests.verify.breaks import BREAKS as OF_UNITS
+from tests.verify.breaks import Break
+from tests.verify.joined_breaks import BREAKS as OF_JOINED_UNITS
+
+BREAKS = (*OF_UNITS, *OF_JOINED_UNITS)
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=[b.name for b in BREAKS])

@@ -4,7 +4,8 @@ With a budget in bytes, every byte from the start of an all-gather to its reshar
 that forward kept because there is room, until its last use. With a prefetch distance, a bucket may be live only while
 it is in use, while it is the next one needed, or as one of that many gathered ahead. (How many are in use at once is
 the model's doing: tied embeddings are in use from one end to the other.) Buckets that are to be alone are gathered once
-those before them are freed. What the user has started early comes on top.
+those before them are freed. What the user has started early comes on top. Units may share a collective only up to a
+number of bytes, since what they share is held from the first one's need to the last one's use.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RULE = "unsharded-bytes"
 
 def unsharded_bytes(facts: Facts) -> list[Complaint]:
     """Holds live gathered memory to the limits, at every node."""
-    return [*_over_budget(facts), *_too_early(facts), *_not_alone(facts), *_too_late(facts)]
+    return [*_over_budget(facts), *_too_early(facts), *_not_alone(facts), *_too_late(facts), *_joined(facts)]
 
 
 def _over_budget(facts: Facts) -> Iterator[Complaint]:
@@ -120,3 +121,22 @@ def _too_late(facts: Facts) -> Iterator[Complaint]:
                 f"keeps unit {unit} gathered during %{model}, which needs none of it",
                 f"reshard right after %{facts.nodes[last_use[gather]]}, the last use",
             )
+
+
+def _joined(facts: Facts) -> Iterator[Complaint]:
+    """Collectives that several units share, and that are too large for that."""
+    limit = facts.limits.joined_bytes
+    if limit is None:
+        return
+    for kind in Kind:
+        for collective in facts.of_kind(kind):
+            units = require(collective.start).units
+            full = [nodes[0] for nodes in collective.unfinished if nodes] if kind is Kind.GATHER else collective.sent
+            held = sum(map(size_bytes, full))
+            if len(units) > 1 and held > limit:
+                yield Complaint(
+                    RULE,
+                    collective.start,
+                    f"holds {held:,} bytes of {len(units)} units that share it ({', '.join(units)})",
+                    f"units may share {limit:,} bytes: what they share is held while any of them needs it",
+                )

@@ -104,6 +104,24 @@ def _wrong_record(facts: Facts, node: fx.Node, record: Record) -> Iterator[Compl
             f"is recorded for {len(record.parameters)} parameters with {len(record.specs)} specs",
             "a record names at least one parameter, and has one spec for each",
         )
+    if node.target in KINDS:
+        yield from _wrong_names(node, record)
+
+
+def _wrong_names(node: fx.Node, record: Record) -> Iterator[Complaint]:
+    """A collective whose record names other parameters than its messages' records."""
+    sent = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+    records = [record_of(message) for message in sent if isinstance(message, fx.Node)]
+    carried = {claim for each in records if each is not None for claim in each.claims}
+    if None in records or carried == set(record.claims):
+        return
+    named = ", ".join(sorted({f"{name} of {unit}" for unit, name in carried ^ set(record.claims)}))
+    yield Complaint(
+        TYPED,
+        node,
+        f"its record and those of its messages differ in {named}",
+        "a collective names the parameters of all of its messages, whichever units they are of",
+    )
 
 
 def nothing_rank_specific(facts: Facts) -> list[Complaint]:
