@@ -117,9 +117,9 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     limits = dataclasses.replace(_promised(step.phase, options), reduce_layout=layout)
     if options.prefetch == "auto" and options.hardware is None:
         options = dataclasses.replace(options, hardware=hardware_of(step))
-    if options.bucket_mb == "auto":
-        options = dataclasses.replace(options, bucket_mb=_bucket_mb(step, options))
-    limits = dataclasses.replace(limits, joined_bytes=round(options.bucket_mb * 1e6))
+    bucket_mb = _bucket_mb(step, options)
+    options = dataclasses.replace(options, bucket_mb=bucket_mb)
+    limits = dataclasses.replace(limits, joined_bytes=round(bucket_mb * 1e6))
     selected = _selected(options)
     for graph_pass in selected:
         plan = graph_pass.plan(step)
@@ -158,7 +158,9 @@ def _promised(phase: Phase, options: FSDPOptions) -> Limits:
 
 
 def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:
-    """What `bucket_mb="auto"` means for a graph: the same on every rank."""
+    """What `bucket_mb` is for a graph, with the meaning that "auto" has there: the same on every rank."""
+    if options.bucket_mb != "auto":
+        return options.bucket_mb
     flat = next(step.nodes(Role.FLAT), None)
     if options.prefetch != "auto" or flat is None:
         return 0.0
