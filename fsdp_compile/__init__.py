@@ -17,6 +17,7 @@ from fsdp_compile.explain import explain
 from fsdp_compile.gradients.clip import clip_grad_norm_
 from fsdp_compile.gradients.scaler import GradScaler
 from fsdp_compile.optimizers.flat_step import flat_step
+from fsdp_compile.optimizers.in_backward import step_in_backward
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters.accumulation import no_sync
 from fsdp_compile.parameters.full_params import full_params
@@ -55,5 +56,6 @@ __all__ = [
     "materialize",
     "no_sync",
     "register_comm_hook",
+    "step_in_backward",
     "units",
 ]

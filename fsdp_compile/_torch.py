@@ -152,6 +152,17 @@ def backward_in_progress() -> int:
     return torch._C._current_graph_task_id()
 
 
+def is_accumulated_in_this_backward(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass that this thread is running puts a gradient into `leaf.grad`."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return torch._C._will_engine_execute_node(node)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether users registered hooks on a parameter's gradient."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def after_this_backward(call: Callable[[], None]) -> None:
     """Calls `call` when the backward pass that this thread is running has made all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
@@ -202,6 +213,11 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 def unscale_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Multiplies tensors of one device and dtype in place; sets `found_inf` to 1 if a value is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
+
+
+def has_scaled(scaler: torch.amp.GradScaler) -> bool:
+    """Whether a scaler is in use: it makes its scale when it first scales a loss."""
+    return scaler.is_enabled() and scaler._scale is not None
 
 
 def plain_torch_functions() -> Any:

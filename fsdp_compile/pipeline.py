@@ -36,6 +36,8 @@ from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
 from fsdp_compile.passes.schedule_rules import ScheduleRules
 from fsdp_compile.prefetch import Ahead, FSDPPrefetch
+from fsdp_compile.passes.settle_updates import SettleUpdates
+from fsdp_compile.passes.update_in_backward import UpdateInBackward
 from fsdp_compile.verify.check import check
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.table import Stage
@@ -64,20 +66,21 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     )
     explicit = ExplicitPrefetch()
     if options.prefetch == 0:  # nothing runs beside anything: each unit is gone before the next one comes
-        return (InsertCollectives(), bucket, explicit, ScheduleReshard())
+        return (InsertCollectives(), bucket, UpdateInBackward(), explicit, ScheduleReshard())
+    last = (SettleUpdates(), explicit, ScheduleReshard())
     if isinstance(options.prefetch, FSDPPrefetch):
         rules = ScheduleRules(options.prefetch.in_forward, options.prefetch.in_backward)
-        return (InsertCollectives(), bucket, rules, ScheduleReduce(), explicit, ScheduleReshard())
+        return (InsertCollectives(), bucket, UpdateInBackward(), rules, ScheduleReduce(), *last)
     if isinstance(options.prefetch, int):
         fixed = (SchedulePrefetch(options.prefetch), ScheduleReduce())
-        return (InsertCollectives(), bucket, *fixed, explicit, ScheduleReshard())
+        return (InsertCollectives(), bucket, UpdateInBackward(), *fixed, *last)
     hardware = options.hardware or named_hardware()
     fusion = FUSION[options.lower]
     # Delaying holds activations longer, which a budget may not have room for.
     delayed = () if options.memory_budget_gb is not None else (DelayGradients(hardware, fusion),)
     bucket = dataclasses.replace(bucket, hardware=hardware)
     schedule = Schedule(hardware, _budget_bytes(options), fusion)
-    return (InsertCollectives(), bucket, *delayed, schedule, explicit, ScheduleReshard())
+    return (InsertCollectives(), bucket, UpdateInBackward(), *delayed, schedule, *last)
 
 
 def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole: bool) -> tuple[str, ...]:

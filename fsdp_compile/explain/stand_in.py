@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.parameters import updating
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.reads import gather_on_read
 from fsdp_compile.parameters.sharding import units
@@ -72,7 +73,9 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
     meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    return nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    made = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    updating.move_mark(parameter, made)
+    return made
 
 
 def _hollow_leaf(flat: FlatShard) -> nn.Parameter:

@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.gradients.local import Spread, local_of, spread_of
+from fsdp_compile.parameters import updating
 from fsdp_compile.parameters.moved import successor
 
 _EPSILON = 1e-6  # torch's: a norm of zero divides nothing by zero
@@ -46,7 +47,7 @@ def clip_grad_norm_(
         gradients' dtypes promote (float32 if there are none). It is accumulated in float32 or better.
 
     Raises:
-        ConfigError: If `norm_type` is not positive, or a parameter is a `Partial` DTensor.
+        ConfigError: If `norm_type` is not positive, a parameter is a `Partial` DTensor, or one is updated in backward.
         RuntimeError: If asked for, when the norm is not finite.
     """
     p = float(norm_type)
@@ -57,6 +58,11 @@ def clip_grad_norm_(
             instead="a positive number, or math.inf",
         )
     parameters = _parameters(model_or_parameters)
+    updating.refuse_whole_gradients(
+        parameters,
+        where="clip_grad_norm_()",
+        instead="flat_step(optimizer) in place of step_in_backward(optimizer), or no clipping by the norm of all",
+    )
     gradients = [local_of(q.grad) for q in parameters if q.grad is not None]
     total = _total_norm(parameters, p)
     if error_if_nonfinite and not total.isfinite():

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from fsdp_compile import _torch
 from fsdp_compile.gradients.local import local_of
+from fsdp_compile.parameters import updating
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -37,7 +38,9 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,  # noqa: FBT001
     ) -> dict[torch.device, torch.Tensor]:
         # The one place that torch's unscale_() and step(), of fused optimizers too, go through on 2.11 to 2.15.
-        gradients = [_dense(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        updating.refuse_whole_gradients(parameters, where="GradScaler", instead=updating.WITHOUT_SCALER)
+        gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
         if not allow_fp16 and any(g.dtype == torch.float16 for g in gradients):
             raise ValueError("gradients in float16 cannot be unscaled: keep parameters in float32, and compute in half")
         agreed = found_inf.clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,6 +74,12 @@ def sink(nodes: Iterable[fx.Node]) -> None:
     for node in reversed(list(nodes)):
         if node.users:
             min(node.users).prepend(node)  # nodes compare by where they are now
+
+
+def move_after(nodes: Sequence[fx.Node], anchor: fx.Node) -> None:
+    """Moves nodes, given in graph order, right after `anchor`, which is none of them."""
+    for node in reversed(nodes):
+        anchor.append(node)
 
 
 def erase_unused(nodes: Iterable[fx.Node]) -> None:

@@ -118,6 +118,18 @@ def aliases(roots: Iterable[fx.Node]) -> list[fx.Node]:
     return list(found)
 
 
+def readers(flat: fx.Node) -> list[fx.Node]:
+    """Nodes that read the memory of a flat shard, and those that wait for whoever may still be sending it.
+
+    Its update is left out.
+    """
+    found = dict.fromkeys(n for held in aliases([flat]) for n in (held, *held.users) if role_of(n) is not Role.UPDATE)
+    for start in [node for node in found if role_of(node) is Role.GATHER]:
+        items = [start, *(user for user in start.users if role_of(user) is Role.GATHER_ITEM)]
+        found.update(dict.fromkeys(u for item in items for u in item.users if role_of(u) is Role.GATHER_WAIT))
+    return [node for node in found if node.op != "output"]
+
+
 def upstream(node: fx.Node, *roles: Role) -> list[fx.Node]:
     """The chain of nodes of any of `roles` that `node` depends on, in an order in which they can be moved before it."""
     found: dict[fx.Node, None] = {}

@@ -84,6 +84,8 @@ class Role(enum.Enum):
     """Holds back what follows on the device until that copy is done; the host does not wait."""
     FLAT_GRADIENT = "flat_gradient"
     """Graph output: the gradient of a flat shard."""
+    UPDATE = "update"
+    """Updates a flat shard with its gradient; whatever reads the flat shard comes before."""
     PARTIAL_GRADIENT = "partial_gradient"
     """Graph output: the gradient of a flat shard before its sum over replicas."""
     HELD_GRADIENT = "held_gradient"

@@ -15,11 +15,14 @@ from fsdp_compile.ir.markers import erase_markers
 from fsdp_compile.ir.record import Phase, Record
 from fsdp_compile.lower.runtime import (
     Compiled,
+    FlatKey,
     arrivals,
     check_inputs,
+    count_reads,
     flat_inputs,
     host_copies_from,
     note_arrivals,
+    read_again,
     wait_for_host_copies,
 )
 
@@ -40,12 +43,14 @@ class Region:
         transform: Runs the passes on one graph.
         keep: Decides what stays unsharded from forward to backward where that was left open.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
+        again: Flat shards that are updated in backward, and that backward reads as forward does.
     """
 
     flats: Mapping[int, Record]
     transform: Transform
     keep: Keep = keep_nothing
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
+    again: frozenset[FlatKey] = frozenset()
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
@@ -54,6 +59,7 @@ class Region:
         steps = StepGraph(forward, Phase.FORWARD), StepGraph(backward, Phase.BACKWARD)
         self.keep(*steps)
         self.steps = [self.transform(step) for step in steps]
+        self.again = read_again(*self.steps)
         return forward, backward
 
     def inference(self, gm: fx.GraphModule) -> None:
@@ -73,5 +79,7 @@ class Region:
         if copies_from:
             compiled = wait_for_host_copies(compiled, copies_from)
         if noted:
-            return note_arrivals(compiled, noted)
+            compiled = note_arrivals(compiled, noted)
+        if self.again:
+            compiled = count_reads(compiled, step, self.again)
         return check_inputs(compiled, inputs) if inputs else compiled

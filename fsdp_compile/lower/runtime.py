@@ -9,17 +9,21 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compile._torch import backward_in_progress
+from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import beside
-from fsdp_compile.ir.record import Role, require, role_of
-from fsdp_compile.parameters import keeping
+from fsdp_compile.ir.record import Phase, Record, Role, require, role_of
+from fsdp_compile.parameters import keeping, updating
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.forward_depth import in_forward
 from fsdp_compile.parameters.integrity import check_inside_graph
 from fsdp_compile.parameters.ops import accompany
-from fsdp_compile.parameters.spec import Sync
+from fsdp_compile.parameters.spec import Sync, Update
 
 Compiled = Callable[[list[Any]], Any]
+FlatKey = tuple[str, tuple[str, ...]]
+"""Unit and parameters: which flat shard of a region a node stands for, in either graph."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Arrival:
         sync: How far they are summed.
         held: Position of the held gradients that are added to them, if there are any.
         partial: Position of the reduced ones that are added before the sum over replicas, if there are any.
+        update: Where the gradients go: out of the graph, or into an update inside of it.
     """
 
     flat: int
@@ -39,6 +44,7 @@ class Arrival:
     sync: Sync
     held: int | None
     partial: int | None
+    update: Update = Update.AFTER_BACKWARD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +82,7 @@ def arrivals(step: StepGraph) -> list[Arrival]:
         for record in map(require, step.nodes(Role.GRADIENT))
         for claim, spec in zip(record.claims, record.specs, strict=True)
     }
+    updated = {place[node.all_input_nodes[0]] for node in step.nodes(Role.UPDATE)}
     found = []
     for node, index in place.items():
         if role_of(node) is not Role.FLAT:
@@ -85,7 +92,8 @@ def arrivals(step: StepGraph) -> list[Arrival]:
         if mine:
             offsets = tuple(sorted(spec.offset for spec in mine))
             held, partial = (_place_of(node, role, place) for role in (Role.HELD, Role.PARTIAL))
-            found.append(Arrival(index, offsets, mine[0].sync, held, partial))
+            update = Update.IN_BACKWARD if index in updated else Update.AFTER_BACKWARD
+            found.append(Arrival(index, offsets, mine[0].sync, held, partial, update))
     return found
 
 
@@ -103,6 +111,8 @@ def check_inputs(compiled: Compiled, inputs: Sequence[FlatInput]) -> Compiled:
                 flat = FlatShard.of(args[each.position])
                 if flat is not None:
                     check_inside_graph(flat)
+                    if backward_in_progress() == -1:
+                        updating.begin(flat)
                     _replace_stale(args, flat, each)
         return compiled(args)
 
@@ -125,7 +135,10 @@ def note_arrivals(compiled: Compiled, noted: Sequence[Arrival]) -> Compiled:
         for each in noted:
             flat = FlatShard.of(args[each.flat])
             if flat is not None:
-                flat.note_gradients(each.offsets, each.sync)
+                if each.update is Update.AFTER_BACKWARD:  # else the graph says so itself
+                    flat.note_gradients(each.offsets, each.sync)
+            elif each.update is Update.IN_BACKWARD:
+                raise _updates_a_copy()
             if each.held is not None or each.partial is not None:
                 _take_along(args, each, flat)
         return compiled(args)
@@ -144,6 +157,52 @@ def _take_along(args: list[Any], each: Arrival, flat: FlatShard | None) -> None:
     for at, value in ((each.held, held), (each.partial, partial)):
         if at is not None:
             args[at] = value
+
+
+def _updates_a_copy() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "backward was given a copy of the parameters that it is to update: hooks on saved tensors replaced them",
+        where="step_in_backward() under torch.autograd.graph.saved_tensors_hooks() or save_on_cpu()",
+        instead="hooks that return the very tensors that do not require grad or are leaves, or optimizer.step() "
+        "without step_in_backward()",
+    )
+
+
+def read_again(forward: StepGraph, backward: StepGraph) -> frozenset[FlatKey]:
+    """Flat shards that both graphs of a region read, and that are updated in backward."""
+    return _updated(forward) & _updated(backward)
+
+
+def _updated(step: StepGraph) -> frozenset[FlatKey]:
+    records = map(require, step.nodes(Role.FLAT))
+    return frozenset(_key(record) for record in records if record.specs[0].update is Update.IN_BACKWARD)
+
+
+def count_reads(compiled: Compiled, step: StepGraph, flats: frozenset[FlatKey]) -> Compiled:
+    """Wraps a compiled graph so that forwards whose backward has not run are known to updates in backward.
+
+    Args:
+        compiled: Runs the graph.
+        step: The graph.
+        flats: What `read_again` found.
+    """
+    placeholders = enumerate(step.graph.find_nodes(op="placeholder"))
+    positions = [i for i, node in placeholders if role_of(node) is Role.FLAT and _key(require(node)) in flats]
+    note = updating.note_read if step.phase is Phase.FORWARD else updating.note_backward
+
+    def run(args: list[Any]) -> Any:
+        for position in positions:
+            flat = FlatShard.of(args[position])
+            if flat is not None:
+                note(flat)
+        return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run if positions else compiled
+
+
+def _key(record: Record) -> FlatKey:
+    return record.unit, record.parameters
 
 
 def host_copies_from(step: StepGraph) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -62,11 +62,10 @@ def flat_step(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
             instead=f"one of {', '.join(c.__name__ for c in ELEMENTWISE)}; or elementwise=True if you are sure",
         )
     if _FLAT not in vars(optimizer):
-        inner = optimizer.step
-        flat = _Flat()
+        flat = FlatStep(optimizer.step)
 
         def step(self: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return flat.step(self, inner, closure)
+            return flat.step(self, closure)
 
         setattr(optimizer, _FLAT, flat)
         # A method, since learning rate schedulers wrap `step.__func__`.
@@ -74,35 +73,75 @@ def flat_step(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
     return optimizer
 
 
+def flat_step_of(optimizer: optim.Optimizer) -> FlatStep:
+    """What `flat_step` gave an optimizer."""
+    found: FlatStep = vars(optimizer)[_FLAT]
+    return found
+
+
 Places = list[tuple[FlatShard, ParameterSlot]]
+Shown = list[tuple[list[Run], list[nn.Parameter]]]
+"""For each group, what stands for its sharded parameters, and its other ones."""
 
 
-class _Flat:
-    """The runs of one optimizer."""
+class FlatStep:
+    """The runs of one optimizer.
 
-    def __init__(self) -> None:
-        self._runs: list[tuple[tuple[int, ...], list[Run]]] = []
+    Args:
+        inner: The optimizer's own step.
+    """
+
+    def __init__(self, inner: Callable[[], Any]) -> None:
+        self._inner = inner
+        self._runs: dict[tuple[int, FlatShard | None], tuple[tuple[int, ...], list[Run]]] = {}
         self._places: list[tuple[tuple[int, ...], Places]] = []
+        self._groups: tuple[list[list[nn.Parameter]], list[int], dict[nn.Parameter, int]] = ([], [], {})
 
-    def step(
-        self, optimizer: optim.Optimizer, inner: Callable[[], Any], closure: Callable[[], Any] | None
-    ) -> float | None:
+    def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None) -> float | None:
         """One step: the closure sees the parameters, the optimizer the runs."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        state = optimizer.state
+        given = [group["params"] for group in optimizer.param_groups]
+        shown = [self._runs_of(number, parameters, state) for number, parameters in enumerate(given)]
+        hidden = {slot.parameter for found, _ in shown for run in found for slot in run.slots}
+        self._run(optimizer, shown, {p: s for p, s in state.items() if p not in hidden})
+        return loss
+
+    def update(self, optimizer: optim.Optimizer, flat: FlatShard) -> list[ParameterSlot]:
+        """Steps the parameters of one flat shard that have gradients.
+
+        Returns:
+            Their slots.
+        """
+        numbers = self._group_numbers(optimizer)
+        groups: list[Places] = [[] for _ in optimizer.param_groups]
+        for slot in flat.slots:
+            if slot.parameter.grad is not None and slot.parameter in numbers:
+                groups[numbers[slot.parameter]].append((flat, slot))
+        shown: Shown = [(self._cut((n, flat), trained, optimizer.state), []) for n, trained in enumerate(groups)]
+        self._run(optimizer, shown, {})
+        return [slot for trained in groups for _, slot in trained]
+
+    def _run(self, optimizer: optim.Optimizer, shown: Shown, others: Mapping[Any, Any]) -> None:
+        """Runs the optimizer's own step on what is shown to it in the place of its groups.
+
+        Args:
+            optimizer: The optimizer.
+            shown: What it sees of each group.
+            others: State that it sees besides that of the runs.
+        """
         groups, state = optimizer.param_groups, optimizer.state
         given = [group["params"] for group in groups]
-        shown = [self._runs_of(number, parameters, state) for number, parameters in enumerate(given)]
         runs = {run.tensor: run for found, _ in shown for run in found}
-        hidden = {slot.parameter for run in runs.values() for slot in run.slots}
-        optimizer.state = collections.defaultdict(dict, {p: s for p, s in state.items() if p not in hidden})
+        optimizer.state = collections.defaultdict(dict, others)
         optimizer.state.update({tensor: run.state for tensor, run in runs.items()})
         try:
-            for group, (found, others) in zip(groups, shown, strict=True):
-                group["params"] = [*(run.tensor for run in found), *others]
-            inner()
+            for group, (found, whole) in zip(groups, shown, strict=True):
+                group["params"] = [*(run.tensor for run in found), *whole]
+            self._inner()
         finally:
             for group, parameters in zip(groups, given, strict=True):
                 group["params"] = parameters
@@ -111,7 +150,6 @@ class _Flat:
             for run in runs.values():
                 run.drop_gradient()
                 run.show(state)
-        return loss
 
     def _runs_of(
         self, number: int, parameters: Sequence[nn.Parameter], state: State
@@ -120,18 +158,30 @@ class _Flat:
         places = self._places_of(number, parameters)
         sharded = {slot.parameter for _, slot in places}
         trained = [(flat, slot) for flat, slot in places if slot.parameter.grad is not None]
+        return self._cut((number, None), trained, state), [p for p in parameters if p not in sharded]
+
+    def _cut(self, place: tuple[int, FlatShard | None], trained: Places, state: State) -> list[Run]:
+        """Runs of slots that have gradients: those of the last time if nothing has changed at this place."""
         key = tuple(id(slot) for _, slot in trained)
-        while len(self._runs) <= number:
-            self._runs.append(((), []))
-        before, runs = self._runs[number]
+        before, runs = self._runs.get(place, ((), []))
         if before != key or not all(run.is_known(state) for run in runs):
             runs = [Run(slots, state) for slots in neighbours(trained, state)]
         if not _take_gradients(runs):
             # Somebody put gradients of their own in the place of ours: each parameter is a run from now on.
             runs = [Run([slot], state) for run in runs for slot in run.slots]
             _take_gradients(runs)
-        self._runs[number] = (key, runs)
-        return runs, [p for p in parameters if p not in sharded]
+        self._runs[place] = (key, runs)
+        return runs
+
+    def _group_numbers(self, optimizer: optim.Optimizer) -> dict[nn.Parameter, int]:
+        """The group of each parameter; counted again only when a group has another list, or a longer one."""
+        lists = [group["params"] for group in optimizer.param_groups]
+        lengths = list(map(len, lists))
+        held, counted, numbers = self._groups
+        if counted != lengths or any(one is not other for one, other in zip(lists, held, strict=True)):
+            numbers = {parameter: number for number, group in enumerate(lists) for parameter in group}
+            self._groups = (lists, lengths, numbers)
+        return numbers
 
     def _places_of(self, number: int, parameters: Sequence[nn.Parameter]) -> Places:
         """Flat shards and slots of a group's parameters, as they lie in memory."""

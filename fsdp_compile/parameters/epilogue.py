@@ -29,7 +29,7 @@ def expect(unit: Unit) -> None:
 @torch.compiler.disable
 def _finish(model: nn.Module) -> None:
     """Delivers and reduces what waited for this backward, unit by unit in the same order on every rank."""
-    from fsdp_compile.parameters import handover, holding, keeping, sharding  # they need this module
+    from fsdp_compile.parameters import handover, holding, keeping, sharding, updating  # they need this module
     from fsdp_compile.parameters.variants import publish
 
     units = sharding.units(model)
@@ -41,4 +41,6 @@ def _finish(model: nn.Module) -> None:
         if flat.unit.accumulation.last_backward:
             handover.hand_over(flat)
             holding.reduce_rest(flat)
+            flat.progress.has_late = False
+            updating.run(flat)
     keeping.after_backward(unit for unit in units if unit.accumulation.last_backward)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch import ViewPlace, backward_in_progress, local_tensor, views_of
 from fsdp_compile.parameters.held_gradients import HeldGradients
 from fsdp_compile.parameters.spec import ReadSpec, Sync
+from fsdp_compile.parameters.updating import Progress
 
 if TYPE_CHECKING:
     from fsdp_compile.parameters.kept import KeptParameters, RunningGather
@@ -38,6 +39,7 @@ class ParameterSlot:
         eval_spec: How it is gathered in eval mode, where that differs.
         kept_gradient_dtype: Dtype of its `.grad`, where that is not its own.
         position: Its place in the order of registration, among the parameters of its flat shard.
+        is_read_before: Whether a graph from before it was sharded may send it a gradient.
     """
 
     name: str
@@ -51,6 +53,7 @@ class ParameterSlot:
     eval_spec: ReadSpec | None = None
     kept_gradient_dtype: torch.dtype | None = None
     position: int = 0
+    is_read_before: bool = False
 
     @property
     def dtensor(self) -> DTensor:
@@ -87,6 +90,7 @@ class FlatShard:
         holders: The leaves that gradients go to which are not summed over all ranks, by how far they are.
         kept: The full parameters, by offset, while they stay gathered between calls.
         arriving: An all-gather of them that is still running.
+        progress: How far an update in backward is.
         unit: The unit that it belongs to.
     """
 
@@ -105,6 +109,7 @@ class FlatShard:
         self.kept: KeptParameters | None = None
         self.arriving: RunningGather | None = None
         self.holders: dict[Sync, torch.Tensor] = {}
+        self.progress = Progress(has_late=any(slot.is_read_before for slot in self.slots))
         if leaf.device.type != "meta":
             FlatShard._by_address[leaf.data_ptr()] = self
 
@@ -140,7 +145,7 @@ class FlatShard:
     @property
     def owes_gradients(self) -> bool:
         """Whether there are gradients that have not reached the parameters."""
-        return self.held.owes or self.partial.owes or self.leaf.grad is not None
+        return self.held.owes or self.partial.owes or self.progress.is_due or self.leaf.grad is not None
 
     def is_broken(self) -> bool:
         """Whether some parameter is no longer its view of this buffer: replaced, converted, moved, frozen, thawed.

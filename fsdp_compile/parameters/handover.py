@@ -22,7 +22,7 @@ from fsdp_compile._torch import (
     views_of,
 )
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.parameters import epilogue
+from fsdp_compile.parameters import epilogue, updating
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.reads import READS
 from fsdp_compile.parameters.spec import Sync
@@ -44,12 +44,20 @@ def install(flat: FlatShard) -> None:
 
 
 def arrived(flat: FlatShard) -> None:
-    """Notes that `flat.leaf` has a gradient; in the last backward of a step, hands it over to the parameters."""
+    """Notes that `flat.leaf` has a gradient; in the last backward of a step, hands it over to the parameters.
+
+    Autograd calls this when everything in this backward that read the leaf has run, so it may be updated.
+    """
+    if flat.leaf.grad is None:
+        return  # an update inside of the graph has taken it
+    updating.refuse_second(flat)
     flat.held.confirm()
     flat.partial.confirm()
     flat.undelivered |= flat.noted_gradients(Sync.ALL)
     if flat.unit.accumulation.last_backward:
         hand_over(flat)
+    if updating.is_complete(flat):
+        updating.run(flat)
     epilogue.expect(flat.unit)
 
 
@@ -71,6 +79,7 @@ def deliver(flat: FlatShard, gradient: torch.Tensor, offsets: Collection[int]) -
     parts = views_of(gradient, [slot.place for slot in slots])
     for slot, part in zip(slots, make_dtensors(parts, [slot.parameter for slot in slots]), strict=True):
         _accumulate(slot, part)
+    flat.progress.is_due = updating.is_in_backward(flat)
 
 
 def refuse_double_backward(flat: FlatShard, gradient: torch.Tensor) -> None:
@@ -101,11 +110,14 @@ def await_late_gradient(parameter: nn.Parameter, slot: ParameterSlot) -> None:
         if gradient is not None:
             clear_own_gradient(old)
             module, attribute = slot.owners[0]
-            leaf, text, _ = getattr(module, READS)[attribute]  # the text by which gradients are reduced at once
+            leaf, text, flat = getattr(module, READS)[attribute]  # the text by which gradients are reduced at once
             with torch.no_grad():
                 reduced = torch.ops.fsdp.reduce_grad(leaf, gradient.to(slot.spec.param_dtype), text)
                 _accumulate(slot, *make_dtensors(views_of(reduced, [slot.place]), [slot.parameter]))
+            flat.progress.is_due = updating.is_in_backward(flat)
+            epilogue.expect(flat.unit)
 
+    slot.is_read_before = True
     parameter.register_post_accumulate_grad_hook(reduce)
 
 

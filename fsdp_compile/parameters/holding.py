@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from fsdp_compile.parameters import epilogue, handover
+from fsdp_compile.parameters import epilogue, handover, updating
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.held_gradients import HeldGradients
 from fsdp_compile.parameters.ops import sum_over_replicas, sum_over_shards
@@ -37,6 +37,7 @@ def _collect(reference: weakref.ref[FlatShard], sync: Sync, holder: torch.Tensor
     if flat is None or gradient is None:
         return
     handover.refuse_double_backward(flat, gradient)
+    updating.refuse_second(flat)
     if sync is Sync.SHARD:
         flat.held.confirm()
     place_of(flat, sync).add(gradient, flat.noted_gradients(sync))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fsdp_compile._torch import backward_in_progress
-from fsdp_compile.parameters import kept
+from fsdp_compile.parameters import kept, updating
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.unit import Unit
 from fsdp_compile.parameters.variants import publish
@@ -63,7 +63,10 @@ def before_forward(units: Iterable[Unit]) -> None:
         for flat in unit.flats:
             if flat.arriving is not None:
                 _settle(flat)
-            if not is_repeated and (keeps if flat.kept is None else is_stale(flat)):
+            if is_repeated:
+                continue
+            updating.begin(flat)
+            if keeps if flat.kept is None else is_stale(flat):
                 refresh(flat)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from fsdp_compile._torch import collectives
+from fsdp_compile._torch import collectives, skip_code
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.parameters import assemble, epilogue, hooks, quantize
+from fsdp_compile.parameters import assemble, epilogue, hooks, quantize, updating
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.scaling import scaling
-from fsdp_compile.parameters.spec import ReadSpec, Sync, parse
+from fsdp_compile.parameters.spec import ReadSpec, Sync, Update, parse
 from fsdp_compile.parameters.variants import publish
 
 _EAGER = assemble.EagerBuilder()
@@ -195,6 +195,17 @@ def sum_over_replicas(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
     # Not through save_for_backward(): saved-tensor hooks may hand back a copy, and a copy does not tell its flat shard.
     ctx.flat, ctx.spec, _, _, ctx.held, ctx.partial = inputs
+    _note_read(ctx.flat, ctx.spec)
+
+
+skip_code(_save.__code__)
+
+
+@torch.compiler.disable
+def _note_read(flat: torch.Tensor, text: str) -> None:
+    owner = FlatShard.of(flat) if parse(text).update is Update.IN_BACKWARD else None
+    if owner is not None:
+        updating.note_read(owner)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -41,6 +41,15 @@ class Sync(enum.Enum):
     """None: the full gradient is accumulated (`no_sync`)."""
 
 
+class Update(enum.Enum):
+    """When the optimizer updates a parameter."""
+
+    AFTER_BACKWARD = "after_backward"
+    """When the user calls its step."""
+    IN_BACKWARD = "in_backward"
+    """As soon as the gradient of its flat shard is reduced (`step_in_backward`)."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadSpec:
     """Where a parameter lies in its flat shard and how its full value is made.
@@ -69,6 +78,7 @@ class ReadSpec:
         reduce_group: Alias of a second group of the same ranks that gradients are reduced over; empty for `group`.
         forward_prefetch: Titles of the units whose gathers start where this one's has arrived in forward.
         backward_prefetch: The same in backward.
+        update: When an optimizer updates the flat shard.
     """
 
     offset: int
@@ -93,6 +103,7 @@ class ReadSpec:
     reduce_group: str = ""
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] = ()
+    update: Update = Update.AFTER_BACKWARD
 
     @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
@@ -169,6 +180,8 @@ class ReadSpec:
         if self.reduce_group:
             fields["reduce_over"] = self.reduce_group
         fields |= {key: _names(getattr(self, key)) for key in _PREFETCH if getattr(self, key)}
+        if self.update is not Update.AFTER_BACKWARD:
+            fields["update"] = self.update.value
         return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
@@ -207,6 +220,7 @@ def parse(text: str) -> ReadSpec:
             compute=fields.get("compute", ""),
             reduce_group=fields.get("reduce_over", ""),
             **{key: tuple(map(unquote, fields[key].split(","))) for key in _PREFETCH if key in fields},
+            update=Update(fields.get("update", Update.AFTER_BACKWARD.value)),
         )
     except (KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"not the text of a read: {text!r}") from error

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters import handover, holding, layout, moved
+from fsdp_compile.parameters import handover, holding, layout, moved, updating
 from fsdp_compile.parameters.boundary import Island
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.groups import GroupRole, alias_of, run_of
@@ -22,7 +22,7 @@ from fsdp_compile.parameters.reads import BOUNDARY, gather_on_read
 from fsdp_compile.parameters.rows import local_part, local_shape
 from fsdp_compile.parameters.spec import ReadSpec
 from fsdp_compile.parameters.unit import Unit, UnitPolicy, titles
-from fsdp_compile.parameters.variants import publish
+from fsdp_compile.parameters.variants import publish, respecify
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 
@@ -74,6 +74,8 @@ def fill(unit: Unit, members: Sequence[Member]) -> None:
             for module, attribute in slot.owners:
                 gather_on_read(module, {attribute: (flat.leaf, slot.spec.text, flat)}, slot.eval_read(attribute))
         publish(flat)
+    if any(updating.wanted(flat) is not flat.slots[0].spec.update for flat in unit.flats):
+        respecify(unit)
 
 
 def _refuse_to_lose_gradients(unit: Unit) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from fsdp_compile.parameters import updating
 from fsdp_compile.parameters.attributes import EVAL_READS, READS, VARIANTS
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.queues import reduce_alias
-from fsdp_compile.parameters.spec import ReadSpec, Sync
+from fsdp_compile.parameters.spec import ReadSpec, Reshard, Sync, Update
 from fsdp_compile.parameters.unit import Unit, titles
 
 
@@ -42,28 +43,34 @@ def sync_of(flat: FlatShard) -> Sync:
 
 
 def respecify(unit: Unit) -> None:
-    """Writes what a unit's policy and accumulation say into the specs of its slots, and into the next reads."""
+    """Writes what a unit's policy, accumulation and optimizers say into its slots' specs and into the next reads."""
     for flat in unit.flats:
+        update = updating.wanted(flat)
         for slot in flat.slots:
-            slot.spec = _respecified(slot.spec, unit)
+            slot.spec = _respecified(slot.spec, unit, update)
             if slot.eval_spec is not None:
-                slot.eval_spec = _respecified(slot.eval_spec, unit)
+                slot.eval_spec = _respecified(slot.eval_spec, unit, update)
             for module, attribute in slot.owners:
                 module.__dict__[READS][attribute] = (flat.leaf, slot.spec.text, flat)
                 module.__dict__[EVAL_READS].update(slot.eval_read(attribute))
         publish(flat)
 
 
-def _respecified(spec: ReadSpec, unit: Unit) -> ReadSpec:
+def _respecified(spec: ReadSpec, unit: Unit, update: Update) -> ReadSpec:
     where = unit.policy.arrangement
     group = spec.kept_group if where.kept_over > 1 else ""
+    reshard = where.reshard
+    if spec.size == 1 and update is Update.IN_BACKWARD:
+        # A read of the only rank is a view of the flat shard: backward must see who reads it before the update.
+        reshard = Reshard.AFTER_FORWARD
     return dataclasses.replace(
         spec,
-        reshard=where.reshard,
+        reshard=reshard,
         kept_over=where.kept_over,
         kept_group=group,
         divide=unit.divide,
         reduce_group=reduce_alias(unit),
         forward_prefetch=titles(unit.forward_prefetch),
         backward_prefetch=titles(unit.backward_prefetch),
+        update=update,
     )

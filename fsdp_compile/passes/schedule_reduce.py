@@ -30,7 +30,7 @@ from fsdp_compile.passes.reduction import STARTS
 _ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
 _WAITS = (Role.REDUCE_WAIT, Role.REPLICATE_WAIT)
 _COPIES = (Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT)
-_MOVED = (*STARTS, *_ITEMS, *_WAITS, Role.ADD_PARTIAL, Role.SHARD_GRADIENT, *_COPIES, *GRADIENTS)
+_MOVED = (*STARTS, *_ITEMS, *_WAITS, Role.ADD_PARTIAL, Role.SHARD_GRADIENT, *_COPIES, *GRADIENTS, Role.UPDATE)
 
 
 Followers = dict[fx.Node, list[fx.Node]]

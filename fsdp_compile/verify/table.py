@@ -19,6 +19,7 @@ from fsdp_compile.verify.rules import (
     reductions,
     reshard,
     saved,
+    updates,
     waits,
 )
 
@@ -105,6 +106,12 @@ RULES: tuple[Rule, ...] = (
         explicit.RULE,
         "what a module was told to prefetch starts where that module's own parameters have arrived",
         explicit.explicit_prefetch,
+        _AT_THE_END,
+    ),
+    Rule(
+        updates.RULE,
+        "an update in backward takes its gradient once, and nothing reads its flat shard afterwards",
+        updates.updated_last,
         _AT_THE_END,
     ),
     Rule(

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 
-from fsdp_compile import fully_shard
+from fsdp_compile import fully_shard, step_in_backward
 from fsdp_compile.capture.inputs import flat_inputs
 from fsdp_compile.capture.keep_unsharded import keep_unsharded
 from fsdp_compile.cost.fusion import Fusion
@@ -20,6 +20,7 @@ from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.region import Region, keep_nothing
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.parameters.spec import Update
 from fsdp_compile.pipeline import passes
 from fsdp_compile.prefetch import FSDPPrefetch
 from fsdp_compile.verify.table import Stage
@@ -40,6 +41,7 @@ class World:
     """Names of modules that get a call of their own before the root; `None` leaves the split to the package."""
     root: bool = True
     """Whether the root gets a call, too."""
+    update: Update = Update.AFTER_BACKWARD
 
     def shard(self, model: nn.Module) -> None:
         shape = (self.replicas, self.size // self.replicas) if self.replicas > 1 else (self.size,)
@@ -103,6 +105,8 @@ def capture(
     with fake_world(world.size, rank=world.rank):
         torch.manual_seed(0)
         model = make()
+        if world.update is Update.IN_BACKWARD:
+            step_in_backward(torch.optim.SGD(model.parameters()))
         world.shard(model)
         with torch.set_grad_enabled(training):
             torch.compile(model, backend=backend, fullgraph=True)(*inputs)

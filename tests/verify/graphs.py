@@ -10,6 +10,7 @@ from fsdp_compile import MixedPrecision
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Phase
 from fsdp_compile.parameters.layout import ReduceLayout
+from fsdp_compile.parameters.spec import Update
 from fsdp_compile.prefetch import FSDPPrefetch
 from fsdp_compile.verify.table import Stage
 from tests.verify.captured import World, capture, copied
@@ -18,6 +19,8 @@ from tests.verify.models import MODELS
 PAIR = World(2)
 SQUARE = World(4, replicas=2)
 QUANTIZED = World(2, policy=MixedPrecision(torch.bfloat16, gather_dtype=torch.int8))
+UPDATED = World(2, update=Update.IN_BACKWARD)
+ALONE = World(1, update=Update.IN_BACKWARD)
 KEPT = World(4, reshard_after_forward=2)
 OPEN = World(2, reshard_after_forward="auto")
 

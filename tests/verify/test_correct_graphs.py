@@ -11,6 +11,7 @@ from fsdp_compile.ir.parse import parse_graph
 from fsdp_compile.ir.record import Role
 from fsdp_compile.ir.text import format_graph
 from fsdp_compile.parameters.layout import ReduceLayout
+from fsdp_compile.parameters.spec import Update
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.limits import Limits
@@ -28,10 +29,15 @@ WORLDS = {
     "kept-if-there-is-room": World(2, reshard_after_forward="auto"),
     "bf16-sent": World(2, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "bf16-reduced": World(2, policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
+    "updated": World(2, update=Update.IN_BACKWARD),
+    "updated-1-rank": World(1, reshard_after_forward=False, update=Update.IN_BACKWARD),
+    "updated-2x2-mesh": World(4, replicas=2, reshard_after_forward=False, update=Update.IN_BACKWARD),
 }
 # Every way of sharding for the plainest model; every model sharded the plainest way; both for the odd ones.
 CASES = [("stack", world) for world in WORLDS]
 CASES += [(model, "2-ranks") for model in MODELS if model != "stack"]
+CASES += [(model, "updated") for model in ("tied", "repeated", "unused")]
+CASES += [(model, "updated-1-rank") for model in ("tied", "weight-as-gradient")]
 CASES += [("uneven", "1-rank"), ("uneven", "8-ranks"), ("partial", "2x2-mesh"), ("tied", "kept-for-backward")]
 CASES += [("tied", "kept-if-there-is-room"), ("uneven", "kept-if-there-is-room")]
 

@@ -35,7 +35,7 @@ _WAIT_OF = {
     Role.REPLICATE: Role.REPLICATE_WAIT,
     Role.REPLICATE_ITEM: Role.REPLICATE_WAIT,
 }
-_RESERVED = {*_ROLE_OF_KIND.values(), *_ITEM_OF.values(), *_WAIT_OF.values(), *INPUTS, Role.RESHARD}
+_RESERVED = {*_ROLE_OF_KIND.values(), *_ITEM_OF.values(), *_WAIT_OF.values(), *INPUTS, Role.RESHARD, Role.UPDATE}
 _PORTABLE = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.SymInt)
 
 
@@ -75,6 +75,8 @@ def _expected_role(node: fx.Node) -> Role | None:
         return actual if actual in INPUTS else None
     if _qualified_name(node.target) == "fsdp::reshard":
         return Role.RESHARD
+    if _qualified_name(node.target) == "fsdp::update":
+        return Role.UPDATE
     if source_role is not None and node.target in (getitem, WAIT):
         return (_ITEM_OF if node.target is getitem else _WAIT_OF).get(source_role)
     if any(isinstance(a, str) and a.startswith(ALIAS_PREFIX) for a in node.args) or role_of(node) in _RESERVED:

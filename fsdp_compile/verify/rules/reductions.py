@@ -65,13 +65,14 @@ def _reduced_twice(facts: Facts) -> Iterator[Complaint]:
 
 
 def _wrong_output(facts: Facts, gradient: fx.Node) -> Iterator[Complaint]:
-    places = [place for place, out in enumerate(facts.outputs) if out is gradient]
-    if len(places) != 1:
+    places = sum(out is gradient for out in facts.outputs)
+    taken = sum(role_of(user) is Role.UPDATE for user in gradient.users)
+    if places + taken != 1:
         yield Complaint(
             RULE,
             gradient,
-            f"is returned {len(places)} times",
-            "each flat gradient is one output of the backward graph",
+            f"is returned {places} times" + f" and taken by {taken} updates" * bool(taken),
+            "each flat gradient is one output of the backward graph, or taken by one update",
         )
 
 

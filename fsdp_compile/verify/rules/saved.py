@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.record import Phase, Role, record_of, require, role_of
-from fsdp_compile.parameters.spec import ReadSpec, Reshard
+from fsdp_compile.parameters.spec import ReadSpec, Reshard, Update
 from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of, size_bytes
 from fsdp_compile.verify.origin import origin
@@ -113,7 +113,9 @@ def _derived(facts: Facts) -> dict[fx.Node, str]:
 
 
 def _is_dropped(spec: ReadSpec) -> bool:
-    return spec.size > 1 and spec.reshard is not Reshard.AFTER_BACKWARD
+    # What the only rank saves of a read is the flat shard's own memory, to which an update in backward would write.
+    may_go = spec.size > 1 or spec.update is Update.IN_BACKWARD
+    return may_go and spec.reshard is not Reshard.AFTER_BACKWARD
 
 
 def _follows(node: fx.Node, derived: dict[fx.Node, str]) -> bool:

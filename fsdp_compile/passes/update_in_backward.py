@@ -1,0 +1,86 @@
+"""Updates each flat shard as soon as its gradient is there, so that no gradient leaves the graph.
+
+    %grad = cat(%reduced, ...); ...; return (%grad, ...)   ->   %grad = cat(%reduced, ...); fsdp.update(%flat, %grad)
+
+Only flat shards whose optimizer asked for it (`step_in_backward`), and only on their device: gradients that go to the
+host leave as they do without. Nothing that reads a flat shard comes after its update (`settle_updates.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from fsdp_compile.ir.edit import GraphBuilder, move_after
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.queries import beside, last_of, readers, upstream
+from fsdp_compile.ir.record import Role, require
+from fsdp_compile.parameters import offering
+from fsdp_compile.parameters.spec import Update
+
+_JOINED = (Role.SHARD_GRADIENT,)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatUpdate:
+    """Update `flat` with `gradient`, which is joined out of `pieces`, right after `anchor`.
+
+    Attributes:
+        flat: The flat shard.
+        gradient: Its gradient, so far returned.
+        pieces: Nodes that join the gradient, in graph order; they move along.
+        anchor: The last node that has to come before.
+        offsets: Slots that have gradients.
+    """
+
+    flat: fx.Node
+    gradient: fx.Node
+    pieces: tuple[fx.Node, ...]
+    anchor: fx.Node
+    offsets: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatePlan:
+    """All updates of a graph."""
+
+    updates: tuple[FlatUpdate, ...]
+
+
+class UpdateInBackward:
+    """The pass; see the module's docstring."""
+
+    name = "update-in-backward"
+
+    def plan(self, step: StepGraph) -> UpdatePlan:
+        """Finds the flat gradients that are complete in the graph, and the earliest place for each."""
+        order = step.order()
+        made = {claim for node in step.nodes(Role.GRADIENT) for claim in require(node).claims}
+        found = []
+        for gradient in step.nodes(Role.FLAT_GRADIENT):
+            record, flat = require(gradient), beside(gradient, Role.FLAT)
+            if flat is None or record.specs[0].update is not Update.IN_BACKWARD or record.specs[0].compute:
+                continue
+            pieces = [*upstream(gradient, *_JOINED), gradient]
+            before = {*readers(flat), *(source for node in pieces for source in node.all_input_nodes)} - set(pieces)
+            claims = zip(record.claims, record.specs, strict=True)
+            offsets = tuple(sorted(spec.offset for claim, spec in claims if claim in made))
+            found.append(FlatUpdate(flat, gradient, tuple(pieces), last_of(before, order), offsets))
+        return UpdatePlan(tuple(found))
+
+    def apply(self, step: StepGraph, plan: UpdatePlan) -> None:
+        """Writes the updates and takes their gradients out of what the graph returns."""
+        for one in plan.updates:
+            move_after(one.pieces, one.anchor)
+            record = dataclasses.replace(require(one.gradient), role=Role.UPDATE)
+            _return_nothing(step, one.gradient)
+            with step.graph.inserting_after(one.gradient):
+                b = GraphBuilder(step.graph, record, one.gradient)
+                b.call(offering.UPDATE, one.flat, one.gradient, list(one.offsets))
+
+
+def _return_nothing(step: StepGraph, gradient: fx.Node) -> None:
+    returned = step.output.args[0]
+    assert isinstance(returned, tuple | list)
+    step.output.args = (type(returned)(None if out is gradient else out for out in returned),)

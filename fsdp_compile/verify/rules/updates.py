@@ -1,0 +1,102 @@
+"""updated-last: an update in backward takes its gradient once, and nothing reads its flat shard afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from fsdp_compile.ir.record import Phase, Record, Role, require, role_of
+from fsdp_compile.parameters.spec import Update
+from fsdp_compile.verify.collective import Kind
+from fsdp_compile.verify.complaint import Complaint
+from fsdp_compile.verify.facts import Facts, memory_sources
+
+RULE = "updated-last"
+
+
+def updated_last(facts: Facts) -> list[Complaint]:
+    """Checks each update, and that none is missing, made twice or made in vain."""
+    complaints: list[Complaint] = []
+    updated: dict[fx.Node, fx.Node] = {}
+    memory = _memory(facts)
+    for update in facts.of_role(Role.UPDATE):
+        flat, gradient = update.args[:2]
+        assert isinstance(flat, fx.Node)
+        assert isinstance(gradient, fx.Node)
+        complaints.extend(_wrong_arguments(facts, update, flat, gradient))
+        if flat in updated:
+            complaints.append(_again(update, updated[flat]))
+        updated.setdefault(flat, update)
+        complaints.extend(_read_late(facts, memory, update, flat))
+    return [*complaints, *_never_updated(facts)]
+
+
+def _wrong_arguments(facts: Facts, update: fx.Node, flat: fx.Node, gradient: fx.Node) -> Iterator[Complaint]:
+    if role_of(flat) is not Role.FLAT or not _asks_for_it(require(flat)):
+        what = f"updates %{flat}, which is no flat shard that is updated in backward"
+        yield Complaint(RULE, update, what, "a flat shard's specs say when it is updated")
+    elif role_of(gradient) is not Role.FLAT_GRADIENT or not _same(require(flat), require(gradient)):
+        what = f"updates %{flat} with %{gradient}, which is not its gradient"
+        yield Complaint(RULE, update, what, "the gradient of the same flat shard, summed over all ranks")
+    else:
+        made = {claim for node in facts.of_role(Role.GRADIENT) for claim in require(node).claims}
+        record = require(gradient)
+        claims = zip(record.claims, record.specs, strict=True)
+        wanted = sorted(spec.offset for claim, spec in claims if claim in made)
+        if list(update.args[2]) != wanted:  # type: ignore[arg-type]
+            what = f"updates slots {list(update.args[2])}"  # type: ignore[arg-type]
+            yield Complaint(RULE, update, what, f"the slots that get gradients in this graph: {wanted}")
+    if facts.step.phase is Phase.FORWARD:
+        yield Complaint(RULE, update, "updates parameters in forward", "gradients are made in backward")
+
+
+def _again(update: fx.Node, before: fx.Node) -> Complaint:
+    return Complaint(RULE, update, f"updates what %{before} updates already", "one update of a flat shard per graph")
+
+
+def _memory(facts: Facts) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each node whose result lies in memory of flat shards, and for each gather that sends it: which ones."""
+    nothing: frozenset[fx.Node] = frozenset()
+    found = {flat: frozenset([flat]) for flat in facts.of_role(Role.FLAT)}
+    for node in facts.nodes:
+        shared = nothing.union(*(found.get(source, nothing) for source in memory_sources(node)))
+        if shared:
+            found[node] = found.get(node, nothing) | shared
+    for gather in facts.of_kind(Kind.GATHER):
+        sent = nothing.union(*(found.get(message, nothing) for message in gather.sent))
+        if sent:  # the wait ends the reading
+            found.update(dict.fromkeys((gather.start, *(n for nodes in gather.unfinished for n in nodes)), sent))
+    return found
+
+
+def _read_late(
+    facts: Facts, memory: dict[fx.Node, frozenset[fx.Node]], update: fx.Node, flat: fx.Node
+) -> Iterator[Complaint]:
+    for node, held in memory.items():
+        if flat not in held:
+            continue
+        for user in node.users:
+            if role_of(user) is not Role.UPDATE and facts.order[user] > facts.order[update]:
+                what = f"reads %{node}, memory of %{flat}, after %{update} updated it"
+                if user is facts.step.output:
+                    what = f"returns %{node}, memory of %{flat}, which %{update} updates"
+                yield Complaint(RULE, user, what, "an update comes after all that reads its flat shard")
+
+
+def _never_updated(facts: Facts) -> Iterator[Complaint]:
+    """Gradients that leave the graph, or go nowhere, though an update in the graph was asked for."""
+    for gradient in facts.of_role(Role.FLAT_GRADIENT):
+        record = require(gradient)
+        updates = [user for user in gradient.users if role_of(user) is Role.UPDATE]
+        if _asks_for_it(record) and not record.specs[0].compute and not updates:
+            what = "leaves the graph, and is not freed by an update in it"
+            yield Complaint(RULE, gradient, what, "one fsdp.update of its flat shard right after it")
+
+
+def _asks_for_it(record: Record) -> bool:
+    return record.specs[0].update is Update.IN_BACKWARD
+
+
+def _same(flat: Record, gradient: Record) -> bool:
+    return (flat.unit, flat.parameters) == (gradient.unit, gradient.parameters)
