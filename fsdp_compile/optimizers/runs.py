@@ -100,7 +100,8 @@ class Run:
             return value
         if len(self.slots) > 1:
             start = slot.spec.offset - self._begin
-            value = value[start : start + slot.local.numel()].view(slot.local_shape)
+            # With a storage of its own: a DTensor cannot be copied whose storage begins before it does.
+            value = torch.from_dlpack(value[start : start + slot.local.numel()].view(slot.local_shape))
         return _torch.make_dtensor(value, slot.dtensor)
 
     def _joined(self, states: Sequence[State]) -> dict[Any, Any]:
