@@ -35,9 +35,9 @@ from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
 from fsdp_compile.passes.schedule_rules import ScheduleRules
-from fsdp_compile.prefetch import Ahead, FSDPPrefetch
 from fsdp_compile.passes.settle_updates import SettleUpdates
 from fsdp_compile.passes.update_in_backward import UpdateInBackward
+from fsdp_compile.prefetch import Ahead, FSDPPrefetch
 from fsdp_compile.verify.check import check
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.table import Stage

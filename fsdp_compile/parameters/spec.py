@@ -169,6 +169,11 @@ class ReadSpec:
         fields["reshard"] = self.reshard.value
         if self.order:
             fields["order"] = "x".join(map(str, self.order))
+        return " ".join(f"{key}={value}" for key, value in (fields | self._set_by_calls()).items())
+
+    def _set_by_calls(self) -> dict[str, object]:
+        """What calls on a sharded model have changed."""
+        fields: dict[str, object] = {}
         if self.sync is not Sync.ALL:
             fields["sync"] = self.sync.value
         if self.divide is not None:
@@ -182,7 +187,7 @@ class ReadSpec:
         fields |= {key: _names(getattr(self, key)) for key in _PREFETCH if getattr(self, key)}
         if self.update is not Update.AFTER_BACKWARD:
             fields["update"] = self.update.value
-        return " ".join(f"{key}={value}" for key, value in fields.items())
+        return fields
 
 
 @functools.cache

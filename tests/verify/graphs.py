@@ -45,5 +45,6 @@ def _captured(
     model: str, world: World, stage: Stage, prefetch: int | FSDPPrefetch, layout: ReduceLayout, bucket_mb: float
 ) -> list[StepGraph]:
     make, inputs = MODELS[model]
-    settings = {"prefetch": prefetch, "reduce_layout": layout.value, "bucket_mb": bucket_mb}
-    return capture(make, inputs(), world, until=stage, **settings)
+    return capture(
+        make, inputs(), world, until=stage, prefetch=prefetch, reduce_layout=layout.value, bucket_mb=bucket_mb
+    )
