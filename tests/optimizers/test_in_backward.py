@@ -50,7 +50,7 @@ def _values(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
