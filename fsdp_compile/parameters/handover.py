@@ -25,7 +25,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.parameters import epilogue, updating
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.reads import READS
-from fsdp_compile.parameters.spec import Sync
+from fsdp_compile.parameters.spec import Sync, Update
 
 
 def install(flat: FlatShard) -> None:
@@ -56,7 +56,7 @@ def arrived(flat: FlatShard) -> None:
     flat.undelivered |= flat.noted_gradients(Sync.ALL)
     if flat.unit.accumulation.last_backward:
         hand_over(flat)
-    if updating.is_complete(flat):
+    if flat.progress.is_due and updating.is_complete(flat):
         updating.run(flat)
     epilogue.expect(flat.unit)
 
@@ -79,7 +79,7 @@ def deliver(flat: FlatShard, gradient: torch.Tensor, offsets: Collection[int]) -
     parts = views_of(gradient, [slot.place for slot in slots])
     for slot, part in zip(slots, make_dtensors(parts, [slot.parameter for slot in slots]), strict=True):
         _accumulate(slot, part)
-    flat.progress.is_due = updating.is_in_backward(flat)
+    flat.progress.is_due = flat.progress.update is Update.IN_BACKWARD
 
 
 def refuse_double_backward(flat: FlatShard, gradient: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ def await_late_gradient(parameter: nn.Parameter, slot: ParameterSlot) -> None:
             with torch.no_grad():
                 reduced = torch.ops.fsdp.reduce_grad(leaf, gradient.to(slot.spec.param_dtype), text)
                 _accumulate(slot, *make_dtensors(views_of(reduced, [slot.place]), [slot.parameter]))
-            flat.progress.is_due = updating.is_in_backward(flat)
+            flat.progress.is_due = flat.progress.update is Update.IN_BACKWARD
             epilogue.expect(flat.unit)
 
     slot.is_read_before = True

@@ -49,6 +49,7 @@ class Progress:
     """How far the update of one flat shard is.
 
     Attributes:
+        update: When it is updated, as the specs of its slots have it.
         readers: Compiled forwards that have read it and whose backward has not run; reads outside of compiled graphs
             count until the update.
         is_due: Whether parameters were given gradients since the last update.
@@ -56,6 +57,7 @@ class Progress:
         has_late: Whether code that read a parameter before it was sharded may still send it a gradient.
     """
 
+    update: Update = Update.AFTER_BACKWARD
     readers: int = 0
     is_due: bool = False
     is_done: bool = False
@@ -82,11 +84,6 @@ def wanted(flat: FlatShard) -> Update:
     """When the parameters of a flat shard are to be updated: in backward if any of them is."""
     marked = flat.leaf.requires_grad and any(updater_of(slot.parameter) is not None for slot in flat.slots)
     return Update.IN_BACKWARD if marked else Update.AFTER_BACKWARD
-
-
-def is_in_backward(flat: FlatShard) -> bool:
-    """The same, as the specs of its slots have it."""
-    return bool(flat.slots) and flat.slots[0].spec.update is Update.IN_BACKWARD
 
 
 def begin(flat: FlatShard) -> None:
@@ -127,7 +124,7 @@ def refuse_second(flat: FlatShard) -> None:
     Raises:
         UnsupportedModelError: If a flat shard was updated, and no forward ran since.
     """
-    if flat.progress.is_done and is_in_backward(flat):
+    if flat.progress.is_done:
         raise UnsupportedModelError(
             "a gradient arrives after the parameters that it belongs to were updated",
             where=f"step_in_backward(), unit {flat.unit.title}",
@@ -156,7 +153,7 @@ def refuse_whole_gradients(parameters: Iterable[torch.Tensor], *, where: str, in
 
 def run(flat: FlatShard) -> None:
     """Updates the parameters of a flat shard that were given gradients since the last time."""
-    if not flat.progress.is_due or not is_in_backward(flat):
+    if not flat.progress.is_due:
         return
     flat.progress.is_due = False
     trained = [slot.parameter for slot in flat.slots if slot.parameter.grad is not None]

@@ -45,7 +45,7 @@ def sync_of(flat: FlatShard) -> Sync:
 def respecify(unit: Unit) -> None:
     """Writes what a unit's policy, accumulation and optimizers say into its slots' specs and into the next reads."""
     for flat in unit.flats:
-        update = updating.wanted(flat)
+        update = flat.progress.update = updating.wanted(flat)
         for slot in flat.slots:
             slot.spec = _respecified(slot.spec, unit, update)
             if slot.eval_spec is not None:
