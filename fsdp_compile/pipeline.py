@@ -164,10 +164,11 @@ def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:
     """What `bucket_mb` is for a graph, with the meaning that "auto" has there: the same on every rank."""
     if options.bucket_mb != "auto":
         return options.bucket_mb
-    flat = next(step.nodes(Role.FLAT), None)
-    if options.prefetch != "auto" or flat is None:
+    specs = [spec for flat in step.nodes(Role.FLAT) for spec in require(flat).specs]
+    counts_units = options.prefetch != "auto" or any(s.forward_prefetch or s.backward_prefetch for s in specs)
+    if counts_units or not specs:
         return 0.0
-    ranks = max(max(spec.size, spec.replicas) for spec in require(flat).specs)
+    ranks = max(max(spec.size, spec.replicas) for spec in specs)
     worth_mb = worth_joining_bytes(options.hardware or hardware_of(step), ranks) / 1e6
     budget_gb = options.memory_budget_gb
     return worth_mb if budget_gb is None else min(worth_mb, budget_gb * 1e3 * BUDGET_SHARE)
