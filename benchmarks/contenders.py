@@ -38,6 +38,11 @@ class Setup:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reshard_after_forward: bool | int | Literal["auto"] | None = None
 
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The dtypes, as `fully_shard` takes them."""
+        return MixedPrecisionPolicy(param_dtype=self.param_dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
@@ -82,11 +87,10 @@ def fsdp1(model: nn.Module, setup: Setup) -> Any:
 def fsdp2(model: nn.Module, setup: Setup) -> Any:
     """`torch.distributed.fsdp.fully_shard`, eager."""
     mesh = _mesh(setup)
-    policy = MixedPrecisionPolicy(param_dtype=setup.param_dtype)
     for module in model.modules():
         if isinstance(module, setup.block):
-            torch_fully_shard(module, mesh=mesh, mp_policy=policy)
-    return torch_fully_shard(model, mesh=mesh, mp_policy=policy)
+            torch_fully_shard(module, mesh=mesh, mp_policy=setup.policy)
+    return torch_fully_shard(model, mesh=mesh, mp_policy=setup.policy)
 
 
 def fsdp2_compiled(model: nn.Module, setup: Setup) -> Any:
@@ -115,9 +119,8 @@ def inductor_passes(settings: Mapping[str, Any]) -> Callable[[nn.Module, Setup],
 
 def ours(model: nn.Module, setup: Setup) -> Any:
     """`torch.compile(backend="fsdp")`."""
-    policy = MixedPrecisionPolicy(param_dtype=setup.param_dtype)
     kept = setup.reshard_after_forward
-    fsdp_compile.fully_shard(model, mesh=_mesh(setup), mp_policy=policy, reshard_after_forward=kept)
+    fsdp_compile.fully_shard(model, mesh=_mesh(setup), mp_policy=setup.policy, reshard_after_forward=kept)
     return torch.compile(model, backend="fsdp", options=dict(setup.options))
 
 

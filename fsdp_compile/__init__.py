@@ -5,6 +5,7 @@ torch.compile(model, backend="fsdp") is all there is to call; `fully_shard` befo
 
 from fsdp_compile.backend import fsdp
 from fsdp_compile.errors import (
+    BudgetTooSmallError,
     ConfigError,
     FSDPCompileError,
     InvariantError,
@@ -32,6 +33,7 @@ from fsdp_compile.parity.api import check_parity
 from fsdp_compile.prefetch import FSDPPrefetch
 
 __all__ = [
+    "BudgetTooSmallError",
     "ConfigError",
     "FSDPCompileError",
     "FSDPOptions",

@@ -16,7 +16,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower.agreement import agree
 from fsdp_compile.lower.eager import compile_eagerly
-from fsdp_compile.lower.inductor import compile_with_inductor
+from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.ran import remember
 from fsdp_compile.lower.region import Region
 from fsdp_compile.options import FSDPOptions
@@ -70,7 +70,8 @@ def fsdp(
     if checked.lower == "eager":
         return compile_eagerly(gm, example_inputs, region)
     settings = _torch.list_mode_options(mode) if mode else {}
-    return compile_with_inductor(gm, example_inputs, region, {**settings, **checked.inductor})
+    exact = {} if checked.memory_budget_gb is None else FREE_AT_LAST_USE
+    return compile_with_inductor(gm, example_inputs, region, {**exact, **settings, **checked.inductor})
 
 
 watch_optimizers(fsdp)

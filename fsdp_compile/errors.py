@@ -25,6 +25,16 @@ class ConfigError(FSDPCompileError):
     """The user asked for something that is contradictory, unknown or impossible here."""
 
 
+class BudgetTooSmallError(ConfigError):
+    """No schedule of a graph keeps `memory_budget_gb`.
+
+    Attributes:
+        least_bytes: The smallest budget that one keeps, for the forward and backward graph concerned.
+    """
+
+    least_bytes: int = 0
+
+
 class UnsupportedModelError(FSDPCompileError):
     """The model does something that this package refuses to compute wrongly."""
 

@@ -49,8 +49,8 @@ class CpuCarrier:
         """See `Carrier`."""
         with self.lock:
             transfer = wire.submit(lane, size_bytes, self.clock.now_s())
-        work = _CpuWork(self, wire, transfer, outputs)
-        self._fills.put(lambda: self._fill(work, fill))
+        work = _CpuWork(self, wire, transfer, fill, outputs)
+        self._fills.put(lambda: self._fill(work))
         return work
 
     def end_s(self, wire: Wire, transfer: Transfer) -> float:
@@ -73,19 +73,23 @@ class CpuCarrier:
         self._fills.close()
         self._futures.close()
 
-    def _fill(self, work: _CpuWork, fill: Fill) -> None:
+    def _fill(self, work: _CpuWork) -> None:
         start_s = self.clock.now_s()
         try:
-            fill()
+            work.fill()
         except Exception as error:  # raised again by whoever waits
             work.error = error
         self._traffic.fill_s += self.clock.now_s() - start_s
+        work.fill = _done  # its tensors are the waiter's alone from now on, who may count on their memory
         work.filled.set()
 
 
 class _CpuWork(dist.Work):
-    def __init__(self, carrier: CpuCarrier, wire: Wire, transfer: Transfer, outputs: list[torch.Tensor]) -> None:
+    def __init__(
+        self, carrier: CpuCarrier, wire: Wire, transfer: Transfer, fill: Fill, outputs: list[torch.Tensor]
+    ) -> None:
         super().__init__()
+        self.fill = fill
         self.filled = threading.Event()
         self.error: Exception | None = None
         self.outputs = outputs
@@ -106,6 +110,10 @@ class _CpuWork(dist.Work):
         future: Future[Any] = Future()
         self._carrier.complete(future, self)
         return future
+
+
+def _done() -> None:
+    """What a collective that is over still has to write."""
 
 
 class _Thread:

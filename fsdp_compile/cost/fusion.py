@@ -3,13 +3,16 @@
     mm, [to_copy, pow, mean, rsqrt, mul], mm      the bracket is one kernel: its inner values stay in registers
 
 The model: fusible operators (pointwise ones and reductions) between two that are not form one kernel. A value that
-is only used inside its own kernel is not written. Run operator by operator, every value is written.
+is only used inside its own kernel is not written. One that is pointwise and written is computed where the first
+operator that does not fuse reads it, as late as that may be. Run operator by operator, every value is written, in its
+place.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from operator import getitem
 
 import torch
@@ -58,11 +61,13 @@ class Kernels:
         of: Node to the number of its kernel; nodes that launch nothing are absent.
         inner: Nodes whose results are never written.
         fused: Whether pointwise operators and reductions run in kernels with others.
+        forced: For nodes that are computed later than in their place, the node right before which that happens.
     """
 
-    of: dict[fx.Node, int]
+    of: Mapping[fx.Node, int]
     inner: frozenset[fx.Node]
     fused: bool
+    forced: Mapping[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
 
 
 def shares_memory(node: fx.Node) -> bool:
@@ -105,8 +110,14 @@ def plan_kernels(graph: fx.Graph, fusion: Fusion) -> Kernels:
         number += not (joins and in_run)
         in_run = joins
         of[node] = number
-    inner = {node for node in of if fusion is Fusion.KERNELS and is_fusible(node) and _stays_inside(node, of)}
-    return Kernels(of, frozenset(inner), fusion is Fusion.KERNELS)
+    if fusion is Fusion.NONE:
+        return Kernels(of, frozenset(), fused=False)
+    inner = {node for node in of if is_fusible(node) and _stays_inside(node, of)}
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    written = [node for node in of if node not in inner and is_fusible(node) and not _reduces(node)]
+    forced = {node: _forced_by(node, place) for node in written}
+    later = {node: by for node, by in forced.items() if by is not None and by is not node}
+    return Kernels(of, frozenset(inner), fused=True, forced=later)
 
 
 def _stays_inside(node: fx.Node, of: dict[fx.Node, int]) -> bool:
@@ -122,6 +133,27 @@ def _stays_inside(node: fx.Node, of: dict[fx.Node, int]) -> bool:
         else:
             return False
     return True
+
+
+def _forced_by(node: fx.Node, place: Mapping[fx.Node, int]) -> fx.Node | None:
+    """The node at which a value must be there at the latest; `None` if its kernel goes on with what reads it.
+
+    That is the first operator that reads it and does not fuse, or a view of it that has several readers of which one is
+    such an operator.
+    """
+    views = [user for user in node.users if shares_memory(user) and not _writes(user)]
+    others = [user for user in node.users if user not in views]
+    if any(map(is_fusible, others)):
+        return None
+    if others and len(node.users) > 1:
+        return node
+    found = [_forced_by(view, place) for view in views] + [user for user in others if user.op != "output"]
+    forcing = [user for user in found if user is not None]
+    return min(forcing, key=place.__getitem__) if forcing and len(forcing) == len(found) else None
+
+
+def _reduces(node: fx.Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in _REDUCTIONS
 
 
 def _writes(node: fx.Node) -> bool:

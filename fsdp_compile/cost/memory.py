@@ -1,8 +1,8 @@
 """Live bytes at each node of a graph: who allocates what, and until when it lives.
 
 Views share the memory of what they show (by the operators' schemas), values that stay inside a fused kernel have
-none, and the messages of a running collective live until it is waited for. What lies in the memory of the host (flat
-shards and gradients of offloaded units) has no buffer here.
+none, what a kernel reads lives until it runs, and the messages of a running collective live until it is waited for.
+What lies in the memory of the host (flat shards and gradients of offloaded units) has no buffer here.
 """
 
 from __future__ import annotations
@@ -132,7 +132,10 @@ class _Walk:
         self.carried: dict[Buffer, Buffer] = {}
 
     def memory(self) -> Memory:
-        for position, node in enumerate(self.step.graph.nodes):
+        places = {node: place for place, node in enumerate(self.step.graph.nodes)}
+        for node, place in places.items():
+            forced_by = self.kernels.forced.get(node)
+            position = place if forced_by is None else places[forced_by] - 1
             # The marker of a reshard names a whole bucket; each message of it is freed after its own last use.
             for source in () if role_of(node) is Role.RESHARD else node.all_input_nodes:
                 self._touch(self._all(source), position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import fx
 
@@ -16,6 +16,8 @@ _KEEP_OUR_ORDER = {
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
 }
+FREE_AT_LAST_USE: Final = {"allow_buffer_reuse": False}
+"""Keeps to the estimate of memory: memory that is meant for a later kernel would be held until that runs."""
 
 
 class _Partitioner(_torch.CustomPartitionerFn):

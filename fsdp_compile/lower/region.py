@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.capture.partition import partition
+from fsdp_compile.errors import BudgetTooSmallError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.markers import erase_markers
 from fsdp_compile.ir.record import Phase, Record
@@ -58,9 +59,22 @@ class Region:
         forward, backward = partition(joint, inputs, **kwargs)
         steps = StepGraph(forward, Phase.FORWARD), StepGraph(backward, Phase.BACKWARD)
         self.keep(*steps)
-        self.steps = [self.transform(step) for step in steps]
+        self.steps = self._both(steps)
         self.again = read_again(*self.steps)
         return forward, backward
+
+    def _both(self, halves: Sequence[StepGraph]) -> list[StepGraph]:
+        """Transforms forward and backward; if neither keeps its budget, the error names the larger of their needs."""
+        steps: list[StepGraph] = []
+        refused: list[BudgetTooSmallError] = []
+        for half in halves:
+            try:
+                steps.append(self.transform(half))
+            except BudgetTooSmallError as error:
+                refused.append(error)
+        if refused:
+            raise max(refused, key=lambda error: error.least_bytes)
+        return steps
 
     def inference(self, gm: fx.GraphModule) -> None:
         """Transforms a graph that has no backward and so was never partitioned."""

@@ -16,7 +16,7 @@ from torch import fx
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import BudgetTooSmallError
 from fsdp_compile.ir.edit import move_before
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import upstream
@@ -91,7 +91,7 @@ class Schedule:
         """Poses the problem, has it solved, and says where each node goes.
 
         Raises:
-            ConfigError: If no plan keeps the budget.
+            BudgetTooSmallError: If no plan keeps the budget.
         """
         followers = followers_of(step)
         posed = self._posed(step, followers)
@@ -131,18 +131,26 @@ class Schedule:
                     move_before([*upstream(hoist.gather, *ON_DEVICE), hoist.gather], hoist.anchor)
 
 
-def _too_small(step: StepGraph, posed: Posed, error: BudgetError, budget: int) -> ConfigError:
+def _too_small(step: StepGraph, posed: Posed, error: BudgetError, budget: int) -> BudgetTooSmallError:
     node = posed.steps[error.step]
     problem = posed.problem
     units = [
         require(n).unit for n, g in zip(posed.gathers, problem.gathers, strict=True) if g.need <= error.step < g.free
     ]
     held = f", with {', '.join(dict.fromkeys(units))} gathered" if units else ""
-    return ConfigError(
+    raised = BudgetTooSmallError(
         f"{budget / 1e9:g} GB do not hold what %{node} of the {step.phase.value} graph needs at once{held}",
         where="options={'memory_budget_gb': ...}",
-        instead=f"at least {error.least_bytes / 1e9:.3g} (rounded up), or smaller units or batches",
+        instead=f"at least {_rounded_up(error.least_bytes) / 1e9:g}, or smaller units or batches",
     )
+    raised.least_bytes = error.least_bytes
+    return raised
+
+
+def _rounded_up(size_bytes: int) -> int:
+    """To three digits, so that a budget copied from a message is one that is accepted."""
+    unit = 10 ** max(len(str(size_bytes)) - 3, 0)
+    return -(-size_bytes // unit) * unit
 
 
 def _anchor(step: StepGraph, posed: Posed, position: int) -> fx.Node:

@@ -100,12 +100,14 @@ def count_everything(step: StepGraph, posed: Posed, fusion: Fusion) -> Posed:
     What forward returned is held by its caller during backward. The backward graph does not see it, but it has as many
     bytes as the gradients that come in for it.
     """
-    live = memory_of(step, plan_kernels(step.graph, fusion)).live_bytes()
-    places = iter([*(step.order()[node] for node in posed.steps), len(live)])
+    kernels = plan_kernels(step.graph, fusion)
+    live = memory_of(step, kernels).live_bytes()
+    order, returned_bytes = step.order(), _returned_bytes(step)
+    forcing = frozenset(kernels.forced.values())
     begin, least = 0, []
-    next(places, None)
-    for end in places:
-        least.append(max(live[begin:end]) + _returned_bytes(step))
+    for node, end in zip(posed.steps, [*(order[node] for node in posed.steps[1:]), len(live)], strict=True):
+        # What runs right before a step runs after all that is started there.
+        least.append(max(live[max(begin - (node in forcing), 0) : end]) + returned_bytes)
         begin = end
     return dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, least_bytes=tuple(least)))
 

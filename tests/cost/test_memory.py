@@ -87,6 +87,29 @@ def test_what_stays_inside_a_kernel_takes_no_memory_but_keeps_what_it_reads() ->
     assert fused.live_bytes([Holder.TEMPORARY]) == [0, piece, piece, 2 * piece, piece, 0]
 
 
+def test_a_kernel_runs_where_its_result_is_needed_and_holds_what_it_reads_until_then() -> None:
+    s = Sketch()
+    x = s.input("x", 256, 256)
+    a = s.call(aten.mm.default, x, x)
+    late = s.call(aten.relu.default, a)
+    b = s.call(aten.mm.default, x, x)
+    step = s.done(s.call(aten.mm.default, late, b))
+    piece = 256 * KB
+    assert _memory(step).live_bytes([Holder.TEMPORARY]) == [0, piece, 2 * piece, 2 * piece, 2 * piece, 0]
+    # relu runs after the second product, right before what reads it: until then the first product is there instead.
+    assert plan_kernels(step.graph, Fusion.KERNELS).forced == {late: step.output.all_input_nodes[0]}
+    assert _memory(step, Fusion.KERNELS).live_bytes([Holder.TEMPORARY]) == [0, piece, piece, 3 * piece, 2 * piece, 0]
+
+
+def test_a_kernel_that_goes_on_with_its_reader_runs_in_its_place() -> None:
+    s = Sketch()
+    x = s.input("x", 256, 256)
+    a = s.call(aten.relu.default, s.call(aten.mm.default, x, x))
+    b = s.call(aten.mm.default, a, x)
+    step = s.done(s.call(aten.add.Tensor, b, a))
+    assert a not in plan_kernels(step.graph, Fusion.KERNELS).forced
+
+
 def test_a_value_that_is_used_in_another_kernel_is_written() -> None:
     s = Sketch()
     x = s.input("x", 256, 256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile import ConfigError, fully_shard
+from fsdp_compile import BudgetTooSmallError, ConfigError, fully_shard
 from fsdp_compile.cost.hardware import Quantity, hardware
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain.api import explain
@@ -117,9 +118,15 @@ def test_a_budget_is_kept_and_one_that_cannot_be_is_refused_with_the_least_that_
     budget = free.peak_bytes * 0.98
     held = _plan(1.0, memory_budget_gb=budget / 1e9)
     assert held.peak_bytes <= budget
-    with pytest.raises(ConfigError, match=r"do not hold what %.* needs at once") as caught:
+    with pytest.raises(BudgetTooSmallError, match=r"do not hold what %.* needs at once") as caught:
         _plan(1.0, memory_budget_gb=free.peak_bytes / 2e9)
     assert "memory_budget_gb" in str(caught.value)
+    least = _plan(1.0, memory_budget_gb=caught.value.least_bytes / 1e9)
+    assert least.peak_bytes <= caught.value.least_bytes
+    said = re.search(r"at least ([\d.e-]+),", str(caught.value))
+    assert said is not None
+    assert float(said[1]) * 1e9 == pytest.approx(caught.value.least_bytes, rel=0.01)
+    assert float(said[1]) * 1e9 >= caught.value.least_bytes, "a number copied from the message is accepted"
 
 
 def test_a_larger_budget_is_used_where_the_link_is_the_bottleneck() -> None:
