@@ -1,0 +1,299 @@
+"""The results page: `docs/results.md` with its pictures, out of the JSON files below `benchmarks/results/`.
+
+Each number on the page comes from a file, and beside it stand the command, the machine and the versions of the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import RESULTS, mib, ms, percent
+
+Row = Mapping[str, Any]
+Document = Mapping[str, Any]
+Write = Callable[[Any], str]
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "results.md"
+_INTRODUCTION = """# Results
+
+Written by `python -m benchmarks.results_page` out of [the measured files](../benchmarks/results/README.md), which hold
+more numbers than stand here; [what each means](benchmarks.md#what-each-number-means).
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """How the results of one benchmark are shown.
+
+    Attributes:
+        benchmark: Its name, and that of its file.
+        title: Heading.
+        about: What is to be seen.
+        columns: Field of a row to heading and how it is written.
+        rows: Takes the rows out of the document.
+        draw: Draws them into the axes of a figure; `None` for a table alone.
+    """
+
+    benchmark: str
+    title: str
+    about: str
+    columns: Mapping[str, tuple[str, Write]]
+    rows: Callable[[Document], list[Row]] = lambda document: list(document["results"])
+    draw: Callable[[Any, Sequence[Row]], None] | None = None
+
+    @property
+    def picture(self) -> Path:
+        """Where its figure is."""
+        return DOCS / f"results_{self.benchmark}.png"
+
+    def text(self, document: Document) -> str:
+        """The section as Markdown."""
+        rows = self.rows(document)
+        shown = [name for name in self.columns if any(row.get(name) is not None for row in rows)]
+        head = [self.columns[name][0] for name in shown]
+        cells = [[_cell(row, name, self.columns[name][1]) for name in shown] for row in rows]
+        lines = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *cells)]
+        picture = [f"![{self.title}]({self.picture.name})", ""] if self.draw is not None else []
+        parts = [f"## {self.title}", "", self.about, "", *picture, *lines, "", _where(document)]
+        return "\n".join(parts) + "\n"
+
+
+def _cell(row: Row, name: str, write: Write) -> str:
+    value = row.get(name)
+    if value is not None:
+        return write(value)
+    return "does not run" if row.get("error") and name != "contender" else ""
+
+
+def _where(document: Document) -> str:
+    """Command, machine and versions."""
+    machine, settings = document["environment"], document["settings"]
+    packages = ", ".join(f"{name} {machine['packages'][name]}" for name in ("torch", "transformers"))
+    settled = ", ".join(f"{key} {_plain(value)}" for key, value in settings.items() if _is_telling(key, value))
+    devices = "".join(f", {device}" for device in machine["devices"])
+    return (
+        f"`python -m benchmarks.{document['benchmark']}` ({settled}), {machine['time'][:10]}, commit "
+        f"{machine['commit'][:10]}: {machine['cores']} cores of an {machine['processor']}{devices}, {packages}, "
+        f"CPython {machine['python']}."
+    )
+
+
+def _is_telling(key: str, value: object) -> bool:
+    return value not in (None, {}, [], False) and key not in ("benchmark", "contenders", "out")
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list):
+        return "/".join(map(_plain, value))
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} x"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s"
+
+
+def _ranks(ranks: int) -> str:
+    return f"{ranks:,}"
+
+
+def _steps(document: Document) -> list[Row]:
+    """One row for each contender at each ratio."""
+    keys = ("communication_over_compute", "floor_s")
+    return [
+        {**{key: section[key] for key in keys}, **row}
+        for section in document["results"]
+        for row in section["contenders"]
+    ]
+
+
+def _with(field: str) -> Callable[[Document], list[Row]]:
+    """Rows that have a field: of a file with two kinds of them."""
+    return lambda document: [row for row in document["results"] if field in row]
+
+
+def _draw_bars(field: str, label: str) -> Callable[[Any, Sequence[Row]], None]:
+    def draw(axes: Any, rows: Sequence[Row]) -> None:
+        shown = [row for row in rows if row.get(field) is not None]
+        axes.barh([_name(row) for row in shown], [row[field] for row in shown])
+        axes.invert_yaxis()
+        axes.set_xlabel(label)
+
+    return draw
+
+
+def _name(row: Row) -> str:
+    budget = row.get("budget_bytes")
+    return row["contender"] if budget is None else f"{row['contender']}, {mib(budget)}"
+
+
+def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
+    names = list(dict.fromkeys(row["contender"] for row in rows if "share_of_floor" in row))
+    ratios = list(dict.fromkeys(row["communication_over_compute"] for row in rows))
+    width = 0.8 / len(names)
+    for place, name in enumerate(names):
+        mine = {r["communication_over_compute"]: 100 * r["share_of_floor"] for r in rows if r["contender"] == name}
+        at = [index + (place - (len(names) - 1) / 2) * width for index in range(len(ratios))]
+        axes.bar(at, [mine.get(ratio, 0.0) for ratio in ratios], width, label=name)
+    axes.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
+    axes.set_xlabel("communication / compute")
+    axes.set_ylabel("share of the floor (%)")
+    axes.legend()
+
+
+def _draw_line(x: str, y: str, labels: tuple[str, str], scale: str) -> Callable[[Any, Sequence[Row]], None]:
+    def draw(axes: Any, rows: Sequence[Row]) -> None:
+        axes.plot([row[x] for row in rows], [row[y] for row in rows], marker="o")
+        axes.set(xscale=scale, xlabel=labels[0], ylabel=labels[1], ylim=(0, None))
+
+    return draw
+
+
+_CONTENDER: dict[str, tuple[str, Write]] = {"contender": ("contender", lambda name: f"`{name}`")}
+SECTIONS = (
+    Section(
+        "step_time",
+        "Step time",
+        "Forward and backward on the emulated network, beside the larger of compute and communication.",
+        {
+            "communication_over_compute": ("communication / compute", lambda ratio: f"{ratio:g}"),
+            **_CONTENDER,
+            "floor_s": ("floor", ms),
+            "median_s": ("median", ms),
+            "share_of_floor": ("share of the floor", percent),
+            "total_sent_bytes": ("sent", mib),
+        },
+        _steps,
+        _draw_steps,
+    ),
+    Section(
+        "sent_bytes",
+        "Bytes sent",
+        "What one rank sends in a step; the floor is `3 P (N-1)/N`.",
+        {
+            **_CONTENDER,
+            "total_sent_bytes": ("sent", mib),
+            "share_of_floor": ("of the floor", percent),
+            "padding": ("padding", lambda share: f"{share:.3%}"),
+        },
+    ),
+    Section(
+        "memory",
+        "Peak memory",
+        "Measured, and predicted before the model is sharded; `fsdp_compile` without a budget, and with two.",
+        {
+            **_CONTENDER,
+            "budget_bytes": ("budget", mib),
+            "peak_bytes": ("peak", mib),
+            "predicted_bytes": ("predicted", mib),
+            "prediction_error": ("error", percent),
+        },
+        draw=_draw_bars("peak_bytes", "peak (byte)"),
+    ),
+    Section(
+        "cost_model",
+        "The cost model",
+        "Predicted beside measured.",
+        {
+            "what": ("what", str),
+            "predicted": ("predicted", lambda value: f"{value:,.0f}"),
+            "measured": ("measured", lambda value: f"{value:,.0f}"),
+            "unit": ("unit", str),
+            "prediction_error": ("error", percent),
+        },
+    ),
+    Section(
+        "compile_time",
+        "Compile time",
+        "The first step with empty caches.",
+        {
+            "layers": ("layers", str),
+            "nodes": ("nodes", str),
+            "plain_s": ("plain `torch.compile`", _seconds),
+            "fsdp_compile_s": ("`fsdp_compile`", _seconds),
+            "passes_s": ("passes and verifier", _seconds),
+            "passes_share": ("passes / plain", percent),
+        },
+    ),
+    Section(
+        "overhead",
+        "Step overhead",
+        "40 tiny layers, 200 parameters, a group that does nothing.",
+        {
+            **_CONTENDER,
+            "step_s": ("forward and backward", ms),
+            "step_ratio": ("/ plain", _times),
+            "optimizer_s": ("AdamW", ms),
+            "optimizer_ratio": ("/ plain tensors", _times),
+        },
+        draw=_draw_bars("step_ratio", "forward and backward / plain torch.compile"),
+    ),
+    Section(
+        "scaling",
+        "Scaling with ranks",
+        "Estimated step of Llama-3-8B, out of one trace.",
+        {
+            "ranks": ("ranks", _ranks),
+            "step_s": ("step", ms),
+            "share_of_floor": ("share of the floor", percent),
+            "replanned_s": ("planned again in", _seconds),
+        },
+        _with("ranks"),
+        _draw_line("ranks", "step_s", ("ranks", "step (s)"), "log"),
+    ),
+    Section(
+        "slow_network",
+        "A real slow network",
+        "Two gloo ranks in network namespaces at 1 Gbit/s.",
+        {**_CONTENDER, "median_s": ("median", ms), "faster_than_fsdp2": ("FSDP2's / median", _times)},
+    ),
+)
+
+
+def documents() -> dict[str, Document]:
+    """The committed results, by benchmark."""
+    read = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json")))
+    return {document["benchmark"]: document for document in read if not document["smoke"]}
+
+
+def page(found: Mapping[str, Document]) -> str:
+    """The page as Markdown: the sections of what was measured."""
+    made = [section.text(found[section.benchmark]) for section in SECTIONS if section.benchmark in found]
+    return "\n".join([_INTRODUCTION, *made])
+
+
+def draw(found: Mapping[str, Document]) -> list[Path]:
+    """Draws the pictures of the page, and says where they are."""
+    from matplotlib.figure import Figure
+
+    drawn = []
+    for section in SECTIONS:
+        if section.benchmark in found and section.draw is not None:
+            figure = Figure(figsize=(8, 3.5), layout="constrained")
+            axes = figure.add_subplot()
+            section.draw(axes, section.rows(found[section.benchmark]))
+            axes.grid(visible=True, alpha=0.3)
+            figure.savefig(section.picture, dpi=110)
+            drawn.append(section.picture)
+    return drawn
+
+
+def main() -> int:
+    """Writes the page."""
+    found = documents()
+    PAGE.write_text(page(found), encoding="utf-8")
+    for path in (PAGE, *draw(found)):
+        print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

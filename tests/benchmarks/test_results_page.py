@@ -1,0 +1,27 @@
+"""The results page says what the committed files say."""
+
+from __future__ import annotations
+
+from benchmarks import results_page
+from benchmarks.results_page import PAGE, SECTIONS, documents
+
+
+def test_the_page_is_the_one_of_the_committed_results() -> None:
+    found = documents()
+    assert "step_time" in found
+    assert PAGE.read_text(encoding="utf-8") == results_page.page(found)
+
+
+def test_every_picture_of_the_page_is_there() -> None:
+    shown = [section.picture for section in SECTIONS if f"({section.picture.name})" in PAGE.read_text(encoding="utf-8")]
+    assert shown
+    assert all(picture.exists() for picture in shown)
+
+
+def test_what_did_not_run_says_so() -> None:
+    environment = documents()["step_time"]["environment"]
+    rows = [{"contender": "a", "total_sent_bytes": 2**20, "padding": None}, {"contender": "b", "error": "no"}]
+    document = {"benchmark": "sent_bytes", "environment": environment, "settings": {"ranks": 8}, "results": rows}
+    section = next(section for section in SECTIONS if section.benchmark == "sent_bytes")
+    assert "| `a` | 1.0 MiB |\n| `b` | does not run |" in section.text(document)
+    assert environment["commit"][:10] in section.text(document)
