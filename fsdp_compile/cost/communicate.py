@@ -95,4 +95,5 @@ def communication(node: fx.Node, link: Link) -> Communication:
     size_bytes = sum(tensor_bytes(t) for source in sources for t in tensors_of(source))
     sent_bytes = size_bytes * share_of_others(ranks) * (2 if sent_over_replicas else 1)
     time_us = link.collective_us(kind.value, sent_bytes, ranks)
+    time_us += link.message.value * (len(tensors_of(node)) - 1)
     return Communication(kind, group, link_of, ranks, size_bytes, sent_bytes, time_us)

@@ -76,6 +76,7 @@ class Link:
         rate_share: Share of it that a large message reaches.
         launch: Time of a message without data, us.
         hop: Added for every doubling of the number of ranks, us.
+        message: Added for every message of a grouped call but the first, us.
         measured: Collectives whose times are known better than by the formula.
     """
 
@@ -84,6 +85,7 @@ class Link:
     rate_share: Quantity
     launch: Quantity
     hop: Quantity
+    message: Quantity = Quantity(0.0, "us", "assumed; a grouped call is started once, whatever it holds")
     measured: tuple[MeasuredCollective, ...] = dataclasses.field(default=(), repr=False)
 
     @property

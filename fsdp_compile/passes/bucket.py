@@ -3,7 +3,8 @@
     wait(all_gather(%w)), wait(all_gather(%b))  ->  all_gather_coalesced([%w, %b]), then a wait per message
 
 Small parameters lie side by side in the flat shard and travel as one packed message; every large one is a message of
-its own that lands in its own contiguous memory, so that a matmul reads it in place. Nothing is copied before a gather.
+its own that lands in its own contiguous memory, so that a matmul reads it in place (or packed, if that takes less time:
+`choosing.py`). Nothing is copied before a gather.
 The gather starts where the unit is read first, the reduction where its last gradient is ready. Units that are so small
 that a collective's latency takes most of its time share one (`joining.py`).
 """
@@ -25,12 +26,13 @@ from fsdp_compile.ir.record import GRADIENTS, SENT, Role, require, role_of
 from fsdp_compile.parameters import assemble
 from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.passes import wire
+from fsdp_compile.passes.choosing import cheapest_bucket
 from fsdp_compile.passes.edges import edges_of
 from fsdp_compile.passes.gathering import full_node, own_part
 from fsdp_compile.passes.insert_collectives import join_pieces
 from fsdp_compile.passes.joining import join_gathers, join_reductions
 from fsdp_compile.passes.packed import Reduced, write_packed_reduction
-from fsdp_compile.passes.pieces import Bucket, Piece, Single, by_unit, joint_record, make_bucket, start_grouped
+from fsdp_compile.passes.pieces import Bucket, Piece, Single, by_unit, joint_record, start_grouped
 from fsdp_compile.passes.reduction import ON_THE_WAY, STARTS, add_partial, scale_after, stages
 
 aten = torch.ops.aten
@@ -72,7 +74,11 @@ class BucketCollectives:
             gathers = edges.split_gathers(gathers)
             if self.reduce_layout is ReduceLayout.ALIGNED:
                 reductions = edges.split_reductions(reductions)
-        return BucketPlan(tuple(map(make_bucket, gathers)), tuple(map(make_bucket, reductions)))
+        for_reductions = self.hardware if self.reduce_layout is ReduceLayout.ALIGNED else None
+        return BucketPlan(
+            tuple(cheapest_bucket(group, self.hardware) for group in gathers),
+            tuple(cheapest_bucket(group, for_reductions) for group in reductions),
+        )
 
     def apply(self, step: StepGraph, plan: BucketPlan) -> None:
         """Writes the grouped collectives and erases the single ones."""

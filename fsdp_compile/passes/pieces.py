@@ -8,6 +8,7 @@ parameters of all of them into one piece.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
@@ -20,6 +21,15 @@ from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.record import Record, Role, require
 from fsdp_compile.parameters.layout import LARGE_BYTES
 from fsdp_compile.parameters.spec import ReadSpec
+
+
+class Messages(enum.Enum):
+    """What makes a message."""
+
+    APART = "apart"
+    """Small neighbours together, each large parameter for itself."""
+    PACKED = "packed"
+    """All neighbours together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,13 +154,13 @@ def collective_of(single: Single) -> Hashable:
     return over, single.sent.meta["val"].dtype, spec.sync, spec.divide
 
 
-def make_bucket(singles: Sequence[Single]) -> Bucket:
+def make_bucket(singles: Sequence[Single], messages: Messages = Messages.APART) -> Bucket:
     """What travels together as one bucket."""
-    return Bucket(tuple(_pieces(singles)))
+    return Bucket(tuple(_pieces(singles, messages)))
 
 
-def _pieces(singles: Sequence[Single]) -> list[Piece]:
-    """Small neighbours joined, large ones apart; flat shard by flat shard, by offset."""
+def _pieces(singles: Sequence[Single], messages: Messages) -> list[Piece]:
+    """Neighbours joined as `messages` says; flat shard by flat shard, by offset."""
     places = {flat: place for place, flat in enumerate(dict.fromkeys(single.flat for single in singles))}
     ordered = sorted(singles, key=lambda s: (places[s.flat], s.spec.offset))
     if len({require(single.start).unit for single in singles}) > 1:
@@ -159,7 +169,8 @@ def _pieces(singles: Sequence[Single]) -> list[Piece]:
     pieces: list[list[Single]] = []
     for single in ordered:
         last = pieces[-1][-1] if pieces else None
-        if last is not None and is_small(single) and is_small(last) and _adjacent(last, single):
+        joins = messages is Messages.PACKED or (is_small(single) and last is not None and is_small(last))
+        if last is not None and joins and _adjacent(last, single):
             pieces[-1].append(single)
         else:
             pieces.append([single])

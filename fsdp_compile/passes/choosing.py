@@ -1,0 +1,38 @@
+"""Whether the large parameters of a bucket travel as messages of their own, or packed with their neighbours.
+
+A message of its own is read where it lands, and costs `Link.message` on the link. Packed, large parameters are copied
+out of the gathered message, and gradients into the one that is reduced. The cheaper one is taken, by the times of the
+cost model, which are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.ir.queries import beside
+from fsdp_compile.ir.record import Role, require
+from fsdp_compile.passes.pieces import Bucket, Messages, Single, is_small, make_bucket
+
+
+def cheapest_bucket(singles: Sequence[Single], hardware: Hardware | None) -> Bucket:
+    """The bucket of some parameters in the layout that takes less time; without hardware, nothing is copied."""
+    apart = make_bucket(singles)
+    if hardware is None or not all(map(_can_be_packed, singles)) or len({require(s.start).unit for s in singles}) > 1:
+        return apart
+    packed = make_bucket(singles, Messages.PACKED)
+    saved_us = (len(apart.pieces) - len(packed.pieces)) * hardware.link.message.value
+    return packed if saved_us > _copies_us(packed, hardware) else apart
+
+
+def _can_be_packed(single: Single) -> bool:
+    spec = single.spec
+    return not (single.is_part or spec.gather_dtype or spec.hook or beside(single.flat, Role.PARTIAL))
+
+
+def _copies_us(packed: Bucket, hardware: Hardware) -> float:
+    """Time of reading and writing what would otherwise be used where it lies."""
+    together = (single for piece in packed.pieces if len(piece.singles) > 1 for single in piece.singles)
+    copied = [single for single in together if not is_small(single) and single.spec.is_contiguous]
+    size_bytes = sum(s.ranks * s.extent * s.sent.meta["val"].element_size() for s in copied)
+    return 2 * size_bytes * 1e6 / hardware.device.bytes_per_s
