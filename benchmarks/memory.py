@@ -120,7 +120,8 @@ def _predicted(task: Task, setup: Setup, ranks: int) -> dict[str, Any]:
 
 def _explain(task: Task, setup: Setup, ranks: int) -> Plan:
     positional, keywords = task.inputs
-    options = {**setup.options, "mp_policy": setup.policy}
+    kept = setup.reshard_after_forward
+    options = {**setup.options, "mp_policy": setup.policy, "reshard_after_forward": kept}
     return fsdp_compile.explain(task.make(), *positional, world_size=ranks, options=options, **keywords)
 
 

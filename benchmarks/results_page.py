@@ -140,7 +140,8 @@ def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
     ratios = list(dict.fromkeys(row["communication_over_compute"] for row in rows))
     width = 0.8 / len(names)
     for place, name in enumerate(names):
-        mine = {r["communication_over_compute"]: 100 * r["share_of_floor"] for r in rows if r["contender"] == name}
+        named = [row for row in rows if row["contender"] == name and "share_of_floor" in row]
+        mine = {r["communication_over_compute"]: 100 * r["share_of_floor"] for r in named}
         at = [index + (place - (len(names) - 1) / 2) * width for index in range(len(ratios))]
         axes.bar(at, [mine.get(ratio, 0.0) for ratio in ratios], width, label=name)
     axes.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])

@@ -59,14 +59,17 @@ def fsdp(
     ran = remember(example_inputs, checked.lower)
 
     def run_passes(step: StepGraph) -> StepGraph:
-        agree(transform(step, checked))
-        return ran.note(step)
+        return transform(step, checked)
+
+    def announce(step: StepGraph) -> None:
+        agree(step)
+        ran.note(step)
 
     def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
         keep(forward, backward, checked, whole=whole)
 
     whole = is_whole_model(example_inputs)
-    region = Region(flat_inputs(example_inputs), run_passes, keep_what_fits)
+    region = Region(flat_inputs(example_inputs), run_passes, keep_what_fits, announce)
     if checked.lower == "eager":
         return compile_eagerly(gm, example_inputs, region)
     settings = _torch.list_mode_options(mode) if mode else {}

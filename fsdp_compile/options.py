@@ -62,9 +62,9 @@ class FSDPOptions:
             place in a message (gloo, for three ranks or more) adds as it does there.
         bucket_mb: Units whose messages are small share their collectives with the units after them, up to this many
             1e6 byte of full parameters, or of full gradients; 0 gives every unit collectives of its own. "auto" takes
-            four times what the link sends during the latency of a collective, at most a hundredth of
-            `memory_budget_gb`; nothing for a fixed distance or lists to prefetch, which count units. In FSDP2's layout
-            reductions are never joined.
+            four times what the link sends during the latency of a collective; nothing for a fixed distance or lists
+            to prefetch, which count units, nor under `memory_budget_gb`, since what is shared is held longer. In
+            FSDP2's layout reductions are never joined.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.

@@ -42,8 +42,6 @@ from fsdp_compile.verify.check import check
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.table import Stage
 
-BUDGET_SHARE: Final = 0.01
-"""Of a budget of bytes, what tiny units may take to share a collective."""
 CAPTURE: Final = "capture"
 """What stands before the first pass, as `stop_after`: the markers themselves gather and reduce."""
 
@@ -64,16 +62,15 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
         reduce_layout=ReduceLayout(options.reduce_layout),
         join_bytes=0 if options.bucket_mb == "auto" else round(options.bucket_mb * 1e6),
     )
-    explicit = ExplicitPrefetch()
+    first = (InsertCollectives(), bucket, UpdateInBackward())
+    last = (SettleUpdates(), ExplicitPrefetch(), ScheduleReshard())
     if options.prefetch == 0:  # nothing runs beside anything: each unit is gone before the next one comes
-        return (InsertCollectives(), bucket, UpdateInBackward(), explicit, ScheduleReshard())
-    last = (SettleUpdates(), explicit, ScheduleReshard())
+        return (*first, *last[1:])
     if isinstance(options.prefetch, FSDPPrefetch):
         rules = ScheduleRules(options.prefetch.in_forward, options.prefetch.in_backward)
-        return (InsertCollectives(), bucket, UpdateInBackward(), rules, ScheduleReduce(), *last)
+        return (*first, rules, ScheduleReduce(), *last)
     if isinstance(options.prefetch, int):
-        fixed = (SchedulePrefetch(options.prefetch), ScheduleReduce())
-        return (InsertCollectives(), bucket, UpdateInBackward(), *fixed, *last)
+        return (*first, SchedulePrefetch(options.prefetch), ScheduleReduce(), *last)
     hardware = options.hardware or named_hardware()
     fusion = FUSION[options.lower]
     # Delaying holds activations longer, which a budget may not have room for.
@@ -166,12 +163,11 @@ def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:
         return options.bucket_mb
     specs = [spec for flat in step.nodes(Role.FLAT) for spec in require(flat).specs]
     counts_units = options.prefetch != "auto" or any(s.forward_prefetch or s.backward_prefetch for s in specs)
-    if counts_units or not specs:
+    # What is shared is held longer, which a budget may not have room for.
+    if counts_units or options.memory_budget_gb is not None or not specs:
         return 0.0
     ranks = max(max(spec.size, spec.replicas) for spec in specs)
-    worth_mb = worth_joining_bytes(options.hardware or hardware_of(step), ranks) / 1e6
-    budget_gb = options.memory_budget_gb
-    return worth_mb if budget_gb is None else min(worth_mb, budget_gb * 1e3 * BUDGET_SHARE)
+    return worth_joining_bytes(options.hardware or hardware_of(step), ranks) / 1e6
 
 
 def _selected(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
@@ -184,7 +180,10 @@ def _selected(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
         raise ConfigError(
             f"there is no pass {options.stop_after!r}", where="options={'stop_after': ...}", instead=", ".join(names)
         )
-    return every[: names.index(options.stop_after)]
+    selected = every[: names.index(options.stop_after)]
+    settle = [one for one in every if isinstance(one, SettleUpdates) and one not in selected]
+    updates = any(isinstance(one, UpdateInBackward) for one in selected)
+    return (*selected, *settle) if updates else selected  # schedules leave updates where they would be too early
 
 
 def _stage(last: str, options: FSDPOptions) -> Stage:

@@ -141,7 +141,7 @@ def _forced_by(node: fx.Node, place: Mapping[fx.Node, int]) -> fx.Node | None:
     That is the first operator that reads it and does not fuse, or a view of it that has several readers of which one is
     such an operator.
     """
-    views = [user for user in node.users if shares_memory(user) and not _writes(user)]
+    views = {user: None for user in node.users if shares_memory(user) and not _writes(user)}
     others = [user for user in node.users if user not in views]
     if any(map(is_fusible, others)):
         return None

@@ -6,7 +6,6 @@ the file, and all get its numbers; what they hold is plain data, which nothing c
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import statistics
@@ -87,7 +86,9 @@ def _cached(nodes: Mapping[str, fx.Node], path: Path, device: torch.device, roun
         missing = {signature: node for signature, node in nodes.items() if signature not in known}
         if missing:
             known.update(_measured(missing, device, rounds))
-            path.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            written = path.with_name(f"{path.name}.new")  # a run that is killed leaves the old file whole
+            written.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            written.replace(path)
         return {signature: known[signature] for signature in nodes if signature in known}
 
 
@@ -101,8 +102,12 @@ def _measured(nodes: Mapping[str, fx.Node], device: torch.device, rounds: int) -
     found = {}
     for signature, node in nodes.items():
         # An operator that refuses made-up values, or does not exist on the device, keeps its roofline.
-        with contextlib.suppress(RuntimeError, IndexError, ValueError, TypeError):
+        try:
             found[signature] = _median_us(_runnable(node, device), device, rounds)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            continue
     return found
 
 

@@ -31,10 +31,9 @@ class Ran:
     lower: str
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
 
-    def note(self, step: StepGraph) -> StepGraph:
-        """Keeps a copy of a transformed graph, and returns the graph."""
+    def note(self, step: StepGraph) -> None:
+        """Keeps a copy of a transformed graph."""
         self.steps.append(step.copy())
-        return step
 
 
 _numbers = itertools.count()

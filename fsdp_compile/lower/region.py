@@ -35,6 +35,10 @@ def keep_nothing(forward: StepGraph, backward: StepGraph) -> None:
     """Leaves forward and backward as the partition made them."""
 
 
+def _announce_nothing(step: StepGraph) -> None:
+    """For graphs that no other rank compiles."""
+
+
 @dataclasses.dataclass
 class Region:
     """State of one compile.
@@ -42,6 +46,7 @@ class Region:
     Attributes:
         flats: Records of Dynamo's inputs that are flat shards, or belong to one.
         transform: Runs the passes on one graph.
+        announce: Told of graphs once all of a compile are transformed: ranks compare them.
         keep: Decides what stays unsharded from forward to backward where that was left open.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         again: Flat shards that are updated in backward, and that backward reads as forward does.
@@ -50,6 +55,7 @@ class Region:
     flats: Mapping[int, Record]
     transform: Transform
     keep: Keep = keep_nothing
+    announce: Callable[[StepGraph], None] = _announce_nothing
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
     again: frozenset[FlatKey] = frozenset()
 
@@ -64,7 +70,7 @@ class Region:
         return forward, backward
 
     def _both(self, halves: Sequence[StepGraph]) -> list[StepGraph]:
-        """Transforms forward and backward; if neither keeps its budget, the error names the larger of their needs."""
+        """Transforms forward and backward; if they do not keep their budget, the error names the larger need."""
         steps: list[StepGraph] = []
         refused: list[BudgetTooSmallError] = []
         for half in halves:
@@ -74,12 +80,17 @@ class Region:
                 refused.append(error)
         if refused:
             raise max(refused, key=lambda error: error.least_bytes)
+        return self._announced(steps)
+
+    def _announced(self, steps: list[StepGraph]) -> list[StepGraph]:
+        for step in steps:
+            self.announce(step)
         return steps
 
     def inference(self, gm: fx.GraphModule) -> None:
         """Transforms a graph that has no backward and so was never partitioned."""
         name_inputs(gm.graph, self.flats)
-        self.steps = [self.transform(StepGraph(gm, Phase.FORWARD))]
+        self.steps = self._announced([self.transform(StepGraph(gm, Phase.FORWARD))])
 
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:
         """Compiles a transformed graph and adds what has to run around it."""

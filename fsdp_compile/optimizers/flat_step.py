@@ -8,6 +8,7 @@ plain tensors, one for each run of neighbouring parameters (`runs.py`).
 from __future__ import annotations
 
 import collections
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -93,6 +94,8 @@ class FlatStep:
 
     def __init__(self, inner: Callable[[], Any]) -> None:
         self._inner = inner
+        # Of units on the host and on a device, autograd's threads for both run updates.
+        self._lock = threading.RLock()
         self._runs: dict[tuple[int, FlatShard | None], tuple[tuple[int, ...], list[Run]]] = {}
         self._places: list[tuple[tuple[int, ...], Places]] = []
         self._groups: tuple[list[list[nn.Parameter]], list[int], dict[nn.Parameter, int]] = ([], [], {})
@@ -103,11 +106,12 @@ class FlatStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        state = optimizer.state
-        given = [group["params"] for group in optimizer.param_groups]
-        shown = [self._runs_of(number, parameters, state) for number, parameters in enumerate(given)]
-        hidden = {slot.parameter for found, _ in shown for run in found for slot in run.slots}
-        self._run(optimizer, shown, {p: s for p, s in state.items() if p not in hidden})
+        with self._lock:
+            state = optimizer.state
+            given = [group["params"] for group in optimizer.param_groups]
+            shown = [self._runs_of(number, parameters, state) for number, parameters in enumerate(given)]
+            hidden = {slot.parameter for found, _ in shown for run in found for slot in run.slots}
+            self._run(optimizer, shown, {p: s for p, s in state.items() if p not in hidden})
         return loss
 
     def update(self, optimizer: optim.Optimizer, flat: FlatShard) -> list[ParameterSlot]:
@@ -116,13 +120,14 @@ class FlatStep:
         Returns:
             Their slots.
         """
-        numbers = self._group_numbers(optimizer)
-        groups: list[Places] = [[] for _ in optimizer.param_groups]
-        for slot in flat.slots:
-            if slot.parameter.grad is not None and slot.parameter in numbers:
-                groups[numbers[slot.parameter]].append((flat, slot))
-        shown: Shown = [(self._cut((n, flat), trained, optimizer.state), []) for n, trained in enumerate(groups)]
-        self._run(optimizer, shown, {})
+        with self._lock:
+            numbers = self._group_numbers(optimizer)
+            groups: list[Places] = [[] for _ in optimizer.param_groups]
+            for slot in flat.slots:
+                if slot.parameter.grad is not None and slot.parameter in numbers:
+                    groups[numbers[slot.parameter]].append((flat, slot))
+            shown: Shown = [(self._cut((n, flat), trained, optimizer.state), []) for n, trained in enumerate(groups)]
+            self._run(optimizer, shown, {})
         return [slot for trained in groups for _, slot in trained]
 
     def _run(self, optimizer: optim.Optimizer, shown: Shown, others: Mapping[Any, Any]) -> None:
@@ -166,12 +171,18 @@ class FlatStep:
         before, runs = self._runs.get(place, ((), []))
         if before != key or not all(run.is_known(state) for run in runs):
             runs = [Run(slots, state) for slots in neighbours(trained, state)]
+            self._forget_old_shards()
         if not _take_gradients(runs):
             # Somebody put gradients of their own in the place of ours: each parameter is a run from now on.
             runs = [Run([slot], state) for run in runs for slot in run.slots]
             _take_gradients(runs)
         self._runs[place] = (key, runs)
         return runs
+
+    def _forget_old_shards(self) -> None:
+        """Drops runs of flat shards whose unit was laid out anew."""
+        for place in [place for place in self._runs if place[1] is not None and place[1] not in place[1].unit.flats]:
+            del self._runs[place]
 
     def _group_numbers(self, optimizer: optim.Optimizer) -> dict[nn.Parameter, int]:
         """The group of each parameter; counted again only when a group has another list, or a longer one."""
@@ -191,7 +202,8 @@ class FlatStep:
         before, places = self._places[number]
         if before != key or any(_torch.local_tensor(slot.dtensor) is not slot.local for _, slot in places):
             wanted = {p: i for i, p in enumerate(parameters)}
-            found = [(flat, slot) for flat in FlatShard.alive() for slot in flat.slots if slot.parameter in wanted]
+            in_use = [flat for flat in FlatShard.alive() if flat in flat.unit.flats]
+            found = [(flat, slot) for flat in in_use for slot in flat.slots if slot.parameter in wanted]
             first: dict[FlatShard, int] = {}
             for flat, _ in sorted(found, key=lambda place: wanted[place[1].parameter]):
                 first.setdefault(flat, len(first))

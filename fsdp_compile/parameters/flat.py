@@ -109,7 +109,7 @@ class FlatShard:
         self.kept: KeptParameters | None = None
         self.arriving: RunningGather | None = None
         self.holders: dict[Sync, torch.Tensor] = {}
-        self.progress = Progress(has_late=any(slot.is_read_before for slot in self.slots))
+        self.progress = Progress()
         if leaf.device.type != "meta":
             FlatShard._by_address[leaf.data_ptr()] = self
 

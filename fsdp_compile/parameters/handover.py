@@ -50,7 +50,10 @@ def arrived(flat: FlatShard) -> None:
     """
     if flat.leaf.grad is None:
         return  # an update inside of the graph has taken it
-    updating.refuse_second(flat)
+    if flat.progress.is_done:
+        flat.leaf.grad = None  # or the next step would add it
+        flat.noted_gradients(Sync.ALL)
+        updating.refuse_second(flat)
     flat.held.confirm()
     flat.partial.confirm()
     flat.undelivered |= flat.noted_gradients(Sync.ALL)

@@ -101,6 +101,7 @@ def repair_in_place(flat: FlatShard) -> bool:
         for slot, held in found:
             if held is not None and (held is not slot.parameter or _local(held) is not slot.local):
                 storage.adopt(slot, held, flat.unit.policy)
+    storage.follow_updaters(flat.unit)
     return True
 
 

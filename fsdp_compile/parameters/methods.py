@@ -144,6 +144,7 @@ class ShardedModule:
                 flat.partial.clear()
                 flat.leaf.grad = None
                 flat.undelivered.clear()
+                flat.progress.readers, flat.progress.is_due = 0, False
             respecify(unit)
         keeping.reshard(own)
 

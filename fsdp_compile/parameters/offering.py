@@ -13,6 +13,7 @@ import torch
 from fsdp_compile import _torch
 from fsdp_compile.parameters import epilogue, handover, updating
 from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.spec import Sync
 
 _LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
 # Settings of the optimizer are read when it runs: a recording of its kernels would repeat those of the first time.
@@ -46,6 +47,8 @@ def update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) -
     if is_last:
         handover.hand_over(owner)
         updating.run(owner)
+    else:
+        owner.note_gradients(offsets, Sync.ALL)  # for the leaf's hook, which autograd calls although it adds nothing
 
 
 def _is_kept(flat: FlatShard, offsets: Sequence[int]) -> bool:

@@ -195,15 +195,16 @@ def sum_over_replicas(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
     # Not through save_for_backward(): saved-tensor hooks may hand back a copy, and a copy does not tell its flat shard.
     ctx.flat, ctx.spec, _, _, ctx.held, ctx.partial = inputs
-    _note_read(ctx.flat, ctx.spec)
+    if parse(ctx.spec).update is Update.IN_BACKWARD:
+        _note_read(ctx.flat)
 
 
 skip_code(_save.__code__)
 
 
 @torch.compiler.disable
-def _note_read(flat: torch.Tensor, text: str) -> None:
-    owner = FlatShard.of(flat) if parse(text).update is Update.IN_BACKWARD else None
+def _note_read(flat: torch.Tensor) -> None:
+    owner = FlatShard.of(flat)
     if owner is not None:
         updating.note_read(owner)
 

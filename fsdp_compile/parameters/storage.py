@@ -74,6 +74,13 @@ def fill(unit: Unit, members: Sequence[Member]) -> None:
             for module, attribute in slot.owners:
                 gather_on_read(module, {attribute: (flat.leaf, slot.spec.text, flat)}, slot.eval_read(attribute))
         publish(flat)
+    follow_updaters(unit)
+
+
+def follow_updaters(unit: Unit) -> None:
+    """Writes into a unit's specs when its parameters, which may be others now, are to be updated."""
+    for flat in unit.flats:
+        flat.progress.has_late |= any(slot.is_read_before for slot in flat.slots)
     if any(updating.wanted(flat) is not flat.slots[0].spec.update for flat in unit.flats):
         respecify(unit)
 

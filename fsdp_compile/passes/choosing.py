@@ -34,5 +34,5 @@ def _copies_us(packed: Bucket, hardware: Hardware) -> float:
     """Time of reading and writing what would otherwise be used where it lies."""
     together = (single for piece in packed.pieces if len(piece.singles) > 1 for single in piece.singles)
     copied = [single for single in together if not is_small(single) and single.spec.is_contiguous]
-    size_bytes = sum(s.ranks * s.extent * s.sent.meta["val"].element_size() for s in copied)
+    size_bytes = sum(single.full_bytes for single in copied)
     return 2 * size_bytes * 1e6 / hardware.device.bytes_per_s

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from torch import fx
 
-from fsdp_compile.cost.formulas import latency_us
+from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.queries import beside
 from fsdp_compile.ir.record import Role
@@ -31,7 +31,7 @@ def worth_joining_bytes(hardware: Hardware, ranks: int) -> int:
         ranks: Ranks in the group.
     """
     link = hardware.link
-    waiting_us = latency_us(ranks, launch_us=link.launch.value, hop_us=link.hop.value)
+    waiting_us = link.collective_us(Kind.GATHER.value, 0, ranks)
     return round(LEAST_LATENCIES * waiting_us * link.bytes_per_s / 1e6)
 
 

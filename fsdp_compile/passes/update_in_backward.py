@@ -62,7 +62,7 @@ class UpdateInBackward:
             record, flat = require(gradient), beside(gradient, Role.FLAT)
             if flat is None or record.specs[0].update is not Update.IN_BACKWARD or record.specs[0].compute:
                 continue
-            pieces = [*upstream(gradient, *_JOINED), gradient]
+            pieces = _own_pieces(gradient)
             before = {*readers(flat), *(source for node in pieces for source in node.all_input_nodes)} - set(pieces)
             claims = zip(record.claims, record.specs, strict=True)
             offsets = tuple(sorted(spec.offset for claim, spec in claims if claim in made))
@@ -78,6 +78,15 @@ class UpdateInBackward:
             with step.graph.inserting_after(one.gradient):
                 b = GraphBuilder(step.graph, record, one.gradient)
                 b.call(offering.UPDATE, one.flat, one.gradient, list(one.offsets))
+
+
+def _own_pieces(gradient: fx.Node) -> list[fx.Node]:
+    """What joins a gradient and is used for nothing else: joined units share the division of their message."""
+    own = [gradient]
+    for node in reversed(upstream(gradient, *_JOINED)):
+        if all(user in own for user in node.users):
+            own.append(node)
+    return own[::-1]
 
 
 def _return_nothing(step: StepGraph, gradient: fx.Node) -> None:

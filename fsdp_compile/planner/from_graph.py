@@ -103,13 +103,19 @@ def count_everything(step: StepGraph, posed: Posed, fusion: Fusion) -> Posed:
     kernels = plan_kernels(step.graph, fusion)
     live = memory_of(step, kernels).live_bytes()
     order, returned_bytes = step.order(), _returned_bytes(step)
+    places = [order[node] for node in posed.steps]
+    # What a kernel is made to write for a step, or for a reduction that starts there, it writes after all else that is
+    # started there, one place earlier.
+    begins = [0, *places[1:]][: len(places)]
     forcing = frozenset(kernels.forced.values())
-    begin, least = 0, []
-    for node, end in zip(posed.steps, [*(order[node] for node in posed.steps[1:]), len(live)], strict=True):
-        # What runs right before a step runs after all that is started there.
-        least.append(max(live[max(begin - (node in forcing), 0) : end]) + returned_bytes)
-        begin = end
-    return dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, least_bytes=tuple(least)))
+    starts = zip((chain[0] for chain in posed.reductions), posed.problem.reductions, strict=True)
+    forced = [(node, index) for index, node in enumerate(posed.steps)] + [(start, r.ready) for start, r in starts]
+    for node, index in forced:
+        if node in forcing and index < len(begins):
+            begins[index] = max(min(begins[index], order[node] - 1), 0)
+    ends = [*places[1:], len(live)]
+    least = tuple(max(live[begin:end]) + returned_bytes for begin, end in zip(begins, ends, strict=False))
+    return dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, least_bytes=least))
 
 
 def _returned_bytes(step: StepGraph) -> int:

@@ -7,12 +7,14 @@ pieces, joined buckets.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 
 from torch import fx
 
+from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.compute import node_costs
-from fsdp_compile.cost.formulas import collective_us, share_of_others
+from fsdp_compile.cost.formulas import share_of_others
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware, Link
 from fsdp_compile.cost.memory import memory_of
@@ -61,8 +63,9 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
     least: tuple[int, ...] = ()
     if everything:
         live = memory_of(step, kernels).live_bytes()
-        places = step.order()
-        least = tuple(live[places[node]] for node in steps)
+        order = step.order()
+        places = [order[node] for node in steps]
+        least = tuple(max(live[begin:end]) for begin, end in itertools.pairwise([*places, len(live)]))
     problem = Problem(
         tuple(costs[node].time_us for node in steps),
         tuple(gather for gather, _ in gathers),
@@ -96,7 +99,7 @@ def _gathers(
         if ranks == 1 or not users:
             continue
         size_bytes = sum(spec.size * spec.extent * spec.wire_dtype.itemsize for spec in specs)
-        time_us = _time_us(size_bytes * share_of_others(ranks), ranks, link)
+        time_us = link.collective_us(Kind.GATHER.value, size_bytes * share_of_others(ranks), ranks)
         yield Gather(need=min(users), free=1 + max(users), size_bytes=size_bytes, time_us=time_us), flat.name
 
 
@@ -122,17 +125,13 @@ def _reductions(step: StepGraph, positions: Mapping[fx.Node, int], link: Link) -
         size_bytes = sum(spec.size * spec.extent * spec.reduce_dtype.itemsize for spec in specs)
         stages = []
         if first.size > 1 and first.sync is not Sync.NONE:
-            stages.append(_time_us(size_bytes * share_of_others(first.size), first.size, link))
+            sent_bytes = size_bytes * share_of_others(first.size)
+            stages.append(link.collective_us(Kind.REDUCE.value, sent_bytes, first.size))
         if first.replicas > 1 and first.sync is Sync.ALL:
             shard_bytes = size_bytes / first.size
-            stages.append(_time_us(2 * shard_bytes * share_of_others(first.replicas), first.replicas, link))
+            sent_bytes = 2 * shard_bytes * share_of_others(first.replicas)
+            stages.append(link.collective_us(Kind.REPLICATE.value, sent_bytes, first.replicas))
         if stages:
             made = [positions[source] for marker in markers for source in marker.all_input_nodes[1:2]]
             ready = max(positions[marker] for marker in markers)
             yield Reduction(born=min(made, default=ready), ready=ready, size_bytes=size_bytes, stages_us=tuple(stages))
-
-
-def _time_us(sent_bytes: float, ranks: int, link: Link) -> float:
-    return collective_us(
-        sent_bytes, ranks, launch_us=link.launch.value, hop_us=link.hop.value, bytes_per_s=link.bytes_per_s
-    )

@@ -137,6 +137,25 @@ def test_missing_gradients_leave_their_parameters_alone() -> None:
         _train(made, range(4, 6))
 
 
+@pytest.mark.core
+def test_a_unit_that_is_laid_out_anew_is_updated_once() -> None:
+    ends = []
+    for change in (flat_step, lambda optimizer: optimizer):
+        with fake_world(1):
+            torch.manual_seed(0)
+            model = fully_shard(nn.Linear(6, 5))
+            optimizer = change(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+            for number in range(5):
+                if number == 2:
+                    model.bias.requires_grad_(False)  # noqa: FBT003
+                    optimizer.zero_grad()
+                model(torch.ones(2, 6)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append([_local(p).detach().clone() for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
 def test_gradients_of_the_users_own_are_taken_one_by_one() -> None:
     with fake_world(2):
         model, mine, plain, theirs = _make(torch.optim.AdamW, in_groups=False)

@@ -16,6 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fsdp_compile
 from fsdp_compile import ConfigError, UnsupportedModelError, explain, fully_shard, step_in_backward, units
 from fsdp_compile.cost.memory import Holder
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.pipeline import passes
 from tests.fake_world import fake_world
 from tests.parity.models import WIDTH, Slim
 from tests.parity.pair import loss_of
@@ -189,6 +191,86 @@ def test_a_backward_of_before_the_update_is_refused() -> None:
         first.backward()
         with pytest.raises(UnsupportedModelError, match="after the parameters that it belongs to were updated"):
             second.backward()
+
+
+def test_what_a_refused_backward_made_is_not_added_by_the_next() -> None:
+    with _one_rank():
+        ends = []
+        for refused in (False, True):
+            model = _model()
+            step_in_backward(optim.SGD(fully_shard(model).parameters(), lr=0.1))  # not compiled
+            first, second = loss_of(model(_input())), loss_of(model(_input()))
+            first.backward()
+            if refused:
+                with pytest.raises(UnsupportedModelError):
+                    second.backward()
+            loss_of(model(_input())).backward()
+            ends.append(_values(model))
+        assert _are_equal(*ends)
+
+
+class _Optional(nn.Module):
+    """Two parameters in one flat shard, of which forward reads one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Parameter(torch.ones(WIDTH, WIDTH))
+        self.unread = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.read.relu()
+
+
+def test_a_gradient_that_waits_updates_only_what_it_is_of() -> None:
+    with _one_rank():
+        model = _Optional()
+        step_in_backward(optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5))
+        run = torch.compile(model, backend="fsdp", options=EAGER)
+        run(_input())  # a forward without a backward: the next update waits for the end of its backward
+        loss_of(run(_input())).backward()
+        assert torch.equal(_local(model.unread), torch.ones(WIDTH))
+        assert not torch.equal(_local(model.read), torch.ones(WIDTH, WIDTH))
+
+
+def test_parameters_that_were_exchanged_before_they_were_marked_are_updated() -> None:
+    with _one_rank():
+        model = fully_shard(_model())
+        model.load_state_dict(_model().state_dict(), assign=True)
+        step_in_backward(optim.SGD(model.parameters(), lr=0.1))
+        before = _values(model)
+        loss_of(torch.compile(model, backend="fsdp", options=EAGER)(_input())).backward()
+        assert all(p.grad is None for p in model.parameters())
+        assert not _are_equal(before, _values(model))
+
+
+def test_a_pipeline_that_is_cut_off_still_updates_after_the_last_read() -> None:
+    names = [one.name for one in passes(FSDPOptions())]
+    assert "settle-updates" in names
+    with _one_rank():
+        ends = []
+        for stop_after in ("schedule", None):
+            model, _, run = _made(stop_after=stop_after)
+            for _ in range(2):
+                loss_of(run(_input())).backward()
+            ends.append(_values(model))
+        assert _are_equal(*ends)
+
+
+def test_joined_units_that_divide_by_a_number_of_their_own_are_updated() -> None:
+    with fake_world(2):
+        ends = []
+        for bucket_mb in (0, 1):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model).set_gradient_divide_factor(3.0)  # type: ignore[operator]
+            step_in_backward(optim.SGD(model.parameters(), lr=0.1))
+            options = {**EAGER, "bucket_mb": bucket_mb}
+            loss_of(torch.compile(model, backend="fsdp", options=options)(_input())).backward()
+            ends.append(_values(model))
+            torch._dynamo.reset()
+        assert _are_equal(*ends)
 
 
 def test_a_copy_of_what_is_to_be_updated_is_refused() -> None:

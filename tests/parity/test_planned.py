@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 from unittest import mock
@@ -13,14 +14,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile import BudgetTooSmallError, ConfigError, fully_shard
+from fsdp_compile import BudgetTooSmallError, ConfigError, backend, fully_shard
+from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Quantity, hardware
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.record import Phase
+from fsdp_compile.lower.region import Region
 from fsdp_compile.passes.delay_gradients import DelayGradients, DelayPlan
+from fsdp_compile.passes.schedule import Schedule
+from fsdp_compile.pipeline import FUSION
+from tests.cost.graphs import Sketch
 from tests.explain.models import WIDTH, Stack, on_meta
+from tests.fake_world import fake_world
 from tests.parity.models import KINDS
 from tests.parity.pair import Differences, train_pair
 from tests.parity.test_model_kinds import assert_equal_training
@@ -127,6 +135,75 @@ def test_a_budget_is_kept_and_one_that_cannot_be_is_refused_with_the_least_that_
     assert said is not None
     assert float(said[1]) * 1e9 == pytest.approx(caught.value.least_bytes, rel=0.01)
     assert float(said[1]) * 1e9 >= caught.value.least_bytes, "a number copied from the message is accepted"
+
+
+@pytest.mark.parametrize("share", [1.0, 1.05, 1.2])
+def test_a_budget_is_kept_by_what_kernels_hold_until_they_run(share: float) -> None:
+    """Casts of gradients run right before their reduction, beside what a plan starts there."""
+    model = nn.Sequential(*(_Wide() for _ in range(3))).to("meta")
+
+    def planned(budget_bytes: float) -> Plan:
+        options = {"lower": "eager", "mp_policy": MIXED, "bucket_mb": 0, "memory_budget_gb": budget_bytes / 1e9}
+        x = torch.empty(16, 256, device="meta")
+        return explain(model, x, world_size=8, options=options, hardware=hardware(link=1.0))
+
+    with mock.patch.dict(FUSION, eager=Fusion.KERNELS):
+        with pytest.raises(BudgetTooSmallError) as caught:
+            planned(1e5)
+        budget_bytes = math.ceil(caught.value.least_bytes * share)
+        assert planned(budget_bytes).peak_bytes <= budget_bytes
+
+
+class _Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def test_a_graph_that_computes_nothing_needs_no_plan() -> None:
+    s = Sketch(Phase.BACKWARD)
+    plan = Schedule(budget_bytes=10**9).plan(s.done(s.input("tangents_1", 4)))
+    assert not plan.hoists
+    assert not plan.awaits
+
+
+def test_a_refused_forward_is_announced_to_no_rank() -> None:
+    announced: list[StepGraph] = []
+    error = BudgetTooSmallError("too little", where="here", instead="more")
+
+    def refuse(step: StepGraph) -> StepGraph:
+        if step.phase is Phase.FORWARD:
+            raise error
+        return step
+
+    halves = [Sketch(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+    region = Region({}, refuse, announce=announced.append)
+    with pytest.raises(BudgetTooSmallError):
+        region._both([s.done(s.input("x", 4)) for s in halves])
+    assert announced == []
+    region.transform = lambda step: step
+    assert region._both([s.done(s.input("x", 4)) for s in map(Sketch, Phase)]) == announced
+
+
+@pytest.mark.parametrize(("given", "reuse"), [({}, None), ({"memory_budget_gb": 1.0}, False)])
+def test_inductor_frees_at_the_last_use_under_a_budget(given: dict[str, Any], reuse: bool | None) -> None:  # noqa: FBT001
+    settings: list[Any] = []
+
+    def record(_gm: Any, _examples: Any, _region: Any, inductor: dict[str, Any]) -> Any:
+        settings.append(inductor)
+        raise RuntimeError("seen")
+
+    with fake_world(2), mock.patch.object(backend, "compile_with_inductor", record):
+        inductor: list[dict[str, Any]] = [{}, {"allow_buffer_reuse": True}]
+        for own in inductor:
+            options: dict[str, Any] = {**given, "inductor": own}
+            with pytest.raises(Exception, match="seen"):
+                torch.compile(nn.Linear(4, 4), backend="fsdp", options=options)(torch.ones(2, 4))
+            torch._dynamo.reset()
+    assert [s.get("allow_buffer_reuse") for s in settings] == [reuse, True]
 
 
 def test_a_larger_budget_is_used_where_the_link_is_the_bottleneck() -> None:
