@@ -21,7 +21,7 @@ def environment() -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain")),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "system": f"{platform.system()} {platform.release()}",
