@@ -58,7 +58,9 @@ FUSION = {"inductor": Fusion.KERNELS, "eager": Fusion.NONE}
 
 def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     """The passes in the order in which they run; for `bucket_mb="auto"`, which a graph decides, no units are joined."""
+    hardware = options.hardware or named_hardware()
     bucket = BucketCollectives(
+        hardware=hardware if options.prefetch == "auto" else None,
         reduce_layout=ReduceLayout(options.reduce_layout),
         join_bytes=0 if options.bucket_mb == "auto" else round(options.bucket_mb * 1e6),
     )
@@ -71,13 +73,11 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
         return (*first, rules, ScheduleReduce(), *last)
     if isinstance(options.prefetch, int):
         return (*first, SchedulePrefetch(options.prefetch), ScheduleReduce(), *last)
-    hardware = options.hardware or named_hardware()
     fusion = FUSION[options.lower]
     # Delaying holds activations longer, which a budget may not have room for.
     delayed = () if options.memory_budget_gb is not None else (DelayGradients(hardware, fusion),)
-    bucket = dataclasses.replace(bucket, hardware=hardware)
     schedule = Schedule(hardware, _budget_bytes(options), fusion)
-    return (InsertCollectives(), bucket, UpdateInBackward(), *delayed, schedule, *last)
+    return (*first, *delayed, schedule, *last)
 
 
 def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole: bool) -> tuple[str, ...]:
