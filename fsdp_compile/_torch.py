@@ -10,6 +10,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -150,6 +151,11 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 def backward_in_progress() -> int:
     """A number that identifies the backward pass that this thread is running; -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Operators called inside go straight to their device's implementation."""
+    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return, unused-ignore]
 
 
 def is_accumulated_in_this_backward(leaf: torch.Tensor) -> bool:

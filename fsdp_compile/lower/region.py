@@ -25,6 +25,7 @@ from fsdp_compile.lower.runtime import (
     note_arrivals,
     read_again,
     wait_for_host_copies,
+    without_autograd,
 )
 
 Transform = Callable[[StepGraph], StepGraph]
@@ -100,7 +101,7 @@ class Region:
         copies_from = host_copies_from(step)
         erase_markers(gm.graph)
         gm.recompile()
-        compiled = compile_graph()
+        compiled = without_autograd(compile_graph())
         if copies_from:
             compiled = wait_for_host_copies(compiled, copies_from)
         if noted:

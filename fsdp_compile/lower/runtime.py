@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile._torch import backward_in_progress
+from fsdp_compile._torch import backward_in_progress, below_autograd
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import beside
@@ -203,6 +203,20 @@ def count_reads(compiled: Compiled, step: StepGraph, flats: frozenset[FlatKey]) 
 
 def _key(record: Record) -> FlatKey:
     return record.unit, record.parameters
+
+
+def without_autograd(compiled: Compiled) -> Compiled:
+    """Wraps a compiled graph, which has no use for autograd, so that none of its operators looks for it.
+
+    Collectives have their derivatives in Python, which would run at each call only to find that nobody wants them.
+    """
+
+    def run(args: list[Any]) -> Any:
+        with below_autograd():
+            return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def host_copies_from(step: StepGraph) -> str:
