@@ -10,21 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import fsdp_compile
 from benchmarks import contenders, models
 from benchmarks.command import Columns, finish, parser, percent, quiet, table
 from benchmarks.contenders import OURS, UNSHARDED, Setup
+from benchmarks.hardware import plan_of, told
 from benchmarks.measure import Samples, alternate
 from benchmarks.models import Task
 from benchmarks.network.emulated import Network, World, emulated_world
 from benchmarks.network.traffic import full_sharding_bytes
 from benchmarks.network.wire import Link
 from benchmarks.peak import measured_peak_bytes
-from benchmarks.step_time import add_network_arguments, told
+from benchmarks.step_time import add_network_arguments
 from benchmarks.steps import prepare
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.formulas import share_of_others
-from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import Link as ModelledLink
 from fsdp_compile.explain import Plan, measured
 
@@ -73,12 +72,12 @@ def run(task: Task, setup: Setup, arguments: Any) -> tuple[list[Row], Link]:
         sent = full_sharding_bytes(models.parameter_bytes(task.make()), ranks)
         link = Link(sent / (0.5 * alone.median_s), arguments.latency_us * 1e-6)
         informed = told(setup, link.bytes_per_s, arguments.latency_us)
-        roofline: Hardware = informed.options["hardware"]
-        known = measured(_plan(task, informed, ranks, roofline), cache=arguments.cache, rounds=arguments.rounds)
-        plans = {"roofline": _plan(task, informed, ranks, roofline), "measured": _plan(task, informed, ranks, known)}
+        roofline = plan_of(task, informed, ranks)
+        known = measured(roofline, cache=arguments.cache, rounds=arguments.rounds)
+        informed = dataclasses.replace(informed, options={**informed.options, "hardware": known})
+        plans = {"roofline": roofline, "measured": plan_of(task, informed, ranks)}
         rows = [_row(f"compute, {name}", _compute_us(plan), alone, "us") for name, plan in plans.items()]
-        options = {**informed.options, "hardware": known}
-        ours, failed = prepare(contenders.chosen([OURS.name]), task, dataclasses.replace(setup, options=options))
+        ours, failed = prepare(contenders.chosen([OURS.name]), task, informed)
         rows += [{"what": "step", **samples.to_dict()} for samples in failed.values()]
         world.change(link)
         for prepared in ours.values():
@@ -87,16 +86,8 @@ def run(task: Task, setup: Setup, arguments: Any) -> tuple[list[Row], Link]:
             prepared.model.zero_grad(set_to_none=True)
             peak = measured_peak_bytes(prepared.model, task.inputs, prepared.step, setup.device)
             rows.append(_compared("peak memory", plans["measured"].peak_bytes, peak, "byte"))
-        rows += _collectives(world, ranks, roofline.link, arguments)
+        rows += _collectives(world, ranks, known.link, arguments)
     return rows, link
-
-
-def _plan(task: Task, setup: Setup, ranks: int, hardware: Hardware) -> Plan:
-    positional, keywords = task.inputs
-    options = {name: value for name, value in setup.options.items() if name != "hardware"}
-    return fsdp_compile.explain(
-        task.make(), *positional, world_size=ranks, options=options, hardware=hardware, **keywords
-    )
 
 
 def _compute_us(plan: Plan) -> float:

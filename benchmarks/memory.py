@@ -11,19 +11,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import fsdp_compile
 from benchmarks import contenders, models
 from benchmarks.command import Columns, finish, mib, parser, percent, quiet, table
 from benchmarks.contenders import OURS, Contender, Setup
+from benchmarks.hardware import plan_of, told
 from benchmarks.measure import explained
 from benchmarks.models import Task
 from benchmarks.network.emulated import Network, emulated_world
 from benchmarks.network.wire import Link
 from benchmarks.peak import held_bytes, measured_peak_bytes
-from benchmarks.step_time import add_network_arguments, told
+from benchmarks.step_time import add_network_arguments
 from benchmarks.steps import forget_compiles, prepare
 from fsdp_compile.errors import BudgetTooSmallError
-from fsdp_compile.explain.plan import Plan
 
 ROOMIER = 1.25
 """What the larger budget is of the least one."""
@@ -74,7 +73,7 @@ def least_budget_bytes(task: Task, setup: Setup, ranks: int) -> int:
     least_bytes = 1
     while True:
         try:
-            _explain(task, _within(setup, least_bytes), ranks)
+            plan_of(task, _within(setup, least_bytes), ranks)
         except BudgetTooSmallError as error:
             least_bytes = error.least_bytes
         else:
@@ -109,20 +108,13 @@ def _with_budgets(task: Task, setup: Setup, ranks: int) -> Iterator[dict[str, An
 def _predicted(task: Task, setup: Setup, ranks: int) -> dict[str, Any]:
     """Measured, with what `explain` says of the plain model, or why it says nothing."""
     try:
-        predicted_bytes = _explain(task, setup, ranks).peak_bytes
+        predicted_bytes = plan_of(task, setup, ranks).peak_bytes
     except Exception as error:
         return {**_measured(OURS, task, setup), "prediction_failed": explained(error)}
     row = {**_measured(OURS, task, setup), "predicted_bytes": predicted_bytes}
     if "peak_bytes" in row:
         row["prediction_error"] = predicted_bytes / row["peak_bytes"] - 1
     return row
-
-
-def _explain(task: Task, setup: Setup, ranks: int) -> Plan:
-    positional, keywords = task.inputs
-    kept = setup.reshard_after_forward
-    options = {**setup.options, "mp_policy": setup.policy, "reshard_after_forward": kept}
-    return fsdp_compile.explain(task.make(), *positional, world_size=ranks, options=options, **keywords)
 
 
 def _within(setup: Setup, budget_bytes: int) -> Setup:

@@ -2,7 +2,8 @@
 
 The floor is the larger of compute (plain `torch.compile` of the unsharded model, measured in the same rounds) and
 communication (`3 P (N-1)/N` over the bandwidth). The bandwidth is set so that communication is half of compute, equal
-to it, and double. A step is forward and backward.
+to it, and double. A step is forward and backward. Our planner is told of the link, and of the times of operators that
+were measured on this CPU.
 
 On a CPU one thread computes, so that another core can play the network: writing what a collective receives takes
 processor time that a network card would not.
@@ -11,8 +12,9 @@ processor time that a network card would not.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import operator
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,13 +24,13 @@ import torch
 from benchmarks import contenders, models
 from benchmarks.command import finish, ms, parser, percent, quiet, table
 from benchmarks.contenders import UNSHARDED, Setup
+from benchmarks.hardware import timed, told
 from benchmarks.measure import Samples, alternate
 from benchmarks.models import Task
 from benchmarks.network.emulated import Network, World, emulated_world
 from benchmarks.network.traffic import full_sharding_bytes
 from benchmarks.network.wire import Link
 from benchmarks.steps import Prepared, forget_compiles, prepare
-from fsdp_compile.cost.hardware import DEVICES, Hardware, Quantity, make_link
 
 _UNLIMITED = Link(bytes_per_s=1e15)
 
@@ -64,44 +66,29 @@ def run(task: Task, ratio: float, arguments: argparse.Namespace, setup: Setup) -
     sent = full_sharding_bytes(size_bytes, arguments.ranks)
     with emulated_world(arguments.ranks, Network(_UNLIMITED), device=setup.device) as world:
         ready, failed = prepare([UNSHARDED], task, setup)
-        alone = alternate({UNSHARDED.name: ready[UNSHARDED.name].step}, rounds=max(arguments.rounds // 2, 2))
+        alone = alternate({UNSHARDED.name: ready[UNSHARDED.name].step}, rounds=arguments.rounds)
         bytes_per_s = sent / (ratio * alone[UNSHARDED.name].median_s)
         others = [one for one in contenders.chosen(arguments.contenders) if one is not UNSHARDED]
-        prepared, errors = prepare(others, task, told(setup, bytes_per_s, arguments.latency_us))
+        informed = timed(task, told(setup, bytes_per_s, arguments.latency_us), arguments.ranks)
+        prepared, errors = prepare(others, task, informed)
         ready, failed = {**ready, **prepared}, {**failed, **errors}
         world.change(Link(bytes_per_s, arguments.latency_us * 1e-6))
         traffic = {name: _sent(world, prepared) for name, prepared in ready.items()}
-        timed = alternate({name: prepared.step for name, prepared in ready.items()}, rounds=arguments.rounds)
-    compute_s = timed["unsharded"].median_s
+        steps = alternate({name: prepared.step for name, prepared in ready.items()}, rounds=arguments.rounds)
     communication_s = sent / bytes_per_s
-    floor_s = max(compute_s, communication_s)
+    floors_s = [max(compute_s, communication_s) for compute_s in steps[UNSHARDED.name].seconds]
     return {
         "communication_over_compute": ratio,
         "parameter_bytes": size_bytes,
         "bytes_per_s": bytes_per_s,
-        "compute_s": compute_s,
+        "compute_s": steps[UNSHARDED.name].median_s,
         "communication_s": communication_s,
-        "floor_s": floor_s,
+        "floor_s": statistics.median(floors_s),
         "contenders": [
-            *(_row(name, samples, floor_s, traffic.get(name, {})) for name, samples in timed.items()),
-            *(_row(name, samples, floor_s, {}) for name, samples in failed.items()),
+            *(_row(name, samples, floors_s, traffic.get(name, {})) for name, samples in steps.items()),
+            *(_row(name, samples, floors_s, {}) for name, samples in failed.items()),
         ],
     }
-
-
-def told(setup: Setup, bytes_per_s: float, latency_us: float) -> Setup:
-    """The same with the emulated link named to the planner, as users name theirs, and what is kept left to it."""
-    if setup.options.get("prefetch", "auto") != "auto":
-        return setup
-    link = dataclasses.replace(
-        make_link("emulated", bytes_per_s / 1e9, "the benchmark's"),
-        rate_share=Quantity(1.0, "share of rate", "the benchmark's"),
-        launch=Quantity(latency_us, "us", "the benchmark's"),
-        hop=Quantity(0.0, "us", "the benchmark's"),
-    )
-    device = DEVICES["h200-sxm" if setup.device == "cuda" else "cpu"]
-    options = {"hardware": Hardware(device, link), **setup.options}
-    return dataclasses.replace(setup, options=options, reshard_after_forward="auto")
 
 
 def _narrowing(task: Task, setup: Setup) -> int:
@@ -116,10 +103,11 @@ def _sent(world: World, prepared: Prepared) -> dict[str, Any]:
     return world.traffic.to_dict()
 
 
-def _row(name: str, samples: Samples, floor_s: float, traffic: dict[str, Any]) -> dict[str, Any]:
+def _row(name: str, samples: Samples, floors_s: Sequence[float], traffic: dict[str, Any]) -> dict[str, Any]:
     row = {"contender": name, **samples.to_dict(), **traffic}
     if "median_s" in row:
-        row["share_of_floor"] = floor_s / row["median_s"]
+        # Round by round: the machine may have another speed in the next one.
+        row["share_of_floor"] = statistics.median(map(operator.truediv, floors_s, samples.seconds))
     return row
 
 
