@@ -44,14 +44,15 @@ def explain(
         *args: What its forward is called with; only types, shapes and Python values matter.
         world_size: Ranks to plan for. May be left out if a process group is initialized.
         options: As for `torch.compile(..., backend="fsdp", options=...)`.
-        hardware: What times are estimated for; by default an H100 with 400 Gb/s per device.
+        hardware: What times are estimated for; by default that of `options`, or an H100 with 400 Gb/s per device.
         dims: Dimensions of the inputs that stay open, so that `Plan.at` and `Plan.formulas` take other sizes of them:
             `{"batch": 0, "sequence": 1}` for every tensor argument with so many dimensions, or, where only some have
             it, `{"sequence": {"input_ids": 1, "labels": 1}}`. Python numbers among the arguments stay as they are.
         **kwargs: Keyword arguments of its forward.
 
     Raises:
-        ConfigError: For a wrong option, no world size, a process group of another size, or dims that inputs lack.
+        ConfigError: For a wrong option, no world size, a process group of another size, dims that inputs lack, or two
+            different machines.
         UnsupportedModelError: If the model cannot be traced or sharded, or an open dimension can have one size only.
     """
     checked = FSDPOptions.from_dict(options)
@@ -62,7 +63,7 @@ def explain(
             instead="the model, or what torch.compile(model) returned",
         )
     plain = getattr(model, "_orig_mod", model)
-    estimated_for = hardware or named_hardware()
+    estimated_for = _one_of(hardware, checked.hardware) or named_hardware()
     if units(plain):
         if args or kwargs or options is not None or dims:
             raise ConfigError(
@@ -94,6 +95,16 @@ def explain(
         if inputs.sizes:
             return plan_at(traced, setting)
         return plan_of(traced, traced.units, [region.steps for region in regions], setting)
+
+
+def _one_of(hardware: Hardware | None, in_options: Hardware | None) -> Hardware | None:
+    if hardware is not None and in_options not in (None, hardware):
+        raise ConfigError(
+            "two machines are given: one to plan for, and another to estimate times of",
+            where="explain(hardware=..., options={'hardware': ...})",
+            instead="one of the two",
+        )
+    return hardware or in_options
 
 
 def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> Plan:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.cost.memory import Holder
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.report import Exposure, Layout
@@ -136,6 +137,16 @@ def test_a_faster_link_never_makes_a_step_slower(gb_per_s: float, seen: set[Expo
         for c in graph.collectives:
             assert (c.exposure is Exposure.HIDDEN) is (c.exposed_us < 1.0)
             assert c.reason
+
+
+def test_the_machine_of_the_options_is_the_one_that_times_are_estimated_for(plan: Plan) -> None:
+    model, x = on_meta(Stack)
+    slow = hardware(link=0.01)
+    in_options = explain(model, x, world_size=RANKS, options={"lower": "eager", "hardware": slow})
+    assert in_options == explain(model, x, world_size=RANKS, options={"lower": "eager"}, hardware=slow)
+    assert in_options.step_us > plan.step_us
+    with pytest.raises(ConfigError, match="two machines"):
+        explain(model, x, world_size=RANKS, options={"hardware": slow}, hardware=hardware(link=1.0))
 
 
 def test_hybrid_sharding_reduces_over_replicas_too() -> None:
