@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-Step = Callable[[nn.Module], torch.Tensor]
-"""Runs a model's forward on its inputs and returns the loss."""
+Forward = Callable[[nn.Module], Any]
+"""Runs a model's forward on its inputs and returns its outputs."""
+Loss = Callable[[Any], torch.Tensor]
+"""The loss out of a model's outputs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,13 +55,15 @@ class Task:
     Attributes:
         make: Makes the model, the same weights each time.
         block: Class of its repeated blocks.
-        step: Forward and loss.
+        forward: Runs the forward.
+        loss: What is minimized.
         inputs: Arguments and keyword arguments of the forward.
     """
 
     make: Callable[[], nn.Module]
     block: type[nn.Module]
-    step: Step
+    forward: Forward
+    loss: Loss
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -93,7 +97,7 @@ def llama(size: LlamaSize, *, device: str = "cpu", dtype: torch.dtype = torch.fl
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(size.vocabulary, (size.batch, size.tokens), generator=generator).to(device)
     keywords = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    return Task(make, LlamaDecoderLayer, lambda model: model(**keywords).loss, ((), keywords))
+    return Task(make, LlamaDecoderLayer, lambda model: model(**keywords), lambda out: out.loss, ((), keywords))
 
 
 class TinyLayer(nn.Module):
@@ -118,7 +122,7 @@ def tiny_stack(layers: int, width: int = 16) -> Task:
         return nn.Sequential(*(TinyLayer(width) for _ in range(layers)))
 
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(1))
-    return Task(make, TinyLayer, lambda model: model(x).square().mean(), ((x,), {}))
+    return Task(make, TinyLayer, lambda model: model(x), lambda out: out.square().mean(), ((x,), {}))
 
 
 def parameter_bytes(model: nn.Module) -> int:

@@ -29,9 +29,13 @@ class Prepared:
     task: Task
 
     def step(self) -> None:
-        """Forward and backward; gradients of the step before are dropped first."""
+        """Forward and backward; gradients of the step before are dropped first.
+
+        The outputs are held meanwhile, as most training loops do: `out = model(x); loss(out).backward()`.
+        """
         self.model.zero_grad(set_to_none=True)
-        self.task.step(self.called).backward()
+        outputs = self.task.forward(self.called)
+        self.task.loss(outputs).backward()
 
 
 def prepare(

@@ -54,7 +54,7 @@ def _train(prepare: Prepare, task: Task, setup: Setup, steps: int) -> tuple[list
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(steps):
-        loss = task.step(called)
+        loss = task.loss(task.forward(called))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
