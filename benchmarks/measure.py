@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 import time
 import traceback
@@ -44,8 +45,10 @@ class Samples:
         }
 
 
-def alternate(runs: Mapping[str, Run], *, rounds: int, warm_up: int = 2) -> dict[str, Samples]:
+def alternate(runs: Mapping[str, Run], *, rounds: int, warm_up: int = 1) -> dict[str, Samples]:
     """Times each of `runs` once per round, in turn.
+
+    Each runs twice, and the second time counts: the first finds caches and memory as another contender left them.
 
     Args:
         runs: What to time, by name.
@@ -53,14 +56,27 @@ def alternate(runs: Mapping[str, Run], *, rounds: int, warm_up: int = 2) -> dict
         warm_up: Rounds before that, which are not counted.
     """
     samples = {name: Samples() for name in runs}
-    for number in range(-warm_up, rounds):
-        for name, run in runs.items():
-            if samples[name].error is None:
-                with recorded(samples[name]):
-                    seconds = time_once(run)
-                    if number >= 0:
-                        samples[name].seconds.append(seconds)
+    with _old_objects_left_alone():
+        for number in range(-warm_up, rounds):
+            for name, run in runs.items():
+                if samples[name].error is None:
+                    with recorded(samples[name]):
+                        run()
+                        seconds = time_once(run)
+                        if number >= 0:
+                            samples[name].seconds.append(seconds)
     return samples
+
+
+@contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """Keeps the garbage collector from what is there already: each contender would pay for the graphs of all others."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def time_once(run: Run) -> float:

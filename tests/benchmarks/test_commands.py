@@ -120,11 +120,11 @@ def test_contenders_take_turns_and_a_failure_ends_one_only() -> None:
 
     def fail() -> None:
         calls.append("b")
-        if calls.count("b") == 2:
+        if calls.count("b") == 3:
             raise ValueError("broken")
 
     samples = measure.alternate({"a": lambda: calls.append("a"), "b": fail}, rounds=2, warm_up=1)
-    assert calls == ["a", "b", "a", "b", "a"]
+    assert calls == ["a", "a", "b", "b", "a", "a", "b", "a", "a"]
     assert len(samples["a"].seconds) == 2
     assert samples["b"].error == "ValueError: broken (in fail)"
     assert samples["b"].to_dict() == {"error": "ValueError: broken (in fail)"}
