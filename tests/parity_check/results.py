@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from fsdp_compile.parity.differences import Difference
 
@@ -14,6 +16,7 @@ Judge = Callable[[str, Iterable[str], str, Sequence[Difference]], None]
 """The fixture `judge`."""
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity_results.md"
+_LOCK = Path(tempfile.gettempdir()) / "fsdp_compile-parity-results.lock"
 _INTRODUCTION = """# Combinations compared, and the worst difference of each
 
 Written by `FSDP_COMPILE_LONG=1 pytest tests/parity_check --update-parity-results`; [parity](parity.md) says what is
@@ -71,11 +74,16 @@ def update(section: str, keys: Iterable[str], row: Row) -> None:
         keys: Of all rows that the section has, in order: other rows leave the page.
         row: The new one, one of them.
     """
-    sections = read()
-    known = {one.key: one for one in sections.get(section, [])} | {row.key: row}
-    sections[section] = [known[key] for key in keys if key in known]
+    with FileLock(_LOCK):  # other workers of the same run write other rows
+        sections = read()
+        known = {one.key: one for one in sections.get(section, [])} | {row.key: row}
+        sections[section] = [known[key] for key in keys if key in known]
+        PAGE.write_text(_page(sections))
+
+
+def _page(sections: Mapping[str, Iterable[Row]]) -> str:
     rule = "|---" * (_COLUMNS.count("|") - 1) + "|"
     tables = [
         "\n".join([f"## {title}", "", _COLUMNS, rule, *map(str, rows)]) for title, rows in sorted(sections.items())
     ]
-    PAGE.write_text("\n\n".join([_INTRODUCTION.strip(), *tables]) + "\n")
+    return "\n\n".join([_INTRODUCTION.strip(), *tables]) + "\n"
