@@ -37,6 +37,7 @@ from fsdp_compile.passes.schedule_reshard import ScheduleReshard
 from fsdp_compile.passes.schedule_rules import ScheduleRules
 from fsdp_compile.passes.settle_updates import SettleUpdates
 from fsdp_compile.passes.update_in_backward import UpdateInBackward
+from fsdp_compile.planner.budget import of_graphs
 from fsdp_compile.prefetch import Ahead, FSDPPrefetch
 from fsdp_compile.verify.check import check
 from fsdp_compile.verify.limits import Limits
@@ -95,9 +96,9 @@ def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole
     if not whole or options.prefetch != "auto" or not asks_for_choice(backward):
         return ()
     hardware = options.hardware or hardware_of(forward)
-    return keep_unsharded(
-        forward, backward, hardware, FUSION[options.lower], budget_bytes=_budget_bytes(options), margin=MARGIN
-    )
+    budget_bytes = _budget_bytes(options)
+    held_bytes = None if budget_bytes is None else of_graphs(budget_bytes)
+    return keep_unsharded(forward, backward, hardware, FUSION[options.lower], budget_bytes=held_bytes, margin=MARGIN)
 
 
 def _budget_bytes(options: FSDPOptions) -> int | None:

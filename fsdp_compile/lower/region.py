@@ -24,6 +24,7 @@ from fsdp_compile.lower.runtime import (
     host_copies_from,
     note_arrivals,
     read_again,
+    runs_optimizers,
     wait_for_host_copies,
     without_autograd,
 )
@@ -99,9 +100,12 @@ class Region:
         noted = arrivals(step) if phase is Phase.BACKWARD else []
         inputs = flat_inputs(step) if phase is Phase.FORWARD else []
         copies_from = host_copies_from(step)
+        updates = runs_optimizers(step)
         erase_markers(gm.graph)
         gm.recompile()
-        compiled = without_autograd(compile_graph())
+        compiled = compile_graph()
+        if not updates:
+            compiled = without_autograd(compiled)
         if copies_from:
             compiled = wait_for_host_copies(compiled, copies_from)
         if noted:

@@ -205,8 +205,13 @@ def _key(record: Record) -> FlatKey:
     return record.unit, record.parameters
 
 
+def runs_optimizers(step: StepGraph) -> bool:
+    """Whether a graph updates parameters: optimizers are users' code, which may want autograd."""
+    return any(True for _ in step.nodes(Role.UPDATE))
+
+
 def without_autograd(compiled: Compiled) -> Compiled:
-    """Wraps a compiled graph, which has no use for autograd, so that none of its operators looks for it.
+    """Wraps a compiled graph so that none of its operators looks for autograd, which no graph has a use for.
 
     Collectives have their derivatives in Python, which would run at each call only to find that nobody wants them.
     """

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -141,6 +141,12 @@ class FlatShard:
         Then zeros stand for "no gradient".
         """
         return self.arrived.pop(sync, None) or {slot.spec.offset for slot in self.slots}
+
+    def slots_at(self, offsets: Collection[int]) -> Sequence[ParameterSlot]:
+        """The slots that lie at `offsets`, which are mostly all."""
+        if len(offsets) == len(self.slots):
+            return self.slots
+        return [slot for slot in self.slots if slot.spec.offset in offsets]
 
     @property
     def owes_gradients(self) -> bool:

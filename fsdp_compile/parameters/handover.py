@@ -78,7 +78,7 @@ def hand_over(flat: FlatShard) -> None:
 
 def deliver(flat: FlatShard, gradient: torch.Tensor, offsets: Collection[int]) -> None:
     """Adds a gradient, laid out and typed as the flat shard, to the `.grad` of the slots at `offsets`."""
-    slots = [slot for slot in flat.slots if slot.spec.offset in offsets]
+    slots = flat.slots_at(offsets)
     parts = views_of(gradient, [slot.place for slot in slots])
     for slot, part in zip(slots, make_dtensors(parts, [slot.parameter for slot in slots]), strict=True):
         _accumulate(slot, part)

@@ -53,7 +53,7 @@ def update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) -
 
 def _is_kept(flat: FlatShard, offsets: Sequence[int]) -> bool:
     """Whether somebody may keep a gradient longer than the update: a hook, or an optimizer that steps later."""
-    trained = [slot.parameter for slot in flat.slots if slot.spec.offset in offsets]
+    trained = [slot.parameter for slot in flat.slots_at(offsets)]
     return any(updating.updater_of(p) is None or _torch.has_gradient_hooks(p) for p in trained)
 
 

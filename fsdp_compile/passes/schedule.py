@@ -23,6 +23,7 @@ from fsdp_compile.ir.queries import upstream
 from fsdp_compile.ir.record import ON_DEVICE, SENT, Role, require
 from fsdp_compile.passes.schedule_prefetch import CopyMove, copies_to, lone_copies, start_copy_at
 from fsdp_compile.passes.schedule_reduce import Followers, chains_of, copies_apart, followers_of, lone_waits
+from fsdp_compile.planner.budget import for_graphs, of_graphs
 from fsdp_compile.planner.from_graph import Posed, count_everything, pose
 from fsdp_compile.planner.place import BudgetError, Placement, What, place
 
@@ -77,8 +78,9 @@ class Schedule:
 
     Attributes:
         hardware: What times are estimated for.
-        budget_bytes: Most bytes of everything that the graph holds at any node. By default gathered parameters and
-            full gradients get what is in use at once, one more gathered bucket and one more bucket of gradients.
+        budget_bytes: Most bytes that a step may hold at any time, of which the graph gets nearly all (`of_graphs`). By
+            default gathered parameters and full gradients get what is in use at once, one more gathered bucket and one
+            more bucket of gradients.
         fusion: Who will run the graph, which decides what is ever in memory.
     """
 
@@ -98,11 +100,11 @@ class Schedule:
         if self.budget_bytes is None:
             budget = max(posed.problem.promised_bytes, max(posed.problem.least_live_bytes(), default=0))
         else:
-            posed, budget = count_everything(step, posed, self.fusion), self.budget_bytes
+            posed, budget = count_everything(step, posed, self.fusion), of_graphs(self.budget_bytes)
         try:
             placement = place(posed.problem, budget_bytes=budget, margin=MARGIN)
         except BudgetError as error:
-            raise _too_small(step, posed, error, budget) from error
+            raise _too_small(step, posed, error, self.budget_bytes or budget) from error
         return SchedulePlan(
             _hoists(step, posed, placement),
             _awaits(step, posed, placement, followers),
@@ -138,12 +140,13 @@ def _too_small(step: StepGraph, posed: Posed, error: BudgetError, budget: int) -
         require(n).unit for n, g in zip(posed.gathers, problem.gathers, strict=True) if g.need <= error.step < g.free
     ]
     held = f", with {', '.join(dict.fromkeys(units))} gathered" if units else ""
+    least_bytes = for_graphs(error.least_bytes)
     raised = BudgetTooSmallError(
         f"{budget / 1e9:g} GB do not hold what %{node} of the {step.phase.value} graph needs at once{held}",
         where="options={'memory_budget_gb': ...}",
-        instead=f"at least {_rounded_up(error.least_bytes) / 1e9:g}, or smaller units or batches",
+        instead=f"at least {_rounded_up(least_bytes) / 1e9:g}, or smaller units or batches",
     )
-    raised.least_bytes = error.least_bytes
+    raised.least_bytes = least_bytes
     return raised
 
 

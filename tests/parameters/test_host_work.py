@@ -33,12 +33,12 @@ class _Block(nn.Module):
 
 
 @contextmanager
-def _counted() -> Iterator[collections.Counter[str]]:
-    """Counts calls of functions of this package, by file."""
+def _counted(prefix: str = _PACKAGE) -> Iterator[collections.Counter[str]]:
+    """Counts calls of functions whose file's path begins in one way, by file."""
     calls: collections.Counter[str] = collections.Counter()
 
     def see(frame: FrameType, event: str, _argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
+        if event == "call" and frame.f_code.co_filename.startswith(prefix):
             calls[Path(frame.f_code.co_filename).name] += 1
 
     sys.setprofile(see)
@@ -85,3 +85,17 @@ def test_a_step_calls_one_function_per_parameter_and_few_per_unit() -> None:
     assert more_parameters[1] - few[1] <= parameters, "a backward gives each its gradient"
     assert more_units[0] - few[0] <= 2 * units
     assert more_units[1] - few[1] <= 30 * units
+
+
+@pytest.mark.core
+def test_collectives_inside_of_graphs_do_not_look_for_derivatives() -> None:
+    derivatives = Path(torch.__file__).parent / "_library" / "autograd.py"
+    assert derivatives.exists()
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = fsdp_compile.fully_shard(nn.Sequential(_Block(2), _Block(2)), mesh=mesh)
+        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+        compiled(torch.ones(2, 4)).sum().backward()
+        with _counted(str(derivatives)) as calls:
+            compiled(torch.ones(2, 4)).sum().backward()
+    assert calls.total() == 0
