@@ -79,7 +79,7 @@ def ms(seconds: float) -> str:
 
 def percent(share: float) -> str:
     """A share."""
-    return f"{share:.1%}"
+    return f"{share:z.1%}"
 
 
 def mib(size_bytes: float) -> str:

@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu for a dry run (default: cuda)")
     made.add_argument("--layers", type=int, default=8, metavar="N", help="of Llama-3-8B's 32 (default: 8)")
     made.add_argument("--tokens", type=int, default=4096, metavar="N", help="per rank and step (default: 4096)")
-    made.add_argument("--rounds", type=int, default=10, metavar="N", help="steps of each contender (default: 10)")
+    made.add_argument("--rounds", type=int, default=5, metavar="N", help="timed steps of each contender (default: 5)")
     made.add_argument("--latency-us", type=float, default=20.0, metavar="US", help="per collective (default: 20)")
     made.add_argument("--limit-s", type=float, default=570.0, metavar="S", help="start nothing after it (default: 570)")
     return made
