@@ -161,6 +161,11 @@ _SCHEDULING = {
 
 UNSHARDED = Contender("unsharded", "plain torch.compile: the compute part of the floor", unsharded)
 OURS = Contender("fsdp_compile", 'torch.compile(backend="fsdp")', ours)
+OURS_SHARDED = Contender(
+    "fsdp_compile_sharded_embedding",
+    'options={"embedding": "sharded"}: rows that are looked up travel, and not the table',
+    lambda model, setup: ours(model, dataclasses.replace(setup, options={**setup.options, "embedding": "sharded"})),
+)
 FSDP2 = Contender("fsdp2", "torch's fully_shard, eager", fsdp2)
 FSDP2_COMPILED = Contender("fsdp2_compiled_blocks", "torch's fully_shard, blocks compiled", fsdp2_compiled)
 ALL: tuple[Contender, ...] = (
@@ -185,6 +190,7 @@ ALL: tuple[Contender, ...] = (
         inductor_passes(_SCHEDULING),
     ),
     OURS,
+    OURS_SHARDED,
 )
 
 

@@ -10,6 +10,7 @@ from torch import fx
 from fsdp_compile import _torch
 from fsdp_compile.capture.in_place import refuse_updates
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
+from fsdp_compile.capture.lookups import shard_lookups
 from fsdp_compile.capture.never_reached import watch_optimizers
 from fsdp_compile.capture.plain_model import refuse_unused_sharding, shard_plain_models
 from fsdp_compile.errors import ConfigError
@@ -55,6 +56,8 @@ def fsdp(
         raise _torch.restart_trace()
     refuse_unused_sharding(example_inputs, checked)
     refuse_updates(gm, example_inputs)
+    if checked.embedding == "sharded":
+        shard_lookups(gm)
 
     ran = remember(example_inputs, checked.lower)
 

@@ -65,6 +65,11 @@ class FSDPOptions:
             four times what the link sends during the latency of a collective; nothing for a fixed distance or lists
             to prefetch, which count units, nor under `memory_budget_gb`, since what is shared is held longer. In
             FSDP2's layout reductions are never joined.
+        embedding: "sharded" leaves the tables of `torch.nn.functional.embedding`, and so of `nn.Embedding`, where they
+            are: each rank sends the ids that it looks up to the ranks that hold their rows, and gets the rows; in
+            backward the gradients of rows go there. It saves the first gather of forward and the last reduction of
+            backward, which nothing hides. Numbers are those of "gathered" where sums over ranks are made in their
+            order (always with two). Steps that hold gradients back (`no_sync`) gather.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
@@ -84,6 +89,7 @@ class FSDPOptions:
     artifacts: str | os.PathLike[str] | None = None
     reduce_layout: Literal["aligned", "fsdp2"] = "aligned"
     bucket_mb: float | Literal["auto"] = "auto"
+    embedding: Literal["gathered", "sharded"] = "gathered"
     stop_after: str | None = None
     mesh: DeviceMesh | None = None
     mp_policy: Policy | None = None
@@ -99,6 +105,8 @@ class FSDPOptions:
             raise _bad_value("lower", self.lower, '"inductor" or "eager"')
         if self.reduce_layout not in tuple(ReduceLayout):
             raise _bad_value("reduce_layout", self.reduce_layout, '"aligned" or "fsdp2"')
+        if self.embedding not in ("gathered", "sharded"):
+            raise _bad_value("embedding", self.embedding, '"gathered" or "sharded"')
         size = self.bucket_mb
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf):
             raise _bad_value("bucket_mb", size, '"auto", 0 for none, or a number of 1e6 byte')

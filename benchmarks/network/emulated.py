@@ -235,14 +235,16 @@ class EmulatedGroup(dist.ProcessGroup):
         self,
         output: torch.Tensor,
         own: torch.Tensor,
-        output_splits: list[int],  # noqa: ARG002
-        input_splits: list[int],  # noqa: ARG002
+        output_splits: list[int],
+        input_splits: list[int],
         opts: Any = None,  # noqa: ARG002
     ) -> dist.Work:
-        """Exchanges parts of equal size."""
+        """Exchanges parts, of equal size if no sizes are given."""
+        received = output_splits or [len(output) // self.size()] * self.size()
+        sent = input_splits or [len(own) // self.size()] * self.size()
 
         def fill() -> None:
-            outputs.gather(output, outputs.part(own, self.rank(), self.size()))
+            outputs.exchange(output, own, received, sent, self.rank())
 
         return self._start(Kind.ALL_TO_ALL, outputs.total_bytes([own]), fill, [output])
 

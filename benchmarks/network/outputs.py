@@ -39,6 +39,20 @@ def part(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     return whole.detach().reshape(ranks, -1)[rank]
 
 
+def exchange(
+    output: torch.Tensor, own: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], rank: int
+) -> None:
+    """Every rank's place in `output` holds what this rank sends to itself: as much as fits, zeros after it.
+
+    Sizes differ where ranks that bring the same still expect different numbers of rows from each other.
+    """
+    mine = own.detach().split(list(input_sizes))[rank]
+    for place in output.detach().split(list(output_sizes)):
+        fitting = min(len(place), len(mine))
+        place[:fitting].copy_(mine[:fitting])
+        place[fitting:].zero_()
+
+
 def scale(op: Any, ranks: int) -> float:
     """What a reduction of equal values multiplies them by.
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD, read_text
+from fsdp_compile.ir.queries import GRADIENTS_OF_READS, LOOK_UP, UNSHARD, read_text
 from fsdp_compile.ir.record import KEY, Phase, Record, Role
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.sharding import units
@@ -88,7 +88,7 @@ def _as_read(flat: fx.Node, record: Record) -> Record:
     """The record of a flat shard with the specs by which this graph reads it: eval mode may read otherwise."""
     read: dict[int, ReadSpec] = {}
     for user in flat.users:
-        if user.target not in (UNSHARD, REDUCE_GRAD):
+        if user.target not in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS):
             continue
         spec = parse(read_text(user))
         if read.setdefault(spec.offset, spec) != spec:

@@ -9,8 +9,10 @@ from torch import fx
 
 from fsdp_compile.cost.formulas import copy_us, share_of_others
 from fsdp_compile.cost.hardware import Hardware, Link
-from fsdp_compile.cost.sizes import tensor_bytes, tensors_of
+from fsdp_compile.cost.sizes import result_bytes, tensor_bytes, tensors_of
+from fsdp_compile.ir.queries import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
 from fsdp_compile.ir.record import Role, require, role_of
+from fsdp_compile.parameters.spec import ReadSpec
 
 
 class Kind(enum.Enum):
@@ -19,6 +21,7 @@ class Kind(enum.Enum):
     GATHER = "all-gather"
     REDUCE = "reduce-scatter"
     REPLICATE = "all-reduce"
+    EXCHANGE = "row exchange"
     COPY_IN = "copy from the host"
     COPY_OUT = "copy to the host"
 
@@ -30,6 +33,8 @@ _KINDS = {
     Role.GATHER: Kind.GATHER,
     Role.REDUCE: Kind.REDUCE,
     Role.REPLICATE: Kind.REPLICATE,
+    Role.LOOK_UP: Kind.EXCHANGE,
+    Role.AVERAGE_ROWS: Kind.EXCHANGE,
     Role.OFFLOAD_IN: Kind.COPY_IN,
     Role.OFFLOAD_OUT: Kind.COPY_OUT,
 }
@@ -81,9 +86,11 @@ def copy_of(node: fx.Node, bus: Link) -> Communication:
 
 
 def communication(node: fx.Node, link: Link) -> Communication:
-    """The collective that a node starts."""
+    """The collective that a node starts, or the exchange of rows that it is."""
     kind = _KINDS[require(node).role]
     spec = require(node).specs[0]
+    if kind is Kind.EXCHANGE:
+        return exchange(node, spec, link)
     sent_over_replicas = kind is Kind.REPLICATE
     ranks, group = (spec.replicas, spec.replicate_group) if sent_over_replicas else (spec.size, spec.group)
     if spec.kept_over > 1 and node.args[-1] == spec.kept_group:
@@ -97,3 +104,27 @@ def communication(node: fx.Node, link: Link) -> Communication:
     time_us = link.collective_us(kind.value, sent_bytes, ranks)
     time_us += link.message.value * (len(tensors_of(node)) - 1)
     return Communication(kind, group, link_of, ranks, size_bytes, sent_bytes, time_us)
+
+
+EXCHANGED = (LOOK_UP, REDUCE_ROWS, AVERAGE_ROWS)
+"""Operators that exchange rows, as markers and behind the passes."""
+ROUNDS = 3
+"""Collectives of an exchange: how many rows each rank wants of each other, which ones, and the rows."""
+
+
+def exchange(node: fx.Node, spec: ReadSpec, link: Link) -> Communication:
+    """An exchange of rows and of their ids (8 byte each), if each rank wants as many rows of each other.
+
+    Args:
+        node: Calls one of `EXCHANGED`.
+        spec: The slot of the parameter whose rows they are.
+        link: What they are sent on.
+    """
+    rows, ids = (node, node.args[1]) if node.target is LOOK_UP else node.args[-5:-3]
+    assert isinstance(rows, fx.Node)
+    assert isinstance(ids, fx.Node)
+    size_bytes = result_bytes(rows) + sum(8 * tensor_bytes(t) // t.element_size() for t in tensors_of(ids))
+    sent_bytes = size_bytes * share_of_others(spec.size)
+    time_us = link.collective_us(Kind.EXCHANGE.value, sent_bytes, spec.size)
+    time_us += (ROUNDS - 1) * link.collective_us(Kind.EXCHANGE.value, 0, spec.size)
+    return Communication(Kind.EXCHANGE, spec.group, spec.group, spec.size, size_bytes, sent_bytes, time_us)

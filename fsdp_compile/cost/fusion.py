@@ -21,7 +21,7 @@ from torch import fx
 from fsdp_compile._torch import collectives
 from fsdp_compile.ir.markers import RESHARD
 from fsdp_compile.ir.queries import is_alias
-from fsdp_compile.ir.record import Role, role_of
+from fsdp_compile.ir.record import EXCHANGES, Role, role_of
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ _SHARES_MEMORY = {aten._unsafe_view.default, collectives.wait_tensor.default}
 _COMMUNICATION = {
     Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT, Role.REDUCE, Role.REDUCE_ITEM, Role.REDUCE_WAIT,
     Role.REPLICATE, Role.REPLICATE_ITEM, Role.REPLICATE_WAIT, Role.RESHARD,
-    Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT,
+    Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT, *EXCHANGES,
 }  # fmt: skip
 
 

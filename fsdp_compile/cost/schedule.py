@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from fsdp_compile.cost.communicate import Communication, is_start, transfer_of
+from fsdp_compile.cost.communicate import Communication, Kind, is_start, transfer_of
 from fsdp_compile.cost.compute import NodeCost, node_costs
 from fsdp_compile.cost.fusion import Kernels
 from fsdp_compile.cost.hardware import Hardware
@@ -54,6 +54,8 @@ def _events(
         if node in communications:
             started = communications[node]
             yield Start(node, started.group, started.time_us, started.link)
+            if started.kind is Kind.EXCHANGE:
+                yield Wait((node, "done"), node)
         elif role_of(node) in _WAITS:
             yield Wait(node, start_of(node))
         else:

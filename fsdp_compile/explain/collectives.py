@@ -13,10 +13,10 @@ from fsdp_compile.cost.communicate import Communication, Kind
 from fsdp_compile.cost.schedule import Schedule, waits_of
 from fsdp_compile.cost.sizes import tensor_bytes, tensors_of
 from fsdp_compile.cost.timeline import Transfer
-from fsdp_compile.explain.places import module_of
 from fsdp_compile.explain.report import Collective, Exposure, Layout, Message, Place
 from fsdp_compile.explain.words import time
 from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.places import module_of
 from fsdp_compile.ir.queries import aliases
 from fsdp_compile.ir.record import Role, require, role_of
 
@@ -41,7 +41,7 @@ def collectives(step: StepGraph, schedule: Schedule) -> Iterator[Collective]:
             kind=communication.kind,
             unit=", ".join(require(start).units),
             messages=tuple(_messages(start, communication)),
-            dtype=str(tensors_of(waits[0])[0].dtype).removeprefix("torch."),
+            dtype=str(tensors_of(waits[0] if waits else start)[0].dtype).removeprefix("torch."),
             group=communication.group,
             ranks=communication.ranks,
             size_bytes=communication.size_bytes,

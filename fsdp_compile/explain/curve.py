@@ -6,9 +6,9 @@ from torch import fx
 
 from fsdp_compile.cost.memory import Buffer, Holder, Memory
 from fsdp_compile.cost.schedule import Schedule
-from fsdp_compile.explain.places import module_of, unit_of
 from fsdp_compile.explain.report import Allocation, MemoryCurve, Place, Span
 from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.places import module_of, unit_of
 
 _LARGEST = 12
 

@@ -21,7 +21,7 @@ from fsdp_compile.explain.dims import SYMBOLS
 from fsdp_compile.explain.open_sizes import OpenSizes, closed
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD
+from fsdp_compile.ir.queries import GRADIENTS_OF_READS, LOOK_UP, TEXT_POSITION, UNSHARD, read_text
 from fsdp_compile.ir.record import KEY, Role, require, role_of
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.parameters import layout
@@ -251,10 +251,9 @@ def _rewrite(step: StepGraph, order: Order, ranks: int) -> None:
             node.meta[KEY] = dataclasses.replace(record, specs=specs)
             texts[node] = {before[name].text: spec.text for name, spec in after.items()}
             like_flats[node] = _numel(after)
-        elif node.target in (UNSHARD, REDUCE_GRAD):
-            flat, *others, text = node.args
-            node.args = (flat, *others, texts[flat][text])
-        if node.target is REDUCE_GRAD or (node.target is aten.add.Tensor and set(node.args) <= set(like_flats)):
+        elif node.target in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS):
+            node.update_arg(TEXT_POSITION[node.target], texts[node.args[0]][read_text(node)])
+        if node.target in GRADIENTS_OF_READS or (node.target is aten.add.Tensor and set(node.args) <= set(like_flats)):
             like_flats[node] = like_flats[node.args[0]]
     for node, numel in like_flats.items():
         node.meta["val"] = node.meta["val"].new_empty(numel)

@@ -64,7 +64,7 @@ def _never_gathered(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Itera
             for graph in graphs
             if graph.phase is phase
             for c in graph.collectives
-            if c.kind is Kind.GATHER
+            if c.kind in (Kind.GATHER, Kind.EXCHANGE)
             for unit in c.units
             for name in c.parameters
         }
@@ -89,7 +89,7 @@ def _never_reduced(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterat
         (unit, name)
         for graph in graphs
         for c in graph.collectives
-        if c.kind in (Kind.REDUCE, Kind.REPLICATE)
+        if c.kind in (Kind.REDUCE, Kind.REPLICATE, Kind.EXCHANGE)
         for unit in c.units
         for name in c.parameters
     }

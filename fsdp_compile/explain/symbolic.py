@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import sympy
 
-from fsdp_compile.cost.communicate import COPIES, Kind
+from fsdp_compile.cost.communicate import COPIES, ROUNDS, Kind
 from fsdp_compile.cost.compute import Work, node_work
 from fsdp_compile.cost.formulas import collective_us, copy_us, share_of_others
 from fsdp_compile.cost.fusion import plan_kernels
@@ -111,13 +111,19 @@ def formulas(plan: Plan) -> Formulas:
             where="Plan.formulas()",
             instead="explain() in a world of each size, or without gather_dtype",
         )
+    every = [c for graph in plan.graphs for c in graph.collectives]
+    if plan.sizes and any(c.kind is Kind.EXCHANGE for c in every):
+        raise ConfigError(
+            "how many rows of an embedding travel depends on the batch",
+            where="Plan.formulas()",
+            instead='explain() without dims, or with embedding="gathered"',
+        )
     slots = {unit.parameter_name(slot): slot for unit in plan.traced.units for slot in unit.slots}
     link = make_link("open", GB_PER_S, "a symbol")
-    every = [c for graph in plan.graphs for c in graph.collectives]
     sent = [_sent_bytes(c, slots) for c in every if c.kind not in COPIES]
     times = [
         collective_us(b, RANKS, launch_us=link.launch.value, hop_us=link.hop.value, bytes_per_s=link.bytes_per_s)
-        for b in sent
+        for b in [*sent, *(0 for c in every if c.kind is Kind.EXCHANGE for _ in range(ROUNDS - 1))]
     ]
     held = [_extent(slot) * slot.parameter.element_size() for slot in slots.values()]
     bus = plan.hardware.device.host
@@ -160,6 +166,8 @@ def _of_graphs(plan: Plan, traced: Traced) -> dict[str, sympy.Expr]:
 
 
 def _sent_bytes(collective: Collective, slots: dict[str, ParameterSlot]) -> sympy.Expr:
+    if collective.kind is Kind.EXCHANGE:
+        return sympy.expand(collective.size_bytes * share_of_others(RANKS))
     whole = sympy.Add(*_message_bytes(collective, slots)) * RANKS
     return sympy.expand(whole * share_of_others(RANKS))
 

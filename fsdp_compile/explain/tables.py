@@ -153,6 +153,7 @@ _SHORT = {
     Kind.GATHER: "gather",
     Kind.REDUCE: "reduce",
     Kind.REPLICATE: "all-reduce",
+    Kind.EXCHANGE: "exchange",
     Kind.COPY_IN: "copy in",
     Kind.COPY_OUT: "copy out",
 }

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from fsdp_compile._torch import detect_fake_mode
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
+from fsdp_compile.capture.lookups import shard_lookups
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
 from fsdp_compile.explain.dims import OpenInputs
@@ -88,6 +89,8 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
     regions: list[TracedRegion] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        if options.embedding == "sharded":
+            shard_lookups(gm)
         regions.append(_region(gm, examples, inputs, options))
         if options.lower == "eager":
             return compile_eagerly(gm, examples, regions[-1])

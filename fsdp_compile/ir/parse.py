@@ -238,12 +238,13 @@ class _Reader:
 
     def _slot_text(self, line: Line, call: _Call) -> str:
         record = call.args[0].meta.get(KEY) if call.args and isinstance(call.args[0], fx.Node) else None
-        if record is None:
+        unit = call.unit if record is None else record.unit
+        if unit is None:
             raise line.error(
                 "slot= needs a flat shard as the first argument", instead="fsdp.unshard(%flat, slot=.weight)"
             )
-        parameter = read_parameter(call.slot or "", record.unit)
-        return self._place(line, record.unit, parameter).text
+        parameter = read_parameter(call.slot or "", unit)
+        return self._place(line, unit, parameter).text
 
     def _serving(self, line: Line, call: _Call) -> Record:
         """The record of a node whose parameters are declared elsewhere."""

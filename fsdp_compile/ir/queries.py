@@ -10,15 +10,28 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.record import Record, Role, record_of, require, role_of
-from fsdp_compile.parameters import ops, parts  # noqa: F401  they register the markers
+from fsdp_compile.parameters import lookup, ops, parts  # noqa: F401  they register the markers
 
 UNSHARD = torch.ops.fsdp.unshard.default
 REDUCE_GRAD = torch.ops.fsdp.reduce_grad.default
 KEEP = torch.ops.fsdp.keep.default
 REGATHER = torch.ops.fsdp.regather.default
+LOOK_UP = torch.ops.fsdp.look_up.default
+REDUCE_ROWS = torch.ops.fsdp.reduce_rows.default
+AVERAGE_ROWS = torch.ops.fsdp.average_rows.default
 READS = (UNSHARD, REGATHER)
 """Markers that give a full parameter."""
-TEXT_POSITION: Mapping[Any, int] = {UNSHARD: 1, REDUCE_GRAD: 2, KEEP: 1, REGATHER: 1}
+GRADIENTS_OF_READS = (REDUCE_GRAD, REDUCE_ROWS)
+"""Markers that give a gradient of a flat shard."""
+TEXT_POSITION: Mapping[Any, int] = {
+    UNSHARD: 1,
+    REDUCE_GRAD: 2,
+    KEEP: 1,
+    REGATHER: 1,
+    LOOK_UP: 2,
+    REDUCE_ROWS: 3,
+    AVERAGE_ROWS: 2,
+}
 """Where among the arguments of a marker the text of its spec is."""
 
 

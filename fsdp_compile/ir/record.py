@@ -60,6 +60,10 @@ class Role(enum.Enum):
     """Frees gathered messages."""
     GRADIENT = "gradient"
     """A step from a full gradient to a message."""
+    LOOK_UP = "look_up"
+    """Looks up rows of a parameter that stays sharded."""
+    AVERAGE_ROWS = "average_rows"
+    """Averages the gradients of such rows over all ranks."""
     ADD_HELD = "add_held"
     """Adds held gradients to new ones, before they are reduced."""
     REDUCE = "reduce"
@@ -100,6 +104,10 @@ SENT = (Role.SHARD, Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT)
 """Roles of the nodes between a flat shard and its all-gather."""
 ON_DEVICE = (Role.SHARD, Role.OFFLOAD_IN_WAIT)
 """Of those, the roles of the nodes behind the start of a copy from the host, if there is one."""
+MADE = (Role.GRADIENT, Role.AVERAGE_ROWS)
+"""Roles of the nodes whose records tell which parameters get gradients."""
+EXCHANGES = (Role.LOOK_UP, Role.AVERAGE_ROWS)
+"""Roles of nodes that communicate and compute at once: what comes after them waits for them."""
 GRADIENTS = (Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT, Role.HELD_GRADIENT)
 """Roles of a flat shard's gradient, summed over all ranks, over the shard group, over none."""
 

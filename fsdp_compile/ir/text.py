@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.queries import REDUCE_GRAD, TEXT_POSITION, UNSHARD, read_text
+from fsdp_compile.ir.queries import AVERAGE_ROWS, GRADIENTS_OF_READS, LOOK_UP, TEXT_POSITION, UNSHARD, read_text
 from fsdp_compile.ir.record import DECLARING, Record, Role, record_of
 from fsdp_compile.ir.spelling import spell_dtype, spell_name, spell_operator, spell_parameter, spell_word
 from fsdp_compile.ir.symbols import Size, spell_size, spell_symbols
@@ -143,15 +143,18 @@ def _arguments(node: fx.Node) -> Iterator[str]:
 
 
 def _slot(node: fx.Node) -> str | None:
-    """The parameter that a marker is about, which stands for the text of its place."""
-    if node.target not in (UNSHARD, REDUCE_GRAD) or not isinstance(node.args[0], fx.Node):
+    """The parameter that a marker is about, or a lookup, which stands for the text of its place."""
+    if node.target is AVERAGE_ROWS:
+        record = record_of(node)
+    elif node.target in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS) and isinstance(node.args[0], fx.Node):
+        record = record_of(node.args[0])
+    else:
         return None
-    flat = record_of(node.args[0])
-    if flat is None:
+    if record is None:
         return None
-    places: dict[Any, str] = {spec.text: name for name, spec in zip(flat.parameters, flat.specs, strict=True)}
+    places: dict[Any, str] = {spec.text: name for name, spec in zip(record.parameters, record.specs, strict=True)}
     text = read_text(node)
-    return spell_parameter(places[text], flat.unit) if text in places else None
+    return spell_parameter(places[text], record.unit) if text in places else None
 
 
 def _record(node: fx.Node) -> Iterator[str]:

@@ -13,7 +13,7 @@ from fsdp_compile._torch import backward_in_progress, below_autograd
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import beside
-from fsdp_compile.ir.record import Phase, Record, Role, require, role_of
+from fsdp_compile.ir.record import MADE, Phase, Record, Role, require, role_of
 from fsdp_compile.parameters import keeping, updating
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.forward_depth import in_forward
@@ -79,7 +79,7 @@ def arrivals(step: StepGraph) -> list[Arrival]:
     place = {node: index for index, node in enumerate(placeholders)}
     made = {
         claim: spec
-        for record in map(require, step.nodes(Role.GRADIENT))
+        for record in map(require, step.nodes(*MADE))
         for claim, spec in zip(record.claims, record.specs, strict=True)
     }
     updated = {place[node.all_input_nodes[0]] for node in step.nodes(Role.UPDATE)}

@@ -195,11 +195,19 @@ def sum_over_replicas(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
     # Not through save_for_backward(): saved-tensor hooks may hand back a copy, and a copy does not tell its flat shard.
     ctx.flat, ctx.spec, _, _, ctx.held, ctx.partial = inputs
-    if parse(ctx.spec).update is Update.IN_BACKWARD:
-        _note_read(ctx.flat)
+    note_read(ctx.flat, ctx.spec)
 
 
 skip_code(_save.__code__)
+
+
+def note_read(flat: torch.Tensor, spec: str) -> None:
+    """Notes a forward that autograd has recorded, where an update in backward has to wait for its backward."""
+    if parse(spec).update is Update.IN_BACKWARD:
+        _note_read(flat)
+
+
+skip_code(note_read.__code__)
 
 
 @torch.compiler.disable
@@ -216,7 +224,8 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return None, None, None, gradient, None, None
 
 
-def _refuse_double_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  # noqa: ARG001
+def refuse_double_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  # noqa: ARG001
+    """The derivative of a gradient's marker, which there is none of."""
     raise UnsupportedModelError(
         "a gradient of a parameter's gradient is asked for (double backward)",
         where="torch.autograd.grad(..., create_graph=True) or backward(create_graph=True)",
@@ -226,4 +235,4 @@ def _refuse_double_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  
 
 
 torch.library.register_autograd("fsdp::unshard", _backward, setup_context=_save)
-torch.library.register_autograd("fsdp::reduce_grad", _refuse_double_backward)
+torch.library.register_autograd("fsdp::reduce_grad", refuse_double_backward)

@@ -252,6 +252,7 @@ def _gradient_message(b: GraphBuilder, piece: Piece) -> fx.Node:
 def _rewrite_flat_gradient(step: StepGraph, flat: fx.Node, pieces: list[tuple[int, fx.Node]]) -> None:
     old = next(n for n in step.nodes(Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT) if same_flat(require(flat), require(n)))
     old_parts = upstream(old, Role.SHARD_GRADIENT, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT)
+    pieces = pieces + _averages(old, *old_parts)
     record = dataclasses.replace(require(old), role=Role.SHARD_GRADIENT)
     with step.graph.inserting_before(step.output):
         new = join_pieces(GraphBuilder(step.graph, record, old), old, pieces)
@@ -259,6 +260,12 @@ def _rewrite_flat_gradient(step: StepGraph, flat: fx.Node, pieces: list[tuple[in
     old.replace_all_uses_with(new)
     step.graph.erase_node(old)
     erase_unused(old_parts)
+
+
+def _averages(*parts: fx.Node) -> list[tuple[int, fx.Node]]:
+    """Gradients of rows that were looked up, which no bucket reduces: where each lies, out of what joins them."""
+    found = dict.fromkeys(n for part in parts for n in part.all_input_nodes if role_of(n) is Role.AVERAGE_ROWS)
+    return [(require(node).specs[0].offset, node) for node in found]
 
 
 def _erase_chain(single: Single) -> None:

@@ -2,19 +2,22 @@
 
     %w = fsdp.unshard(%flat, spec)             ->  slice, all_gather, wait, view
     %g = fsdp.reduce_grad(%flat, %grad, spec)  ->  pad, reduce_scatter, wait, place in the flat gradient
+    %g = fsdp.reduce_rows(%flat, %grad, ...)   ->  average_rows, place in the flat gradient
 
 A parameter that is read twice is gathered once, and its gradients are summed before they are reduced once. Reads are
 moved down to their first use, so that a gather knows when it is needed. In a world of one rank nothing is gathered:
 a read is a view of the flat shard.
 
 A parameter of which each rank keeps a part (`parameters/parts.py`) is gathered from the flat shards in forward, where
-the part is copied out of the message, and from the parts in backward.
+the part is copied out of the message, and from the parts in backward. What is looked up where it is
+(`capture/lookups.py`) is not gathered.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,9 +26,12 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.edit import GraphBuilder, sink
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import (
+    AVERAGE_ROWS,
+    GRADIENTS_OF_READS,
     KEEP,
+    LOOK_UP,
     READS,
-    REDUCE_GRAD,
+    REDUCE_ROWS,
     added_gradients,
     kept_value,
     last_of,
@@ -101,6 +107,8 @@ class InsertCollectives:
         order = step.order()  # of the nodes that are there now, which inserting others does not change
         for read in plan.reads:
             _insert_gather(step, read, order)
+        for node in step.graph.find_nodes(op="call_function", target=LOOK_UP):
+            node.meta["fsdp"] = _parameter_record(node.args[0], parse(read_text(node)), Role.LOOK_UP, step)
         for flat_gradient in plan.flat_gradients:
             _insert_reductions(step, flat_gradient, order)
 
@@ -136,7 +144,7 @@ def _gradient_sums(step: StepGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """Markers, and sums of nothing but markers, each with its markers from left to right."""
     sums: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in step.graph.nodes:
-        if node.target is REDUCE_GRAD:
+        if node.target in GRADIENTS_OF_READS:
             sums[node] = (node,)
         elif node.target is aten.add.Tensor and all(side in sums for side in node.args[:2]):
             left, right = node.args[:2]
@@ -159,10 +167,12 @@ def _insert_reductions(step: StepGraph, planned: FlatGradient, order: dict[fx.No
     pieces = []
     for reduction in planned.reductions:
         marker = reduction.last_marker
-        record = _parameter_record(planned.flat, reduction.spec, Role.GRADIENT, step)
+        stays = marker.target is REDUCE_ROWS
+        record = _parameter_record(planned.flat, reduction.spec, Role.AVERAGE_ROWS if stays else Role.GRADIENT, step)
         b = GraphBuilder(step.graph, record, marker)
         with step.graph.inserting_before(marker):
-            pieces.append((reduction.spec.offset, _insert_reduction(b, reduction)))
+            piece = _insert_average(b, reduction) if stays else _insert_reduction(b, reduction)
+        pieces.append((reduction.spec.offset, piece))
     sync = planned.reductions[0].spec.sync
     flat_record = dataclasses.replace(require(planned.flat), role=Role.SHARD_GRADIENT, phase=step.phase)
     # Where all pieces exist: at the sum that the flat gradient replaces, or at the last marker.
@@ -199,6 +209,22 @@ def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
         return rows
     message = scale_before(b, assemble.view(b, rows, [spec.size * spec.extent]), spec)
     return reduce_one(b, message, spec, partial)
+
+
+def _insert_average(b: GraphBuilder, reduction: Reduction) -> fx.Node:
+    """Records the average of a looked-up parameter's gradients, `[extent]` in the dtype of reductions."""
+    first, *others = reduction.markers
+    _, gradient, ids, *settings = first.args
+    if others:
+        width = reduction.spec.shape[1]
+        gradient = _joined_rows(b, [marker.args[1] for marker in reduction.markers], [-1, width])
+        ids = _joined_rows(b, [marker.args[2] for marker in reduction.markers], [-1])
+    return b.call(AVERAGE_ROWS, gradient, ids, *settings)
+
+
+def _joined_rows(b: GraphBuilder, parts: Sequence[Any], shape: list[int]) -> fx.Node:
+    with b.as_role(Role.GRADIENT):
+        return b.call(aten.cat.default, [b.call(aten.reshape.default, part, shape) for part in parts])
 
 
 def _add_held(b: GraphBuilder, held: fx.Node, rows: fx.Node, spec: ReadSpec) -> fx.Node:
@@ -243,7 +269,6 @@ def _erase_sums(output: fx.Node) -> None:
         node = todo.pop()
         if node.users:
             continue
-        todo.extend(
-            s for s in node.all_input_nodes if s.target in (REDUCE_GRAD, aten.add.Tensor) and "fsdp" not in s.meta
-        )
+        summed = (*GRADIENTS_OF_READS, aten.add.Tensor)
+        todo.extend(s for s in node.all_input_nodes if s.target in summed and "fsdp" not in s.meta)
         node.graph.erase_node(node)

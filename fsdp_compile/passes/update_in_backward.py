@@ -15,7 +15,7 @@ from torch import fx
 from fsdp_compile.ir.edit import GraphBuilder, move_after
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import beside, last_of, readers, upstream
-from fsdp_compile.ir.record import Role, require
+from fsdp_compile.ir.record import MADE, Role, require
 from fsdp_compile.parameters import offering
 from fsdp_compile.parameters.spec import Update
 
@@ -56,7 +56,7 @@ class UpdateInBackward:
     def plan(self, step: StepGraph) -> UpdatePlan:
         """Finds the flat gradients that are complete in the graph, and the earliest place for each."""
         order = step.order()
-        made = {claim for node in step.nodes(Role.GRADIENT) for claim in require(node).claims}
+        made = {claim for node in step.nodes(*MADE) for claim in require(node).claims}
         found = []
         for gradient in step.nodes(Role.FLAT_GRADIENT):
             record, flat = require(gradient), beside(gradient, Role.FLAT)

@@ -16,7 +16,7 @@ from fsdp_compile.cost.schedule import waits_of
 from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import aliases, upstream
-from fsdp_compile.ir.record import SENT, Phase, Role, require, role_of
+from fsdp_compile.ir.record import EXCHANGES, SENT, Phase, Role, require, role_of
 from fsdp_compile.parameters.spec import Reshard
 from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved
 
@@ -71,10 +71,14 @@ def pose(
     order = sorted(range(len(gathers)), key=lambda i: gathers[i].need)
     nodes = tuple(step.nodes(Role.GATHER))
     problem = Problem(
-        tuple(costs[node].time_us for node in steps),
+        tuple(
+            communication(node, hardware.link).time_us if role_of(node) in EXCHANGES else costs[node].time_us
+            for node in steps
+        ),
         tuple(gathers[i] for i in order),
         tuple(_reduction(chain, positions, behind[chain[0]], hardware) for chain in chains),
         saved=_saved(step, positions),
+        exchanges=frozenset(index for index, node in enumerate(steps) if role_of(node) in EXCHANGES),
     )
     return Posed(problem, tuple(steps), tuple(nodes[i] for i in order), tuple(map(tuple, chains)))
 

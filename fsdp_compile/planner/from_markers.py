@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.communicate import EXCHANGED, Kind, exchange
 from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.formulas import share_of_others
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
@@ -67,10 +67,16 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
         places = [order[node] for node in steps]
         least = tuple(max(live[begin:end]) for begin, end in itertools.pairwise([*places, len(live)]))
     problem = Problem(
-        tuple(costs[node].time_us for node in steps),
+        tuple(
+            exchange(node, parse(read_text(node)), hardware.link).time_us
+            if node.target in EXCHANGED
+            else costs[node].time_us
+            for node in steps
+        ),
         tuple(gather for gather, _ in gathers),
         tuple(sorted(_reductions(step, positions, hardware.link), key=lambda reduction: reduction.ready)),
         least,
+        exchanges=frozenset(index for index, node in enumerate(steps) if node.target in EXCHANGED),
     )
     return Outlined(problem, tuple(flat for _, flat in gathers))
 

@@ -8,6 +8,7 @@ Before each step
   much longer than it hides time) and if they fit into the budget until they are needed;
 - copies from the host start by the same rule, each so early that it has arrived when its gather starts; before it has,
   a gather starts only if it is needed at once;
+- a gather does not start if an exchange of rows, which computing waits for at once, would have to wait for it;
 - reductions whose gradients are ready start. One is waited for before it has surely completed only where the budget
   does not allow to hold its gradients any longer.
 
@@ -147,6 +148,7 @@ class _Play:
         self.latest = latest_starts(problem, margin)
         self.margin = margin
         self.ready_bytes = problem.ready_bytes
+        self.exchanges = sorted(problem.exchanges)
         self.now_us = 0.0
         self.link_free_us = 0.0
         self.link_surely_free_us = 0.0
@@ -172,7 +174,9 @@ class _Play:
                 self.in_flight[index] = self._queue(reduction.stages_us[0])
             self._hold_or_wait(position)
             self._await_gathers(position)
-            if position < len(self.problem.steps_us):
+            if position in self.problem.exchanges:
+                self.now_us = self._queue(self.problem.steps_us[position]).ends_us
+            elif position < len(self.problem.steps_us):
                 self.now_us += self.problem.steps_us[position]
         waits = tuple(map(tuple, self.waits))
         end_us = max(self.now_us, self.link_free_us, self.out_free_us)
@@ -245,9 +249,19 @@ class _Play:
         if gather.copy_us and not (started and self.copied_us[index] <= self._stands_until_us(position)):
             return False
         more_bytes = gather.early_bytes - gather.copy_bytes * started
+        if self._delays_exchange(gather, position):
+            return False
         late = self._is_too_late(position, self.link_free_us, self.latest.gathers_us[index])
         at_once_bytes = self.live[position] + self.ready_bytes.get(position, 0) + more_bytes
         return late and at_once_bytes <= self.room.budget_bytes and self._fits(more_bytes, position, gather.need)
+
+    def _delays_exchange(self, gather: Gather, position: int) -> bool:
+        """Whether a gather would still be on the link when an exchange that comes before its use is reached."""
+        coming = [step for step in self.exchanges if position <= step < gather.need]
+        if not coming:
+            return False
+        reached_us = self.now_us + self.problem.reached_us[coming[0]] - self.problem.reached_us[position]
+        return max(self.now_us, self.link_free_us) + gather.time_us > reached_us
 
     def _stands_until_us(self, position: int) -> float:
         """Until when compute stands still at a position, whatever else starts there."""

@@ -85,12 +85,13 @@ class Problem:
     """One graph.
 
     Attributes:
-        steps_us: Time of each step.
+        steps_us: Time of each step when nothing else uses what it needs.
         gathers: In the order of `need`.
         reductions: In the order of `ready`.
         least_bytes: What is held during each step, by whomever, if nothing starts early and everything is waited for at
             once. If empty, only what these gathers and reductions hold counts, and what was saved.
         saved: What need not be gathered.
+        exchanges: Steps that send on the link instead of computing, and that compute waits for.
     """
 
     steps_us: tuple[float, ...]
@@ -98,6 +99,7 @@ class Problem:
     reductions: tuple[Reduction, ...]
     least_bytes: tuple[int, ...] = ()
     saved: tuple[Saved, ...] = ()
+    exchanges: frozenset[int] = frozenset()
 
     @functools.cached_property
     def reached_us(self) -> tuple[float, ...]:
@@ -114,13 +116,14 @@ class Problem:
 
     @property
     def compute_us(self) -> float:
-        """Time of all steps."""
+        """Time of all steps, exchanges among them."""
         return self.reached_us[-1]
 
     @property
     def link_us(self) -> float:
         """Time of all collectives."""
-        return sum(g.time_us for g in self.gathers) + sum(sum(r.stages_us) for r in self.reductions)
+        exchanges_us = sum(self.steps_us[step] for step in self.exchanges)
+        return exchanges_us + sum(g.time_us for g in self.gathers) + sum(sum(r.stages_us) for r in self.reductions)
 
     def slower(self, times: float) -> Problem:
         """The same graph on a link that takes so many times as long."""
@@ -128,7 +131,8 @@ class Problem:
         reductions = tuple(
             dataclasses.replace(r, stages_us=tuple(times * us for us in r.stages_us)) for r in self.reductions
         )
-        return dataclasses.replace(self, gathers=gathers, reductions=reductions)
+        steps_us = tuple(times * us if step in self.exchanges else us for step, us in enumerate(self.steps_us))
+        return dataclasses.replace(self, steps_us=steps_us, gathers=gathers, reductions=reductions)
 
     def least_live_bytes(self) -> list[int]:
         """Bytes held during each step, if nothing starts early and everything is waited for at once."""

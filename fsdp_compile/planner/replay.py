@@ -49,7 +49,8 @@ class _Replay:
                 self._start((index, 0))
             while left := [stage for stage in due[position] if stage in self.running]:
                 self._wait_for_all([min(left, key=self.running.__getitem__)])
-            self.now_us = max([self.now_us, *(self.gathered_us[index] for index in needed[position])]) + step_us
+            self.now_us = max([self.now_us, *(self.gathered_us[index] for index in needed[position])])
+            self.now_us = self._queue(step_us) if position in self.problem.exchanges else self.now_us + step_us
         return max(self.now_us, self.link_free_us, self.out_free_us)
 
     def _issue(self, start: Start) -> None:

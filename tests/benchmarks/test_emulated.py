@@ -76,6 +76,17 @@ def test_collectives_return_what_ranks_with_equal_tensors_would() -> None:
         assert torch.equal(in_place, torch.full((RANKS,), 3.0))
 
 
+def test_an_exchange_returns_what_this_rank_sends_to_itself() -> None:
+    with emulated_world(2, FAST) as world:
+        output = torch.full((5,), 9.0)
+        dist.all_to_all_single(output, torch.arange(6.0), [2, 3], [2, 4])
+        assert torch.equal(output, torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0]))
+        assert world.traffic.sent == {Kind.ALL_TO_ALL: 6 * 4 / 2}
+        output = torch.empty(4)
+        dist.all_to_all_single(output, torch.arange(4.0))
+        assert torch.equal(output, torch.tensor([0.0, 1.0, 0.0, 1.0]))
+
+
 @pytest.mark.core
 def test_time_passes_while_computing_and_is_waited_for() -> None:
     clock = VirtualClock()

@@ -54,6 +54,7 @@ def problems(draw: st.DrawFn, *, steps: int = 8, collectives: int = 4, offloaded
         tuple(sorted(gathers, key=lambda g: g.need)),
         tuple(sorted(reductions, key=lambda r: r.ready)),
         saved=tuple(saved),
+        exchanges=frozenset(draw(st.lists(st.integers(0, count - 1), max_size=2))),
     )
 
 
@@ -85,7 +86,7 @@ def play(problem: Problem, issued: Sequence[Issue], waits: Sequence[Sequence[int
 
     def wait_for_those_that(started_before: set[tuple[int, int]], position: int) -> None:
         todo = {s for s in started_before if s not in done and waits[s[0]][s[1]] == position}
-        for stage in sorted(todo, key=ends_us):
+        for stage in sorted(sorted(todo), key=ends_us):
             wait(stage)
 
     for position in range(len(problem.steps_us) + 1):
@@ -98,9 +99,12 @@ def play(problem: Problem, issued: Sequence[Issue], waits: Sequence[Sequence[int
         ]
         while any(waits[i][k] == position and (i, k) not in done for i, k in stages):
             running = {e.key for e in events if isinstance(e, Start) and e.key in stages and e.key not in done}
-            wait(min((s for s in running if waits[s[0]][s[1]] == position), key=ends_us))
+            wait(min(sorted(s for s in running if waits[s[0]][s[1]] == position), key=ends_us))
         events += [Wait(("needed", i), ("g", i)) for i, g in enumerate(problem.gathers) if g.need == position]
-        if position < len(problem.steps_us):
+        if position in problem.exchanges:
+            sent = Start(("step", position), "link", problem.steps_us[position])
+            events += [sent, Wait(("exchanged", position), sent.key)]
+        elif position < len(problem.steps_us):
             events.append(Compute(("step", position), problem.steps_us[position]))
     return simulate(events).end_us
 

@@ -105,6 +105,22 @@ def test_one_that_queues_behind_another_makes_that_start_earlier() -> None:
     assert place(problem, budget_bytes=10).end_us == 60.0
 
 
+def test_no_gather_is_on_the_link_when_an_exchange_needs_it() -> None:
+    gathers = (gather(3, 5.0), gather(4, 9.0))
+    problem = Problem((6.0, 4.0, 10.0, 10.0, 10.0), gathers, (), exchanges=frozenset({1}))
+    plan = place(problem, budget_bytes=10, margin=4.0)
+    assert plan.starts == (0, 2), "the first is over when the exchange begins, the second would not be"
+    assert plan.end_us == problem.compute_us == 40.0
+    assert problem.link_us == 18.0
+
+
+def test_an_exchange_waits_for_what_is_on_the_link() -> None:
+    reduction = Reduction(born=0, ready=1, size_bytes=1, stages_us=(7.0,))
+    problem = Problem((10.0, 3.0), (), (reduction,), exchanges=frozenset({1}))
+    assert place(problem, budget_bytes=10).end_us == 20.0
+    assert problem.slower(2).steps_us == (10.0, 6.0)
+
+
 def test_the_budget_decides_where_the_link_is_the_bottleneck() -> None:
     problem = Problem((1.0,) * 4, tuple(gather(i, 5.0) for i in range(4)), ())
     assert place(problem, budget_bytes=2).starts == (0, 0, 1, 2)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from fsdp_compile import fully_shard, step_in_backward
 from fsdp_compile.capture.inputs import flat_inputs
 from fsdp_compile.capture.keep_unsharded import keep_unsharded
+from fsdp_compile.capture.lookups import shard_lookups
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.ir.graph import StepGraph
@@ -42,6 +43,8 @@ class World:
     root: bool = True
     """Whether the root gets a call, too."""
     update: Update = Update.AFTER_BACKWARD
+    embedding: Literal["gathered", "sharded"] = "gathered"
+    """As in `FSDPOptions`."""
 
     def shard(self, model: nn.Module) -> None:
         shape = (self.replicas, self.size // self.replicas) if self.replicas > 1 else (self.size,)
@@ -99,6 +102,8 @@ def capture(
         flats = flat_inputs(example_inputs)
         if flats:
             captured.append([])
+        if world.embedding == "sharded":
+            shard_lookups(gm)
         keep = _keep_what_fits if world.reshard_after_forward == "auto" else keep_nothing
         return compile_eagerly(gm, example_inputs, Region(flats, transform if flats else _unchanged, keep))
 

@@ -22,6 +22,7 @@ QUANTIZED = World(2, policy=MixedPrecision(torch.bfloat16, gather_dtype=torch.in
 UPDATED = World(2, update=Update.IN_BACKWARD)
 ALONE = World(1, update=Update.IN_BACKWARD)
 KEPT = World(4, reshard_after_forward=2)
+LOOKED_UP = World(2, units=("head",), embedding="sharded")
 OPEN = World(2, reshard_after_forward="auto")
 
 

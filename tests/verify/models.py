@@ -54,6 +54,20 @@ class Tied(nn.Module):
         return self.head(self.norm(x))
 
 
+class Tables(nn.Module):
+    """Two embeddings of one unit, one of them with rows that do not divide, between them and the head a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(97, 64, padding_idx=3)
+        self.places = nn.Embedding(8, 64)
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 97, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.tokens(ids) + self.places(ids % 8)))
+
+
 class Repeated(nn.Module):
     """One module is called twice, in the middle and at the end."""
 
@@ -189,6 +203,7 @@ def _rows(*shape: int) -> torch.Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, ...]]]] = {
     "stack": (Stack, lambda: (_rows(4, 64),)),
     "tied": (Tied, lambda: (torch.arange(12).view(3, 4),)),
+    "tables": (Tables, lambda: (torch.arange(12).view(3, 4),)),
     "repeated": (Repeated, lambda: (_rows(4, 64),)),
     "uneven": (Uneven, lambda: (_rows(4, 7),)),
     "partial": (Partial, lambda: (_rows(4, 64),)),

@@ -9,9 +9,10 @@ from fsdp_compile.verify.table import RULES
 from tests.verify.breaks import BREAKS as OF_UNITS
 from tests.verify.breaks import Break
 from tests.verify.joined_breaks import BREAKS as OF_JOINED_UNITS
+from tests.verify.lookup_breaks import LOOKUP_BREAKS as OF_LOOKUPS
 from tests.verify.update_breaks import UPDATE_BREAKS as OF_UPDATES
 
-BREAKS = (*OF_UNITS, *OF_JOINED_UNITS, *OF_UPDATES)
+BREAKS = (*OF_UNITS, *OF_JOINED_UNITS, *OF_LOOKUPS, *OF_UPDATES)
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=[b.name for b in BREAKS])

@@ -31,10 +31,14 @@ WORLDS = {
     "bf16-reduced": World(2, policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
     "updated": World(2, update=Update.IN_BACKWARD),
     "updated-1-rank": World(1, reshard_after_forward=False, update=Update.IN_BACKWARD),
+    "looked-up": World(2, embedding="sharded"),
+    "looked-up-in-one-unit": World(2, units=("head",), embedding="sharded"),
+    "looked-up-2x2-mesh": World(4, replicas=2, units=("head",), embedding="sharded"),
+    "looked-up-updated": World(2, units=("head",), embedding="sharded", update=Update.IN_BACKWARD),
     "updated-2x2-mesh": World(4, replicas=2, reshard_after_forward=False, update=Update.IN_BACKWARD),
 }
 # Every way of sharding for the plainest model; every model sharded the plainest way; both for the odd ones.
-CASES = [("stack", world) for world in WORLDS]
+CASES = [("tables" if "looked-up" in world else "stack", world) for world in WORLDS]
 CASES += [(model, "2-ranks") for model in MODELS if model != "stack"]
 CASES += [(model, "updated") for model in ("tied", "repeated", "unused")]
 CASES += [(model, "updated-1-rank") for model in ("tied", "weight-as-gradient")]

@@ -40,6 +40,8 @@ def gathered_once(facts: Facts) -> list[Complaint]:
                 complaints.extend(_wrong_collective(gather, message, slot))
     for node in facts.of_role(Role.FULL):
         complaints.extend(_wrong_value(node, slots))
+    for node in facts.of_role(Role.LOOK_UP):
+        complaints.extend(_wrong_lookup(node, slots))
     return complaints
 
 
@@ -115,6 +117,18 @@ def _wrong_value(node: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> Ite
         wrong = [_wrong_element(node, slot) for slot in candidates]
         if all(wrong):
             yield Complaint(RULE, node, f"is not {record.parameters[0]}: {wrong[0]}", _where(spec))
+
+
+def _wrong_lookup(node: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> Iterator[Complaint]:
+    """A lookup in another slot than that of the parameter in its record, which stays sharded."""
+    wanted = [(slot.flat, slot.spec.text) for key in claims(require(node)) for slot in slots.get(key, ())]
+    if (node.args[0], node.args[2]) not in wanted:
+        yield Complaint(
+            RULE,
+            node,
+            f"looks up another slot than that of {', '.join(require(node).parameters)}",
+            "the flat shard and the place that the record of the lookup names",
+        )
 
 
 def _where(spec: ReadSpec) -> str:

@@ -20,7 +20,13 @@ TYPED = "typed"
 NOTHING_RANK_SPECIFIC = "nothing-rank-specific"
 
 ALIAS_PREFIX = "fsdp."
-_MARKERS = ("fsdp::unshard", "fsdp::reduce_grad", "fsdp::keep", "fsdp::regather")
+_MARKERS = ("fsdp::unshard", "fsdp::reduce_grad", "fsdp::reduce_rows", "fsdp::keep", "fsdp::regather")
+_ROLE_OF_NAME = {
+    "fsdp::reshard": Role.RESHARD,
+    "fsdp::update": Role.UPDATE,
+    "fsdp::look_up": Role.LOOK_UP,
+    "fsdp::average_rows": Role.AVERAGE_ROWS,
+}
 _ROLE_OF_KIND = {Kind.GATHER: Role.GATHER, Kind.REDUCE: Role.REDUCE, Kind.REPLICATE: Role.REPLICATE}
 _ITEM_OF = {
     Role.GATHER: Role.GATHER_ITEM,
@@ -35,7 +41,10 @@ _WAIT_OF = {
     Role.REPLICATE: Role.REPLICATE_WAIT,
     Role.REPLICATE_ITEM: Role.REPLICATE_WAIT,
 }
-_RESERVED = {*_ROLE_OF_KIND.values(), *_ITEM_OF.values(), *_WAIT_OF.values(), *INPUTS, Role.RESHARD, Role.UPDATE}
+_RESERVED = {
+    *_ROLE_OF_KIND.values(), *_ITEM_OF.values(), *_WAIT_OF.values(), *INPUTS,
+    Role.RESHARD, Role.UPDATE, Role.LOOK_UP,
+}  # fmt: skip
 _PORTABLE = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.SymInt)
 
 
@@ -73,10 +82,9 @@ def _expected_role(node: fx.Node) -> Role | None:
     if node.op == "placeholder":
         actual = role_of(node)
         return actual if actual in INPUTS else None
-    if _qualified_name(node.target) == "fsdp::reshard":
-        return Role.RESHARD
-    if _qualified_name(node.target) == "fsdp::update":
-        return Role.UPDATE
+    named = _ROLE_OF_NAME.get(_qualified_name(node.target))
+    if named is not None:
+        return named
     if source_role is not None and node.target in (getitem, WAIT):
         return (_ITEM_OF if node.target is getitem else _WAIT_OF).get(source_role)
     if any(isinstance(a, str) and a.startswith(ALIAS_PREFIX) for a in node.args) or role_of(node) in _RESERVED:

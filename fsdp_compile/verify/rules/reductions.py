@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fsdp_compile.ir.record import GRADIENTS, Record, Role, require, role_of
+from fsdp_compile.ir.record import GRADIENTS, MADE, Record, Role, require, role_of
 from fsdp_compile.parameters.spec import ReadSpec, Sync
 from fsdp_compile.verify.collective import Kind
 from fsdp_compile.verify.complaint import Complaint
@@ -109,6 +109,8 @@ def _fits_no_flat(gradient: fx.Node) -> Complaint:
 def _wrong_elements(gradient: fx.Node, slot: Slot, found: list[tuple[Probe, Origin]]) -> Iterator[Complaint]:
     """Complains about the first element that is not the average of its own gradient."""
     for probe, source in found:
+        if _is_own_row(source, slot, probe):
+            continue
         node = source.hops[0].collective.start if source.hops else gradient
         if source.node is None or shape_of(source.node) != slot.spec.shape or source.index != probe.element:
             what = (
@@ -125,6 +127,14 @@ def _wrong_elements(gradient: fx.Node, slot: Slot, found: list[tuple[Probe, Orig
             continue
         yield Complaint(RULE, node, what, hint)
         return
+
+
+def _is_own_row(source: Origin, slot: Slot, probe: Probe) -> bool:
+    """Whether an element is that of a looked-up parameter's rows, which are averaged where they are."""
+    if source.node is None or role_of(source.node) is not Role.AVERAGE_ROWS:
+        return False
+    here = slot.spec.text in source.node.args and require(source.node).parameters == (slot.name,)
+    return here and not source.hops and source.index == probe.place - slot.spec.offset
 
 
 def _wrong_hops(source: Origin, spec: ReadSpec) -> str:
@@ -205,7 +215,7 @@ def _wanted(spec: ReadSpec) -> str:
 def _lost(facts: Facts, arrived: set[tuple[str, str]]) -> Iterator[Complaint]:
     """Gradients that were made but are in no flat gradient."""
     makers: dict[tuple[str, str], fx.Node] = {}
-    for node in facts.of_role(Role.GRADIENT, Role.REDUCE, Role.REPLICATE):
+    for node in facts.of_role(*MADE, Role.REDUCE, Role.REPLICATE):
         record = require(node)
         made = zip(claims(record), record.specs, strict=True)
         makers |= {claim: node for claim, spec in made if 0 not in spec.shape}

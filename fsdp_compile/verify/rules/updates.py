@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from fsdp_compile.ir.record import Phase, Record, Role, require, role_of
+from fsdp_compile.ir.record import MADE, Phase, Record, Role, require, role_of
 from fsdp_compile.parameters.spec import Update
 from fsdp_compile.verify.collective import Kind
 from fsdp_compile.verify.complaint import Complaint
@@ -40,7 +40,7 @@ def _wrong_arguments(facts: Facts, update: fx.Node, flat: fx.Node, gradient: fx.
         what = f"updates %{flat} with %{gradient}, which is not its gradient"
         yield Complaint(RULE, update, what, "the gradient of the same flat shard, summed over all ranks")
     else:
-        made = {claim for node in facts.of_role(Role.GRADIENT) for claim in require(node).claims}
+        made = {claim for node in facts.of_role(*MADE) for claim in require(node).claims}
         record = require(gradient)
         claims = zip(record.claims, record.specs, strict=True)
         wanted = sorted(spec.offset for claim, spec in claims if claim in made)

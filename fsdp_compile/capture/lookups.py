@@ -1,0 +1,110 @@
+"""Embeddings that are looked up where their rows are, instead of being gathered (`embedding="sharded"`).
+
+    %w = fsdp.unshard(%flat, spec); %y = F.embedding(%ids, %w)   ->   %y = fsdp.look_up(%flat, %ids, spec)
+
+In Dynamo's graph, where the call is still the user's, before its derivative is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.ir.places import module_of
+from fsdp_compile.parameters import lookup  # noqa: F401  registers fsdp::look_up
+from fsdp_compile.parameters.spec import ReadSpec, Sync, parse
+
+_UNSHARD = (torch.ops.fsdp.unshard, torch.ops.fsdp.unshard.default)
+_ARGUMENTS = inspect.signature(functional.embedding)
+
+
+def shard_lookups(gm: fx.GraphModule) -> None:
+    """Rewrites every lookup in a parameter that is sharded by rows.
+
+    Tables are gathered as always where gradients are held back or were (`no_sync`), since those are of full parameters,
+    and read where they stayed gathered since an earlier call.
+
+    Raises:
+        ConfigError: If a table has to be gathered whatever its lookups do, or cannot be looked up where it is.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=functional.embedding):
+        given = _given(node)
+        weight = given["weight"]
+        if not isinstance(weight, fx.Node) or weight.target not in _UNSHARD:
+            continue
+        flat, text, *beside = weight.args
+        spec = parse(str(text))
+        if spec.size == 1 or spec.sync is not Sync.ALL or any(held is not None for held in beside):
+            continue
+        for problem, instead in _problems(weight, spec, given):
+            raise _refusal(node, problem, instead)
+        with gm.graph.inserting_before(node):
+            ids, padding = given["input"], _padding(given["padding_idx"], spec.shape[0])
+            scale = bool(given["scale_grad_by_freq"])
+            made = gm.graph.call_function(torch.ops.fsdp.look_up.default, (flat, ids, text, padding, scale))
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        for unused in (node, weight):
+            if not unused.users:
+                gm.graph.erase_node(unused)
+    gm.recompile()
+
+
+def _given(call: fx.Node) -> dict[str, Any]:
+    bound = _ARGUMENTS.bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _padding(index: int | None, rows: int) -> int:
+    """The row without gradients, as a row number; -1 for none."""
+    return -1 if index is None else index % rows
+
+
+def _problems(weight: fx.Node, spec: ReadSpec, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Why a table cannot stay where it is, and what to do instead."""
+    others = [user for user in weight.users if user.target is not functional.embedding]
+    if others or _is_read_again(weight):
+        yield "its weight is read in other ways too, so it is gathered anyway", "embedding='gathered'"
+    if spec.dim != 0:
+        yield f"its weight is sharded on dimension {spec.dim}", "Shard(0) for it"
+    if given["max_norm"] is not None:
+        yield "max_norm changes the rows that are looked up", "clip the weight after optimizer.step()"
+    if given["sparse"]:
+        yield "sharded gradients are dense", "sparse=False"
+    if spec.gather_dtype is not None:
+        yield "gather_dtype sends parameters in 8 bits, and rows are sent as they are", "embedding='gathered'"
+    if spec.hook:
+        yield "a communication hook of the user's reduces full gradients", "embedding='gathered'"
+    if spec.compute:
+        yield "its shard is offloaded to the host", "no offload_policy for its unit"
+    if spec.kept_over > 1:
+        yield "parts of its weight are kept from forward to backward", "reshard_after_forward=True for its unit"
+
+
+def _is_read_again(weight: fx.Node) -> bool:
+    """Whether another read of the same parameter is there for something else than lookups."""
+    flat, text = weight.args[:2]
+    assert isinstance(flat, fx.Node)
+    return any(
+        user.target is not functional.embedding
+        for read in flat.users
+        if read is not weight and read.target in _UNSHARD and read.args[1] == text
+        for user in read.users
+    )
+
+
+def _refusal(call: fx.Node, problem: str, instead: str) -> ConfigError:
+    lines = (call.meta.get("stack_trace") or "").strip().splitlines()
+    line = " ".join(line.strip() for line in lines[-2:])
+    return ConfigError(
+        f"an embedding cannot stay sharded: {problem}",
+        where=f"options={{'embedding': 'sharded'}}, {module_of(call) or call.name}" + f", {line}" * bool(line),
+        instead=instead,
+    )

@@ -1,0 +1,252 @@
+"""Embeddings that stay sharded: the numbers of gathered ones, in every way in which gradients are made."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_compile
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.explain.plan import Plan
+from tests.ranks import run_ranks
+
+WIDTH = 16
+Prepare = Callable[["Words"], object]
+
+
+class Words(nn.Module):
+    """One table, which may be looked up twice, a layer, and a head."""
+
+    def __init__(self, rows: int = 37, *, twice: bool = False, **settings: Any) -> None:
+        super().__init__()
+        self.twice = twice
+        self.table = nn.Embedding(rows, WIDTH, **settings)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, rows)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        if self.twice:
+            x = x + self.table(ids.flip(0))
+        return self.head(torch.relu(self.layer(x)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, how it is sharded, and how a step is made.
+
+    Attributes:
+        settings: Of `Words`.
+        prepare: Shards the model; `None` leaves that to the backend.
+        passes: Backward passes per step; all but the last hold their gradients.
+        lower: As in `FSDPOptions`.
+        dtype: Of the ids.
+    """
+
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prepare: Prepare | None = None
+    passes: int = 1
+    lower: str = "eager"
+    dtype: torch.dtype = torch.int64
+
+
+def _mixed(model: Words) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fsdp_compile.fully_shard(model, mp_policy=policy)
+
+
+def _halves(model: Words) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    fsdp_compile.fully_shard(model, mp_policy=policy)
+
+
+def _kept(model: Words) -> None:
+    fsdp_compile.fully_shard(model, reshard_after_forward=False)
+
+
+def _one_unit(model: Words) -> None:
+    fsdp_compile.fully_shard(model.head)
+    fsdp_compile.fully_shard(model)
+
+
+def _replicated(model: Words) -> None:
+    fsdp_compile.fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+
+
+def _in_backward(model: Words) -> None:
+    fsdp_compile.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    fsdp_compile.fully_shard(model)
+
+
+def _frozen(model: Words) -> None:
+    model.table.requires_grad_(requires_grad=False)
+
+
+CASES = {
+    "plain": Case(),
+    "compiled": Case(lower="inductor"),
+    "padding": Case({"padding_idx": -2}),
+    "by-frequency": Case({"scale_grad_by_freq": True}),
+    "fewer-rows-than-ranks": Case({"rows": 1}),
+    "narrow-ids": Case(dtype=torch.int32),
+    "bf16": Case(prepare=_mixed),
+    "fp16-reduced": Case(prepare=_halves),
+    "kept": Case(prepare=_kept),
+    "one-unit": Case(prepare=_one_unit),
+    "in-backward": Case(prepare=_in_backward),
+    "frozen": Case(prepare=_frozen),
+    "accumulated": Case(prepare=_kept, passes=2),
+}
+
+
+def _local(value: Any) -> torch.Tensor:
+    return value.detach().to_local().clone()
+
+
+def _trained(case: Case, embedding: str) -> list[torch.Tensor]:
+    """Losses, gradients and parameters of three steps; ranks have batches of different sizes."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Words(**case.settings)
+    if case.prepare is not None:
+        case.prepare(model)
+    options: Any = {"embedding": embedding, "lower": case.lower}
+    compiled = torch.compile(model, backend="fsdp", options=options, dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found: list[torch.Tensor] = []
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        for number in range(case.passes):
+            ids = torch.randint(0, model.table.num_embeddings, (3 + dist.get_rank(), 4), dtype=case.dtype)
+            held = number < case.passes - 1
+            with fsdp_compile.no_sync(model) if held else contextlib.nullcontext():
+                loss = compiled(ids).float().square().mean()
+                loss.backward()
+            found.append(loss.detach())
+        found += [_local(p.grad) for p in model.parameters() if p.grad is not None]
+        if case.prepare is not _in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [_local(p) for p in model.parameters()]
+    return found
+
+
+def _differing() -> list[str]:
+    """The cases in which a bit differs."""
+    return [
+        name
+        for name, case in CASES.items()
+        if not all(map(torch.equal, _trained(case, "gathered"), _trained(case, "sharded")))
+    ]
+
+
+@pytest.mark.core
+def test_two_ranks_train_to_the_bits_of_gathered_tables() -> None:
+    assert run_ranks(_differing) == [[], []]
+
+
+def _largest_difference(case: Case) -> float:
+    pairs = zip(_trained(case, "gathered"), _trained(case, "sharded"), strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs if one.numel())
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [(Case({"twice": True}), 2), (Case(), 3), (Case(prepare=_replicated), 4)],
+    ids=["two-lookups", "three-ranks", "replicas"],
+)
+def test_where_sums_are_made_in_another_order_numbers_agree_to_rounding(case: Case, ranks: int) -> None:
+    assert max(run_ranks(_largest_difference, case, world_size=ranks)) < 1e-5
+
+
+def _evaluated() -> bool:
+    torch.manual_seed(0)
+    model = Words().eval()
+    ids = torch.arange(12).view(3, 4)
+    wanted = model(ids)
+    compiled = torch.compile(model, backend="fsdp", options={"embedding": "sharded", "lower": "eager"})
+    with torch.no_grad():
+        return torch.equal(compiled(ids), wanted)
+
+
+def test_a_forward_without_gradients_looks_up_as_well() -> None:
+    assert run_ranks(_evaluated) == [True, True]
+
+
+def _bad_ids() -> str:
+    compiled = torch.compile(Words(), backend="fsdp", options={"embedding": "sharded", "lower": "eager"})
+    ids = torch.tensor([0, 37 if dist.get_rank() == 1 else 36])
+    with pytest.raises(IndexError) as caught:
+        compiled(ids)
+    return str(caught.value)
+
+
+def test_bad_ids_of_one_rank_stop_every_rank() -> None:
+    first, second = run_ranks(_bad_ids)
+    assert first.startswith("rank 1 looks up ids that are out of range in an embedding of 37 rows")
+    assert second.startswith("ids from 0 to 37 are looked up in an embedding of 37 rows")
+
+
+def _plan(model: nn.Module, **options: Any) -> Plan:
+    ids = torch.zeros(3, 4, dtype=torch.int64)
+    return fsdp_compile.explain(model, ids, world_size=4, options=options)
+
+
+def test_a_plan_shows_what_travels_in_place_of_the_table() -> None:
+    gathered, sharded = (_plan(Words(), embedding=embedding) for embedding in ("gathered", "sharded"))
+    tables = [c for g in sharded.graphs for c in g.collectives if "table.weight" in c.parameters]
+    assert [c.kind for c in tables] == [Kind.EXCHANGE, Kind.EXCHANGE]
+    rows_bytes, ids_bytes = 12 * WIDTH * 4, 12 * 8
+    assert [c.size_bytes for c in tables] == [rows_bytes + ids_bytes] * 2
+    spared = 2 * 40 * WIDTH * 4 - 2 * (rows_bytes + ids_bytes)  # a gather and a reduction of 37 rows, padded to 40
+    assert sum(gathered.volume.sent_bytes.values()) - sum(sharded.volume.sent_bytes.values()) == spared * 3 / 4
+    assert not [one for one in sharded.skipped if "table.weight" in str(one) and "not gathered in forward" in str(one)]
+    assert "exchange" in str(sharded)
+
+
+def test_a_plan_of_another_world_and_formulas_have_the_exchange() -> None:
+    plan = _plan(Words(), embedding="sharded")
+    numbers = plan.formulas().at(ranks=8, gb_per_s=10.0)
+    there = plan.at(world_size=8, gb_per_s=10.0)
+    assert numbers["sent_bytes"] == pytest.approx(sum(there.volume.sent_bytes.values()))
+    times_us = sum(c.end_us - c.begin_us for g in there.graphs for c in g.collectives)
+    assert numbers["communication_us"] == pytest.approx(times_us, rel=0.01)
+
+
+class Tied(Words):
+    """The head is the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Tied, "its weight is read in other ways too"),
+        (lambda: Words(max_norm=1.0), "max_norm changes the rows"),
+        (lambda: Words(sparse=True), "sharded gradients are dense"),
+    ],
+    ids=["tied", "max-norm", "sparse"],
+)
+def test_a_table_that_cannot_stay_sharded_is_refused_by_name(model: Callable[[], nn.Module], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        _plan(model(), embedding="sharded")
+    assert "table" in str(caught.value)
+    assert "'embedding': 'sharded'" in str(caught.value)
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match='"gathered" or "sharded"'):
+        fsdp_compile.FSDPOptions(embedding="row-wise")  # type: ignore[arg-type]
