@@ -59,6 +59,33 @@ def test_every_rank_names_both_ranks_and_where_they_part(make: type[nn.Module], 
     assert "must not depend on a rank's number or data" in messages[0]
 
 
+def _looks_up_on_one() -> str:
+    words = nn.Sequential(nn.Embedding(12, 32), nn.Linear(32, 12))
+    options = {"lower": "eager", "embedding": "sharded" if dist.get_rank() == 1 else "gathered"}
+    compiled = torch.compile(words, backend="fsdp", options=options)
+    with pytest.raises(Exception, match="compile different collectives") as caught:
+        compiled(torch.arange(3 + dist.get_rank()))
+    return str(caught.value)
+
+
+def test_a_table_that_only_one_rank_gathers_is_named() -> None:
+    for message in run_ranks(_looks_up_on_one):
+        assert "fsdp.look_up of 0.weight" in message
+
+
+def _looks_up_alone() -> int:
+    """Rank 1 looks up other numbers of rows than rank 0."""
+    words = nn.Sequential(nn.Embedding(12, 32), nn.Linear(32, 12))
+    compiled = torch.compile(words, backend="fsdp", dynamic=False, options={"lower": "eager", "embedding": "sharded"})
+    for rows in (4, 4, 4) if dist.get_rank() == 0 else (4, 3, 5):
+        compiled(torch.arange(rows)).square().mean().backward()
+    return len(words)
+
+
+def test_ranks_may_look_up_different_numbers_of_rows() -> None:
+    assert run_ranks(_looks_up_alone, timeout_s=60) == [2, 2]
+
+
 def _recompiles_alone() -> int:
     """Rank 1 meets other batch sizes than rank 0, and evaluates at another time of its life."""
     model = Stack()

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compile.errors import FSDPCompileError, RankMismatchError
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Role, require
+from fsdp_compile.ir.record import EXCHANGES, Role, require, role_of
 from fsdp_compile.lower.rounds import Difference, Room, digest_of
 from fsdp_compile.parameters import groups
 
-_STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE)
+_STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE, *EXCHANGES)
 _NAMES = re.compile(r"(?<= of )(.*)(?= \()")
 """The names of parameters in a line."""
 _orders: weakref.WeakKeyDictionary[groups.MeetingPlace, set[str]] = weakref.WeakKeyDictionary()
@@ -69,13 +69,20 @@ def _room(place: groups.MeetingPlace) -> Room:
 
 
 def group_of(node: fx.Node) -> str:
-    """The alias of the group on which a collective runs: its only argument that is text and starts as aliases do."""
+    """The alias of the group on which a collective runs: its only argument that is text and starts as aliases do.
+
+    An exchange of rows has it in the text of its read.
+    """
+    if role_of(node) in EXCHANGES:
+        return require(node).specs[0].group
     return next(a for a in node.args if isinstance(a, str) and a.startswith("fsdp."))
 
 
 def _line(node: fx.Node) -> str:
     record = require(node)
     messages = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    if record.role is Role.LOOK_UP:  # each rank may look up as many rows as it likes
+        messages = []
     sizes = ", ".join(f"{v.numel()} {str(v.dtype).removeprefix('torch.')}" for v in messages)
     operator = str(node.target).removeprefix("_c10d_functional.").removesuffix(".default")
     return f"{record.phase.value}: {operator} of {', '.join(record.parameters)} ({sizes})"
