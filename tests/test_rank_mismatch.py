@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_every_rank_names_both_ranks_and_where_they_part(make: type[nn.Module], 
 
 def _looks_up_on_one() -> str:
     words = nn.Sequential(nn.Embedding(12, 32), nn.Linear(32, 12))
-    options = {"lower": "eager", "embedding": "sharded" if dist.get_rank() == 1 else "gathered"}
+    options: Any = {"lower": "eager", "embedding": "sharded" if dist.get_rank() == 1 else "gathered"}
     compiled = torch.compile(words, backend="fsdp", options=options)
     with pytest.raises(Exception, match="compile different collectives") as caught:
         compiled(torch.arange(3 + dist.get_rank()))
