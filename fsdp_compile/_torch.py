@@ -5,10 +5,13 @@ Everything here was checked on torch 2.11, 2.13 and 2.15; where the versions dif
 
 from __future__ import annotations
 
+import collections
+import itertools
 import operator
 import os
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -70,6 +73,10 @@ __all__ = [
 
 OpOverload = torch._ops.OpOverload
 _LOCAL = operator.attrgetter("_local_tensor")
+_SPEC = operator.attrgetter("_spec")
+_ATTRIBUTES = operator.attrgetter("__dict__")
+_HOOKS = operator.attrgetter("_backward_hooks")
+_LATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 _reinterpret_tensor: Any = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
 _GRAD: Any = torch.Tensor.grad  # a descriptor: what `.grad` is, whatever a subclass says
 collectives = torch.ops._c10d_functional
@@ -189,6 +196,85 @@ def clear_own_gradient(leaf: torch.Tensor) -> None:
     """Forgets what autograd has accumulated into a leaf, whatever its class says `.grad` is."""
     with plain_torch_functions():
         _GRAD.__set__(leaf, None)
+
+
+def lack_gradients_and_hooks(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether no leaf has a gradient, and no user's hook on it: `has_gradient_hooks` of many at once."""
+    with plain_torch_functions():  # asking each subclass for its own takes as long again
+        return (
+            all(map(operator.is_, map(_GRAD.__get__, leaves), itertools.repeat(None)))
+            and not any(map(_HOOKS, leaves))
+            and not any(map(_LATE_HOOKS, leaves))
+        )
+
+
+def give_gradients(leaves: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor]) -> None:
+    """Sets the `.grad` of each leaf, with no Python code for each."""
+    with plain_torch_functions():
+        collections.deque(map(_GRAD.__set__, leaves, gradients), maxlen=0)
+
+
+class Unshared:
+    """Views of one memory and DTensors that hold them, just made, and whether they may still pass for that.
+
+    Who holds one of the Python objects, or has an autograd graph hold it, is seen by their reference counts, which
+    count C++ as one more holder; who holds other tensors of the memory, by the count of its storage's users.
+
+    Args:
+        whole: A tensor that has the memory to itself, but for the views.
+        views: Of it, all.
+        dtensors: Each holds the view in its place.
+    """
+
+    def __init__(self, whole: torch.Tensor, views: Sequence[torch.Tensor], dtensors: Sequence[DTensor]) -> None:
+        guards: Any = torch._C._dynamo.guards.TensorGuards
+        self._storage = whole.untyped_storage()
+        self._views, self._dtensors = views, dtensors
+        dynamic: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}  # it crashes without them
+        self._looks = [guards(*tensors, **dynamic) for tensors in (views, dtensors)]
+        self._places = list(map(torch.Tensor.data_ptr, views))
+        self._specs = list(map(_SPEC, dtensors))
+        self._holders = self._count_holders()
+
+    def holds(self) -> bool:
+        """Whether nobody else can see any of it, or has changed more of it than values."""
+        return (
+            self._count_holders() == self._holders
+            and not any(map(weakref.getweakrefcount, self._dtensors))
+            and not any(map(weakref.getweakrefcount, self._views))
+            and not any(map(_ATTRIBUTES, self._dtensors))
+            and not any(map(_ATTRIBUTES, self._views))
+            and hold_locals(self._dtensors, self._views)
+            and list(map(_SPEC, self._dtensors)) == self._specs
+            and list(map(torch.Tensor.data_ptr, self._views)) == self._places
+            # Dynamo's guard on tensors: type, dtype, device, shape, strides, and whether gradients are wanted.
+            and all(
+                look.check(*tensors) for look, tensors in zip(self._looks, (self._views, self._dtensors), strict=True)
+            )
+        )
+
+    def _count_holders(self) -> tuple[list[int], list[int], int, int]:
+        return (
+            list(map(sys.getrefcount, self._dtensors)),
+            list(map(sys.getrefcount, self._views)),
+            sys.getrefcount(self._storage),
+            torch._C._storage_Use_Count(self._storage._cdata),
+        )
+
+
+def has_dispatch_modes() -> bool:
+    """Whether somebody watches, or replaces, the operators that are called."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def stream_of(tensor: torch.Tensor) -> object:
+    """What is compared to see whether work on a tensor's device is queued where it was before."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether operators on a tensor's device are recorded, as a CUDA graph, and not run."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def allow_any_gradient_dtype(leaf: torch.Tensor) -> None:

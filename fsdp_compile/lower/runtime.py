@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from fsdp_compile.parameters.forward_depth import in_forward
 from fsdp_compile.parameters.integrity import check_inside_graph
 from fsdp_compile.parameters.ops import accompany
 from fsdp_compile.parameters.spec import Sync, Update
+from fsdp_compile.parameters.together import Together
 
 Compiled = Callable[[list[Any]], Any]
 FlatKey = tuple[str, tuple[str, ...]]
@@ -132,11 +134,14 @@ def note_arrivals(compiled: Compiled, noted: Sequence[Arrival]) -> Compiled:
     """Wraps a compiled backward so that parameters without a gradient keep `None`, and held ones count once."""
 
     def run(args: list[Any]) -> Any:
+        together: dict[object, Together] = collections.defaultdict(Together)
         for each in noted:
             flat = FlatShard.of(args[each.flat])
             if flat is not None:
                 if each.update is Update.AFTER_BACKWARD:  # else the graph says so itself
                     flat.note_gradients(each.offsets, each.sync)
+                    if each.sync is Sync.ALL and flat.small_kind is not None:
+                        together[flat.small_kind].expect(flat)
             elif each.update is Update.IN_BACKWARD:
                 raise _updates_a_copy()
             if each.held is not None or each.partial is not None:

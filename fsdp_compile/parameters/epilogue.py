@@ -33,6 +33,7 @@ def _finish(model: nn.Module) -> None:
     from fsdp_compile.parameters.variants import publish
 
     units = sharding.units(model)
+    handover.deliver_rest(units)
     waiting = [flat for unit in units for flat in unit.flats if flat.owes_gradients]
     for flat in waiting:
         if any([flat.held.give_back(), flat.partial.give_back()]):

@@ -19,8 +19,13 @@ from fsdp_compile.parameters.spec import ReadSpec, Sync
 from fsdp_compile.parameters.updating import Progress
 
 if TYPE_CHECKING:
+    from fsdp_compile.parameters.gradient_views import GradientViews
     from fsdp_compile.parameters.kept import KeptParameters, RunningGather
+    from fsdp_compile.parameters.together import Together
     from fsdp_compile.parameters.unit import Unit
+
+SMALL_BYTES = 16 * 1024
+"""Mean bytes of a parameter's gradient up to which making views of it takes longer than to copy it."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,6 +96,8 @@ class FlatShard:
         kept: The full parameters, by offset, while they stay gathered between calls.
         arriving: An all-gather of them that is still running.
         progress: How far an update in backward is.
+        together: What its gradient arrives with, in a backward that has made it and not handed it over.
+        gradient_views: What its parameters were given as gradients, if it may be given again.
         unit: The unit that it belongs to.
     """
 
@@ -110,8 +117,22 @@ class FlatShard:
         self.arriving: RunningGather | None = None
         self.holders: dict[Sync, torch.Tensor] = {}
         self.progress = Progress()
+        self.together: Together | None = None
+        self.gradient_views: GradientViews | None = None
         if leaf.device.type != "meta":
             FlatShard._by_address[leaf.data_ptr()] = self
+
+    @functools.cached_property
+    def small_kind(self) -> tuple[torch.dtype, torch.device] | None:
+        """What its gradients have to share with others to be handed over together; `None` if they are not small.
+
+        Neither are gradients whose owners have them elsewhere, or otherwise, than they arrive.
+        """
+        leaf = self.leaf
+        is_small = leaf.numel() * leaf.element_size() <= SMALL_BYTES * len(self.slots)
+        as_they_arrive = self.unit.policy.offload is None and all(s.kept_gradient_dtype is None for s in self.slots)
+        known = leaf.device.type in ("cpu", "cuda")
+        return (leaf.dtype, leaf.device) if leaf.requires_grad and is_small and as_they_arrive and known else None
 
     @staticmethod
     def of(leaf: torch.Tensor) -> FlatShard | None:

@@ -7,7 +7,8 @@ hooks run, and the flat gradient is forgotten, so that `zero_grad`, clipping and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,10 +23,14 @@ from fsdp_compile._torch import (
     views_of,
 )
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.parameters import epilogue, updating
+from fsdp_compile.parameters import epilogue, gradient_views, updating
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.reads import READS
 from fsdp_compile.parameters.spec import Sync, Update
+from fsdp_compile.parameters.together import Together
+
+if TYPE_CHECKING:
+    from fsdp_compile.parameters.unit import Unit
 
 
 def install(flat: FlatShard) -> None:
@@ -71,9 +76,29 @@ def hand_over(flat: FlatShard) -> None:
     """Moves the gradient of `flat.leaf` into the parameters whose gradients arrived, and clears it."""
     gradient, flat.leaf.grad = flat.leaf.grad, None
     offsets, flat.undelivered = flat.undelivered, set()
-    if gradient is not None:
-        refuse_double_backward(flat, gradient)
+    if gradient is None:
+        return
+    refuse_double_backward(flat, gradient)
+    together = flat.together
+    if together is None or len(offsets) != len(flat.slots) or not together.take(flat, gradient):
         deliver(flat, gradient, offsets)
+    elif together.is_complete:
+        deliver_together(together)
+
+
+def deliver_together(together: Together) -> None:
+    """`deliver` for all flat shards that have arrived."""
+    found = together.give_away()
+    if found and not gradient_views.give(tuple(found), tuple(found.values())):
+        for flat, gradient in found.items():
+            deliver(flat, gradient, [slot.spec.offset for slot in flat.slots])
+
+
+def deliver_rest(units: Iterable[Unit]) -> None:
+    """The same at the end of a backward, which may have made gradients that nobody asked it for."""
+    for flat in (flat for unit in units for flat in unit.flats):
+        if flat.together is not None:
+            deliver_together(flat.together)
 
 
 def deliver(flat: FlatShard, gradient: torch.Tensor, offsets: Collection[int]) -> None:
