@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch import calls_are_compiled, hold_locals
+from fsdp_compile._torch import calls_are_compiled, hold_locals, plain_torch_functions
 from fsdp_compile.parameters import integrity, sharding
 from fsdp_compile.parameters.attributes import READS
 from fsdp_compile.parameters.reads import layouts
@@ -23,9 +23,11 @@ from fsdp_compile.parameters.unit import Holding, Unit
 
 _WATCHED = "_fsdp_watched"
 _parameters = operator.attrgetter("_parameters")
-_children = operator.attrgetter("_modules")
+_tables = operator.attrgetter("_parameters", "_modules")
 _values = operator.methodcaller("values")
 _holding = operator.attrgetter("holding")
+_END = object()
+"""Ends what is compared, so that neither side may be longer."""
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -66,7 +68,7 @@ class Watched:
         units: What modules in it read from.
         modules: Those in it, and others that hold parameters of the units.
         names: Of the parameters that they hold.
-        contents: What they hold, parameters and modules.
+        contents: What they hold, parameters and modules, and `_END`.
         parameters: All of the units.
         locals: The view that each of them holds.
         shells: The storage of each of them.
@@ -77,7 +79,7 @@ class Watched:
     units: tuple[Unit, ...]
     modules: tuple[nn.Module, ...]
     names: list[str]
-    contents: list[object]
+    contents: tuple[object, ...]
     parameters: tuple[DTensor, ...]
     locals: tuple[torch.Tensor, ...]
     shells: tuple[torch.UntypedStorage | None, ...]
@@ -94,7 +96,7 @@ class Watched:
             units=tuple(units),
             modules=tuple(modules),
             names=_names(modules),
-            contents=_contents(modules),
+            contents=(*_contents(modules), _END),
             parameters=tuple(slot.dtensor for slot in slots),
             locals=tuple(slot.local for slot in slots),
             shells=tuple(slot.shell for slot in slots),
@@ -106,25 +108,24 @@ class Watched:
         """Whether nothing was replaced, converted, moved, frozen, thawed, added, removed or laid out anew since."""
         if self.layouts != layouts() or _names(self.modules) != self.names:
             return False
-        contents = _contents(self.modules)
-        return (
-            len(contents) == len(self.contents)
-            and _same(contents, self.contents)
-            and hold_locals(self.parameters, self.locals)
-            and _same(map(torch.Tensor.untyped_storage, self.parameters), self.shells)
-            and _same(map(_requires_grad, self.parameters), self.trainable)
-            and _same(map(_holding, self.units), itertools.repeat(Holding.SHARDS))
-        )
+        with plain_torch_functions():  # asking each parameter's class for its own takes as long again
+            return (
+                _same(itertools.chain(_contents(self.modules), (_END,)), self.contents)
+                and hold_locals(self.parameters, self.locals)
+                and _same(map(torch.Tensor.untyped_storage, self.parameters), self.shells)
+                and _same(map(_requires_grad, self.parameters), self.trainable)
+                and _same(map(_holding, self.units), itertools.repeat(Holding.SHARDS))
+            )
 
 
 def _names(modules: Iterable[nn.Module]) -> list[str]:
     return list(itertools.chain.from_iterable(map(_parameters, modules)))
 
 
-def _contents(modules: Iterable[nn.Module]) -> list[object]:
-    """The parameters that each module holds, and the modules that each module holds."""
-    tables = itertools.chain(map(_parameters, modules), map(_children, modules))
-    return list(itertools.chain.from_iterable(map(_values, tables)))
+def _contents(modules: Iterable[nn.Module]) -> Iterator[object]:
+    """The parameters and the modules that each module holds."""
+    tables = itertools.chain.from_iterable(map(_tables, modules))
+    return itertools.chain.from_iterable(map(_values, tables))
 
 
 def _same(found: Iterable[object], expected: Iterable[object]) -> bool:
