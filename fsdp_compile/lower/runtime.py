@@ -16,6 +16,7 @@ from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import beside
 from fsdp_compile.ir.record import MADE, Phase, Record, Role, require, role_of
 from fsdp_compile.parameters import keeping, updating
+from fsdp_compile.parameters.finder import Finder
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.forward_depth import in_forward
 from fsdp_compile.parameters.integrity import check_inside_graph
@@ -132,11 +133,12 @@ def _replace_stale(args: list[Any], flat: FlatShard, at: FlatInput) -> None:
 
 def note_arrivals(compiled: Compiled, noted: Sequence[Arrival]) -> Compiled:
     """Wraps a compiled backward so that parameters without a gradient keep `None`, and held ones count once."""
+    places = [each.flat for each in noted]
+    finder = Finder()
 
     def run(args: list[Any]) -> Any:
         together: dict[object, Together] = collections.defaultdict(Together)
-        for each in noted:
-            flat = FlatShard.of(args[each.flat])
+        for each, flat in zip(noted, finder.find([args[place] for place in places]), strict=True):
             if flat is not None:
                 if each.update is Update.AFTER_BACKWARD:  # else the graph says so itself
                     flat.note_gradients(each.offsets, each.sync)

@@ -152,8 +152,9 @@ class FlatShard:
         backward = backward_in_progress()
         if self.noted_in != backward:
             # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
-            self.arrived, self.noted_in = {}, backward
-        self.arrived.setdefault(sync, set()).update(offsets)
+            self.arrived, self.noted_in = {sync: set(offsets)}, backward
+        else:
+            self.arrived.setdefault(sync, set()).update(offsets)
 
     def noted_gradients(self, sync: Sync) -> set[int]:
         """What `note_gradients` was told since this was asked last.

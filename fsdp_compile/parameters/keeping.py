@@ -58,8 +58,9 @@ def reshard(units: Iterable[Unit]) -> None:
 def before_forward(units: Iterable[Unit]) -> None:
     """Sees to it that what is kept of units is what their parameters are now, and gathers what is to be kept."""
     is_repeated = backward_in_progress() != -1  # by activation checkpointing; nobody has written since
+    is_trained = torch.is_grad_enabled()
     for unit in units:
-        keeps = unit.keeps_parameters and unit.policy.size > 1 and torch.is_grad_enabled()
+        keeps = is_trained and unit.keeps_parameters and unit.policy.size > 1
         for flat in unit.flats:
             if flat.arriving is not None:
                 _settle(flat)
@@ -83,7 +84,8 @@ def is_stale(flat: FlatShard) -> bool:
 
 def after_backward(units: Iterable[Unit]) -> None:
     """Frees what need not be kept any longer."""
-    reshard(unit for unit in units if not unit.keeps_parameters)
+    flats = [flat for unit in units for flat in unit.flats if flat.kept is not None or flat.arriving is not None]
+    reshard(unit for unit in dict.fromkeys(flat.unit for flat in flats) if not unit.keeps_parameters)
 
 
 def _is_fresh(flat: FlatShard) -> bool:
