@@ -38,7 +38,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._logging._internal import trace_structured_artifact
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,6 +48,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = [
     "CheckpointPolicy",
     "CustomPartitionerFn",
+    "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "OptimizedModule",
@@ -139,6 +140,39 @@ def views_of(tensor: torch.Tensor, places: Sequence[ViewPlace]) -> list[torch.Te
         return [_reinterpret_tensor(tensor, *place) for place in places]
     begin = tensor.storage_offset()
     return [tensor.as_strided(shape, strides, begin + offset) for shape, strides, offset in places]
+
+
+def is_plain_fake(value: object) -> bool:
+    """Whether a value is a fake tensor about which its shape, strides, dtype and device say everything."""
+    return (
+        type(value) is FakeTensor
+        and value.layout is torch.strided
+        and not (value.requires_grad or value.dtype.is_complex)
+        and value.constant is None
+        and value.real_tensor is None
+    )
+
+
+def fake_tensor(
+    like: FakeTensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, *, begin: int | None = None
+) -> FakeTensor:
+    """A fake tensor on the device of another, made as torch makes those whose types it has cached.
+
+    Args:
+        like: The other one.
+        shape: Sizes.
+        strides: In elements.
+        dtype: Of the elements.
+        begin: The first element in the memory of `like`, which is shared; `None` for memory of its own.
+    """
+    mode, device = like.fake_mode, like.device
+    with in_kernel_invocation_manager(mode):
+        if begin is None:
+            made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        else:
+            made = torch.empty((), dtype=dtype, device="meta")
+            made.set_(like.untyped_storage(), begin, shape, strides)  # type: ignore[call-overload]
+    return FakeTensor(mode, made, device)
 
 
 def memory_id(tensor: torch.Tensor) -> int:

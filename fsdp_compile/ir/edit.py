@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from fsdp_compile._torch import detect_fake_mode
 from fsdp_compile.ir.record import KEY, Record, Role
+from fsdp_compile.ir.values import known_value
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag")
 
@@ -55,8 +56,13 @@ class GraphBuilder:
 
 def infer_value(node: fx.Node) -> Any:
     """The fake result of a node, out of the fake values of its inputs."""
+    known = known_value(node)
+    if known is not None:
+        return known
     args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
-    mode = detect_fake_mode([n.meta.get("val") for n in node.graph.find_nodes(op="placeholder")])
+    mode = detect_fake_mode([source.meta.get("val") for source in node.all_input_nodes])
+    if mode is None:  # no input has one: a new tensor
+        mode = detect_fake_mode([n.meta.get("val") for n in node.graph.find_nodes(op="placeholder")])
     if mode is None:
         return node.target(*args, **kwargs)  # type: ignore[operator]
     with mode:
