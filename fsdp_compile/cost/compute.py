@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,13 +84,19 @@ def node_work(graph: fx.Graph, kernels: Kernels, sizes: Sizes = NUMBERS) -> dict
     """
     found = {}
     read: dict[int, set[fx.Node]] = {}
+    maker: dict[fx.Node, fx.Node] = {}  # of the memory that a node's result lies in
     for node in graph.nodes:
+        inputs = node.all_input_nodes
+        maker[node] = maker[inputs[0]] if inputs and shares_memory(node) else node
         if launches_nothing(node):
             continue
         seen = read.setdefault(kernels.of[node], set())
-        sources = {_memory(source) for source in node.all_input_nodes} - kernels.inner - seen
+        views: dict[fx.Node, list[fx.Node]] = {}
+        for view in inputs:
+            views.setdefault(maker[view], []).append(view)
+        sources = views.keys() - kernels.inner - seen
         seen |= sources
-        size_bytes = sum(_read_bytes(node, source, sizes) for source in sources)
+        size_bytes = sum(_read_bytes(node, views[source], sizes) for source in sources)
         size_bytes += 0 if node in kernels.inner else sizes.total(node)
         found[node] = Work(count_flops(node, sizes), size_bytes, _dtype(node))
     return found
@@ -134,16 +140,8 @@ _ATTENTION: dict[Any, Callable[[fx.Node, Sizes], Any]] = {
 }
 
 
-def _memory(node: fx.Node) -> fx.Node:
-    """The node that made the memory which a view shows."""
-    while shares_memory(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _read_bytes(reader: fx.Node, source: fx.Node, sizes: Sizes) -> Any:
-    """Bytes that a reader takes from a source: of a lookup, only the rows that it returns."""
-    views = [n for n in reader.all_input_nodes if _memory(n) is source]
+def _read_bytes(reader: fx.Node, views: Sequence[fx.Node], sizes: Sizes) -> Any:
+    """Bytes that a reader takes from one memory through `views`: of a lookup, only the rows that it returns."""
     size: Any = functools.reduce(maximum, (piece for view in views for piece in sizes.pieces(view)), 0)
     if getattr(reader.target, "overloadpacket", None) in (aten.embedding, aten.index, aten.gather):
         return minimum(size, sizes.total(reader))

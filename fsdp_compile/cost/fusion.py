@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
 
 from fsdp_compile._torch import collectives
 from fsdp_compile.ir.markers import RESHARD
-from fsdp_compile.ir.queries import is_alias
 from fsdp_compile.ir.record import EXCHANGES, Role, role_of
 
 aten = torch.ops.aten
@@ -72,12 +73,15 @@ class Kernels:
 
 def shares_memory(node: fx.Node) -> bool:
     """Whether a node's result is memory that one of its inputs holds: a view, a wait, an item, an in-place update."""
-    if node.op != "call_function":
-        return False
-    if node.target is getitem or node.target in _SHARES_MEMORY:
+    return node.op == "call_function" and _shares_memory(node.target)
+
+
+@functools.cache  # a schema never changes, and graphs hold few operators many times
+def _shares_memory(operator: Any) -> bool:
+    if operator is getitem or operator in _SHARES_MEMORY:
         return True
-    schema = getattr(node.target, "_schema", None)
-    return is_alias(node) or (schema is not None and any(r.alias_info is not None for r in schema.returns))
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def launches_nothing(node: fx.Node) -> bool:
@@ -92,10 +96,15 @@ def launches_nothing(node: fx.Node) -> bool:
 
 def is_fusible(node: fx.Node) -> bool:
     """Whether a compiler joins a node with its fusible neighbours."""
-    packet = getattr(node.target, "overloadpacket", None)
+    return node.op == "call_function" and _is_fusible(node.target)
+
+
+@functools.cache
+def _is_fusible(operator: Any) -> bool:
+    packet = getattr(operator, "overloadpacket", None)
     if packet in _REDUCTIONS or packet in _POINTWISE:
         return True
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in getattr(operator, "tags", ())
 
 
 def plan_kernels(graph: fx.Graph, fusion: Fusion) -> Kernels:
@@ -157,5 +166,10 @@ def _reduces(node: fx.Node) -> bool:
 
 
 def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and _returns_written(node.target)
+
+
+@functools.cache
+def _returns_written(operator: Any) -> bool:
+    schema = getattr(operator, "_schema", None)
     return schema is not None and any(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)

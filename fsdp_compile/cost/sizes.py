@@ -19,6 +19,8 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 
 def tensors_of_value(value: object) -> list[torch.Tensor]:
     """The tensors in a value, in order."""
+    if isinstance(value, torch.Tensor):  # nearly always
+        return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
