@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -38,12 +39,14 @@ def _gathers_us(problem: Problem, margin: float) -> list[float]:
     A gather occupies the link for `margin` times its duration; reductions that become ready between the needs of two
     gathers are served between them.
     """
+    ready = [reduction.ready for reduction in problem.reductions]
     latest: list[float] = []
     following: Gather | None = None
     for gather in reversed(problem.gathers):
         must_end = problem.reached_us[gather.need]
         if following is not None:
-            between = sum(sum(r.stages_us) for r in problem.reductions if gather.need <= r.ready < following.need)
+            served = slice(bisect.bisect_left(ready, gather.need), bisect.bisect_left(ready, following.need))
+            between = sum(sum(r.stages_us) for r in problem.reductions[served])
             must_end = min(must_end, latest[-1] - between)
         latest.append(must_end - margin * gather.time_us)
         following = gather

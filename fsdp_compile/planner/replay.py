@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
@@ -41,17 +40,30 @@ class _Replay:
         ready = _by_place((reduction.ready, index) for index, reduction in enumerate(self.problem.reductions))
         starting = _by_place((start.position, start) for start in issued)
         due = _by_place((at, (index, k)) for index, stages in enumerate(waits) for k, at in enumerate(stages))
-        for position, step_us in enumerate((*self.problem.steps_us, 0.0)):
-            self._wait_for_all([s for s in due[position] if s in self.running and self.running[s] <= self.now_us])
-            for start in starting[position]:
+        begin = 0
+        for position in sorted(needed.keys() | ready.keys() | starting.keys() | due.keys() | self.problem.exchanges):
+            self._compute(begin, position)
+            begin = position + (position in self.problem.exchanges)
+            waited = due.get(position, [])
+            self._wait_for_all([s for s in waited if s in self.running and self.running[s] <= self.now_us])
+            for start in starting.get(position, ()):
                 self._issue(start)
-            for index in ready[position]:
+            for index in ready.get(position, ()):
                 self._start((index, 0))
-            while left := [stage for stage in due[position] if stage in self.running]:
+            while left := [stage for stage in waited if stage in self.running]:
                 self._wait_for_all([min(left, key=self.running.__getitem__)])
-            self.now_us = max([self.now_us, *(self.gathered_us[index] for index in needed[position])])
-            self.now_us = self._queue(step_us) if position in self.problem.exchanges else self.now_us + step_us
+            self.now_us = max([self.now_us, *(self.gathered_us[index] for index in needed.get(position, ()))])
+            if position in self.problem.exchanges:
+                self.now_us = self._queue(self.problem.steps_us[position])
+        self._compute(begin, len(self.problem.steps_us))
         return max(self.now_us, self.link_free_us, self.out_free_us)
+
+    def _compute(self, begin: int, end: int) -> None:
+        """Goes on from one position to another; between them nothing starts and nothing is waited for."""
+        now_us = self.now_us
+        for step_us in self.problem.steps_us[begin:end]:
+            now_us += step_us
+        self.now_us = now_us
 
     def _issue(self, start: Start) -> None:
         gather = self.problem.gathers[start.gather]
@@ -80,7 +92,7 @@ class _Replay:
 
 
 def _by_place(placed: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
-    found: dict[int, list[T]] = collections.defaultdict(list)
+    found: dict[int, list[T]] = {}
     for place, what in placed:
-        found[place].append(what)
+        found.setdefault(place, []).append(what)
     return found
