@@ -30,12 +30,13 @@ def reduced_once(facts: Facts) -> list[Complaint]:
             complaints.append(_fits_no_flat(gradient))
             continue
         rows = shape_of(flat)[0] if held else 0
+        waiting = _waiting(facts, flat)
         for slot in slots_of(flat):
             places = [(probe, probe.place + probe.rank * rows) for probe in probes(slot.spec)]
             found = [(probe, origin(gradient, place, 0 if held else probe.rank)) for probe, place in places]
             if any(o.node is not None for _, o in found):
                 arrived.add((require(flat).unit, slot.name))
-                complaints.extend(_wrong_elements(gradient, slot, found))
+                complaints.extend(_wrong_elements(gradient, slot, found, waiting))
     return [*complaints, *_lost(facts, arrived)]
 
 
@@ -93,8 +94,16 @@ def _flat_of(facts: Facts, gradient: fx.Node) -> fx.Node | None:
 
 
 def _owns(flat: Record, gradient: Record) -> bool:
-    offsets = [[spec.offset for spec in record.specs] for record in (flat, gradient)]
-    return (flat.unit, flat.parameters, offsets[0]) == (gradient.unit, gradient.parameters, offsets[1])
+    if (flat.unit, flat.parameters) != (gradient.unit, gradient.parameters):
+        return False
+    return [spec.offset for spec in flat.specs] == [spec.offset for spec in gradient.specs]
+
+
+def _waiting(facts: Facts, flat: fx.Node) -> frozenset[Role]:
+    """The kinds of held gradients of a flat shard that come into the graph."""
+    owner = require(flat)
+    inputs = (node for node in facts.of_role(Role.HELD, Role.PARTIAL) if node.op == "placeholder")
+    return frozenset(require(node).role for node in inputs if _owns(require(node), owner))
 
 
 def _fits_no_flat(gradient: fx.Node) -> Complaint:
@@ -106,8 +115,10 @@ def _fits_no_flat(gradient: fx.Node) -> Complaint:
     )
 
 
-def _wrong_elements(gradient: fx.Node, slot: Slot, found: list[tuple[Probe, Origin]]) -> Iterator[Complaint]:
-    """Complains about the first element that is not the average of its own gradient."""
+def _wrong_elements(
+    gradient: fx.Node, slot: Slot, found: list[tuple[Probe, Origin]], waiting: frozenset[Role]
+) -> Iterator[Complaint]:
+    """Complains about the first element that is not the average of its own gradient, `waiting` ones included."""
     for probe, source in found:
         if _is_own_row(source, slot, probe):
             continue
@@ -121,7 +132,7 @@ def _wrong_elements(gradient: fx.Node, slot: Slot, found: list[tuple[Probe, Orig
         elif slot.name not in require(source.last).parameters:
             what = f"puts %{source.node}, a gradient of {require(source.last).parameters[0]}, where {slot.name} lies"
             hint = "messages, and slots in a message, keep their order"
-        elif wrong := _wrong_hops(source, slot.spec) or _wrong_addends(source, slot, probe):
+        elif wrong := _wrong_hops(source, slot.spec) or _wrong_addends(source, slot, probe, waiting):
             what, hint = f"the gradient of {slot.name} {wrong}", _wanted(slot.spec)
         else:
             continue
@@ -169,14 +180,9 @@ def _wanted_divisor(spec: ReadSpec) -> float | None:
     return float(spec.size * spec.replicas) if spec.divide is None else spec.divide
 
 
-def _wrong_addends(source: Origin, slot: Slot, probe: Probe) -> str:
+def _wrong_addends(source: Origin, slot: Slot, probe: Probe, waiting: frozenset[Role]) -> str:
     """What is wrong with the held gradients that an element was added to; empty if nothing is."""
     owner, numel = require(slot.flat), shape_of(slot.flat)[0]
-    waiting = {
-        role_of(node)
-        for node in slot.flat.graph.find_nodes(op="placeholder")
-        if role_of(node) in (Role.HELD, Role.PARTIAL) and _owns(require(node), owner)
-    }
     wanted = {Role.HELD: (probe.place + probe.rank * numel, len(source.hops)), Role.PARTIAL: (probe.place, 1)}
     added = []
     for addend in source.addends:
