@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Hashable, Iterable, Mapping
 from operator import getitem
 from typing import Any
 
@@ -57,19 +58,34 @@ def _node(marker: fx.Node, position: int) -> fx.Node | None:
     return found if isinstance(found, fx.Node) else None
 
 
+class Beside:
+    """The inputs of one role, by the flat shard that they belong to; valid as long as no input is added or erased.
+
+    Args:
+        graph: The graph.
+        role: What the inputs are for.
+    """
+
+    def __init__(self, graph: fx.Graph, role: Role) -> None:
+        self._found: dict[Hashable, fx.Node] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            record = record_of(node)
+            if record is not None and record.role is role:
+                self._found.setdefault(flat_of(record), node)
+
+    def of(self, flat: fx.Node) -> fx.Node | None:
+        """The input that belongs to a flat shard, or to what is laid out like it, if the graph has one."""
+        return self._found.get(flat_of(require(flat)))
+
+
 def beside(flat: fx.Node, role: Role) -> fx.Node | None:
-    """The input of `role` that belongs to a flat shard, if the graph has one."""
-    owner = require(flat)
-    for node in flat.graph.find_nodes(op="placeholder"):
-        record = record_of(node)
-        if record is not None and record.role is role and same_flat(record, owner):
-            return node
-    return None
+    """The input of `role` that belongs to one flat shard, if the graph has one."""
+    return Beside(flat.graph, role).of(flat)
 
 
-def same_flat(one: Record, other: Record) -> bool:
-    """Whether two records are of one flat shard, or of what is laid out like it."""
-    return (one.unit, one.parameters) == (other.unit, other.parameters)
+def flat_of(record: Record) -> Hashable:
+    """Equal for records of one flat shard, or of what is laid out like it."""
+    return record.unit, record.parameters
 
 
 def first_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
@@ -113,7 +129,12 @@ def is_alias(node: fx.Node) -> bool:
     """Whether a node's result shares the memory of its first input, by the operator's schema."""
     if node.target is getitem:  # out of a list of views, as `chunk` makes
         return is_alias(node.all_input_nodes[0])
-    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and _returns_alias(node.target)
+
+
+@functools.cache  # a schema never changes, and graphs hold few operators many times
+def _returns_alias(operator: Any) -> bool:
+    schema = getattr(operator, "_schema", None)
     if schema is None:
         return False
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

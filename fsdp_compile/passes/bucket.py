@@ -12,7 +12,7 @@ that a collective's latency takes most of its time share one (`joining.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -21,7 +21,7 @@ from fsdp_compile._torch import collectives
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.edit import GraphBuilder, erase_unused
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.queries import beside, first_of, last_of, same_flat, upstream
+from fsdp_compile.ir.queries import Beside, first_of, flat_of, last_of, upstream
 from fsdp_compile.ir.record import GRADIENTS, SENT, Role, require, role_of
 from fsdp_compile.parameters import assemble
 from fsdp_compile.parameters.layout import ReduceLayout
@@ -64,11 +64,12 @@ class BucketCollectives:
 
     def plan(self, step: StepGraph) -> BucketPlan:
         """One bucket per unit, groups and dtype of the message; several at the edges, one for several tiny units."""
+        flats, partials = Beside(step.graph, Role.FLAT), Beside(step.graph, Role.PARTIAL)
         gathers = by_unit(_gather_single(node) for node in step.nodes(Role.GATHER))
-        reductions = by_unit(_reduce_single(node) for node in step.nodes(*STARTS) if _sends_a_gradient(node))
-        gathers = join_gathers(gathers, self.join_bytes)
+        reductions = by_unit(_reduce_single(node, flats) for node in step.nodes(*STARTS) if _sends_a_gradient(node))
+        gathers = join_gathers(gathers, self.join_bytes, partials)
         if self.reduce_layout is ReduceLayout.ALIGNED:
-            reductions = join_reductions(reductions, self.join_bytes, step.order())
+            reductions = join_reductions(reductions, self.join_bytes, step.order(), partials)
         if self.hardware is not None:
             edges = edges_of(step, self.hardware)
             gathers = edges.split_gathers(gathers)
@@ -76,8 +77,8 @@ class BucketCollectives:
                 reductions = edges.split_reductions(reductions)
         for_reductions = self.hardware if self.reduce_layout is ReduceLayout.ALIGNED else None
         return BucketPlan(
-            tuple(cheapest_bucket(group, self.hardware) for group in gathers),
-            tuple(cheapest_bucket(group, for_reductions) for group in reductions),
+            tuple(cheapest_bucket(group, self.hardware, partials) for group in gathers),
+            tuple(cheapest_bucket(group, for_reductions, partials) for group in reductions),
         )
 
     def apply(self, step: StepGraph, plan: BucketPlan) -> None:
@@ -110,14 +111,14 @@ def _sends_a_gradient(start: fx.Node) -> bool:
     return role_of(start.all_input_nodes[0]) is Role.GRADIENT
 
 
-def _reduce_single(start: fx.Node) -> Single:
+def _reduce_single(start: fx.Node, flats: Beside) -> Single:
     end = start
     while require(after := next(iter(end.users))).role in ON_THE_WAY:
         end = after
     joined = end
     while require(joined).role not in GRADIENTS:
         joined = next(iter(joined.users))
-    flat = beside(joined, Role.FLAT)
+    flat = flats.of(joined)
     assert flat is not None
     return Single(start, flat, end)
 
@@ -193,18 +194,22 @@ def _write_reductions(
     step: StepGraph, planned: Sequence[Bucket], order: dict[fx.Node, int], layout: ReduceLayout
 ) -> None:
     write = _write_reduction if layout is ReduceLayout.ALIGNED else write_packed_reduction
+    partials = Beside(step.graph, Role.PARTIAL)
     reduced: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
     for bucket in planned:
-        for flat, begin, shard in write(step, bucket, order):
+        for flat, begin, shard in write(step, bucket, order, partials):
             reduced.setdefault(flat, []).append((begin, shard))
+    gradients: dict[Hashable, fx.Node] = {}
+    for node in step.nodes(Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT):
+        gradients.setdefault(flat_of(require(node)), node)
     for flat, pieces in reduced.items():
-        _rewrite_flat_gradient(step, flat, pieces)
+        _rewrite_flat_gradient(step, gradients[flat_of(require(flat))], pieces)
     for bucket in planned:
         for single in bucket.singles:
             _erase_chain(single)
 
 
-def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) -> list[Reduced]:
+def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int], partials: Beside) -> list[Reduced]:
     """Writes all stages where the last gradient is ready."""
     final = last_of([s.start for s in bucket.singles], order)
     b = GraphBuilder(step.graph, joint_record(bucket.singles, Role.GRADIENT), final)
@@ -212,7 +217,9 @@ def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int])
         messages = [_gradient_message(b, piece) for piece in bucket.pieces]
         for stage in stages(bucket.spec):
             if stage.start is Role.REPLICATE:
-                messages = [_with_partial(b, p, m) for p, m in zip(bucket.pieces, messages, strict=True)]
+                held = [partials.of(piece.flat) for piece in bucket.pieces]
+                sent = zip(bucket.pieces, held, messages, strict=True)
+                messages = [_with_partial(b, *each) for each in sent]
             arguments = (messages, *stage.arguments(bucket.spec))
             messages = start_grouped(
                 b, stage.grouped, arguments, bucket.pieces, (stage.start, stage.item, stage.wait)
@@ -231,9 +238,8 @@ def _finished(b: GraphBuilder, piece: Piece, shard: fx.Node) -> Iterator[Reduced
         yield run.flat, run.begin, assemble.narrow(b, shard, 0, start, start + run.span)
 
 
-def _with_partial(b: GraphBuilder, piece: Piece, shard: fx.Node) -> fx.Node:
+def _with_partial(b: GraphBuilder, piece: Piece, partial: fx.Node | None, shard: fx.Node) -> fx.Node:
     """What the replica has of a piece, with what it had before if that was held back."""
-    partial = beside(piece.flat, Role.PARTIAL)
     if partial is None:
         return shard
     b.record = piece.record(Role.ADD_PARTIAL)
@@ -249,8 +255,7 @@ def _gradient_message(b: GraphBuilder, piece: Piece) -> fx.Node:
     return assemble.view(b, b.call(aten.cat.default, rows, 1), [piece.singles[0].spec.size * piece.span])
 
 
-def _rewrite_flat_gradient(step: StepGraph, flat: fx.Node, pieces: list[tuple[int, fx.Node]]) -> None:
-    old = next(n for n in step.nodes(Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT) if same_flat(require(flat), require(n)))
+def _rewrite_flat_gradient(step: StepGraph, old: fx.Node, pieces: list[tuple[int, fx.Node]]) -> None:
     old_parts = upstream(old, Role.SHARD_GRADIENT, Role.OFFLOAD_OUT, Role.OFFLOAD_OUT_WAIT)
     pieces = pieces + _averages(old, *old_parts)
     record = dataclasses.replace(require(old), role=Role.SHARD_GRADIENT)

@@ -10,24 +10,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.ir.queries import beside
-from fsdp_compile.ir.record import Role, require
+from fsdp_compile.ir.queries import Beside
+from fsdp_compile.ir.record import require
 from fsdp_compile.passes.pieces import Bucket, Messages, Single, is_small, make_bucket
 
 
-def cheapest_bucket(singles: Sequence[Single], hardware: Hardware | None) -> Bucket:
-    """The bucket of some parameters in the layout that takes less time; without hardware, nothing is copied."""
+def cheapest_bucket(singles: Sequence[Single], hardware: Hardware | None, partials: Beside) -> Bucket:
+    """The bucket of some parameters in the layout that takes less time; without hardware, nothing is copied.
+
+    Args:
+        singles: The parameters.
+        hardware: What times are estimated for.
+        partials: The inputs that hold reduced gradients.
+    """
     apart = make_bucket(singles)
-    if hardware is None or not all(map(_can_be_packed, singles)) or len({require(s.start).unit for s in singles}) > 1:
+    if hardware is None or len({require(s.start).unit for s in singles}) > 1:
+        return apart
+    if not all(_can_be_packed(single, partials) for single in singles):
         return apart
     packed = make_bucket(singles, Messages.PACKED)
     saved_us = (len(apart.pieces) - len(packed.pieces)) * hardware.link.message.value
     return packed if saved_us > _copies_us(packed, hardware) else apart
 
 
-def _can_be_packed(single: Single) -> bool:
+def _can_be_packed(single: Single, partials: Beside) -> bool:
     spec = single.spec
-    return not (single.is_part or spec.gather_dtype or spec.hook or beside(single.flat, Role.PARTIAL))
+    return not (single.is_part or spec.gather_dtype or spec.hook or partials.of(single.flat))
 
 
 def _copies_us(packed: Bucket, hardware: Hardware) -> float:

@@ -10,6 +10,7 @@ the rest of the step shorter, their own reductions included. What they are compu
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -110,17 +111,20 @@ class DelayGradients:
 
 def _made_for(start: fx.Node, order: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:
     """What is computed for a reduction alone, in graph order: nothing that anybody else reads, nothing random."""
-    above: dict[fx.Node, None] = {}
-    todo = [start]
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            if source not in above and source.op == "call_function":
-                above[source] = None
-                todo.append(source)
     alone = {start}
-    for node in sorted(above, key=order.__getitem__, reverse=True):
-        if _can_wait(node) and all(user in alone for user in node.users):
-            alone.add(node)
+    # Only what nodes in `alone` read can be alone, and the last of them has no user that is still to be looked at.
+    places = [-order[source] for source in start.all_input_nodes]
+    found = {order[source]: source for source in start.all_input_nodes}
+    heapq.heapify(places)
+    while places:
+        node = found[-heapq.heappop(places)]
+        if node.op != "call_function" or not _can_wait(node) or any(user not in alone for user in node.users):
+            continue
+        alone.add(node)
+        for source in node.all_input_nodes:
+            if order[source] not in found:
+                found[order[source]] = source
+                heapq.heappush(places, -order[source])
     return tuple(sorted(alone - {start}, key=order.__getitem__))
 
 

@@ -90,23 +90,34 @@ class Edges:
         """Cuts a sequence where enough has come together; small ones go first, since they travel as one message."""
         ordered = [s for s in singles if is_small(s)] + [s for s in singles if not is_small(s)]
         runs: Groups = [[]]
+        run_bytes = 0
         for single in ordered:
-            if runs[-1] and self._is_enough(runs[-1], kind):
+            if runs[-1] and self._is_enough(run_bytes, runs[-1][0].ranks, kind):
                 runs.append([])
+                run_bytes = 0
             runs[-1].append(single)
-        if len(runs) > 1 and not self._is_enough(runs[-1], kind):
+            run_bytes += _held_bytes(single)
+        if len(runs) > 1 and not self._is_enough(run_bytes, runs[-1][0].ranks, kind):
             runs[-2:] = [runs[-2] + runs[-1]]
         return runs
 
-    def _is_enough(self, singles: Sequence[Single], kind: Kind) -> bool:
-        latency_us = self.link.collective_us(kind.value, 0, singles[0].ranks)
-        return self._time_us(singles, kind) >= (1 + LEAST_LATENCIES) * latency_us
+    def _is_enough(self, held_bytes: int, ranks: int, kind: Kind) -> bool:
+        latency_us = self.link.collective_us(kind.value, 0, ranks)
+        enough: bool = self._sending_us(held_bytes, ranks, kind) >= (1 + LEAST_LATENCIES) * latency_us
+        return enough
 
     def _time_us(self, singles: Sequence[Single], kind: Kind) -> float:
-        ranks = singles[0].ranks
-        held_bytes = sum(s.extent * s.sent.meta["val"].element_size() for s in singles)
+        return self._sending_us(sum(map(_held_bytes, singles)), singles[0].ranks, kind)
+
+    def _sending_us(self, held_bytes: int, ranks: int, kind: Kind) -> float:
         time_us: float = self.link.collective_us(kind.value, held_bytes * (ranks - 1), ranks)
         return time_us
+
+
+def _held_bytes(single: Single) -> int:
+    """What each rank has of a parameter, as it is sent."""
+    size_bytes: int = single.extent * single.sent.meta["val"].element_size()
+    return size_bytes
 
 
 def edges_of(step: StepGraph, hardware: Hardware) -> Edges:

@@ -17,7 +17,7 @@ from torch import fx
 from fsdp_compile._torch import collectives
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.queries import beside, last_of
+from fsdp_compile.ir.queries import Beside, last_of
 from fsdp_compile.ir.record import Role, require
 from fsdp_compile.parameters import assemble
 from fsdp_compile.passes.pieces import Bucket, Single, joint_record
@@ -28,13 +28,16 @@ Reduced = tuple[fx.Node, int, fx.Node]
 """A flat shard, the first element of a part of it, and the averaged gradient from there on."""
 
 
-def write_packed_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) -> list[Reduced]:
+def write_packed_reduction(
+    step: StepGraph, bucket: Bucket, order: dict[fx.Node, int], partials: Beside
+) -> list[Reduced]:
     """Writes all stages where the last gradient is ready.
 
     Args:
         step: The graph.
         bucket: What is reduced together.
         order: Places of the nodes that were there before.
+        partials: The inputs that hold reduced gradients.
 
     Returns:
         One entry per parameter.
@@ -47,7 +50,7 @@ def write_packed_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node,
         message = assemble.view(b, message, [message_numel(singles)])
         for stage in stages(bucket.spec):
             if stage.start is Role.REPLICATE:
-                message = _with_partials(b, singles, message)
+                message = _with_partials(b, singles, message, partials)
             with b.as_role(stage.start):
                 message = b.call(stage.single, message, *stage.arguments(bucket.spec))
             with b.as_role(stage.wait):
@@ -85,14 +88,14 @@ def _parts(b: GraphBuilder, singles: Sequence[Single], message: fx.Node) -> list
     return [assemble.narrow(b, message, 0, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _with_partials(b: GraphBuilder, singles: Sequence[Single], message: fx.Node) -> fx.Node:
+def _with_partials(b: GraphBuilder, singles: Sequence[Single], message: fx.Node, partials: Beside) -> fx.Node:
     """What the replica has of each parameter, with what it had before where that was held back."""
-    partials = [beside(single.flat, Role.PARTIAL) for single in singles]
-    if not any(partials):
+    held = [partials.of(single.flat) for single in singles]
+    if not any(held):
         return message
     with b.as_role(Role.ADD_PARTIAL):
         parts = [
             part if partial is None else add_partial(b, partial, single.spec.offset, part)
-            for single, partial, part in zip(singles, partials, _parts(b, singles, message), strict=True)
+            for single, partial, part in zip(singles, held, _parts(b, singles, message), strict=True)
         ]
         return _joined(b, parts, dim=0)

@@ -106,7 +106,7 @@ class Piece:
         """First element of a single run in its flat shard."""
         return self.singles[0].spec.offset
 
-    @property
+    @functools.cached_property
     def span(self) -> int:
         """Elements per rank."""
         return sum(single.spec.extent for single in self.singles)

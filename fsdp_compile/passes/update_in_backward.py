@@ -14,7 +14,7 @@ from torch import fx
 
 from fsdp_compile.ir.edit import GraphBuilder, move_after
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.queries import beside, last_of, readers, upstream
+from fsdp_compile.ir.queries import Beside, last_of, readers, upstream
 from fsdp_compile.ir.record import MADE, Role, require
 from fsdp_compile.parameters import offering
 from fsdp_compile.parameters.spec import Update
@@ -57,9 +57,10 @@ class UpdateInBackward:
         """Finds the flat gradients that are complete in the graph, and the earliest place for each."""
         order = step.order()
         made = {claim for node in step.nodes(*MADE) for claim in require(node).claims}
+        flats = Beside(step.graph, Role.FLAT)
         found = []
         for gradient in step.nodes(Role.FLAT_GRADIENT):
-            record, flat = require(gradient), beside(gradient, Role.FLAT)
+            record, flat = require(gradient), flats.of(gradient)
             if flat is None or record.specs[0].update is not Update.IN_BACKWARD or record.specs[0].compute:
                 continue
             pieces = _own_pieces(gradient)
