@@ -154,7 +154,7 @@ def is_plain_fake(value: object) -> bool:
 
 
 def fake_tensor(
-    like: FakeTensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, *, begin: int | None = None
+    like: FakeTensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, *, begin: Any = None
 ) -> FakeTensor:
     """A fake tensor on the device of another, made as torch makes those whose types it has cached.
 
@@ -171,7 +171,7 @@ def fake_tensor(
             made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         else:
             made = torch.empty((), dtype=dtype, device="meta")
-            made.set_(like.untyped_storage(), begin, shape, strides)  # type: ignore[call-overload]
+            made.set_(like.untyped_storage(), begin, shape, strides)
     return FakeTensor(mode, made, device)
 
 

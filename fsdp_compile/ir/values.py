@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 def known_value(node: fx.Node) -> Any:
     """The fake result of a node; `None` if it takes torch to tell."""
-    infer = _RULES.get(node.target)  # type: ignore[arg-type]
+    infer = _RULES.get(node.target)
     if infer is None or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0].meta["val"]
@@ -34,7 +34,9 @@ def known_value(node: fx.Node) -> Any:
 
 def _is_simple(value: Any) -> bool:
     """Whether a value is a fake tensor of known sizes, none of them 0."""
-    return is_plain_fake(value) and all(isinstance(size, int) and size > 0 for size in (*value.shape, *value.stride()))
+    if not is_plain_fake(value) or not isinstance(value.storage_offset(), int):
+        return False
+    return all(isinstance(size, int) and size > 0 for size in (*value.shape, *value.stride()))
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -23,16 +23,17 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.in
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
     """Fake tensors of any layout: new ones, parts of larger ones, transposed, expanded and empty ones."""
-    shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 8]), max_size=4))
+    shape: list[int] = draw(st.lists(st.sampled_from([0, 1, 2, 3, 8]), max_size=4))
+    narrowed, permuted, expanded = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     with FakeTensorMode():
         x = torch.empty(shape, dtype=draw(DTYPES))
-        if shape and draw(st.booleans()):
+        if shape and narrowed:
             dim = draw(st.integers(0, len(shape) - 1))
             start = draw(st.integers(0, x.shape[dim]))
             x = x.narrow(dim, start, draw(st.integers(0, x.shape[dim] - start)))
-        if draw(st.booleans()):
+        if permuted:
             x = x.permute(draw(st.permutations(range(x.dim()))))
-        return x.unsqueeze(0).expand(2, *x.shape) if draw(st.booleans()) else x
+        return x.unsqueeze(0).expand(2, *x.shape) if expanded else x
 
 
 @st.composite
