@@ -23,6 +23,7 @@ that are slower by `margin` and by its square as well, and the one is taken that
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from fsdp_compile.planner.latest import latest_starts
@@ -159,7 +160,8 @@ class _Play:
         self.copied_us: list[float] = []
         self.gathered_us: list[float] = []
         self.awaited = 0
-        self.in_flight: dict[int, _Stage] = {}
+        self.in_flight: dict[int, _Stage] = {}  # in the order in which they end, that of the link
+        self.gradient_bytes = 0  # full gradients on the link: those whose first stage runs
         self.waits: list[list[int]] = [[] for _ in problem.reductions]
         self.order: list[tuple[int, int]] = []
 
@@ -172,6 +174,7 @@ class _Play:
             while reductions and reductions[-1][1].ready == position:
                 index, reduction = reductions.pop()
                 self.in_flight[index] = self._queue(reduction.stages_us[0])
+                self.gradient_bytes += reduction.size_bytes
             self._hold_or_wait(position)
             self._await_gathers(position)
             if position in self.problem.exchanges:
@@ -192,13 +195,16 @@ class _Play:
 
     def _collect(self, position: int) -> None:
         """Waits for what has surely completed."""
-        for index in [i for i, stage in self.in_flight.items() if stage.surely_ends_us <= self.now_us]:
+        now_us = self.now_us
+        for index in list(itertools.takewhile(lambda i: self.in_flight[i].surely_ends_us <= now_us, self.in_flight)):
             self._wait(index, position)
 
     def _wait(self, index: int, position: int) -> None:
         """Waits for a stage of a reduction and starts the next one."""
         self.now_us = max(self.now_us, self.in_flight.pop(index).ends_us)
         self.order.append((index, len(self.waits[index])))
+        if not self.waits[index]:
+            self.gradient_bytes -= self.problem.reductions[index].size_bytes
         self.waits[index].append(position)
         stages_us = self.problem.reductions[index].stages_us
         if len(self.waits[index]) < len(stages_us):
@@ -224,8 +230,7 @@ class _Play:
         if gather.copy_us:
             self.issued.append(Start(What.COPY, len(self.copied_us), position))
             self.in_free_us = max(self.now_us, self.in_free_us) + gather.copy_us
-        for step in range(position, gather.need):
-            self.live[step] += gather.copy_bytes
+        self._hold(gather.copy_bytes, position, gather.need)
         self.copied_us.append(self.in_free_us if gather.copy_us else 0.0)
 
     def _start_gathers(self, position: int) -> None:
@@ -236,8 +241,7 @@ class _Play:
                 return
             if index == len(self.copied_us):
                 self._copy(gather, position)
-            for step in range(position, gather.need):
-                self.live[step] += gather.early_bytes - gather.copy_bytes
+            self._hold(gather.early_bytes - gather.copy_bytes, position, gather.need)
             self.now_us = max(self.now_us, self.copied_us[index])
             self.starts.append(position)
             self.issued.append(Start(What.GATHER, index, position))
@@ -275,19 +279,20 @@ class _Play:
         return self.problem.reached_us[position + 1] + queued_us > latest_us
 
     def _fits(self, size_bytes: int, position: int, need: int) -> bool:
-        return all(self.live[s] + size_bytes <= self.room.early_bytes[s] for s in range(position, need))
+        steps = zip(self.live[position:need], self.room.early_bytes[position:need], strict=False)
+        return all(held_bytes + size_bytes <= most for held_bytes, most in steps)
+
+    def _hold(self, size_bytes: int, position: int, need: int) -> None:
+        if size_bytes:
+            self.live[position:need] = [held_bytes + size_bytes for held_bytes in self.live[position:need]]
 
     def _hold_or_wait(self, position: int) -> None:
         """Holds the gradients that are on the link for one step more if they fit; the oldest go first if not."""
         last = position == len(self.problem.steps_us)
-        while self.in_flight and (last or self.live[position] + self._gradient_bytes() > self.room.budget_bytes):
-            self._wait(min(self.in_flight, key=lambda index: self.in_flight[index].ends_us), position)
+        while self.in_flight and (last or self.live[position] + self.gradient_bytes > self.room.budget_bytes):
+            self._wait(next(iter(self.in_flight)), position)
         if not last:
-            self.live[position] += self._gradient_bytes()
-
-    def _gradient_bytes(self) -> int:
-        """Full gradients on the link: those whose first stage runs."""
-        return sum(self.problem.reductions[i].size_bytes for i in self.in_flight if not self.waits[i])
+            self.live[position] += self.gradient_bytes
 
     def _await_gathers(self, position: int) -> None:
         while self.awaited < len(self.starts) and self.problem.gathers[self.awaited].need == position:
