@@ -34,7 +34,7 @@ def _over_budget(facts: Facts) -> Iterator[Complaint]:
     freed = {marker: gather for gather, markers in facts.reshards.items() for marker in markers[:1]}
     starts = {gather.start: gather for gather in facts.of_kind(Kind.GATHER)}
     live = {node: size_bytes(node) for node in facts.of_role(Role.SAVED)}
-    last_use = {max(_users_of(facts, node), key=facts.order.__getitem__, default=node): node for node in live}
+    last_use = {max(_users_of(node), key=facts.order.__getitem__, default=node): node for node in live}
     for node in facts.nodes:
         if node in starts and node not in facts.named:
             live[node] = sum(size_bytes(message) for nodes in starts[node].unfinished for message in nodes[:1])
@@ -52,14 +52,15 @@ def _over_budget(facts: Facts) -> Iterator[Complaint]:
             live.pop(last_use[node])
 
 
-def _users_of(facts: Facts, saved: fx.Node) -> Iterator[fx.Node]:
+def _users_of(saved: fx.Node) -> Iterator[fx.Node]:
     """Nodes that read a saved parameter or a view of it."""
-    seen = {saved}
-    for node in facts.nodes[facts.order[saved] + 1 :]:
-        if not seen.isdisjoint(node.all_input_nodes):
-            yield node
-        if not seen.isdisjoint(memory_sources(node)):
-            seen.add(node)
+    seen, todo = {saved}, [saved]
+    while todo:
+        shared = todo.pop()
+        yield from shared.users
+        views = {user for user in shared.users if shared in memory_sources(user)} - seen
+        seen |= views
+        todo.extend(views)
 
 
 def _too_early(facts: Facts) -> Iterator[Complaint]:
