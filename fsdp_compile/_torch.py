@@ -301,16 +301,6 @@ def has_dispatch_modes() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def stream_of(tensor: torch.Tensor) -> object:
-    """What is compared to see whether work on a tensor's device is queued where it was before."""
-    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-
-
-def is_recorded(tensor: torch.Tensor) -> bool:
-    """Whether operators on a tensor's device are recorded, as a CUDA graph, and not run."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def allow_any_gradient_dtype(leaf: torch.Tensor) -> None:
     """Lets `leaf.grad` have another dtype than the leaf."""
     leaf.grad_dtype = None  # type: ignore[attr-defined, unused-ignore]  # newer than some stubs

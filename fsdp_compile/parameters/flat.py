@@ -126,13 +126,14 @@ class FlatShard:
     def small_kind(self) -> tuple[torch.dtype, torch.device] | None:
         """What its gradients have to share with others to be handed over together; `None` if they are not small.
 
-        Neither are gradients whose owners have them elsewhere, or otherwise, than they arrive.
+        Neither are gradients whose owners have them elsewhere, or otherwise, than they arrive, nor those of devices
+        with streams (`gradient_views.py`).
         """
         leaf = self.leaf
         is_small = leaf.numel() * leaf.element_size() <= SMALL_BYTES * len(self.slots)
         as_they_arrive = self.unit.policy.offload is None and all(s.kept_gradient_dtype is None for s in self.slots)
-        known = leaf.device.type in ("cpu", "cuda")
-        return (leaf.dtype, leaf.device) if leaf.requires_grad and is_small and as_they_arrive and known else None
+        on_host = leaf.device.type == "cpu"
+        return (leaf.dtype, leaf.device) if leaf.requires_grad and is_small and as_they_arrive and on_host else None
 
     @staticmethod
     def of(leaf: torch.Tensor) -> FlatShard | None:

@@ -5,6 +5,8 @@ what parameters were given last is kept, and is given again where nothing tells 
 it, or memory of it, and nobody has changed more of it than values. Where somebody has, new ones are made and the old
 ones are theirs alone.
 
+On the CPU alone: on other devices a stream may still read what the host has forgotten, and nothing tells.
+
 The memory is kept from one backward to the next, also while parameters have no gradients. It is that of small
 parameters alone: making views of large ones takes no longer than copying into them.
 """
@@ -20,10 +22,8 @@ from fsdp_compile._torch import (
     Unshared,
     give_gradients,
     has_dispatch_modes,
-    is_recorded,
     lack_gradients_and_hooks,
     make_dtensors,
-    stream_of,
     views_of,
 )
 from fsdp_compile.parameters.flat import FlatShard
@@ -40,7 +40,6 @@ class GradientViews:
         self.flats = tuple(flats)
         self.parameters = _parameters(flats)
         leaf = flats[0].leaf
-        self._stream = stream_of(leaf)
         # Memory of its own, since a gradient may share its memory with others that a graph has made.
         self._whole = torch.empty(sum(flat.leaf.numel() for flat in flats), dtype=leaf.dtype, device=leaf.device)
         views = views_of(self._whole, self._places())
@@ -59,7 +58,7 @@ class GradientViews:
 
     def may_be_given(self) -> bool:
         """Whether nobody can tell these from new ones."""
-        return self._stream == stream_of(self._whole) and self._unshared.holds()
+        return self._unshared.holds()
 
     def give(self, values: Sequence[torch.Tensor]) -> None:
         """Gives every parameter its gradient; none may have one.
@@ -84,7 +83,7 @@ def give(flats: Sequence[FlatShard], values: Sequence[torch.Tensor]) -> bool:
     views = flats[0].gradient_views
     fits = views is not None and views.flats == tuple(flats)
     parameters = views.parameters if views is not None and fits else _parameters(flats)
-    if has_dispatch_modes() or is_recorded(flats[0].leaf) or not lack_gradients_and_hooks(parameters):
+    if has_dispatch_modes() or not lack_gradients_and_hooks(parameters):
         return False
     if views is None or not fits or not views.may_be_given():
         if len(set(map(id, parameters))) < len(parameters):

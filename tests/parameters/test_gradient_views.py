@@ -83,7 +83,8 @@ class _Training:
             local = gradient._local_tensor
             self.seen += [local.detach().clone(), gradient.full_tensor().detach().clone()]
             self.seen += [gradient.requires_grad, local.requires_grad, bool(vars(gradient)), bool(vars(local))]
-            self.seen += [gradient.shape == local.shape, gradient.stride() == local.stride(), local.is_contiguous()]
+            self.seen += [gradient.shape == local.shape, gradient._spec.ndim == local.dim()]
+            self.seen += [gradient.stride() == local.stride(), local.is_contiguous()]
 
 
 Scenario = Callable[[_Training], None]
@@ -185,6 +186,7 @@ def _clips(training: _Training) -> None:
         torch.nn.utils.clip_grad_norm_(training.parameters, 0.1)
         for local in training.locals:
             local.mul_(0.5)
+        del local
         training.look()
         training.model.zero_grad()
 
@@ -212,6 +214,20 @@ def _swaps_two(training: _Training) -> None:
 
 
 @_scenario
+def _swaps_what_gradients_hold(training: _Training) -> None:
+    for step in range(STEPS):
+        training.backward(step)
+        one, other = training.gradients[0], training.gradients[3]
+        assert one.shape == other.shape
+        if step % 2:
+            one._local_tensor, other._local_tensor = other._local_tensor, one._local_tensor
+        else:
+            one._spec = training.gradients[2]._spec
+        del one, other
+        training.model.zero_grad()
+
+
+@_scenario
 def _zeroes(training: _Training) -> None:
     for step in range(STEPS):
         training.backward(step)
@@ -234,6 +250,7 @@ def _changes_shapes(training: _Training) -> None:
                 local.unsqueeze_(0)
             elif local.dim() == 2:
                 local.t_()
+        del local
         training.model.zero_grad()
 
 
@@ -264,6 +281,7 @@ def _marks(training: _Training) -> None:
         training.backward(step)
         marked = training.locals[-1] if step % 2 else training.gradients[0]
         marked.is_clipped = True  # type: ignore[attr-defined]
+        del marked  # who holds it is seen by that alone
         training.model.zero_grad()
 
 
