@@ -204,6 +204,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor
     "stack": (Stack, lambda: (_rows(4, 64),)),
     "tied": (Tied, lambda: (torch.arange(12).view(3, 4),)),
     "tables": (Tables, lambda: (torch.arange(12).view(3, 4),)),
+    "norms": (lambda: nn.Sequential(*(nn.LayerNorm(64) for _ in range(4))), lambda: (_rows(4, 64),)),
     "repeated": (Repeated, lambda: (_rows(4, 64),)),
     "uneven": (Uneven, lambda: (_rows(4, 7),)),
     "partial": (Partial, lambda: (_rows(4, 64),)),

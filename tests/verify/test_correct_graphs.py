@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_compile.cost.schedule import waits_of
+from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.parse import parse_graph
-from fsdp_compile.ir.record import Role
+from fsdp_compile.ir.queries import aliases
+from fsdp_compile.ir.record import Phase, Role, role_of
 from fsdp_compile.ir.text import format_graph
 from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.parameters.spec import Update
@@ -17,6 +22,7 @@ from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.table import Stage
 from tests.verify.captured import World, capture
+from tests.verify.graphs import OPEN, graph
 from tests.verify.models import MODELS
 
 WORLDS = {
@@ -133,3 +139,18 @@ def test_two_models_whose_modules_have_the_same_names_are_told_apart() -> None:
         assert len(list(step.nodes(Role.GATHER))) == 4
         assert complaints(step, limits=Limits(prefetch=1)) == []
     assert len(list(backward.nodes(Role.FLAT_GRADIENT))) == 4
+
+
+def test_saved_parameters_that_are_read_last_by_one_node_are_both_freed_there() -> None:
+    step = graph(Phase.BACKWARD, model="norms", world=dataclasses.replace(OPEN, units=tuple("0123")), prefetch=0)
+    order = step.order()
+    ends = {saved: max(order[user] for a in aliases([saved]) for user in a.users) for saved in step.nodes(Role.SAVED)}
+    assert len(set(ends.values())) < len(ends), "weight and bias of a norm"
+    freed = {
+        gather: min(order[user] for w in waits_of(gather) for user in w.users if role_of(user) is Role.RESHARD)
+        for gather in step.nodes(Role.GATHER)
+    }
+    spans = [(0, end, saved) for saved, end in ends.items()] + [(order[g], end, g) for g, end in freed.items()]
+    most = max(sum(result_bytes(n) for b, e, n in spans if b <= at <= e) for at in (order[g] for g in freed))
+    assert complaints(step, stage=Stage.FINAL, limits=Limits(unsharded_bytes=most)) == []
+    assert complaints(step, stage=Stage.FINAL, limits=Limits(unsharded_bytes=most - 1)) != []

@@ -31,10 +31,9 @@ def _over_budget(facts: Facts) -> Iterator[Complaint]:
     budget = facts.limits.unsharded_bytes
     if budget is None:
         return
-    freed = {marker: gather for gather, markers in facts.reshards.items() for marker in markers[:1]}
+    over = _ends(facts)
     starts = {gather.start: gather for gather in facts.of_kind(Kind.GATHER)}
     live = {node: size_bytes(node) for node in facts.of_role(Role.SAVED)}
-    last_use = {max(_users_of(node), key=facts.order.__getitem__, default=node): node for node in live}
     for node in facts.nodes:
         if node in starts and node not in facts.named:
             live[node] = sum(size_bytes(message) for nodes in starts[node].unfinished for message in nodes[:1])
@@ -46,10 +45,19 @@ def _over_budget(facts: Facts) -> Iterator[Complaint]:
                     f"makes {sum(live.values()):,} bytes of gathered parameters live ({held})",
                     f"the budget is {budget:,} bytes: start it later, or reshard others earlier",
                 )
-        elif node in freed:
-            live.pop(freed[node], None)
-        if node in last_use:
-            live.pop(last_use[node])
+        for ended in over.get(node, ()):
+            live.pop(ended, None)
+
+
+def _ends(facts: Facts) -> dict[fx.Node, list[fx.Node]]:
+    """For each node behind which gathered memory is free, the gathers or the saved parameters that held it."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for gather, markers in facts.reshards.items():
+        for marker in markers[:1]:
+            found.setdefault(marker, []).append(gather)
+    for saved in facts.of_role(Role.SAVED):
+        found.setdefault(max(_users_of(saved), key=facts.order.__getitem__, default=saved), []).append(saved)
+    return found
 
 
 def _users_of(saved: fx.Node) -> Iterator[fx.Node]:
