@@ -44,7 +44,7 @@ def look_up(
         `[*ids.shape, width]` in the spec's `param_dtype`.
 
     Raises:
-        IndexError: On every rank, if an id of any rank is no row.
+        IndexError: On every rank of the shard group, if an id of any of them is no row.
     """
     read = parse(spec)
     exchange = RowExchange.of(ids, read)

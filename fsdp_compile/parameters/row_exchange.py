@@ -50,7 +50,7 @@ class RowExchange:
             spec: The parameter's slot.
 
         Raises:
-            IndexError: On every rank, if an id of any rank is no row.
+            IndexError: On every rank of the shard group, if an id of any of them is no row.
         """
         group = resolve_group(spec.group)
         assert group is not None
