@@ -51,6 +51,7 @@ class Case:
         passes: Backward passes per step; all but the last hold their gradients.
         lower: As in `FSDPOptions`.
         dtype: Of the ids.
+        options: Others of the compile.
     """
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -58,6 +59,7 @@ class Case:
     passes: int = 1
     lower: str = "eager"
     dtype: torch.dtype = torch.int64
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _mixed(model: Words) -> None:
@@ -105,6 +107,8 @@ CASES = {
     "one-unit": Case(prepare=_one_unit),
     "in-backward": Case(prepare=_in_backward),
     "frozen": Case(prepare=_frozen),
+    "markers": Case(options={"stop_after": "capture"}),
+    "fsdp2-layout": Case(prepare=_one_unit, options={"reduce_layout": "fsdp2"}),
     "accumulated": Case(prepare=_kept, passes=2),
 }
 
@@ -120,7 +124,7 @@ def _trained(case: Case, embedding: str) -> list[torch.Tensor]:
     model = Words(**case.settings)
     if case.prepare is not None:
         case.prepare(model)
-    options: Any = {"embedding": embedding, "lower": case.lower}
+    options: Any = {"embedding": embedding, "lower": case.lower, **case.options}
     compiled = torch.compile(model, backend="fsdp", options=options, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     found: list[torch.Tensor] = []
