@@ -232,14 +232,16 @@ def clear_own_gradient(leaf: torch.Tensor) -> None:
         _GRAD.__set__(leaf, None)
 
 
-def lack_gradients_and_hooks(leaves: Sequence[torch.Tensor]) -> bool:
-    """Whether no leaf has a gradient, and no user's hook on it: `has_gradient_hooks` of many at once."""
+def lack_gradients(leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether no leaf has a gradient."""
     with plain_torch_functions():  # asking each subclass for its own takes as long again
-        return (
-            all(map(operator.is_, map(_GRAD.__get__, leaves), itertools.repeat(None)))
-            and not any(map(_HOOKS, leaves))
-            and not any(map(_LATE_HOOKS, leaves))
-        )
+        return all(map(operator.is_, map(_GRAD.__get__, leaves), itertools.repeat(None)))
+
+
+def lack_hooks(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether no leaf has a user's hook on its gradient: `has_gradient_hooks` of many at once."""
+    with plain_torch_functions():
+        return not any(map(_HOOKS, leaves)) and not any(map(_LATE_HOOKS, leaves))
 
 
 def give_gradients(leaves: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor]) -> None:

@@ -14,15 +14,14 @@ from fsdp_compile.errors import BudgetTooSmallError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.markers import erase_markers
 from fsdp_compile.ir.record import Phase, Record
+from fsdp_compile.lower.arrivals import arrivals, note_arrivals
 from fsdp_compile.lower.runtime import (
     Compiled,
     FlatKey,
-    arrivals,
     check_inputs,
     count_reads,
     flat_inputs,
     host_copies_from,
-    note_arrivals,
     read_again,
     runs_optimizers,
     wait_for_host_copies,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from fsdp_compile._torch import after_this_backward, backward_in_progress
 from fsdp_compile.parameters.unit import Unit
@@ -23,17 +23,15 @@ def expect(unit: Unit) -> None:
     assert unit.outermost is not None
     if id(unit.outermost) not in _expected:
         _expected.add(id(unit.outermost))
-        after_this_backward(functools.partial(_finish, unit.outermost))
+        after_this_backward(functools.partial(_finish, unit.of_model))
 
 
 @torch.compiler.disable
-def _finish(model: nn.Module) -> None:
+def _finish(units: Sequence[Unit]) -> None:
     """Delivers and reduces what waited for this backward, unit by unit in the same order on every rank."""
-    from fsdp_compile.parameters import handover, holding, keeping, sharding, updating  # they need this module
+    from fsdp_compile.parameters import handover, holding, keeping, updating  # they need this module
     from fsdp_compile.parameters.variants import publish
 
-    units = sharding.units(model)
-    handover.deliver_rest(units)
     waiting = [flat for unit in units for flat in unit.flats if flat.owes_gradients]
     for flat in waiting:
         if any([flat.held.give_back(), flat.partial.give_back()]):

@@ -14,15 +14,22 @@ _PLAIN = {torch.Tensor, nn.Parameter}
 
 
 class Finder:
-    """`FlatShard.of` for many tensors at once, with no Python code for each while they are where they were."""
+    """`FlatShard.of` for many tensors at once, with no Python code for each while they are where they were.
+
+    Attributes:
+        changes: How often others may have been found than the time before.
+    """
 
     def __init__(self) -> None:
+        self.changes = 0
         self._places: tuple[list[int], list[int]] = ([], [])
         self._found: list[weakref.ref[FlatShard]] = []  # graphs may live longer
 
     def find(self, leaves: Sequence[torch.Tensor]) -> Sequence[FlatShard | None]:
         """The flat shard whose buffer each tensor is."""
         if not _PLAIN.issuperset(map(type, leaves)):
+            self.changes += 1
+            self._places = [], []
             return list(map(FlatShard.of, leaves))
         places = list(map(torch.Tensor.data_ptr, leaves)), list(map(torch.Tensor.numel, leaves))
         if places == self._places:
@@ -30,6 +37,8 @@ class Finder:
             known = [reference() for reference in self._found]
             if None not in known:
                 return known
+        self.changes += 1
+        self._places = [], []
         found = list(map(FlatShard.of, leaves))
         if None not in found:
             self._places, self._found = places, [weakref.ref(flat) for flat in found if flat is not None]

@@ -19,9 +19,8 @@ from fsdp_compile.parameters.spec import ReadSpec, Sync
 from fsdp_compile.parameters.updating import Progress
 
 if TYPE_CHECKING:
-    from fsdp_compile.parameters.gradient_views import GradientViews
     from fsdp_compile.parameters.kept import KeptParameters, RunningGather
-    from fsdp_compile.parameters.together import Together
+    from fsdp_compile.parameters.together import Together, Waiting
     from fsdp_compile.parameters.unit import Unit
 
 SMALL_BYTES = 16 * 1024
@@ -96,8 +95,8 @@ class FlatShard:
         kept: The full parameters, by offset, while they stay gathered between calls.
         arriving: An all-gather of them that is still running.
         progress: How far an update in backward is.
-        together: What its gradient arrives with, in a backward that has made it and not handed it over.
-        gradient_views: What its parameters were given as gradients, if it may be given again.
+        together: What its gradient was handed over with last.
+        waiting: Gradients of others that this backward has made, and that are handed over with its own.
         unit: The unit that it belongs to.
     """
 
@@ -118,7 +117,7 @@ class FlatShard:
         self.holders: dict[Sync, torch.Tensor] = {}
         self.progress = Progress()
         self.together: Together | None = None
-        self.gradient_views: GradientViews | None = None
+        self.waiting: Waiting | None = None
         if leaf.device.type != "meta":
             FlatShard._by_address[leaf.data_ptr()] = self
 

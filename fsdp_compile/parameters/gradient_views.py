@@ -14,19 +14,15 @@ parameters alone: making views of large ones takes no longer than copying into t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from fsdp_compile._torch import (
-    Unshared,
-    give_gradients,
-    has_dispatch_modes,
-    lack_gradients_and_hooks,
-    make_dtensors,
-    views_of,
-)
-from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile._torch import Unshared, ViewPlace, give_gradients, make_dtensors, views_of
+
+if TYPE_CHECKING:
+    from fsdp_compile.parameters.flat import FlatShard
 
 
 class GradientViews:
@@ -34,27 +30,17 @@ class GradientViews:
 
     Args:
         flats: The flat shards, which have small gradients.
+        parameters: Theirs, in their order.
     """
 
-    def __init__(self, flats: Sequence[FlatShard]) -> None:
-        self.flats = tuple(flats)
-        self.parameters = _parameters(flats)
+    def __init__(self, flats: Sequence[FlatShard], parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
         leaf = flats[0].leaf
         # Memory of its own, since a gradient may share its memory with others that a graph has made.
         self._whole = torch.empty(sum(flat.leaf.numel() for flat in flats), dtype=leaf.dtype, device=leaf.device)
-        views = views_of(self._whole, self._places())
-        self._gradients = make_dtensors(views, self.parameters)
+        views = views_of(self._whole, _places(flats))
+        self._gradients = make_dtensors(views, self._parameters)
         self._unshared = Unshared(self._whole, views, self._gradients)
-
-    def _places(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        places = []
-        begin = 0
-        for flat in self.flats:
-            for slot in flat.slots:
-                shape, strides, offset = slot.place
-                places.append((shape, strides, begin + offset))
-            begin += flat.leaf.numel()
-        return places
 
     def may_be_given(self) -> bool:
         """Whether nobody can tell these from new ones."""
@@ -67,42 +53,16 @@ class GradientViews:
             values: Of each flat shard, laid out as it is.
         """
         torch.cat(tuple(values), out=self._whole)
-        give_gradients(self.parameters, self._gradients)
+        give_gradients(self._parameters, self._gradients)
 
 
-def give(flats: Sequence[FlatShard], values: Sequence[torch.Tensor]) -> bool:
-    """Gives all parameters of some flat shards their gradients, unless one has a gradient already, or a hook.
-
-    Args:
-        flats: With small gradients, of one dtype and device.
-        values: For each, a gradient that covers all of its slots.
-
-    Returns:
-        Whether it was done.
-    """
-    views = flats[0].gradient_views
-    fits = views is not None and views.flats == tuple(flats)
-    parameters = views.parameters if views is not None and fits else _parameters(flats)
-    if has_dispatch_modes() or not lack_gradients_and_hooks(parameters):
-        return False
-    if views is None or not fits or not views.may_be_given():
-        if len(set(map(id, parameters))) < len(parameters):
-            return False  # one is tied over units: it gets the sum
-        for flat in flats:
-            forget(flat)
-        views = GradientViews(flats)
-        for flat in flats:
-            flat.gradient_views = views
-    views.give(values)
-    return True
-
-
-def forget(flat: FlatShard) -> None:
-    """Frees what is kept for a flat shard, and for others together with it."""
-    if flat.gradient_views is not None:
-        for each in flat.gradient_views.flats:
-            each.gradient_views = None
-
-
-def _parameters(flats: Sequence[FlatShard]) -> list[nn.Parameter]:
-    return [slot.parameter for flat in flats for slot in flat.slots]
+def _places(flats: Sequence[FlatShard]) -> list[ViewPlace]:
+    """Where each parameter's part is in all of them one after the other."""
+    places = []
+    begin = 0
+    for flat in flats:
+        for slot in flat.slots:
+            shape, strides, offset = slot.place
+            places.append((shape, strides, begin + offset))
+        begin += flat.leaf.numel()
+    return places

@@ -7,8 +7,7 @@ hooks run, and the flat gradient is forgotten, so that `zero_grad`, clipping and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -23,21 +22,20 @@ from fsdp_compile._torch import (
     views_of,
 )
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.parameters import epilogue, gradient_views, updating
+from fsdp_compile.parameters import epilogue, together, updating
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.reads import READS
 from fsdp_compile.parameters.spec import Sync, Update
-from fsdp_compile.parameters.together import Together
-
-if TYPE_CHECKING:
-    from fsdp_compile.parameters.unit import Unit
+from fsdp_compile.parameters.together import Waiting
 
 
 def install(flat: FlatShard) -> None:
     """Makes every gradient that autograd accumulates into `flat.leaf` reach the parameters."""
     reference = weakref.ref(flat)
 
-    def after_accumulation(_leaf: torch.Tensor) -> None:
+    def after_accumulation(leaf: torch.Tensor) -> None:
+        if leaf.grad is None:  # an update inside of the graph has taken it, or it waits for another
+            return
         owner = reference()
         if owner is not None:
             # Leaving Dynamo out takes longer than all that is done for a small unit.
@@ -53,8 +51,6 @@ def arrived(flat: FlatShard) -> None:
 
     Autograd calls this when everything in this backward that read the leaf has run, so it may be updated.
     """
-    if flat.leaf.grad is None:
-        return  # an update inside of the graph has taken it
     if flat.progress.is_done:
         flat.leaf.grad = None  # or the next step would add it
         flat.noted_gradients(Sync.ALL)
@@ -79,26 +75,19 @@ def hand_over(flat: FlatShard) -> None:
     if gradient is None:
         return
     refuse_double_backward(flat, gradient)
-    together = flat.together
-    if together is None or len(offsets) != len(flat.slots) or not together.take(flat, gradient):
+    waiting = together.take(flat)
+    if waiting is None:
         deliver(flat, gradient, offsets)
-    elif together.is_complete:
-        deliver_together(together)
+    else:
+        _deliver_together(waiting, gradient)
 
 
-def deliver_together(together: Together) -> None:
-    """`deliver` for all flat shards that have arrived."""
-    found = together.give_away()
-    if found and not gradient_views.give(tuple(found), tuple(found.values())):
-        for flat, gradient in found.items():
-            deliver(flat, gradient, [slot.spec.offset for slot in flat.slots])
-
-
-def deliver_rest(units: Iterable[Unit]) -> None:
-    """The same at the end of a backward, which may have made gradients that nobody asked it for."""
-    for flat in (flat for unit in units for flat in unit.flats):
-        if flat.together is not None:
-            deliver_together(flat.together)
+def _deliver_together(waiting: Waiting, gradient: torch.Tensor) -> None:
+    """`deliver` for a gradient, and for those that have waited for it."""
+    gradients = gradient, *waiting.gradients
+    if not waiting.together.give(gradients):
+        for flat, each in zip(waiting.together.flats, gradients, strict=True):
+            deliver(flat, each, [slot.spec.offset for slot in flat.slots])
 
 
 def deliver(flat: FlatShard, gradient: torch.Tensor, offsets: Collection[int]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters import gradient_views, moved, storage
+from fsdp_compile.parameters import moved, storage, together
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.unit import Holding, Unit
 
@@ -101,7 +101,7 @@ def repair_in_place(flat: FlatShard) -> bool:
         for slot, held in found:
             if held is not None and (held is not slot.parameter or _local(held) is not slot.local):
                 storage.adopt(slot, held, flat.unit.policy)
-    gradient_views.forget(flat)  # they are of the parameters that were there before
+    together.forget(flat)  # they are of the parameters that were there before
     storage.follow_updaters(flat.unit)
     return True
 

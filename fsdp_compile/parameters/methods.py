@@ -10,7 +10,7 @@ from typing import cast
 from torch import nn
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters import accumulation, gradient_views, keeping
+from fsdp_compile.parameters import accumulation, keeping, together
 from fsdp_compile.parameters.keeping import UnshardHandle
 from fsdp_compile.parameters.mixing import give_methods
 from fsdp_compile.parameters.queues import set_queue
@@ -144,8 +144,8 @@ class ShardedModule:
                 flat.partial.clear()
                 flat.leaf.grad = None
                 flat.undelivered.clear()
-                flat.together = None
-                gradient_views.forget(flat)
+                flat.waiting = None
+                together.forget(flat)
                 flat.progress.readers, flat.progress.is_due = 0, False
             respecify(unit)
         keeping.reshard(own)
@@ -159,8 +159,9 @@ def introduce(module: nn.Module, every: Iterable[Unit], made: Iterable[Unit]) ->
         every: All units in it, of which it is the outermost module now.
         made: Those that are new.
     """
-    for unit in every:
-        unit.outermost = module
+    of_model = tuple(every)
+    for unit in of_model:
+        unit.outermost, unit.of_model = module, of_model
     give_methods(module, ShardedModule)
     accumulation.follow_active(module, made)
 

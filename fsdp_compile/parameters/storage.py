@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters import gradient_views, handover, holding, layout, moved, updating
+from fsdp_compile.parameters import handover, holding, layout, moved, together, updating
 from fsdp_compile.parameters.boundary import Island
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.groups import GroupRole, alias_of, run_of
@@ -69,7 +69,7 @@ def fill(unit: Unit, members: Sequence[Member]) -> None:
     groups = [list(group) for _, group in itertools.groupby(sorted(members, key=key), key)]
     order = {id(m): i for i, m in enumerate(members)}
     for flat in unit.flats:
-        gradient_views.forget(flat)
+        together.forget(flat)
     unit.flats = [_flat_shard(unit, sorted(group, key=lambda m: order[id(m)])) for group in groups]
     for flat in unit.flats:
         for slot in flat.slots:

@@ -109,6 +109,7 @@ class Unit:
         holding: What its modules hold at the moment.
         accumulation: What happens to gradients and gathered parameters between steps.
         outermost: The outermost sharded module that it is part of.
+        of_model: All units of that module, as they stand there.
         hook: A reduction of the user's.
         reduce_queue: Which process group reduces its gradients.
         forward_prefetch: Units whose gathers start where this one is used first in forward.
@@ -124,12 +125,14 @@ class Unit:
     hook: Registered | None = None
     accumulation: Accumulation = dataclasses.field(default_factory=Accumulation)
     outermost: nn.Module | None = None
+    of_model: tuple[Unit, ...] = ()
     reduce_queue: ReduceQueue = ReduceQueue.SHARED
     forward_prefetch: tuple[Unit, ...] = ()
     backward_prefetch: tuple[Unit, ...] = ()
 
     def __post_init__(self) -> None:
         self.outermost = self.outermost or self.root
+        self.of_model = self.of_model or (self,)
 
     @property
     def sync(self) -> Sync:

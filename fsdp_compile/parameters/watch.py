@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +23,7 @@ from fsdp_compile.parameters.reads import layouts
 from fsdp_compile.parameters.unit import Holding, Unit
 
 _WATCHED = "_fsdp_watched"
-_parameters = operator.attrgetter("_parameters")
-_tables = operator.attrgetter("_parameters", "_modules")
-_values = operator.methodcaller("values")
+_tables_of = operator.attrgetter("_parameters", "_modules")
 _holding = operator.attrgetter("holding")
 _END = object()
 """Ends what is compared, so that neither side may be longer."""
@@ -67,7 +66,10 @@ class Watched:
     Attributes:
         units: What modules in it read from.
         modules: Those in it, and others that hold parameters of the units.
-        names: Of the parameters that they hold.
+        tables: Their dicts of parameters and of modules.
+        lengths: Of these.
+        filled: Those that hold something.
+        names: Of the parameters and modules that they hold.
         contents: What they hold, parameters and modules, and `_END`.
         parameters: All of the units.
         locals: The view that each of them holds.
@@ -78,6 +80,9 @@ class Watched:
 
     units: tuple[Unit, ...]
     modules: tuple[nn.Module, ...]
+    tables: tuple[dict[str, Any], ...]
+    lengths: list[int]
+    filled: tuple[dict[str, Any], ...]
     names: list[str]
     contents: tuple[object, ...]
     parameters: tuple[DTensor, ...]
@@ -92,11 +97,16 @@ class Watched:
         units = _units_read_below(root)
         slots = [slot for unit in units for slot in unit.slots]
         modules = dict.fromkeys([*root.modules(), *(module for slot in slots for module, _ in slot.owners)])
+        tables = tuple(_tables(modules))
+        filled = tuple(filter(None, tables))
         return Watched(
             units=tuple(units),
             modules=tuple(modules),
-            names=_names(modules),
-            contents=(*_contents(modules), _END),
+            tables=tables,
+            lengths=list(map(len, tables)),
+            filled=filled,
+            names=list(itertools.chain.from_iterable(filled)),
+            contents=(*_contents(filled), _END),
             parameters=tuple(slot.dtensor for slot in slots),
             locals=tuple(slot.local for slot in slots),
             shells=tuple(slot.shell for slot in slots),
@@ -106,11 +116,13 @@ class Watched:
 
     def is_intact(self) -> bool:
         """Whether nothing was replaced, converted, moved, frozen, thawed, added, removed or laid out anew since."""
-        if self.layouts != layouts() or _names(self.modules) != self.names:
+        if self.layouts != layouts() or list(map(len, self.tables)) != self.lengths:
             return False
         with plain_torch_functions():  # asking each parameter's class for its own takes as long again
             return (
-                _same(itertools.chain(_contents(self.modules), (_END,)), self.contents)
+                _same(_tables(self.modules), self.tables)
+                and list(itertools.chain.from_iterable(self.filled)) == self.names
+                and _same(itertools.chain(_contents(self.filled), (_END,)), self.contents)
                 and hold_locals(self.parameters, self.locals)
                 and _same(map(torch.Tensor.untyped_storage, self.parameters), self.shells)
                 and _same(map(_requires_grad, self.parameters), self.trainable)
@@ -118,14 +130,14 @@ class Watched:
             )
 
 
-def _names(modules: Iterable[nn.Module]) -> list[str]:
-    return list(itertools.chain.from_iterable(map(_parameters, modules)))
+def _tables(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
+    """The dicts of parameters and of modules of each module."""
+    return itertools.chain.from_iterable(map(_tables_of, modules))
 
 
-def _contents(modules: Iterable[nn.Module]) -> Iterator[object]:
-    """The parameters and the modules that each module holds."""
-    tables = itertools.chain.from_iterable(map(_tables, modules))
-    return itertools.chain.from_iterable(map(_values, tables))
+def _contents(tables: Iterable[dict[str, Any]]) -> Iterator[object]:
+    """The parameters and the modules that are in some of them."""
+    return itertools.chain.from_iterable(map(dict.values, tables))
 
 
 def _same(found: Iterable[object], expected: Iterable[object]) -> bool:

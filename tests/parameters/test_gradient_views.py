@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compile
-from fsdp_compile.parameters import gradient_views
+from fsdp_compile.parameters.together import Together
 from tests.fake_world import fake_world
 
 STEPS = 4
@@ -396,6 +396,20 @@ def _uses_a_unit_in_two_graphs(training: _Training) -> None:
 
 
 @_scenario
+def _hooks_on_a_unit_in_two_graphs(training: _Training) -> None:
+    _uses_a_unit_in_two_graphs(training)
+    called: list[torch.Tensor] = []
+    scale = training.model[0].scale
+    assert isinstance(scale, nn.Parameter)
+    scale.register_post_accumulate_grad_hook(lambda p: called.append(p.grad.full_tensor()))
+    for step in range(STEPS):
+        training.backward(step)
+        training.model.zero_grad()
+    assert len(called) == STEPS, "once a backward, with the sum"
+    training.seen += called
+
+
+@_scenario
 def _fails_in_backward(training: _Training) -> None:
     def fail(_gradient: torch.Tensor) -> None:
         raise RuntimeError("in backward")
@@ -443,7 +457,7 @@ def test_everybody_sees_what_new_gradients_would_show(name: str, monkeypatch: py
     with fake_world(1):
         mine = _Training.start()
         SCENARIOS[name](mine)
-        monkeypatch.setattr(gradient_views, "give", lambda *_: False)
+        monkeypatch.setattr(Together, "may_wait", lambda _: False)
         new = _Training.start()
         SCENARIOS[name](new)
     assert len(mine.seen) == len(new.seen) > 0
@@ -477,6 +491,6 @@ def test_old_gradients_are_freed_with_what_they_belong_to() -> None:
         training.backward(0)
         training.model.zero_grad()
         flats = [flat for unit in fsdp_compile.units(training.model) for flat in unit.flats]
-        assert all(flat.gradient_views is not None for flat in flats)
+        assert all(flat.together is not None for flat in flats)
         training.model.reset_iter_state()  # type: ignore[operator]
-        assert all(flat.gradient_views is None for flat in flats)
+        assert all(flat.together is None for flat in flats)
