@@ -13,9 +13,9 @@ from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
 from fsdp_compile.capture.lookups import shard_lookups
 from fsdp_compile.capture.never_reached import watch_optimizers
 from fsdp_compile.capture.plain_model import refuse_unused_sharding, shard_plain_models
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.lower.agreement import agree
+from fsdp_compile.lower.agreement import agree, refuse
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.ran import remember
@@ -71,8 +71,12 @@ def fsdp(
     def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
         keep(forward, backward, checked, whole=whole)
 
+    def tell(error: FSDPCompileError) -> None:
+        refuse(flats.values(), error)
+
     whole = is_whole_model(example_inputs)
-    region = Region(flat_inputs(example_inputs), run_passes, keep_what_fits, announce)
+    flats = flat_inputs(example_inputs)
+    region = Region(flats, run_passes, keep_what_fits, announce, tell)
     if checked.lower == "eager":
         return compile_eagerly(gm, example_inputs, region)
     settings = _torch.list_mode_options(mode) if mode else {}

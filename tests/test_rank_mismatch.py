@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -138,6 +139,34 @@ def test_replicas_of_ranks_that_differ_are_told_so_too() -> None:
     messages = run_ranks(_message_on_a_mesh, world_size=4, timeout_s=200)
     assert "rank 0 and rank 1 compile different collectives" in messages[0]
     assert messages == messages[:1] * 4
+
+
+def _refuses_on_one(mesh_shape: tuple[int, ...]) -> tuple[str, int]:
+    """The last rank's budget is too small; after that, everyone tries again."""
+    model = fully_shard(Stack(), mesh=init_device_mesh("cpu", mesh_shape))
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+
+    def step(budget_gb: float) -> None:
+        torch._dynamo.reset()
+        options: Any = {"lower": "eager", "memory_budget_gb": budget_gb}
+        loss_of(torch.compile(model, backend="fsdp", options=options)(torch.ones(4, 32))).backward()
+
+    for _ in range(2):
+        with pytest.raises(Exception, match="budget") as caught:
+            step(1e-6 if is_last else 1.0)
+    step(1.0)
+    return str(caught.value), sum(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+def test_who_would_wait_for_a_rank_that_refuses_hears_why_and_may_try_again(mesh_shape: tuple[int, ...]) -> None:
+    *others, last = run_ranks(_refuses_on_one, mesh_shape, world_size=math.prod(mesh_shape), timeout_s=200)
+    assert "refused to compile" not in last[0]
+    for message, _ in others:
+        assert f"rank {len(others)} refused to compile: " in message
+        assert "memory_budget_gb" in message
+    assert {made for _, made in (*others, last)} == {len(list(Stack().parameters()))}
 
 
 class _Mixture(nn.Module):

@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 
 def _rooms(store: dist.Store, ranks: tuple[int, ...], *, timeout_s: float = TIMEOUT_S) -> list[Room]:
     prefix = "-".join(map(str, ranks))
-    return [Room(dist.PrefixStore(prefix, store), ranks, number, timeout_s) for number in range(len(ranks))]
+    return [Room(dist.PrefixStore(prefix, store), prefix, ranks, number, timeout_s) for number in range(len(ranks))]
 
 
 def _at_once(*calls: Callable[[], T]) -> list[T]:
@@ -94,7 +94,7 @@ class _Lost(dist.Store):
 
 
 def test_a_store_that_fails_is_no_mismatch() -> None:
-    room = Room(_Lost(), (4, 5), 1, TIMEOUT_S)
+    room = Room(_Lost(), "4-5", (4, 5), 1, TIMEOUT_S)
     with pytest.raises(RankFailedError, match=r"does not answer: Connection reset by peer\n.*where: rank 5"):
         room.compare(1, "", "")
     room.tell(RankFailedError("nobody can hear this"))

@@ -3,7 +3,8 @@
 A rank that compiles alone must not wait for others: batches differ, so one rank may recompile for a size that the
 others have not met. But whatever it compiles for its size, the collectives are those of the other ranks' graphs, or
 the ranks would hang. So a rank speaks up only when it compiles an order of collectives that it has not compiled
-before; the n-th such order has to be the same on every rank of a group.
+before; the n-th such order has to be the same on every rank of a group. A rank that refuses to compile (its batch is
+larger, and does not fit a budget) says so in place of an order: the others would wait for it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fsdp_compile.errors import FSDPCompileError, RankMismatchError
+from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchError
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import EXCHANGES, Role, require, role_of
-from fsdp_compile.lower.rounds import Difference, Room, digest_of
+from fsdp_compile.ir.record import EXCHANGES, Record, Role, require, role_of
+from fsdp_compile.lower.rounds import Difference, RefusedElsewhereError, Room, digest_of
 from fsdp_compile.parameters import groups
 
 _STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE, *EXCHANGES)
@@ -37,6 +38,7 @@ def agree(step: StepGraph) -> None:
 
     Raises:
         RankMismatchError: On every rank of a group, if two of them differ.
+        RefusedElsewhereError: If a rank has refused to compile as much; all may try again.
         RankFailedError: If a rank does not compile as many orders in time, or the store fails.
     """
     starts = [node for node in step.graph.nodes if node.meta.get("fsdp") and require(node).role in _STARTS]
@@ -49,7 +51,38 @@ def agree(step: StepGraph) -> None:
         known = _orders.setdefault(place, set())
         if digest not in known:
             known.add(digest)
-            _compare(place, len(known), digest, mine)
+            try:
+                _compare(place, len(known), digest, mine)
+            except RefusedElsewhereError:
+                known.remove(digest)
+                known.add(_refusal(len(known) + 1))
+                raise
+
+
+def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
+    """Tells the ranks that compile the same as this one that it does not, or that another one does not.
+
+    Args:
+        flats: The flat shards that the graphs would have read.
+        error: Why.
+    """
+    if isinstance(error, RankMismatchError | RankFailedError) and not isinstance(error, RefusedElsewhereError):
+        return  # everyone has been told
+    specs = [spec for record in flats for spec in record.specs]
+    aliases = [a for s in specs for a in (s.group, s.replicate_group, s.kept_group, s.reduce_group)]
+    for place in dict.fromkeys(groups.meeting_place(alias) for alias in aliases if alias):
+        if place is None:
+            continue
+        if isinstance(error, RefusedElsewhereError) and error.heard_in == place.prefix:
+            continue
+        known = _orders.setdefault(place, set())
+        known.add(_refusal(len(known) + 1))
+        _room(place).refuse(len(known), error)
+
+
+def _refusal(number: int) -> str:
+    """What stands for a refusal among digests: each counts as an order, on all ranks."""
+    return f"refused {number}"
 
 
 def _compare(place: groups.MeetingPlace, number: int, digest: str, mine: list[str]) -> None:
@@ -58,6 +91,8 @@ def _compare(place: groups.MeetingPlace, number: int, digest: str, mine: list[st
         difference = room.compare(number, digest, "\n".join(mine))
         if difference is not None:
             raise _mismatch(room.ranks, difference)
+    except RefusedElsewhereError:
+        raise
     except FSDPCompileError as error:
         for each in groups.meeting_places():
             _room(each).tell(error)
@@ -65,7 +100,7 @@ def _compare(place: groups.MeetingPlace, number: int, digest: str, mine: list[st
 
 
 def _room(place: groups.MeetingPlace) -> Room:
-    return Room(place.store(), place.ranks, place.rank, place.timeout_s)
+    return Room(place.store(), place.prefix, place.ranks, place.rank, place.timeout_s)
 
 
 def group_of(node: fx.Node) -> str:

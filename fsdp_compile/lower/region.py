@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
 
 from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.capture.partition import partition
-from fsdp_compile.errors import BudgetTooSmallError
+from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.markers import erase_markers
 from fsdp_compile.ir.record import Phase, Record
@@ -40,6 +41,10 @@ def _announce_nothing(step: StepGraph) -> None:
     """For graphs that no other rank compiles."""
 
 
+def _refuse_silently(error: FSDPCompileError) -> None:
+    """Likewise."""
+
+
 @dataclasses.dataclass
 class Region:
     """State of one compile.
@@ -48,6 +53,7 @@ class Region:
         flats: Records of Dynamo's inputs that are flat shards, or belong to one.
         transform: Runs the passes on one graph.
         announce: Told of graphs once all of a compile are transformed: ranks compare them.
+        refuse: Told of the error if there will be no such graphs.
         keep: Decides what stays unsharded from forward to backward where that was left open.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         again: Flat shards that are updated in backward, and that backward reads as forward does.
@@ -57,18 +63,28 @@ class Region:
     transform: Transform
     keep: Keep = keep_nothing
     announce: Callable[[StepGraph], None] = _announce_nothing
+    refuse: Callable[[FSDPCompileError], None] = _refuse_silently
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
     again: frozenset[FlatKey] = frozenset()
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
-        name_inputs(joint.graph, self.flats)
-        forward, backward = partition(joint, inputs, **kwargs)
-        steps = StepGraph(forward, Phase.FORWARD), StepGraph(backward, Phase.BACKWARD)
-        self.keep(*steps)
-        self.steps = self._both(steps)
+        with self._telling_of_refusals():
+            name_inputs(joint.graph, self.flats)
+            forward, backward = partition(joint, inputs, **kwargs)
+            steps = StepGraph(forward, Phase.FORWARD), StepGraph(backward, Phase.BACKWARD)
+            self.keep(*steps)
+            self.steps = self._both(steps)
         self.again = read_again(*self.steps)
         return forward, backward
+
+    @contextmanager
+    def _telling_of_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except FSDPCompileError as error:
+            self.refuse(error)
+            raise
 
     def _both(self, halves: Sequence[StepGraph]) -> list[StepGraph]:
         """Transforms forward and backward; if they do not keep their budget, the error names the larger need."""
@@ -90,8 +106,9 @@ class Region:
 
     def inference(self, gm: fx.GraphModule) -> None:
         """Transforms a graph that has no backward and so was never partitioned."""
-        name_inputs(gm.graph, self.flats)
-        self.steps = self._announced([self.transform(StepGraph(gm, Phase.FORWARD))])
+        with self._telling_of_refusals():
+            name_inputs(gm.graph, self.flats)
+            self.steps = self._announced([self.transform(StepGraph(gm, Phase.FORWARD))])
 
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:
         """Compiles a transformed graph and adds what has to run around it."""

@@ -7,6 +7,7 @@ Under a prefix that no other group uses, in this world or in a later one of the 
     <n>/text/<rank>   its text
     <n>/differs       its rank
     <n>/here/<rank>   set by each rank when it begins round n
+    <n>/refused       why a rank compiles nothing in round n: ends this round alone, since ranks may try again
     <n>/arrived, all  how many have compared; set when all have
     <n>/left          how many have gone on; the last one deletes the round's keys
 
@@ -27,6 +28,23 @@ from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchE
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 0.1
 _KINDS: dict[str, type[FSDPCompileError]] = {kind.__name__: kind for kind in (RankFailedError, RankMismatchError)}
+
+
+class RefusedElsewhereError(RankFailedError):
+    """A rank has refused what the others compile.
+
+    Args:
+        rank: That rank, by its number in the world.
+        reason: What it said: arguments of its error.
+        heard_in: Prefix of the room in which this rank has heard of it.
+    """
+
+    def __init__(self, rank: int, reason: dict[str, str | None], heard_in: str) -> None:
+        self.rank = rank
+        self.reason = reason
+        self.heard_in = heard_in
+        what = f"rank {rank} refused to compile: {reason['what']}"
+        super().__init__(what, where=reason["where"], instead=reason["instead"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +68,14 @@ class Room:
 
     Attributes:
         store: With a prefix of the group's own.
+        name: That prefix.
         ranks: The group's ranks, by their numbers in the world.
         rank: The number of this one in the group.
         timeout_s: How long to wait for others in a round.
     """
 
     store: dist.Store
+    name: str
     ranks: tuple[int, ...]
     rank: int
     timeout_s: float
@@ -72,6 +92,7 @@ class Room:
             `None` if all have the same digest. Otherwise the same difference on every rank.
 
         Raises:
+            RefusedElsewhereError: If a rank has refused to compile what this round compares.
             RankFailedError: If a rank does not come in time, or the store fails.
             FSDPCompileError: What ended another group of one of the ranks.
         """
@@ -91,10 +112,17 @@ class Room:
 
         If the store fails, nobody can be told: the error that there is says more than another one would.
         """
-        parts = {"kind": type(error).__name__, "what": error.what, "where": error.where, "instead": error.instead}
         with contextlib.suppress(RuntimeError):
             if not self.store.check(["failed"]):
-                self.store.set("failed", json.dumps(parts))
+                self.store.set("failed", json.dumps({"kind": type(error).__name__, **_parts(error)}))
+
+    def refuse(self, number: int, error: FSDPCompileError) -> None:
+        """Ends one round, which this rank would have taken part in; whoever is in it, or will be, hears why."""
+        rank, reason = self.ranks[self.rank], _parts(error)
+        if isinstance(error, RefusedElsewhereError):
+            rank, reason = error.rank, error.reason
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"{number}/refused", json.dumps({"rank": rank, "reason": reason}))
 
     def _compare(self, at: str, digest: str, text: str) -> Difference | None:
         store = self.store
@@ -123,6 +151,7 @@ class Room:
         deadline_s, pause_s = time.monotonic() + self.timeout_s, _FIRST_PAUSE_S
         while not self.store.check([key]):
             self._refuse_failed()
+            self._refuse_refused(at)
             if time.monotonic() > deadline_s:
                 raise self._nobody_came(at)
             time.sleep(pause_s)
@@ -132,6 +161,10 @@ class Room:
         if self.store.check(["failed"]):
             parts = json.loads(self.store.get("failed"))
             raise _KINDS[parts.pop("kind")](parts.pop("what"), **parts)
+
+    def _refuse_refused(self, at: str) -> None:
+        if self.store.check([f"{at}refused"]):
+            raise RefusedElsewhereError(**json.loads(self.store.get(f"{at}refused")), heard_in=self.name)
 
     def _nobody_came(self, at: str) -> RankFailedError:
         absent = [r for number, r in enumerate(self.ranks) if not self.store.check([f"{at}here/{number}"])]
@@ -148,6 +181,10 @@ class Room:
         if self.store.add(f"{at}left", 1) == len(self.ranks):
             for key in ("first", "arrived", "all", "left"):
                 self.store.delete_key(at + key)
+
+
+def _parts(error: FSDPCompileError) -> dict[str, str | None]:
+    return {"what": error.what, "where": error.where, "instead": error.instead}
 
 
 def digest_of(text: str) -> str:

@@ -79,13 +79,14 @@ def hand_over(flat: FlatShard) -> None:
     if waiting is None:
         deliver(flat, gradient, offsets)
     else:
-        _deliver_together(waiting, gradient)
+        _deliver_together(flat, gradient, waiting)
 
 
-def _deliver_together(waiting: Waiting, gradient: torch.Tensor) -> None:
+def _deliver_together(first: FlatShard, gradient: torch.Tensor, waiting: Waiting) -> None:
     """`deliver` for a gradient, and for those that have waited for it."""
     gradients = gradient, *waiting.gradients
-    if not waiting.together.give(gradients):
+    is_as_it_was = first.together is waiting.together  # no parameter was replaced meanwhile, say
+    if not (is_as_it_was and waiting.together.give(gradients)):
         for flat, each in zip(waiting.together.flats, gradients, strict=True):
             deliver(flat, each, [slot.spec.offset for slot in flat.slots])
 
