@@ -1,9 +1,10 @@
-"""Which objects of a class this process holds, however they came to be."""
+"""The objects that this process holds: those of a class, however they came to be, and when garbage among them is sought."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,3 +24,18 @@ def _with_subclasses(wanted: type[Any]) -> Iterator[type[Any]]:
     yield wanted
     for each in type.__subclasses__(wanted):
         yield from _with_subclasses(each)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Leaves cyclic garbage for later, where many objects are made that stay.
+
+    While Dynamo compiles, a search through all objects takes a second or two, and new graph nodes bring it about.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()

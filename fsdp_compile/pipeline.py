@@ -20,6 +20,7 @@ from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.cost.here import hardware_of
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.heap import collector_paused
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.record import Phase, Role, require
 from fsdp_compile.options import FSDPOptions
@@ -105,6 +106,7 @@ def _budget_bytes(options: FSDPOptions) -> int | None:
     return None if options.memory_budget_gb is None else round(options.memory_budget_gb * 1e9)
 
 
+@collector_paused()
 def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     """Runs all passes on one graph in place, verifies it and returns it.
 

@@ -1,8 +1,12 @@
-"""Objects are found by their class, whatever they answer when they are asked."""
+"""Objects are found by their class, whatever they answer when they are asked; garbage is not sought meanwhile, on request."""
 
 from __future__ import annotations
 
-from fsdp_compile.heap import instances_of
+import gc
+
+import pytest
+
+from fsdp_compile.heap import collector_paused, instances_of
 
 
 class _Wanted:
@@ -26,3 +30,15 @@ def test_instances_of_subclasses_are_found_and_proxies_are_not_asked() -> None:
     found = instances_of(_Wanted)
     assert {id(each) for each in found} == {id(first), id(second)}
     assert instances_of(_Below) == [second]
+
+
+def test_the_collector_goes_on_after_a_pause_if_it_ran_before() -> None:
+    for runs in (True, False):
+        (gc.enable if runs else gc.disable)()
+        try:
+            with pytest.raises(ValueError, match="inside"), collector_paused():
+                assert not gc.isenabled()
+                raise ValueError("inside")
+            assert gc.isenabled() is runs
+        finally:
+            gc.enable()
