@@ -1,4 +1,4 @@
-"""The objects that this process holds: those of a class, however they came to be, and when garbage among them is sought."""
+"""The objects that this process holds: which are of a class, and when garbage is looked for among them."""
 
 from __future__ import annotations
 

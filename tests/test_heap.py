@@ -1,8 +1,9 @@
-"""Objects are found by their class, whatever they answer when they are asked; garbage is not sought meanwhile, on request."""
+"""Objects are found by their class, whatever they answer when they are asked; a pause of the collector ends."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 
@@ -32,13 +33,20 @@ def test_instances_of_subclasses_are_found_and_proxies_are_not_asked() -> None:
     assert instances_of(_Below) == [second]
 
 
-def test_the_collector_goes_on_after_a_pause_if_it_ran_before() -> None:
-    for runs in (True, False):
-        (gc.enable if runs else gc.disable)()
-        try:
-            with pytest.raises(ValueError, match="inside"), collector_paused():
-                assert not gc.isenabled()
-                raise ValueError("inside")
+@collector_paused()
+def _fail_in_a_pause() -> None:
+    assert not gc.isenabled()
+    raise ValueError("inside")
+
+
+@pytest.mark.parametrize("before", [gc.enable, gc.disable])
+def test_the_collector_goes_on_after_a_pause_if_it_ran_before(before: Callable[[], None]) -> None:
+    before()
+    runs = gc.isenabled()
+    try:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="inside"):
+                _fail_in_a_pause()
             assert gc.isenabled() is runs
-        finally:
-            gc.enable()
+    finally:
+        gc.enable()
