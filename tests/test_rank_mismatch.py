@@ -169,6 +169,26 @@ def test_who_would_wait_for_a_rank_that_refuses_hears_why_and_may_try_again(mesh
     assert {made for _, made in (*others, last)} == {len(list(Stack().parameters()))}
 
 
+def _refuses_alone_and_goes_on() -> int:
+    """Rank 1 is refused another graph of a model that it has one of; later, all ranks compile another model."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(Stack(), mesh=mesh)
+    options: Any = {"lower": "eager"}
+    compiled = torch.compile(model, backend="fsdp", options=options)
+    loss_of(compiled(torch.ones(4, 32))).backward()
+    if dist.get_rank() == 1:
+        too_small: Any = {**options, "memory_budget_gb": 1e-6}
+        with pytest.raises(Exception, match="budget"):
+            torch.compile(model, backend="fsdp", options=too_small)(torch.ones(4, 32))
+    loss_of(compiled(torch.ones(4, 32))).backward()
+    other = fully_shard(nn.Linear(32, 7), mesh=mesh)
+    return len(torch.compile(other, backend="fsdp", options=options)(torch.ones(4, 32)))
+
+
+def test_a_rank_that_is_refused_alone_goes_on_with_the_graphs_that_it_has() -> None:
+    assert run_ranks(_refuses_alone_and_goes_on, timeout_s=100) == [4, 4]
+
+
 class _Mixture(nn.Module):
     """Positive rows go to one expert, the others to another; the choice runs in Python, the experts are compiled."""
 

@@ -4,7 +4,8 @@ A rank that compiles alone must not wait for others: batches differ, so one rank
 others have not met. But whatever it compiles for its size, the collectives are those of the other ranks' graphs, or
 the ranks would hang. So a rank speaks up only when it compiles an order of collectives that it has not compiled
 before; the n-th such order has to be the same on every rank of a group. A rank that refuses to compile (its batch is
-larger, and does not fit a budget) says so in place of an order: the others would wait for it.
+larger, and does not fit a budget) says so in place of the first order: the others would wait for it. Later it may be
+the only one that compiles, and go on with a graph that it has.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ def agree(step: StepGraph) -> None:
 def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
     """Tells the ranks that compile the same as this one that it does not, or that another one does not.
 
+    In groups whose ranks have not agreed on anything yet: there, all of them have to compile. A refusal counts as an
+    order; told to ranks that compile nothing, it would meet them in their next round, which this rank would not be in.
+
     Args:
         flats: The flat shards that the graphs would have read.
         error: Why.
@@ -76,6 +80,8 @@ def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
         if isinstance(error, RefusedElsewhereError) and error.heard_in == place.prefix:
             continue
         known = _orders.setdefault(place, set())
+        if known != set(map(_refusal, range(1, len(known) + 1))):
+            continue
         known.add(_refusal(len(known) + 1))
         _room(place).refuse(len(known), error)
 
