@@ -263,11 +263,11 @@ class Unshared:
     """
 
     def __init__(self, whole: torch.Tensor, views: Sequence[torch.Tensor], dtensors: Sequence[DTensor]) -> None:
-        guards: Any = torch._C._dynamo.guards.TensorGuards
+        look: Any = torch._C._dynamo.guards.TensorGuards
         self._storage = whole.untyped_storage()
         self._views, self._dtensors = views, dtensors
         dynamic: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}  # it crashes without them
-        self._looks = [guards(*tensors, **dynamic) for tensors in (views, dtensors)]
+        self._look = look(*views, **dynamic)
         self._places = list(map(torch.Tensor.data_ptr, views))
         self._specs = list(map(_SPEC, dtensors))
         self._holders = self._count_holders()
@@ -284,9 +284,8 @@ class Unshared:
             and list(map(_SPEC, self._dtensors)) == self._specs
             and list(map(torch.Tensor.data_ptr, self._views)) == self._places
             # Dynamo's guard on tensors: type, dtype, device, shape, strides, and whether gradients are wanted.
-            and all(
-                look.check(*tensors) for look, tensors in zip(self._looks, (self._views, self._dtensors), strict=True)
-            )
+            and self._look.check(*self._views)
+            and not torch._C._any_requires_grad(*self._dtensors)  # setting `.grad` refuses a changed shape or dtype
         )
 
     def _count_holders(self) -> tuple[list[int], list[int], int, int]:

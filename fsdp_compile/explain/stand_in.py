@@ -17,7 +17,7 @@ from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.parameters import updating
 from fsdp_compile.parameters.flat import FlatShard
-from fsdp_compile.parameters.reads import gather_on_read
+from fsdp_compile.parameters.reads import gather_slots
 from fsdp_compile.parameters.sharding import units
 
 M = TypeVar("M", bound=nn.Module)
@@ -57,11 +57,7 @@ def hollow_flats(model: nn.Module) -> None:
     """Gives the meta flat shards of a sharded stand-in addresses, by which the backend knows them."""
     for unit in units(model):
         unit.flats = [FlatShard(unit, _hollow_leaf(flat), flat.slots) for flat in unit.flats]
-        for flat in unit.flats:
-            for slot in flat.slots:
-                for module, attribute in slot.owners:
-                    read = (flat.leaf, slot.spec.text, flat)
-                    gather_on_read(module, {attribute: read}, slot.eval_read(attribute))
+        gather_slots(unit.flats)
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from fsdp_compile._torch import after_this_backward, backward_in_progress
+from fsdp_compile.parameters import unsettled
+from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.unit import Unit
 
 _expected: set[int] = set()
@@ -15,15 +17,21 @@ _expected: set[int] = set()
 _of = [-1]
 
 
-def expect(unit: Unit) -> None:
-    """Asks for the end of this backward pass to be noticed, once for all units of a model."""
+def expect(flat: FlatShard) -> None:
+    """Asks for the end of this backward pass to be noticed, once for all units of a model, if it has work to do.
+
+    Args:
+        flat: A flat shard that something was done for.
+    """
     if _of[0] != backward_in_progress():
         _expected.clear()
         _of[0] = backward_in_progress()
-    assert unit.outermost is not None
-    if id(unit.outermost) not in _expected:
-        _expected.add(id(unit.outermost))
-        after_this_backward(functools.partial(_finish, unit.of_model))
+    unsettled.note(flat)
+    outermost = flat.unit.outermost
+    assert outermost is not None
+    if id(outermost) not in _expected and unsettled.is_anything():
+        _expected.add(id(outermost))
+        after_this_backward(functools.partial(_finish, flat.unit.of_model))
 
 
 @torch.compiler.disable
@@ -32,7 +40,7 @@ def _finish(units: Sequence[Unit]) -> None:
     from fsdp_compile.parameters import handover, holding, keeping, updating  # they need this module
     from fsdp_compile.parameters.variants import publish
 
-    waiting = [flat for unit in units for flat in unit.flats if flat.owes_gradients]
+    waiting = [flat for flat in unsettled.among(units) if flat.owes_gradients]
     for flat in waiting:
         if any([flat.held.give_back(), flat.partial.give_back()]):
             publish(flat)
@@ -42,4 +50,4 @@ def _finish(units: Sequence[Unit]) -> None:
             holding.reduce_rest(flat)
             flat.progress.has_late = False
             updating.run(flat)
-    keeping.after_backward(unit for unit in units if unit.accumulation.last_backward)
+    keeping.after_backward(flat for flat in unsettled.among(units) if flat.unit.accumulation.last_backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from fsdp_compile.parameters.flat import FlatShard
 
+_leaf = operator.attrgetter("leaf")
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 
@@ -29,17 +31,21 @@ class Finder:
         """The flat shard whose buffer each tensor is."""
         if not _PLAIN.issuperset(map(type, leaves)):
             self.changes += 1
-            self._places = [], []
+            self._found = []
             return list(map(FlatShard.of, leaves))
-        places = list(map(torch.Tensor.data_ptr, leaves)), list(map(torch.Tensor.numel, leaves))
-        if places == self._places:
-            # While a flat shard lives, nothing else has its address.
-            known = [reference() for reference in self._found]
-            if None not in known:
-                return known
+        known = [reference() for reference in self._found]
+        if None not in known and len(known) == len(leaves) and self._are_of(known, leaves):
+            return known
         self.changes += 1
-        self._places = [], []
         found = list(map(FlatShard.of, leaves))
-        if None not in found:
-            self._places, self._found = places, [weakref.ref(flat) for flat in found if flat is not None]
+        self._places = _places(leaves)
+        self._found = [] if None in found else [weakref.ref(flat) for flat in found if flat is not None]
         return found
+
+    def _are_of(self, known: Sequence[FlatShard | None], leaves: Sequence[torch.Tensor]) -> bool:
+        # While a flat shard lives, nothing else has its address. Mostly its own leaf comes, as an object of Python's.
+        return all(map(operator.is_, map(_leaf, known), leaves)) or self._places == _places(leaves)
+
+
+def _places(leaves: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    return list(map(torch.Tensor.data_ptr, leaves)), list(map(torch.Tensor.numel, leaves))

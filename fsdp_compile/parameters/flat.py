@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import ViewPlace, backward_in_progress, local_tensor, views_of
 from fsdp_compile.parameters.held_gradients import HeldGradients
-from fsdp_compile.parameters.spec import ReadSpec, Sync
+from fsdp_compile.parameters.spec import ReadSpec, Sync, Update
 from fsdp_compile.parameters.updating import Progress
 
 if TYPE_CHECKING:
@@ -174,6 +174,14 @@ class FlatShard:
     def owes_gradients(self) -> bool:
         """Whether there are gradients that have not reached the parameters."""
         return self.held.owes or self.partial.owes or self.progress.is_due or self.leaf.grad is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has nothing of earlier passes, and the next ones do nothing out of the ordinary for it."""
+        accumulation, progress = self.unit.accumulation, self.progress
+        is_updated_alone = progress.update is Update.IN_BACKWARD or progress.is_done
+        is_kept = self.kept is not None or self.arriving is not None or self.unit.keeps_parameters
+        return accumulation.last_backward and not (is_updated_alone or is_kept or self.owes_gradients)
 
     def is_broken(self) -> bool:
         """Whether some parameter is no longer its view of this buffer: replaced, converted, moved, frozen, thawed.

@@ -14,7 +14,7 @@ from fsdp_compile.parameters import integrity, moved
 from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.forward_depth import in_forward
 from fsdp_compile.parameters.held import HeldSlot, Wish
-from fsdp_compile.parameters.reads import READS, original_class
+from fsdp_compile.parameters.reads import READS, note_layout, original_class, read_as_written
 from fsdp_compile.parameters.unit import Holding, Unit
 
 
@@ -84,6 +84,7 @@ class _Held:
 
     def take(self, module: nn.Module) -> None:
         """Gathers and shows everything; where nothing below `module` stays sharded, forwards are the plain ones."""
+        note_layout()
         for unit in self.units:
             unit.holding = Holding.FULL
         for slot in self.slots:
@@ -104,9 +105,12 @@ class _Held:
         """
         for module, sharded_class in self.classes:
             module.__class__ = sharded_class
+            if READS in module.__dict__:
+                read_as_written(module)  # which may have changed meanwhile
         problems = [slot.give_back() for slot in self.slots]
         for unit in self.units:
             unit.holding = Holding.SHARDS
+        note_layout()
         moved.update_optimizers()
         return [problem for problem in problems if problem is not None]
 

@@ -62,7 +62,7 @@ def arrived(flat: FlatShard) -> None:
         hand_over(flat)
     if flat.progress.is_due and updating.is_complete(flat):
         updating.run(flat)
-    epilogue.expect(flat.unit)
+    epilogue.expect(flat)
 
 
 _arrived_beside_dynamo = torch.compiler.disable(arrived)
@@ -133,7 +133,7 @@ def await_late_gradient(parameter: nn.Parameter, slot: ParameterSlot) -> None:
                 reduced = torch.ops.fsdp.reduce_grad(leaf, gradient.to(slot.spec.param_dtype), text)
                 _accumulate(slot, *make_dtensors(views_of(reduced, [slot.place]), [slot.parameter]))
             flat.progress.is_due = flat.progress.update is Update.IN_BACKWARD
-            epilogue.expect(flat.unit)
+            epilogue.expect(flat)
 
     slot.is_read_before = True
     parameter.register_post_accumulate_grad_hook(reduce)

@@ -43,7 +43,7 @@ def _collect(reference: weakref.ref[FlatShard], sync: Sync, holder: torch.Tensor
     place_of(flat, sync).add(gradient, flat.noted_gradients(sync))
     if sync_of(flat) is not sync:  # the next reads may be such that take it along
         publish(flat)
-    epilogue.expect(flat.unit)
+    epilogue.expect(flat)
 
 
 def place_of(flat: FlatShard, sync: Sync) -> HeldGradients:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fsdp_compile._torch import backward_in_progress
-from fsdp_compile.parameters import kept, updating
+from fsdp_compile.parameters import epilogue, kept, unsettled, updating
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.unit import Unit
 from fsdp_compile.parameters.variants import publish
@@ -35,6 +35,9 @@ def unshard(units: Iterable[Unit]) -> UnshardHandle:
     for flat in flats:
         if flat.arriving is None and not _is_fresh(flat):
             flat.arriving = kept.start(flat)
+            unsettled.note(flat)
+            if backward_in_progress() != -1:
+                epilogue.expect(flat)
     return UnshardHandle(flats)
 
 
@@ -59,16 +62,15 @@ def before_forward(units: Iterable[Unit]) -> None:
     """Sees to it that what is kept of units is what their parameters are now, and gathers what is to be kept."""
     is_repeated = backward_in_progress() != -1  # by activation checkpointing; nobody has written since
     is_trained = torch.is_grad_enabled()
-    for unit in units:
-        keeps = is_trained and unit.keeps_parameters and unit.policy.size > 1
-        for flat in unit.flats:
-            if flat.arriving is not None:
-                _settle(flat)
-            if is_repeated:
-                continue
-            updating.begin(flat)
-            if keeps if flat.kept is None else is_stale(flat):
-                refresh(flat)
+    for flat in unsettled.among(units):
+        if flat.arriving is not None:
+            _settle(flat)
+        if is_repeated:
+            continue
+        updating.begin(flat)
+        keeps = is_trained and flat.unit.keeps_parameters and flat.unit.policy.size > 1
+        if keeps if flat.kept is None else is_stale(flat):
+            refresh(flat)
 
 
 def refresh(flat: FlatShard) -> None:
@@ -82,10 +84,10 @@ def is_stale(flat: FlatShard) -> bool:
     return flat.kept is not None and not _is_fresh(flat)
 
 
-def after_backward(units: Iterable[Unit]) -> None:
-    """Frees what need not be kept any longer."""
-    flats = [flat for unit in units for flat in unit.flats if flat.kept is not None or flat.arriving is not None]
-    reshard(unit for unit in dict.fromkeys(flat.unit for flat in flats) if not unit.keeps_parameters)
+def after_backward(flats: Iterable[FlatShard]) -> None:
+    """Frees what need not be kept any longer of some flat shards."""
+    held = [flat for flat in flats if flat.kept is not None or flat.arriving is not None]
+    reshard(unit for unit in dict.fromkeys(flat.unit for flat in held) if not unit.keeps_parameters)
 
 
 def _is_fresh(flat: FlatShard) -> bool:

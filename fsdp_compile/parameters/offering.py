@@ -35,7 +35,7 @@ def update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) -
     updating.refuse_second(owner)
     owner.held.confirm()
     owner.partial.confirm()
-    epilogue.expect(owner.unit)
+    epilogue.expect(owner)
     is_last = updating.is_complete(owner) and owner.progress.readers == 0
     waiting = owner.leaf.grad
     if waiting is not None:

@@ -145,7 +145,7 @@ def accompany(
     held = None if held is None else flat.held.take(held, offsets)
     partial = None if partial is None else flat.partial.take(partial, offsets)
     publish(flat)
-    epilogue.expect(flat.unit)
+    epilogue.expect(flat)
     return held, partial
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,12 +29,32 @@ from fsdp_compile.parameters.mixing import with_methods
 from fsdp_compile.parameters.saving import give_storages
 
 Read = tuple[nn.Parameter, str, FlatShard]
+Variant = tuple[str, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Arguments of a read besides the flat shard: `variants.py`."""
 
 BOUNDARY = "_fsdp_boundary"
 """Attribute of a module whose inputs and outputs are cast: its `Boundary` or `Island`."""
 _OWN_FORWARD = "_fsdp_own_forward"
+_LEAF = "_fsdp_leaf_"
+"""Start of the attributes of a module that are the leaves which its parameters are gathered from, each once."""
 _layouts = [0]
-_classes: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], tuple[Reading, ...]], type[nn.Module]] = {}
+
+
+class Reading(NamedTuple):
+    """How a class of modules reads one parameter: the same for all layers that are laid out alike.
+
+    Attributes:
+        name: Its attribute.
+        leaf: Number of the leaf among those of a module.
+        text: Of its `ReadSpec`.
+        eval_text: The same for eval mode, where that is another.
+    """
+
+    name: str
+    leaf: int
+    text: str
+    eval_text: str | None
 
 
 def gather_on_read(module: nn.Module, reads: Mapping[str, Read], in_eval: Mapping[str, str] | None = None) -> None:
@@ -46,20 +66,55 @@ def gather_on_read(module: nn.Module, reads: Mapping[str, Read], in_eval: Mappin
         in_eval: For those of `reads` that are read otherwise in eval mode, the text of that `ReadSpec`.
     """
     kept_in_eval = {n: t for n, t in module.__dict__.get(EVAL_READS, {}).items() if n not in reads}
-    in_eval = {**kept_in_eval, **(in_eval or {})}
-    changed, reads = reads, {**module.__dict__.get(READS, {}), **reads}
-    _layouts[0] += 1
-    original = original_class(module)
-    object.__setattr__(
-        module, VARIANTS, {n: v for n, v in module.__dict__.get(VARIANTS, {}).items() if n not in changed}
-    )
-    object.__setattr__(module, READS, reads)
-    object.__setattr__(module, EVAL_READS, in_eval)
-    key = (original, tuple(sorted(reads)), tuple(sorted(in_eval)))
+    object.__setattr__(module, READS, {**module.__dict__.get(READS, {}), **reads})
+    object.__setattr__(module, EVAL_READS, {**kept_in_eval, **(in_eval or {})})
+    for name in reads:
+        set_variant(module, name, None)
+    note_layout()
+    read_as_written(module)
+    enter_own_forward(module)
+
+
+def gather_slots(flats: Iterable[FlatShard]) -> None:
+    """Makes the modules that hold parameters of some flat shards gather them from there."""
+    modules: dict[nn.Module, tuple[dict[str, Read], dict[str, str]]] = {}
+    for flat in flats:
+        for slot in flat.slots:
+            for module, attribute in slot.owners:
+                reads, in_eval = modules.setdefault(module, ({}, {}))
+                reads[attribute] = (flat.leaf, slot.spec.text, flat)
+                in_eval.update(slot.eval_read(attribute))
+    for module, (reads, in_eval) in modules.items():
+        gather_on_read(module, reads, in_eval)
+
+
+def read_as_written(module: nn.Module) -> None:
+    """Gives a module the class whose properties read as the module's `READS` and `EVAL_READS` say.
+
+    What they say is part of the class, and the leaves are attributes, each once: so Dynamo guards on the class and on
+    one attribute for each flat shard, not on what it looks up for each parameter.
+    """
+    reads, in_eval = module.__dict__[READS], module.__dict__[EVAL_READS]
+    number = {leaf: i for i, leaf in enumerate(dict.fromkeys(leaf for leaf, _, _ in reads.values()))}
+    for attribute in [a for a in module.__dict__ if a.startswith(_LEAF)]:
+        object.__delattr__(module, attribute)
+    for leaf, i in number.items():
+        object.__setattr__(module, f"{_LEAF}{i}", leaf)
+    readings = sorted(Reading(n, number[leaf], text, in_eval.get(n)) for n, (leaf, text, _) in reads.items())
+    key = original_class(module), tuple(readings)
     if key not in _classes:
         _classes[key] = _make_class(*key)
     module.__class__ = with_methods(_classes[key], module)
-    enter_own_forward(module)
+
+
+def set_variant(module: nn.Module, name: str, variant: Variant | None) -> None:
+    """Sets what reads of a parameter take besides the flat shard, or that they take nothing."""
+    variants = {**module.__dict__.get(VARIANTS, {}), name: variant}
+    present = {n: v for n, v in variants.items() if v is not None}
+    if present:
+        object.__setattr__(module, VARIANTS, present)
+    elif VARIANTS in module.__dict__:
+        object.__delattr__(module, VARIANTS)
 
 
 def enter_own_forward(module: nn.Module) -> None:
@@ -76,8 +131,8 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_fsdp_original_class", type(module))
 
 
-def _make_class(original: type[nn.Module], names: tuple[str, ...], in_eval: tuple[str, ...]) -> type[nn.Module]:
-    members: dict[str, Any] = {n: _read_property(n, _eval_text if n in in_eval else _text) for n in names}
+def _make_class(original: type[nn.Module], readings: tuple[Reading, ...]) -> type[nn.Module]:
+    members: dict[str, Any] = {reading.name: _read_property(reading) for reading in readings}
     members |= {
         "train": _train,
         "__deepcopy__": _refuse_deepcopy,
@@ -85,6 +140,7 @@ def _make_class(original: type[nn.Module], names: tuple[str, ...], in_eval: tupl
         "get_parameter": _get_parameter,
         "_save_to_state_dict": _save_to_state_dict,
         "_load_from_state_dict": _load_from_state_dict,
+        VARIANTS: None,
         "_fsdp_original_class": original,
         "_fsdp_original_forward": original.forward,
         "_fsdp_outermost_forward": _outermost_forward(original),
@@ -116,38 +172,30 @@ def _call_original(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # no
     return self._fsdp_original_forward(*args, **kwargs)
 
 
-def _text(module: nn.Module, name: str) -> str:
-    return getattr(module, READS)[name][1]
+def _read_property(reading: Reading) -> property:
+    name, leaf, text, eval_text = reading.name, f"{_LEAF}{reading.leaf}", reading.text, reading.eval_text
 
-
-def _eval_text(module: nn.Module, name: str) -> str:
-    return _text(module, name) if module.training else getattr(module, EVAL_READS)[name]
-
-
-def _arguments(
-    module: nn.Module, name: str, text_of: Callable[[nn.Module, str], str]
-) -> tuple[str | torch.Tensor | None, ...]:
-    """What a read takes besides the flat shard; each tensor that is there, and the text, is a variant to Dynamo."""
-    text = text_of(module, name)
-    variants = getattr(module, VARIANTS)
-    if name not in variants or text != _text(module, name):
-        return (text,)
-    variant = variants[name]
-    if torch.is_grad_enabled():
-        return variant
-    return (text,) if variant[1] is None else (text, variant[1])
-
-
-def _read_property(name: str, text_of: Callable[[nn.Module, str], str]) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         if torch.compiler.is_compiling() or in_forward() or calls_are_compiled():
-            return torch.ops.fsdp.unshard(getattr(module, READS)[name][0], *_arguments(module, name, text_of))
+            if eval_text is not None and not module.training:
+                return torch.ops.fsdp.unshard(getattr(module, leaf), eval_text)
+            variants = getattr(module, VARIANTS)
+            if variants is None or name not in variants:
+                return torch.ops.fsdp.unshard(getattr(module, leaf), text)
+            return torch.ops.fsdp.unshard(getattr(module, leaf), *_arguments(text, variants[name]))
         if name not in module._parameters:  # deleted by the user
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         return module._parameters[name]
 
     skip_code(read.__code__)  # one code object for all parameters: as a graph of its own it would recompile for each
     return property(read)
+
+
+def _arguments(text: str, variant: Variant) -> tuple[str | torch.Tensor | None, ...]:
+    """What a read takes besides the flat shard; each tensor that is there, and the text, is a variant to Dynamo."""
+    if torch.is_grad_enabled():
+        return variant
+    return (text,) if variant[1] is None else (text, variant[1])
 
 
 def _named_parameters(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
@@ -255,6 +303,11 @@ def before_step(module: nn.Module) -> None:
     from fsdp_compile.parameters import keeping, watch  # they lay units out anew, which needs this module
 
     keeping.before_forward(watch.units_in_place(module))
+
+
+def note_layout() -> None:
+    """Says that what was remembered of modules is stale."""
+    _layouts[0] += 1
 
 
 def layouts() -> int:

@@ -18,7 +18,7 @@ from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.groups import GroupRole, alias_of, run_of
 from fsdp_compile.parameters.offload import compute_device, host_buffer, refuse_device
 from fsdp_compile.parameters.queues import reduce_alias
-from fsdp_compile.parameters.reads import BOUNDARY, gather_on_read
+from fsdp_compile.parameters.reads import BOUNDARY, gather_slots
 from fsdp_compile.parameters.rows import local_part, local_shape
 from fsdp_compile.parameters.spec import ReadSpec
 from fsdp_compile.parameters.unit import Unit, UnitPolicy, titles
@@ -71,10 +71,8 @@ def fill(unit: Unit, members: Sequence[Member]) -> None:
     for flat in unit.flats:
         together.forget(flat)
     unit.flats = [_flat_shard(unit, sorted(group, key=lambda m: order[id(m)])) for group in groups]
+    gather_slots(unit.flats)
     for flat in unit.flats:
-        for slot in flat.slots:
-            for module, attribute in slot.owners:
-                gather_on_read(module, {attribute: (flat.leaf, slot.spec.text, flat)}, slot.eval_read(attribute))
         publish(flat)
     follow_updaters(unit)
 

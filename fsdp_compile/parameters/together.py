@@ -10,19 +10,15 @@ that nothing asks for their history.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 
 import torch
 
 from fsdp_compile._torch import backward_in_progress, has_dispatch_modes, lack_gradients, lack_hooks
+from fsdp_compile.parameters import unsettled
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.gradient_views import GradientViews
-from fsdp_compile.parameters.spec import Update
 
-_leaf = operator.attrgetter("leaf")
-_is_last = operator.attrgetter("unit.accumulation.last_backward")
-_update = operator.attrgetter("progress.update")
 _PLAIN = {torch.Tensor}
 
 
@@ -64,9 +60,7 @@ class Together:
         return (
             self._differ
             and not _is_awaited(self.flats[0])
-            and all(map(_is_last, self.flats))
-            and {Update.AFTER_BACKWARD}.issuperset(map(_update, self.flats))
-            and lack_gradients(map(_leaf, self.flats))
+            and unsettled.are_settled(self.flats)
             and not has_dispatch_modes()
             and lack_hooks(self.parameters)
         )
@@ -80,7 +74,7 @@ class Together:
         self.flats[0].waiting = Waiting(backward_in_progress(), self, tuple(gradients))
 
     def give(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Gives all parameters their gradients, unless one has a gradient already, or a hook.
+        """Gives all parameters their gradients, unless one has a gradient already.
 
         Args:
             gradients: Of each flat shard, laid out as it is.
@@ -88,7 +82,7 @@ class Together:
         Returns:
             Whether it was done.
         """
-        if has_dispatch_modes() or not lack_gradients(self.parameters) or not lack_hooks(self.parameters):
+        if has_dispatch_modes() or not lack_gradients(self.parameters):
             return False
         if self.views is None or not self.views.may_be_given():
             self.views = GradientViews(self.flats, self.parameters)

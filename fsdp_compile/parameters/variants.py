@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from fsdp_compile.parameters import updating
-from fsdp_compile.parameters.attributes import EVAL_READS, READS, VARIANTS
+from fsdp_compile.parameters import unsettled, updating
+from fsdp_compile.parameters.attributes import EVAL_READS, READS
 from fsdp_compile.parameters.flat import FlatShard
 from fsdp_compile.parameters.queues import reduce_alias
+from fsdp_compile.parameters.reads import original_class, read_as_written, set_variant
 from fsdp_compile.parameters.spec import ReadSpec, Reshard, Sync, Update
 from fsdp_compile.parameters.unit import Unit, titles
 
 
 def publish(flat: FlatShard) -> None:
     """Makes the next reads of a flat shard what its unit asks for now."""
+    unsettled.note(flat)
     sync = sync_of(flat)
     into = None if sync is Sync.ALL else flat.holders[sync]
     held = None if sync is Sync.NONE else flat.held.value
@@ -30,11 +32,7 @@ def publish(flat: FlatShard) -> None:
             kept = None if flat.kept is None else flat.kept.values[slot.spec.offset]
             variant = (dataclasses.replace(slot.spec, sync=sync).text, kept, into, held, partial)
         for module, attribute in slot.owners:
-            variants = module.__dict__[VARIANTS]
-            if variant is not None:
-                variants[attribute] = variant
-            else:
-                variants.pop(attribute, None)
+            set_variant(module, attribute, variant)
 
 
 def sync_of(flat: FlatShard) -> Sync:
@@ -54,6 +52,9 @@ def respecify(unit: Unit) -> None:
                 module.__dict__[READS][attribute] = (flat.leaf, slot.spec.text, flat)
                 module.__dict__[EVAL_READS].update(slot.eval_read(attribute))
         publish(flat)
+    for module in {module: None for slot in unit.slots for module, _ in slot.owners}:
+        if original_class(module) is not type(module):  # else `full_params` gives the class back
+            read_as_written(module)
 
 
 def _respecified(spec: ReadSpec, unit: Unit, update: Update) -> ReadSpec:

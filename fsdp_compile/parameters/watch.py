@@ -19,15 +19,17 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch import calls_are_compiled, hold_locals, plain_torch_functions
 from fsdp_compile.parameters import integrity, sharding
 from fsdp_compile.parameters.attributes import READS
+from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.reads import layouts
-from fsdp_compile.parameters.unit import Holding, Unit
+from fsdp_compile.parameters.unit import Unit
 
 _WATCHED = "_fsdp_watched"
 _tables_of = operator.attrgetter("_parameters", "_modules")
-_holding = operator.attrgetter("holding")
 _END = object()
 """Ends what is compared, so that neither side may be longer."""
 _requires_grad = operator.attrgetter("requires_grad")
+_STORAGES_AT_ONCE = 64
+"""Parameters whose storage is looked at in one step: it takes as long as all other looks at them together."""
 
 
 def units_in_place(root: nn.Module) -> Sequence[Unit]:
@@ -65,29 +67,25 @@ class Watched:
 
     Attributes:
         units: What modules in it read from.
-        modules: Those in it, and others that hold parameters of the units.
-        tables: Their dicts of parameters and of modules.
-        lengths: Of these.
-        filled: Those that hold something.
+        filled: The dicts of parameters and of modules of those in it, and of others that hold parameters of the units.
+        empty: Those of them that hold nothing.
         names: Of the parameters and modules that they hold.
         contents: What they hold, parameters and modules, and `_END`.
         parameters: All of the units.
         locals: The view that each of them holds.
-        shells: The storage of each of them.
+        shells: Some of the parameters with the storage of each, others in each step, in turn.
         trainable: Whether each of them gets gradients.
         layouts: How often anything had been laid out.
     """
 
     units: tuple[Unit, ...]
-    modules: tuple[nn.Module, ...]
-    tables: tuple[dict[str, Any], ...]
-    lengths: list[int]
     filled: tuple[dict[str, Any], ...]
+    empty: tuple[dict[str, Any], ...]
     names: list[str]
     contents: tuple[object, ...]
     parameters: tuple[DTensor, ...]
     locals: tuple[torch.Tensor, ...]
-    shells: tuple[torch.UntypedStorage | None, ...]
+    shells: Iterator[_Shells]
     trainable: tuple[bool, ...]
     layouts: int
 
@@ -101,32 +99,28 @@ class Watched:
         filled = tuple(filter(None, tables))
         return Watched(
             units=tuple(units),
-            modules=tuple(modules),
-            tables=tables,
-            lengths=list(map(len, tables)),
             filled=filled,
+            empty=tuple(table for table in tables if not table),
             names=list(itertools.chain.from_iterable(filled)),
             contents=(*_contents(filled), _END),
             parameters=tuple(slot.dtensor for slot in slots),
             locals=tuple(slot.local for slot in slots),
-            shells=tuple(slot.shell for slot in slots),
+            shells=_Shells.in_turn(slots),
             trainable=tuple(flat.leaf.requires_grad for unit in units for flat in unit.flats for _ in flat.slots),
             layouts=layouts(),
         )
 
     def is_intact(self) -> bool:
         """Whether nothing was replaced, converted, moved, frozen, thawed, added, removed or laid out anew since."""
-        if self.layouts != layouts() or list(map(len, self.tables)) != self.lengths:
+        if self.layouts != layouts() or any(self.empty):
             return False
         with plain_torch_functions():  # asking each parameter's class for its own takes as long again
             return (
-                _same(_tables(self.modules), self.tables)
-                and list(itertools.chain.from_iterable(self.filled)) == self.names
+                list(itertools.chain.from_iterable(self.filled)) == self.names
                 and _same(itertools.chain(_contents(self.filled), (_END,)), self.contents)
                 and hold_locals(self.parameters, self.locals)
-                and _same(map(torch.Tensor.untyped_storage, self.parameters), self.shells)
                 and _same(map(_requires_grad, self.parameters), self.trainable)
-                and _same(map(_holding, self.units), itertools.repeat(Holding.SHARDS))
+                and _same(map(torch.Tensor.untyped_storage, (look := next(self.shells)).parameters), look.shells)
             )
 
 
@@ -138,6 +132,21 @@ def _tables(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
 def _contents(tables: Iterable[dict[str, Any]]) -> Iterator[object]:
     """The parameters and the modules that are in some of them."""
     return itertools.chain.from_iterable(map(dict.values, tables))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Shells:
+    """Some of the parameters, and the storage of each."""
+
+    parameters: tuple[DTensor, ...]
+    shells: tuple[torch.UntypedStorage | None, ...]
+
+    @staticmethod
+    def in_turn(slots: Sequence[ParameterSlot]) -> Iterator[_Shells]:
+        """Those of some slots, of the next ones, and so on without end."""
+        starts = range(0, max(len(slots), 1), _STORAGES_AT_ONCE)
+        groups = [slots[start : start + _STORAGES_AT_ONCE] for start in starts]
+        return itertools.cycle([_Shells(tuple(s.dtensor for s in g), tuple(s.shell for s in g)) for g in groups])
 
 
 def _same(found: Iterable[object], expected: Iterable[object]) -> bool:

@@ -27,6 +27,7 @@ from fsdp_compile.parameters import assemble
 from fsdp_compile.parameters.layout import ReduceLayout
 from fsdp_compile.passes import wire
 from fsdp_compile.passes.choosing import cheapest_bucket
+from fsdp_compile.passes.copy_out import copy_together
 from fsdp_compile.passes.edges import edges_of
 from fsdp_compile.passes.gathering import full_node, own_part
 from fsdp_compile.passes.insert_collectives import join_pieces
@@ -137,11 +138,15 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
     # Each full parameter is written where its own read was, so that copies out stay next to their first use.
     for piece in bucket.pieces:
         arrived = [message for (sender, _), message in zip(sent, waited, strict=True) if sender is piece]
+        parts = copy_together(step, piece, arrived[0], order) if len(arrived) == 1 < len(piece.runs) else {}
         for single in piece.singles:
             b = GraphBuilder(step.graph, joint_record([single], Role.FULL), single.start)
             with step.graph.inserting_before(single.end):
                 message = arrived[0] if single.is_part else wire.received(b, arrived, single.spec)
-                full = full_node(b, message, single.spec, start=piece.starts[single], span=piece.span)
+                if single in parts:
+                    full = b.call(aten.view.default, parts[single], list(single.spec.shape))
+                else:
+                    full = full_node(b, message, single.spec, start=piece.starts[single], span=piece.span)
             single.end.replace_all_uses_with(full)
         _rewrite_parts(step, piece, message, order)
     for single in bucket.singles:
