@@ -74,6 +74,7 @@ __all__ = [
 
 OpOverload = torch._ops.OpOverload
 _LOCAL = operator.attrgetter("_local_tensor")
+_GRADIENT_OF = operator.attrgetter("grad")
 _SPEC = operator.attrgetter("_spec")
 _ATTRIBUTES = operator.attrgetter("__dict__")
 _HOOKS = operator.attrgetter("_backward_hooks")
@@ -235,7 +236,7 @@ def clear_own_gradient(leaf: torch.Tensor) -> None:
 def lack_gradients(leaves: Iterable[torch.Tensor]) -> bool:
     """Whether no leaf has a gradient."""
     with plain_torch_functions():  # asking each subclass for its own takes as long again
-        return all(map(operator.is_, map(_GRAD.__get__, leaves), itertools.repeat(None)))
+        return all(map(operator.is_, map(_GRADIENT_OF, leaves), itertools.repeat(None)))
 
 
 def lack_hooks(leaves: Sequence[torch.Tensor]) -> bool:
@@ -270,6 +271,7 @@ class Unshared:
         self._look = look(*views, **dynamic)
         self._places = list(map(torch.Tensor.data_ptr, views))
         self._specs = list(map(_SPEC, dtensors))
+        self._attributes = list(map(_ATTRIBUTES, [*views, *dtensors]))
         self._holders = self._count_holders()
 
     def holds(self) -> bool:
@@ -278,8 +280,7 @@ class Unshared:
             self._count_holders() == self._holders
             and not any(map(weakref.getweakrefcount, self._dtensors))
             and not any(map(weakref.getweakrefcount, self._views))
-            and not any(map(_ATTRIBUTES, self._dtensors))
-            and not any(map(_ATTRIBUTES, self._views))
+            and not any(self._attributes)
             and hold_locals(self._dtensors, self._views)
             and list(map(_SPEC, self._dtensors)) == self._specs
             and list(map(torch.Tensor.data_ptr, self._views)) == self._places

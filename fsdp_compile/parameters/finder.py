@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Sequence
 
@@ -11,7 +10,6 @@ from torch import nn
 
 from fsdp_compile.parameters.flat import FlatShard
 
-_leaf = operator.attrgetter("leaf")
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 
@@ -24,6 +22,7 @@ class Finder:
 
     def __init__(self) -> None:
         self.changes = 0
+        self._identities: list[int] = []
         self._places: tuple[list[int], list[int]] = ([], [])
         self._found: list[weakref.ref[FlatShard]] = []  # graphs may live longer
 
@@ -34,17 +33,18 @@ class Finder:
             self._found = []
             return list(map(FlatShard.of, leaves))
         known = [reference() for reference in self._found]
-        if None not in known and len(known) == len(leaves) and self._are_of(known, leaves):
+        # While a flat shard lives, nothing else has its leaf's identity, or its address. Mostly it is the leaf itself.
+        is_known = known and None not in known
+        if is_known and (self._identities == list(map(id, leaves)) or self._places == _places(leaves)):
             return known
         self.changes += 1
         found = list(map(FlatShard.of, leaves))
+        flats = [flat for flat in found if flat is not None]
+        is_found = len(flats) == len(found)
+        self._found = list(map(weakref.ref, flats)) if is_found else []
+        self._identities = [id(flat.leaf) for flat in flats]
         self._places = _places(leaves)
-        self._found = [] if None in found else [weakref.ref(flat) for flat in found if flat is not None]
         return found
-
-    def _are_of(self, known: Sequence[FlatShard | None], leaves: Sequence[torch.Tensor]) -> bool:
-        # While a flat shard lives, nothing else has its address. Mostly its own leaf comes, as an object of Python's.
-        return all(map(operator.is_, map(_leaf, known), leaves)) or self._places == _places(leaves)
 
 
 def _places(leaves: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:

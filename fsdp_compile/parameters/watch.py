@@ -28,8 +28,8 @@ _tables_of = operator.attrgetter("_parameters", "_modules")
 _END = object()
 """Ends what is compared, so that neither side may be longer."""
 _requires_grad = operator.attrgetter("requires_grad")
-_STORAGES_AT_ONCE = 64
-"""Parameters whose storage is looked at in one step: it takes as long as all other looks at them together."""
+_AT_ONCE = 64
+"""Parameters, and dicts, that are looked at in one step for what hardly anybody changes: seen late in large models."""
 
 
 def units_in_place(root: nn.Module) -> Sequence[Unit]:
@@ -69,11 +69,10 @@ class Watched:
         units: What modules in it read from.
         filled: The dicts of parameters and of modules of those in it, and of others that hold parameters of the units.
         empty: Those of them that hold nothing.
-        names: Of the parameters and modules that they hold.
         contents: What they hold, parameters and modules, and `_END`.
         parameters: All of the units.
         locals: The view that each of them holds.
-        shells: Some of the parameters with the storage of each, others in each step, in turn.
+        closer: What else can be seen, of some parameters and dicts in each step, in turn.
         trainable: Whether each of them gets gradients.
         layouts: How often anything had been laid out.
     """
@@ -81,11 +80,10 @@ class Watched:
     units: tuple[Unit, ...]
     filled: tuple[dict[str, Any], ...]
     empty: tuple[dict[str, Any], ...]
-    names: list[str]
     contents: tuple[object, ...]
     parameters: tuple[DTensor, ...]
     locals: tuple[torch.Tensor, ...]
-    shells: Iterator[_Shells]
+    closer: Iterator[_CloserLook]
     trainable: tuple[bool, ...]
     layouts: int
 
@@ -101,11 +99,10 @@ class Watched:
             units=tuple(units),
             filled=filled,
             empty=tuple(table for table in tables if not table),
-            names=list(itertools.chain.from_iterable(filled)),
             contents=(*_contents(filled), _END),
             parameters=tuple(slot.dtensor for slot in slots),
             locals=tuple(slot.local for slot in slots),
-            shells=_Shells.in_turn(slots),
+            closer=_CloserLook.in_turn(slots, filled),
             trainable=tuple(flat.leaf.requires_grad for unit in units for flat in unit.flats for _ in flat.slots),
             layouts=layouts(),
         )
@@ -116,11 +113,10 @@ class Watched:
             return False
         with plain_torch_functions():  # asking each parameter's class for its own takes as long again
             return (
-                list(itertools.chain.from_iterable(self.filled)) == self.names
-                and _same(itertools.chain(_contents(self.filled), (_END,)), self.contents)
+                _same(itertools.chain(_contents(self.filled), (_END,)), self.contents)
                 and hold_locals(self.parameters, self.locals)
                 and _same(map(_requires_grad, self.parameters), self.trainable)
-                and _same(map(torch.Tensor.untyped_storage, (look := next(self.shells)).parameters), look.shells)
+                and next(self.closer).is_intact()
             )
 
 
@@ -135,18 +131,43 @@ def _contents(tables: Iterable[dict[str, Any]]) -> Iterator[object]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Shells:
-    """Some of the parameters, and the storage of each."""
+class _CloserLook:
+    """What is seen at a closer look: whether somebody assigned to `.data`, or renamed what a module holds.
+
+    Attributes:
+        parameters: Some of the parameters.
+        shells: The storage of each of them.
+        tables: Some of the dicts that hold something.
+        names: Of what they hold.
+    """
 
     parameters: tuple[DTensor, ...]
     shells: tuple[torch.UntypedStorage | None, ...]
+    tables: tuple[dict[str, Any], ...]
+    names: list[str]
 
     @staticmethod
-    def in_turn(slots: Sequence[ParameterSlot]) -> Iterator[_Shells]:
-        """Those of some slots, of the next ones, and so on without end."""
-        starts = range(0, max(len(slots), 1), _STORAGES_AT_ONCE)
-        groups = [slots[start : start + _STORAGES_AT_ONCE] for start in starts]
-        return itertools.cycle([_Shells(tuple(s.dtensor for s in g), tuple(s.shell for s in g)) for g in groups])
+    def in_turn(slots: Sequence[ParameterSlot], filled: Sequence[dict[str, Any]]) -> Iterator[_CloserLook]:
+        """At some parameters and dicts, then at the next ones, and so on without end."""
+        return itertools.cycle(
+            [
+                _CloserLook._at(slots[begin : begin + _AT_ONCE], tuple(filled[begin : begin + _AT_ONCE]))
+                for begin in range(0, max(len(slots), len(filled), 1), _AT_ONCE)
+            ]
+        )
+
+    @staticmethod
+    def _at(slots: Sequence[ParameterSlot], tables: tuple[dict[str, Any], ...]) -> _CloserLook:
+        parameters = tuple(slot.dtensor for slot in slots)
+        shells = tuple(slot.shell for slot in slots)
+        return _CloserLook(parameters, shells, tables, list(itertools.chain.from_iterable(tables)))
+
+    def is_intact(self) -> bool:
+        """Whether nobody did."""
+        return (
+            _same(map(torch.Tensor.untyped_storage, self.parameters), self.shells)
+            and list(itertools.chain.from_iterable(self.tables)) == self.names
+        )
 
 
 def _same(found: Iterable[object], expected: Iterable[object]) -> bool:

@@ -138,7 +138,7 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
     # Each full parameter is written where its own read was, so that copies out stay next to their first use.
     for piece in bucket.pieces:
         arrived = [message for (sender, _), message in zip(sent, waited, strict=True) if sender is piece]
-        parts = copy_together(step, piece, arrived[0], order) if len(arrived) == 1 < len(piece.runs) else {}
+        parts = copy_together(step, piece, arrived[0], order) if len(arrived) == 1 else {}
         for single in piece.singles:
             b = GraphBuilder(step.graph, joint_record([single], Role.FULL), single.start)
             with step.graph.inserting_before(single.end):

@@ -40,25 +40,25 @@ def copy_together(step: StepGraph, piece: Piece, message: fx.Node, order: dict[f
         The part of a copy, `[numel]`, that is a parameter, for each that is in one.
     """
     parts: dict[Single, fx.Node] = {}
-    for runs in _alike(piece.runs):
-        if len(runs) > 1 and all(_lies_in_rows(single) for single in runs[0].singles):
-            begin = piece.starts[runs[0].singles[0]]
-            offset = 0
-            for same in zip(*(run.singles for run in runs), strict=True):
-                copy = _copy(step, message, same, piece.span, (begin, runs[0].span, offset), order)
-                offset += same[0].spec.extent
+    for units in _alike(piece):
+        if len(units) > 1 and all(map(_lies_in_rows, units[0])):
+            begin, stride = piece.starts[units[0][0]], sum(single.spec.extent for single in units[0])
+            for same in zip(*units, strict=True):
+                offset = piece.starts[same[0]] - begin
+                copy = _copy(step, message, same, piece.span, (begin, stride, offset), order)
                 parts |= _parts(step, copy, same)
     return parts
 
 
-def _alike(runs: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Neighbours that hold parameters of the same shapes at the same places."""
-    for _, same in itertools.groupby(runs, _layout):
+def _alike(piece: Piece) -> Iterator[list[tuple[Single, ...]]]:
+    """Neighbours among the units of a message of which it holds parameters of the same shapes in the same order."""
+    units = (tuple(singles) for _, singles in itertools.groupby(piece.singles, lambda single: single.flat))
+    for _, same in itertools.groupby(units, _layout):
         yield list(same)
 
 
-def _layout(run: Piece) -> Hashable:
-    return tuple((s.spec.shape, s.spec.dim, s.spec.order, s.spec.extent, s.spec.shard_numel) for s in run.singles)
+def _layout(unit: Sequence[Single]) -> Hashable:
+    return tuple((s.spec.shape, s.spec.dim, s.spec.order, s.spec.extent, s.spec.shard_numel) for s in unit)
 
 
 def _lies_in_rows(single: Single) -> bool:

@@ -57,12 +57,10 @@ def joined_message_waited_for_before_its_start(step: StepGraph) -> fx.Node:
 def another_units_slot_read(step: StepGraph) -> fx.Node:
     """The second unit reads the same parameter of the first one."""
     full = _full(step, "blocks.1.norm.bias")
-    part = full
-    while part.target is not aten.slice.Tensor:
-        part = part.all_input_nodes[0]
-    per_unit = sum(spec.extent for spec in require(_packed(step, Role.SHARD)).specs) // 3
+    part = full.all_input_nodes[0]
+    assert part.target is aten.slice.Tensor
     begin, end = part.args[2:4]
-    part.args = (*part.args[:2], begin - per_unit, end - per_unit)  # type: ignore[operator]
+    part.args = (*part.args[:2], begin - (end - begin), begin)  # type: ignore[operator]
     return full
 
 
@@ -129,11 +127,12 @@ def reduction_started_before_the_last_units_gradients(step: StepGraph) -> fx.Nod
 # no-use-after-reshard
 
 
-def freed_after_the_first_units_last_use(step: StepGraph) -> fx.Node:
+def freed_before_the_last_copy(step: StepGraph) -> fx.Node:
+    """After the first parameter's use; what all units have of the last one is not copied yet."""
     (marker,) = step.nodes(Role.RESHARD)
-    used = next(iter(_full(step, "blocks.0.down.bias").users))
+    used = next(iter(_full(step, "blocks.0.norm.weight").users))
     used.append(marker)
-    later = _full(step, "blocks.1.norm.bias")
+    later = _full(step, "blocks.1.down.bias")
     while role_of(later) is not Role.COPY_OUT or role_of(later.all_input_nodes[0]) is not Role.GATHER_WAIT:
         later = later.all_input_nodes[0]
     return later
@@ -189,7 +188,7 @@ BREAKS = (
     _Joined("reduced-once", gradients_of_units_of_two_groups_joined, BACKWARD, "'fsdp.shard.0'"),
     _Joined("reduced-once", another_units_gradient_taken, BACKWARD, "where"),
     _Joined("reduced-once", gradient_left_out_of_the_message, BACKWARD, "blocks"),
-    _Joined("no-use-after-reshard", freed_after_the_first_units_last_use, FORWARD, "freed it"),
+    _Joined("no-use-after-reshard", freed_before_the_last_copy, FORWARD, "freed it"),
     _Joined("nothing-unsharded-saved", one_units_part_of_the_message_saved, FORWARD, "256 bytes"),
     _Joined("unsharded-bytes", kept_until_the_end, FORWARD, "which needs none"),
     _Joined("unsharded-bytes", more_shared_than_allowed, FORWARD, "3 units that share it", limits=SMALLER),
