@@ -68,6 +68,14 @@ def alternate(runs: Mapping[str, Run], *, rounds: int, warm_up: int = 1) -> dict
     return samples
 
 
+def median_ratio(samples: Samples, to: Samples) -> float:
+    """The median of how many times as long one contender took as another in the same round, as `alternate` made them.
+
+    Round by round, since a machine that is slow for a while is slow for both.
+    """
+    return statistics.median(one / other for one, other in zip(samples.seconds, to.seconds, strict=True))
+
+
 @contextmanager
 def _old_objects_left_alone() -> Iterator[None]:
     """Keeps the garbage collector from what is there already: each contender would pay for the graphs of all others."""

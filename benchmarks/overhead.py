@@ -20,7 +20,7 @@ from benchmarks import contenders, models
 from benchmarks._torch import fake_store
 from benchmarks.command import Columns, finish, ms, parser, quiet, table
 from benchmarks.contenders import FSDP2, FSDP2_COMPILED, OURS, UNSHARDED, Contender, Setup
-from benchmarks.measure import Run, Samples, alternate
+from benchmarks.measure import Run, Samples, alternate, median_ratio
 from benchmarks.steps import Prepared, prepare
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "optimizer_s": ms,
         "optimizer_ratio": _times,
     }
-    table("medians, and ratios to plain torch.compile and plain tensors", rows, columns)
+    table("medians, and medians of each round's ratio to plain torch.compile and plain tensors", rows, columns)
     settings = {"layers": arguments.layers, "ranks": arguments.ranks, "rounds": arguments.rounds}
     return finish(arguments, settings, rows)
 
@@ -81,7 +81,7 @@ def _row(name: str, steps: Mapping[str, Samples], optimizers: Mapping[str, Sampl
             row["error"] = samples[name].error
             continue
         row[f"{what}_s"] = samples[name].median_s
-        row[f"{what}_ratio"] = samples[name].median_s / samples[plain].median_s
+        row[f"{what}_ratio"] = median_ratio(samples[name], samples[plain])
     return row
 
 

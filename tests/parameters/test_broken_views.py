@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp_compile import ConfigError, fully_shard, units
+from tests.fake_world import fake_world
 from tests.parameters.beside import Beside, Run, compile_eagerly
 from tests.parameters.models import Odd, Small, Transformer
 from tests.ranks import run_ranks
@@ -393,3 +394,43 @@ def test_what_cannot_be_used_is_refused_by_name() -> None:
     messages, _ = run_ranks(_check_refusal, [change.__name__ for change in REFUSED])
     for message, (change, expected) in zip(messages, REFUSED.items(), strict=True):
         assert expected in message, change.__name__
+
+
+class _Scales(nn.Module):
+    """More parameters, in more modules, than a step looks at closely."""
+
+    def __init__(self, count: int = 100) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.each:
+            x = x + scale(x)
+        return x
+
+
+def _assign_data_of(layer: Any) -> None:
+    weight = layer.weight
+    weight.data = distribute_tensor(torch.ones(2, 2), weight.device_mesh, weight.placements)
+
+
+def _rename(layer: Any) -> None:
+    layer._parameters["other"] = layer._parameters.pop("weight")
+
+
+@pytest.mark.parametrize("change", [_assign_data_of, _rename])
+@pytest.mark.parametrize("place", [0, 70, 99])
+def test_what_hardly_anybody_does_is_noticed_after_a_few_steps(change: Change, place: int) -> None:
+    with fake_world(2):
+        model = fully_shard(_Scales())
+        x = torch.ones(1, 2)
+        for _ in range(3):
+            model(x)
+        change(model.get_submodule(f"each.{place}"))
+
+        def four_steps() -> None:  # 102 dicts that hold something, 64 in each step
+            for _ in range(4):
+                model(x)
+
+        with pytest.raises(ConfigError, match=rf"each\.{place}\.weight"):
+            four_steps()
