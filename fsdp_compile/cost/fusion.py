@@ -45,6 +45,10 @@ _COMMUNICATION = {
 }  # fmt: skip
 
 
+WRITTEN = "inductor_realize_to_strides"
+"""Inductor's own mark on a node, in its `meta`: the result is written to memory, in its place, whoever reads it."""
+
+
 class Fusion(enum.Enum):
     """Who runs the graph."""
 
@@ -121,9 +125,10 @@ def plan_kernels(graph: fx.Graph, fusion: Fusion) -> Kernels:
         of[node] = number
     if fusion is Fusion.NONE:
         return Kernels(of, frozenset(), fused=False)
-    inner = {node for node in of if is_fusible(node) and _stays_inside(node, of)}
+    inner = {node for node in of if is_fusible(node) and WRITTEN not in node.meta and _stays_inside(node, of)}
     place = {node: number for number, node in enumerate(graph.nodes)}
     written = [node for node in of if node not in inner and is_fusible(node) and not _reduces(node)]
+    written = [node for node in written if WRITTEN not in node.meta]
     forced = {node: _forced_by(node, place) for node in written}
     later = {node: by for node, by in forced.items() if by is not None and by is not node}
     return Kernels(of, frozenset(inner), fused=True, forced=later)

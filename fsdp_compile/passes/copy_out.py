@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import fx
 
+from fsdp_compile.cost.fusion import WRITTEN
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import first_of
@@ -23,8 +24,6 @@ from fsdp_compile.parameters import assemble
 from fsdp_compile.passes.pieces import Piece, Single, joint_record
 
 aten = torch.ops.aten
-_REALIZE = "inductor_realize_to_strides"
-"""Inductor's own mark on a node: its result is written to memory. Else each reader would copy its part by itself."""
 
 
 def copy_together(step: StepGraph, piece: Piece, message: fx.Node, order: dict[fx.Node, int]) -> dict[Single, fx.Node]:
@@ -95,7 +94,7 @@ def _copy(
         part = assemble.narrow(b, by_unit, 2, offset, offset + spec.shard_numel)
         in_order = b.call(aten.permute.default, part, [1, 0, 2])
         copy = b.call(aten.clone.default, in_order, memory_format=torch.contiguous_format)
-        copy.meta[_REALIZE] = True
+        copy.meta[WRITTEN] = True  # or each reader would copy its part by itself
         return b.call(aten.view.default, copy, [units * spec.size * spec.shard_numel])
 
 

@@ -62,13 +62,22 @@ def test_the_packed_layout_copies_every_gradient_of_a_unit() -> None:
     assert _copied(plan, Way.INTO_GATHERS, Way.OUT_OF_GATHERS) == 0
 
 
-def test_a_bias_that_a_matmul_reads_is_copied_out_of_its_message() -> None:
+def _out_of_gathers(**options: Any) -> list[tuple[tuple[str, ...], int]]:
     model, x = on_meta(Stack)
-    plan = explain(model, x, world_size=4)
+    plan = explain(model, x, world_size=4, options=options)
     copies = [copy for graph in plan.graphs for copy in graph.copies if copy.way is Way.OUT_OF_GATHERS]
-    assert [(c.parameters, c.size_bytes) for c in copies] == [
-        ((f"blocks.{i}.linear.bias",), 4 * VECTOR) for i in range(3)
-    ]
+    return [(copy.parameters, copy.size_bytes) for copy in copies]
+
+
+def test_a_bias_that_a_matmul_reads_is_copied_out_of_its_message() -> None:
+    assert _out_of_gathers(bucket_mb=0) == [((f"blocks.{i}.linear.bias",), 4 * VECTOR) for i in range(3)]
+
+
+def test_units_that_share_a_message_have_small_parameters_copied_out_at_once() -> None:
+    of_each = ("norm.weight", "linear.bias")
+    together = [tuple(f"blocks.{i}.{name}" for i in range(3)) for name in of_each]
+    copies = _out_of_gathers()  # those of forward first
+    assert copies[:2] == [(names, 3 * 4 * VECTOR) for names in together]
 
 
 def test_without_a_compiler_small_parameters_are_copied_and_matmul_weights_are_not() -> None:
