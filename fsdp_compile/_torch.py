@@ -245,10 +245,15 @@ def lack_hooks(leaves: Sequence[torch.Tensor]) -> bool:
         return not any(map(_HOOKS, leaves)) and not any(map(_LATE_HOOKS, leaves))
 
 
-def give_gradients(leaves: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor]) -> None:
-    """Sets the `.grad` of each leaf, with no Python code for each."""
+def give_gradients(leaves: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor]) -> bool:
+    """Sets the `.grad` of each leaf, which has none, with no Python code for each; if torch refuses one, of none."""
     with plain_torch_functions():
-        collections.deque(map(_GRAD.__set__, leaves, gradients), maxlen=0)
+        try:
+            collections.deque(map(_GRAD.__set__, leaves, gradients), maxlen=0)
+        except RuntimeError:  # another dtype or shape than the leaf's
+            collections.deque(map(_GRAD.__set__, leaves, itertools.repeat(None)), maxlen=0)
+            return False
+    return True
 
 
 class Unshared:
@@ -286,7 +291,7 @@ class Unshared:
             and list(map(torch.Tensor.data_ptr, self._views)) == self._places
             # Dynamo's guard on tensors: type, dtype, device, shape, strides, and whether gradients are wanted.
             and self._look.check(*self._views)
-            and not torch._C._any_requires_grad(*self._dtensors)  # setting `.grad` refuses a changed shape or dtype
+            and not torch._C._any_requires_grad(*self._dtensors)  # of their shapes and dtypes, setting `.grad` tells
         )
 
     def _count_holders(self) -> tuple[list[int], list[int], int, int]:

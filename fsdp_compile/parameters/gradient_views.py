@@ -46,14 +46,17 @@ class GradientViews:
         """Whether nobody can tell these from new ones."""
         return self._unshared.holds()
 
-    def give(self, values: Sequence[torch.Tensor]) -> None:
+    def give(self, values: Sequence[torch.Tensor]) -> bool:
         """Gives every parameter its gradient; none may have one.
 
         Args:
             values: Of each flat shard, laid out as it is.
+
+        Returns:
+            Whether it was done; if not, somebody has changed the dtype or the shape of a gradient, and none was given.
         """
         torch.cat(tuple(values), out=self._whole)
-        give_gradients(self._parameters, self._gradients)
+        return give_gradients(self._parameters, self._gradients)
 
 
 def _places(flats: Sequence[FlatShard]) -> list[ViewPlace]:

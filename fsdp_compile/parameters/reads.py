@@ -37,6 +37,7 @@ BOUNDARY = "_fsdp_boundary"
 _OWN_FORWARD = "_fsdp_own_forward"
 _LEAF = "_fsdp_leaf_"
 """Start of the attributes of a module that are the leaves which its parameters are gathered from, each once."""
+_READINGS, _ORIGINAL = "_fsdp_readings", "_fsdp_original_class"
 _layouts = [0]
 _classes: dict[tuple[type[nn.Module], tuple[Reading, ...]], type[nn.Module]] = {}
 
@@ -100,11 +101,19 @@ def read_as_written(module: nn.Module) -> None:
         object.__delattr__(module, attribute)
     for leaf, i in number.items():
         object.__setattr__(module, f"{_LEAF}{i}", leaf)
-    readings = sorted(Reading(n, number[leaf], text, in_eval.get(n)) for n, (leaf, text, _) in reads.items())
-    key = original_class(module), tuple(readings)
+    readings = tuple(sorted(Reading(n, number[leaf], text, in_eval.get(n)) for n, (leaf, text, _) in reads.items()))
+    if getattr(type(module), _READINGS, None) != readings:
+        module.__class__ = _class_that_reads(module, readings)
+
+
+def _class_that_reads(module: nn.Module, readings: tuple[Reading, ...]) -> type[nn.Module]:
+    """The subclass for a module: of its original class, or of the one that somebody has given it since."""
+    now = type(module)
+    is_own = now is original_class(module) or _ORIGINAL in vars(now)
+    key = original_class(module) if is_own else now, readings
     if key not in _classes:
-        _classes[key] = _make_class(*key)
-    module.__class__ = with_methods(_classes[key], module)
+        _classes[key] = _make_class(*key) if is_own else _make_class_over(*key)
+    return with_methods(_classes[key], module)
 
 
 def set_variant(module: nn.Module, name: str, variant: Variant | None) -> None:
@@ -132,8 +141,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _make_class(original: type[nn.Module], readings: tuple[Reading, ...]) -> type[nn.Module]:
-    members: dict[str, Any] = {reading.name: _read_property(reading) for reading in readings}
-    members |= {
+    members = _read_members(readings) | {
         "train": _train,
         "__deepcopy__": _refuse_deepcopy,
         "named_parameters": _named_parameters,
@@ -141,7 +149,7 @@ def _make_class(original: type[nn.Module], readings: tuple[Reading, ...]) -> typ
         "_save_to_state_dict": _save_to_state_dict,
         "_load_from_state_dict": _load_from_state_dict,
         VARIANTS: None,
-        "_fsdp_original_class": original,
+        _ORIGINAL: original,
         "_fsdp_original_forward": original.forward,
         "_fsdp_outermost_forward": _outermost_forward(original),
         "__module__": original.__module__,
@@ -153,6 +161,16 @@ def _make_class(original: type[nn.Module], readings: tuple[Reading, ...]) -> typ
         forward = types.FunctionType(_forward.__code__, _forward.__globals__, "forward")
         members["forward"] = functools.update_wrapper(forward, original.forward)
     return type(original.__name__, (original,), members)
+
+
+def _make_class_over(given: type[nn.Module], readings: tuple[Reading, ...]) -> type[nn.Module]:
+    """The subclass of a class over one of ours, which somebody gave a module: `parametrize` does, for one."""
+    named = {"__module__": given.__module__, "__qualname__": given.__qualname__, "__doc__": given.__doc__}
+    return type(given.__name__, (given,), _read_members(readings) | named)
+
+
+def _read_members(readings: tuple[Reading, ...]) -> dict[str, Any]:
+    return {_READINGS: readings, **{reading.name: _read_property(reading) for reading in readings}}
 
 
 def _outermost_forward(original: type[nn.Module]) -> Callable[..., Any]:

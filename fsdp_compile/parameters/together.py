@@ -84,10 +84,10 @@ class Together:
         """
         if has_dispatch_modes() or not lack_gradients(self.parameters):
             return False
-        if self.views is None or not self.views.may_be_given():
-            self.views = GradientViews(self.flats, self.parameters)
-        self.views.give(gradients)
-        return True
+        if self.views is not None and self.views.may_be_given() and self.views.give(gradients):
+            return True
+        self.views = GradientViews(self.flats, self.parameters)
+        return self.views.give(gradients)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ starts such a thing notes it here, so that steps need not look through all units
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -15,30 +16,32 @@ if TYPE_CHECKING:
     from fsdp_compile.parameters.unit import Unit
 
 _noted: weakref.WeakSet[FlatShard] = weakref.WeakSet()
+_lock = threading.RLock()
+"""Autograd runs hooks on a thread of each device, and models may be trained on several threads."""
 
 
 def note(flat: FlatShard) -> None:
     """Says that there may be something left to do for a flat shard."""
-    _noted.add(flat)
+    with _lock:
+        _noted.add(flat)
 
 
 def is_anything() -> bool:
     """Whether there is something left to do for any flat shard of the process."""
-    _forget_settled()
-    return bool(_noted)
+    with _lock:
+        if _noted:
+            for flat in [flat for flat in _noted if flat.is_settled]:
+                _noted.discard(flat)
+        return bool(_noted)
 
 
 def among(units: Iterable[Unit]) -> Sequence[FlatShard]:
     """The flat shards of some units for which something is left to do, in the units' order: alike on all ranks."""
-    return [flat for unit in units for flat in unit.flats if flat in _noted] if is_anything() else []
+    with _lock:
+        return [flat for unit in units for flat in unit.flats if flat in _noted] if is_anything() else []
 
 
 def are_settled(flats: Iterable[FlatShard]) -> bool:
     """Whether nothing is left to do for any of some flat shards."""
-    return not is_anything() or _noted.isdisjoint(flats)
-
-
-def _forget_settled() -> None:
-    if _noted:
-        for flat in [flat for flat in _noted if flat.is_settled]:
-            _noted.discard(flat)
+    with _lock:
+        return not is_anything() or _noted.isdisjoint(flats)

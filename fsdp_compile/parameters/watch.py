@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import is_grad_enabled, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import calls_are_compiled, hold_locals, plain_torch_functions
@@ -29,7 +29,7 @@ _END = object()
 """Ends what is compared, so that neither side may be longer."""
 _requires_grad = operator.attrgetter("requires_grad")
 _AT_ONCE = 64
-"""Parameters, and dicts, that are looked at in one step for what hardly anybody changes: seen late in large models."""
+"""Parameters, and modules, looked at in one step for what hardly anybody changes: seen late in large models."""
 
 
 def units_in_place(root: nn.Module) -> Sequence[Unit]:
@@ -72,7 +72,8 @@ class Watched:
         contents: What they hold, parameters and modules, and `_END`.
         parameters: All of the units.
         locals: The view that each of them holds.
-        closer: What else can be seen, of some parameters and dicts in each step, in turn.
+        closer: What else can be seen.
+        in_turn: The same without end.
         trainable: Whether each of them gets gradients.
         layouts: How often anything had been laid out.
     """
@@ -83,7 +84,8 @@ class Watched:
     contents: tuple[object, ...]
     parameters: tuple[DTensor, ...]
     locals: tuple[torch.Tensor, ...]
-    closer: Iterator[_CloserLook]
+    closer: tuple[_CloserLook, ...]
+    in_turn: Iterator[_CloserLook]
     trainable: tuple[bool, ...]
     layouts: int
 
@@ -95,6 +97,7 @@ class Watched:
         modules = dict.fromkeys([*root.modules(), *(module for slot in slots for module, _ in slot.owners)])
         tables = tuple(_tables(modules))
         filled = tuple(filter(None, tables))
+        closer = tuple(_CloserLook.at(slots, tuple(modules)))
         return Watched(
             units=tuple(units),
             filled=filled,
@@ -102,13 +105,17 @@ class Watched:
             contents=(*_contents(filled), _END),
             parameters=tuple(slot.dtensor for slot in slots),
             locals=tuple(slot.local for slot in slots),
-            closer=_CloserLook.in_turn(slots, filled),
+            closer=closer,
+            in_turn=itertools.cycle(closer),
             trainable=tuple(flat.leaf.requires_grad for unit in units for flat in unit.flats for _ in flat.slots),
             layouts=layouts(),
         )
 
     def is_intact(self) -> bool:
-        """Whether nothing was replaced, converted, moved, frozen, thawed, added, removed or laid out anew since."""
+        """Whether nothing was replaced, converted, moved, frozen, thawed, added, removed or laid out anew since.
+
+        A step of training looks closer at one part, others at all: after them nobody may come to look at the rest.
+        """
         if self.layouts != layouts() or any(self.empty):
             return False
         with plain_torch_functions():  # asking each parameter's class for its own takes as long again
@@ -116,7 +123,7 @@ class Watched:
                 _same(itertools.chain(_contents(self.filled), (_END,)), self.contents)
                 and hold_locals(self.parameters, self.locals)
                 and _same(map(_requires_grad, self.parameters), self.trainable)
-                and next(self.closer).is_intact()
+                and all(look.is_intact() for look in ((next(self.in_turn),) if is_grad_enabled() else self.closer))
             )
 
 
@@ -132,40 +139,36 @@ def _contents(tables: Iterable[dict[str, Any]]) -> Iterator[object]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _CloserLook:
-    """What is seen at a closer look: whether somebody assigned to `.data`, or renamed what a module holds.
+    """What is seen at a closer look: an assignment to `.data`, or to a module's dicts, and what was renamed in them.
 
     Attributes:
         parameters: Some of the parameters.
         shells: The storage of each of them.
-        tables: Some of the dicts that hold something.
-        names: Of what they hold.
+        modules: Some of the modules.
+        tables: Their dicts of parameters and of modules.
+        names: Of what these hold.
     """
 
     parameters: tuple[DTensor, ...]
     shells: tuple[torch.UntypedStorage | None, ...]
+    modules: tuple[nn.Module, ...]
     tables: tuple[dict[str, Any], ...]
     names: list[str]
 
     @staticmethod
-    def in_turn(slots: Sequence[ParameterSlot], filled: Sequence[dict[str, Any]]) -> Iterator[_CloserLook]:
-        """At some parameters and dicts, then at the next ones, and so on without end."""
-        return itertools.cycle(
-            [
-                _CloserLook._at(slots[begin : begin + _AT_ONCE], tuple(filled[begin : begin + _AT_ONCE]))
-                for begin in range(0, max(len(slots), len(filled), 1), _AT_ONCE)
-            ]
-        )
-
-    @staticmethod
-    def _at(slots: Sequence[ParameterSlot], tables: tuple[dict[str, Any], ...]) -> _CloserLook:
-        parameters = tuple(slot.dtensor for slot in slots)
-        shells = tuple(slot.shell for slot in slots)
-        return _CloserLook(parameters, shells, tables, list(itertools.chain.from_iterable(tables)))
+    def at(slots: Sequence[ParameterSlot], modules: tuple[nn.Module, ...]) -> Iterator[_CloserLook]:
+        """At the first parameters and modules, at the next ones, and so on."""
+        for begin in range(0, max(len(slots), len(modules), 1), _AT_ONCE):
+            some, among = slots[begin : begin + _AT_ONCE], modules[begin : begin + _AT_ONCE]
+            parameters, shells = tuple(slot.dtensor for slot in some), tuple(slot.shell for slot in some)
+            tables = tuple(_tables(among))
+            yield _CloserLook(parameters, shells, among, tables, list(itertools.chain.from_iterable(tables)))
 
     def is_intact(self) -> bool:
         """Whether nobody did."""
         return (
             _same(map(torch.Tensor.untyped_storage, self.parameters), self.shells)
+            and _same(_tables(self.modules), self.tables)
             and list(itertools.chain.from_iterable(self.tables)) == self.names
         )
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fsdp_compile import ConfigError, fully_shard, units
+from fsdp_compile import ConfigError, full_params, fully_shard, units
 from tests.fake_world import fake_world
 from tests.parameters.beside import Beside, Run, compile_eagerly
 from tests.parameters.models import Odd, Small, Transformer
@@ -434,3 +434,53 @@ def test_what_hardly_anybody_does_is_noticed_after_a_few_steps(change: Change, p
 
         with pytest.raises(ConfigError, match=rf"each\.{place}\.weight"):
             four_steps()
+
+
+def _step(model: nn.Module, times: int) -> torch.Tensor:
+    for _ in range(times):
+        output: torch.Tensor = model(torch.ones(1, 2))
+    return output
+
+
+def test_a_forward_without_gradients_looks_closely_at_everything() -> None:
+    with fake_world(2):
+        model = fully_shard(_Scales())
+        with torch.no_grad():
+            _step(model, 2)
+            _assign_data_of(model.get_submodule("each.99"))
+            with pytest.raises(ConfigError, match=r"each\.99\.weight"):
+                _step(model, 1)
+
+
+@pytest.mark.parametrize("place", [0, 99])
+def test_a_dict_that_took_the_place_of_a_modules_own_is_noticed_after_a_few_steps(place: int) -> None:
+    with fake_world(1):
+        model = fully_shard(_Scales())
+        before = _step(model, 3)
+        layer = model.get_submodule(f"each.{place}")
+        layer._parameters = {"weight": nn.Parameter(torch.zeros(2, 2)), "bias": None}  # a dict, whatever is in it
+        after = _step(model, 4)
+        assert not torch.equal(before, after), "the new value counts"
+
+
+@pytest.mark.core
+def test_a_class_that_somebody_gave_a_module_stays() -> None:
+    with fake_world(2):
+        model: Any = fully_shard(_Scales(3))
+        layer = model.get_submodule("each.1")
+
+        class Doubled(type(layer)):  # type: ignore[misc]
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return 2 * super().forward(x)
+
+        layer.__class__ = Doubled
+        expected = _step(model, 1)
+        with full_params(model):
+            pass
+        assert type(layer) is Doubled
+        model.set_gradient_divide_factor(3.0)
+        assert isinstance(layer, Doubled)
+        assert "divide=3" in type(layer)._fsdp_readings[0].text
+        model.reset_iter_state()
+        assert torch.equal(_step(model, 1), expected)
+        assert isinstance(layer.weight, DTensor), "outside of a forward"

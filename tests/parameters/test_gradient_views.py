@@ -268,6 +268,16 @@ def _changes_data(training: _Training) -> None:
 
 
 @_scenario
+def _changes_dtypes(training: _Training) -> None:
+    for step in range(STEPS):
+        training.backward(step)
+        changed = training.gradients[-1]
+        changed.data = changed.data.half() if step % 2 else torch.cat([changed.data, changed.data])
+        del changed
+        training.model.zero_grad()
+
+
+@_scenario
 def _wants_gradients_of_gradients(training: _Training) -> None:
     for step in range(STEPS):
         training.backward(step)
