@@ -1,0 +1,82 @@
+"""What is left to do for flat shards is known to all threads, and forgotten when it is done."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_compile
+from fsdp_compile.parameters import unsettled
+from fsdp_compile.parameters.flat import FlatShard
+from tests.fake_world import fake_world
+
+
+@pytest.fixture
+def _quick_turns() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def _flats(count: int) -> list[FlatShard]:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+    for layer in model:
+        fsdp_compile.fully_shard(layer)
+    fsdp_compile.fully_shard(model)
+    return [flat for unit in fsdp_compile.units(model) for flat in unit.flats]
+
+
+def test_what_is_done_is_forgotten() -> None:
+    with fake_world(2):
+        flats = _flats(3)
+        units = [flat.unit for flat in flats]
+        assert unsettled.are_settled(flats)
+        flats[2].leaf.grad = torch.zeros_like(flats[2].leaf)
+        flats[1].progress.is_due = True
+        for flat in reversed(flats):
+            unsettled.note(flat)
+        assert unsettled.among(units) == flats[1:], "in the units' order, without what is settled"
+        assert unsettled.among(units[:1]) == []
+        assert not unsettled.are_settled(flats)
+        assert unsettled.are_settled(flats[:1])
+        flats[1].progress.is_due, flats[2].leaf.grad = False, None
+        assert not unsettled.is_anything()
+
+
+@pytest.mark.usefixtures("_quick_turns")
+def test_threads_do_not_disturb_one_another() -> None:
+    with fake_world(2):
+        every = [_flats(20) for _ in range(3)]
+        failed: list[BaseException] = []
+
+        def work(flats: list[FlatShard]) -> None:
+            try:
+                for _ in range(40):
+                    _note_and_settle(flats)
+            except BaseException as error:  # what a thread raises is seen by nobody else
+                failed.append(error)
+
+        threads: list[Any] = [threading.Thread(target=work, args=(flats,)) for flats in every]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failed == []
+
+
+def _note_and_settle(flats: list[FlatShard]) -> None:
+    units = [flat.unit for flat in flats]
+    for flat in flats:
+        flat.progress.is_due = True
+        unsettled.note(flat)
+    assert unsettled.among(units) == flats
+    for flat in flats:
+        flat.progress.is_due = False
+    assert unsettled.are_settled(flats)
