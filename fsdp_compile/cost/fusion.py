@@ -127,8 +127,8 @@ def plan_kernels(graph: fx.Graph, fusion: Fusion) -> Kernels:
         return Kernels(of, frozenset(), fused=False)
     inner = {node for node in of if is_fusible(node) and WRITTEN not in node.meta and _stays_inside(node, of)}
     place = {node: number for number, node in enumerate(graph.nodes)}
-    written = [node for node in of if node not in inner and is_fusible(node) and not _reduces(node)]
-    written = [node for node in written if WRITTEN not in node.meta]
+    pointwise = [node for node in of if node not in inner and is_fusible(node) and not _reduces(node)]
+    written = [node for node in pointwise if WRITTEN not in node.meta]
     forced = {node: _forced_by(node, place) for node in written}
     later = {node: by for node, by in forced.items() if by is not None and by is not node}
     return Kernels(of, frozenset(inner), fused=True, forced=later)

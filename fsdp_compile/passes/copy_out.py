@@ -4,7 +4,7 @@
     [8 ranks, (%w0 %b0 %w1 %b1)]
 
 A copy for each parameter would take longer for the host to start than to run: such units are tiny. The copies of one
-unit are there before it needs them, and the message is free when the first unit runs.
+unit are there before it needs them, and the message is free when the first unit has read its own.
 """
 
 from __future__ import annotations
