@@ -147,7 +147,8 @@ def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
     axes.set_xlabel("communication / compute")
     axes.set_ylabel("share of the floor (%)")
-    axes.legend()
+    axes.axhline(100, color="black", linewidth=0.8, linestyle="--")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _draw_line(x: str, y: str, labels: tuple[str, str], scale: str) -> Callable[[Any, Sequence[Row]], None]:
