@@ -23,23 +23,29 @@ from tests.ranks import run_ranks
 
 SLOW = hardware("cpu", 0.01)
 OPEN: dict[str, Any] = {"reshard_after_forward": "auto", "hardware": SLOW}
-TRAINED = ("stack", "checkpointed", "tied", "repeated", "frozen", "odd-shapes", "graph-breaks")
+TRAINED = ("stack", "tied", "graph-breaks")
+OTHERS = ("checkpointed", "repeated", "frozen", "odd-shapes")
 
 
-def _trained() -> tuple[dict[str, Differences], Differences]:
-    kinds = {name: train_pair(KINDS[name], clip=0.5, options=OPEN) for name in TRAINED}
+def _trained(name: str) -> Differences:
+    return train_pair(KINDS[name], clip=0.5, options=OPEN)
 
-    def replicated(model: torch.nn.Module) -> None:
+
+@pytest.mark.parametrize("name", [*TRAINED, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
+def test_training_equals_one_process(name: str) -> None:
+    assert_equal_training(run_ranks(_trained, name))
+
+
+def _replicated() -> Differences:
+    def prepare(model: torch.nn.Module) -> None:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh, reshard_after_forward="auto")
 
-    return kinds, train_pair(KINDS["stack"], prepare=replicated, options={"hardware": SLOW})
+    return train_pair(KINDS["stack"], prepare=prepare, options={"hardware": SLOW})
 
 
-def test_training_equals_one_process() -> None:
-    for kinds, replicated in run_ranks(_trained):
-        assert_equal_training(list(kinds.values()))
-        assert_equal_training([replicated])
+def test_training_of_replicas_equals_one_process() -> None:
+    assert_equal_training(run_ranks(_replicated))
 
 
 def _with_inductor() -> Differences:
@@ -47,6 +53,7 @@ def _with_inductor() -> Differences:
 
 
 @pytest.mark.core
+@pytest.mark.long
 def test_training_through_inductor_equals_one_process() -> None:
     assert_equal_training(run_ranks(_with_inductor))
 

@@ -38,7 +38,9 @@ def test_kind(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, world_size=2))
 
 
-@pytest.mark.parametrize("name", ["stack", "odd-shapes", "tied"])
+@pytest.mark.parametrize(
+    "name", ["odd-shapes", *(pytest.param(name, marks=pytest.mark.long) for name in ("stack", "tied"))]
+)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_world_sizes(name: str, world_size: int) -> None:
     assert_equal_training(run_ranks(_kind, name, world_size=world_size))
@@ -66,8 +68,15 @@ def _prepared(prepare: Callable[[nn.Module], None], make: Callable[[], nn.Module
     return train_pair(make, prepare=prepare)
 
 
-@pytest.mark.parametrize("prepare", [_keep_for_backward, _bottom_up, _by_policy, _hybrid])
-@pytest.mark.parametrize("make", [Checkpointed, Tied, GraphBreaks])
+WAYS = (_keep_for_backward, _bottom_up, _by_policy, _hybrid)
+MADE = (Checkpointed, Tied, GraphBreaks)
+ALWAYS = {(_keep_for_backward, GraphBreaks), (_bottom_up, Tied), (_by_policy, Checkpointed), (_hybrid, Checkpointed)}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "make"),
+    [pytest.param(way, made, marks=[] if (way, made) in ALWAYS else pytest.mark.long) for made in MADE for way in WAYS],
+)
 def test_sharded_before_compile(prepare: Callable[[nn.Module], None], make: Callable[[], nn.Module]) -> None:
     assert_equal_training(run_ranks(_prepared, prepare, make, world_size=4 if prepare is _hybrid else 2))
 
@@ -84,7 +93,7 @@ def _prefetch(distance: int) -> Differences:
     return train_pair(Stack, options={"prefetch": distance})
 
 
-@pytest.mark.parametrize("distance", [0, 2, 9])
+@pytest.mark.parametrize("distance", [0, 2, pytest.param(9, marks=pytest.mark.long)])
 def test_prefetch_distance_changes_no_number(distance: int) -> None:
     assert_equal_training(run_ranks(_prefetch, distance))
 

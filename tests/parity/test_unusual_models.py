@@ -39,7 +39,8 @@ def test_sharded_before_the_compile(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, sharded_before=True))
 
 
-@pytest.mark.parametrize("name", ["channels-last", pytest.param("reads-of-another", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["channels-last", "reads-of-another"])
 def test_through_inductor(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, sharded_before=False, lower="inductor"))
 

@@ -52,10 +52,9 @@ def test_one_command_trains(tmp_path: Path) -> None:
         assert f"{line} parameters {whole / 2e6:.2f} of {whole / 1e6:.2f} MB" in out
 
 
-@pytest.mark.inductor
 def test_an_existing_torchrun_is_joined(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "fsdp_compile.cli", "train", *TINY, "--out", "run"]
+    command = [*torchrun, DRIVER, "train", *TINY, "--out", "run"]
     status, out, err = finish(start(tmp_path, *command))
     assert status == 0, err
     assert out.startswith("2 ranks on cpu, run folder run\n")
@@ -71,7 +70,7 @@ def _interrupt(process: subprocess.Popen[str], target: str) -> None:
 
 @pytest.mark.parametrize("target", [pytest.param("group", marks=pytest.mark.long), "parent"])
 def test_an_interrupted_run_leaves_nothing_but_a_checkpoint_to_go_on_from(
-    target: str, tmp_path: Path, uninterrupted: Path
+    target: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     run = tmp_path / "run"
     process = start(tmp_path, DRIVER, "train", *TINY, "--ranks", "2", "--out", "run", PAUSE_AT="4")
@@ -91,6 +90,7 @@ def test_an_interrupted_run_leaves_nothing_but_a_checkpoint_to_go_on_from(
     assert status == 0, err
     assert "resumed after step 2\n" in out
     _check_run(run, out)
+    uninterrupted = request.getfixturevalue("uninterrupted")
     for mine, theirs in zip(metrics(run), metrics(uninterrupted), strict=True):
         for name in ("loss", "held_out_loss", "grad_norm", "lr"):
             assert mine[name] == pytest.approx(theirs[name], abs=1e-6), (mine["step"], name)
