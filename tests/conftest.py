@@ -55,15 +55,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """What was imported for all tests stays, and need not be looked through in each."""
+    from tests.rank_worker import set_aside
+
+    set_aside()
+
+
 @pytest.fixture(autouse=True)
 def _clean_torch() -> Iterator[None]:
     """Every test finds torch as a new process would have it, and leaves no process group behind."""
     import torch.distributed as dist
 
-    from tests.rank_worker import reset_torch, set_aside
+    from tests.rank_worker import reset_torch
 
     reset_torch()
-    set_aside()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
