@@ -5,13 +5,10 @@ Everything here was checked on torch 2.11, 2.13 and 2.15; where the versions dif
 
 from __future__ import annotations
 
-import collections
-import itertools
 import operator
 import os
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -74,12 +71,6 @@ __all__ = [
 
 OpOverload = torch._ops.OpOverload
 _LOCAL = operator.attrgetter("_local_tensor")
-_GRADIENT_OF = operator.attrgetter("grad")
-_SPEC = operator.attrgetter("_spec")
-_ATTRIBUTES = operator.attrgetter("__dict__")
-_HOOKS = operator.attrgetter("_backward_hooks")
-_LATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
-_reinterpret_tensor: Any = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
 _GRAD: Any = torch.Tensor.grad  # a descriptor: what `.grad` is, whatever a subclass says
 collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
@@ -92,17 +83,6 @@ def make_dtensor(local: torch.Tensor, like: DTensor, *, requires_grad: bool = Fa
         meta = TensorMeta(like.shape, like.stride(), local.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, meta)
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
-
-
-def make_dtensors(locals_: Sequence[torch.Tensor], like: Sequence[Any]) -> list[DTensor]:
-    """`make_dtensor` for some tensors of one dtype and as many DTensors of one dtype, with little Python code for each.
-
-    `DTensor.__init__` does nothing but keep Dynamo out, which takes longer than making the DTensor.
-    """
-    if not locals_ or locals_[0].dtype != like[0].dtype:
-        return list(map(make_dtensor, locals_, like))
-    make = DTensor.__new__
-    return [make(DTensor, local, p._spec, requires_grad=False) for local, p in zip(locals_, like, strict=True)]
 
 
 def new_dtensor(local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[Any, ...], shape: torch.Size) -> DTensor:
@@ -132,13 +112,7 @@ ViewPlace = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def views_of(tensor: torch.Tensor, places: Sequence[ViewPlace]) -> list[torch.Tensor]:
-    """Views of a tensor that has no history.
-
-    Of plain tensors by the operator with which Inductor's code makes views: it passes the dispatcher by, and takes half
-    the time of `as_strided`.
-    """
-    if type(tensor) is torch.Tensor:
-        return [_reinterpret_tensor(tensor, *place) for place in places]
+    """Views of a tensor that has no history."""
     begin = tensor.storage_offset()
     return [tensor.as_strided(shape, strides, begin + offset) for shape, strides, offset in places]
 
@@ -233,81 +207,6 @@ def clear_own_gradient(leaf: torch.Tensor) -> None:
         _GRAD.__set__(leaf, None)
 
 
-def lack_gradients(leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether no leaf has a gradient."""
-    with plain_torch_functions():  # asking each subclass for its own takes as long again
-        return all(map(operator.is_, map(_GRADIENT_OF, leaves), itertools.repeat(None)))
-
-
-def lack_hooks(leaves: Sequence[torch.Tensor]) -> bool:
-    """Whether no leaf has a user's hook on its gradient: `has_gradient_hooks` of many at once."""
-    with plain_torch_functions():
-        return not any(map(_HOOKS, leaves)) and not any(map(_LATE_HOOKS, leaves))
-
-
-def give_gradients(leaves: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor]) -> bool:
-    """Sets the `.grad` of each leaf, which has none, with no Python code for each; if torch refuses one, of none."""
-    with plain_torch_functions():
-        try:
-            collections.deque(map(_GRAD.__set__, leaves, gradients), maxlen=0)
-        except RuntimeError:  # another dtype or shape than the leaf's
-            collections.deque(map(_GRAD.__set__, leaves, itertools.repeat(None)), maxlen=0)
-            return False
-    return True
-
-
-class Unshared:
-    """Views of one memory and DTensors that hold them, just made, and whether they may still pass for that.
-
-    Who holds one of the Python objects, or has an autograd graph hold it, is seen by their reference counts, which
-    count C++ as one more holder; who holds other tensors of the memory, by the count of its storage's users.
-
-    Args:
-        whole: A tensor that has the memory to itself, but for the views.
-        views: Of it, all.
-        dtensors: Each holds the view in its place.
-    """
-
-    def __init__(self, whole: torch.Tensor, views: Sequence[torch.Tensor], dtensors: Sequence[DTensor]) -> None:
-        look: Any = torch._C._dynamo.guards.TensorGuards
-        self._storage = whole.untyped_storage()
-        self._views, self._dtensors = views, dtensors
-        dynamic: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}  # it crashes without them
-        self._look = look(*views, **dynamic)
-        self._places = list(map(torch.Tensor.data_ptr, views))
-        self._specs = list(map(_SPEC, dtensors))
-        self._attributes = list(map(_ATTRIBUTES, [*views, *dtensors]))
-        self._holders = self._count_holders()
-
-    def holds(self) -> bool:
-        """Whether nobody else can see any of it, or has changed more of it than values."""
-        return (
-            self._count_holders() == self._holders
-            and not any(map(weakref.getweakrefcount, self._dtensors))
-            and not any(map(weakref.getweakrefcount, self._views))
-            and not any(self._attributes)
-            and hold_locals(self._dtensors, self._views)
-            and list(map(_SPEC, self._dtensors)) == self._specs
-            and list(map(torch.Tensor.data_ptr, self._views)) == self._places
-            # Dynamo's guard on tensors: type, dtype, device, shape, strides, and whether gradients are wanted.
-            and self._look.check(*self._views)
-            and not torch._C._any_requires_grad(*self._dtensors)  # of their shapes and dtypes, setting `.grad` tells
-        )
-
-    def _count_holders(self) -> tuple[list[int], list[int], int, int]:
-        return (
-            list(map(sys.getrefcount, self._dtensors)),
-            list(map(sys.getrefcount, self._views)),
-            sys.getrefcount(self._storage),
-            torch._C._storage_Use_Count(self._storage._cdata),
-        )
-
-
-def has_dispatch_modes() -> bool:
-    """Whether somebody watches, or replaces, the operators that are called."""
-    return torch._C._len_torch_dispatch_stack() > 0
-
-
 def allow_any_gradient_dtype(leaf: torch.Tensor) -> None:
     """Lets `leaf.grad` have another dtype than the leaf."""
     leaf.grad_dtype = None  # type: ignore[attr-defined, unused-ignore]  # newer than some stubs
@@ -336,11 +235,6 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 def unscale_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Multiplies tensors of one device and dtype in place; sets `found_inf` to 1 if a value is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
-
-
-def has_scaled(scaler: torch.amp.GradScaler) -> bool:
-    """Whether a scaler is in use: it makes its scale when it first scales a loss."""
-    return scaler.is_enabled() and scaler._scale is not None
 
 
 def plain_torch_functions() -> Any:

@@ -7,36 +7,44 @@ loop. Nothing calls the backend then, so nothing shards the model, and every ran
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile import _torch
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.heap import instances_of
-
-_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def watch_optimizers(backend: object) -> None:
     """Looks at every optimizer of the process once, at its first step with gradients of plain parameters.
 
+    The backend's module calls this when it is imported, which `torch.compile` does before it wraps the first model.
+
     Args:
         backend: The function that `torch.compile` calls for this backend.
     """
+    compiled: weakref.WeakSet[_torch.OptimizedModule] = weakref.WeakSet()
+    checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def note_compiled(module: nn.Module, _name: str, _submodule: nn.Module | None) -> None:
+        if isinstance(module, _torch.OptimizedModule):
+            compiled.add(module)
 
     def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if optimizer in _seen:
+        if optimizer in checked:
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if _is_trained_plainly(p)}
         if trained:
-            _refuse_unsharded(backend, trained)
-        _seen.add(optimizer)
+            _refuse_unsharded([m._orig_mod for m in compiled if _torch.backend_of(m) is backend], trained)
+        checked.add(optimizer)
 
+    # `torch.compile(model)` makes a module that holds the model: torch tells when a module gets a submodule.
+    register_module_module_registration_hook(note_compiled)
     register_optimizer_step_pre_hook(before_step)
 
 
@@ -44,8 +52,8 @@ def _is_trained_plainly(parameter: object) -> bool:
     return isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) and parameter.grad is not None
 
 
-def _refuse_unsharded(backend: object, trained: set[int]) -> None:
-    for model in _compiled_models(backend):
+def _refuse_unsharded(models: Iterable[nn.Module], trained: set[int]) -> None:
+    for model in models:
         parameters = dict(model.named_parameters())
         name = next((n for n, p in parameters.items() if id(p) in trained), None)
         is_plain = not any(isinstance(p, DTensor) for p in parameters.values())
@@ -62,10 +70,3 @@ def _was_called(model: nn.Module) -> bool:
     """Whether the model has run compiled: before that, its optimizer may well step, and state is sharded later."""
     codes = (getattr(type(module).forward, "__code__", None) for module in model.modules())
     return any(code is not None and _torch.was_looked_at(code) for code in codes)
-
-
-def _compiled_models(backend: object) -> Iterator[nn.Module]:
-    """Models that were given to `torch.compile` with this backend."""
-    for candidate in instances_of(_torch.OptimizedModule):
-        if _torch.backend_of(candidate) is backend:
-            yield candidate._orig_mod

@@ -9,8 +9,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fsdp_compile import _torch
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.gradients.local import local_of
 from fsdp_compile.parameters import updating
+from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.parameters.spec import Update
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -29,6 +32,20 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, device: str = "cuda", *, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
         self.process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """As `torch.amp.GradScaler.scale`.
+
+        Raises:
+            ConfigError: If an optimizer updates parameters in backward: it would take gradients of the scaled loss.
+        """
+        if self.is_enabled() and any(flat.progress.update is Update.IN_BACKWARD for flat in FlatShard.alive()):
+            raise ConfigError(
+                "a GradScaler scales a loss, and an update in backward would take the scaled gradients",
+                where="GradScaler.scale() with step_in_backward()",
+                instead=updating.WITHOUT_SCALER,
+            )
+        return super().scale(outputs)
 
     def _unscale_grads_(
         self,

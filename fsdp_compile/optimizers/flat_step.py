@@ -20,6 +20,7 @@ from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.optimizers.runs import Run, State, neighbours
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
+from fsdp_compile.parameters.moved import update_optimizer
 
 ELEMENTWISE = (
     optim.SGD,
@@ -107,6 +108,7 @@ class FlatStep:
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
+            update_optimizer(optimizer)
             state = optimizer.state
             given = [group["params"] for group in optimizer.param_groups]
             shown = [self._runs_of(number, parameters, state) for number, parameters in enumerate(given)]
@@ -122,6 +124,9 @@ class FlatStep:
         """
         with self._lock:
             numbers = self._group_numbers(optimizer)
+            if any(slot.parameter.grad is not None and slot.parameter not in numbers for slot in flat.slots):
+                update_optimizer(optimizer)  # it may hold parameters that were sharded since
+                numbers = self._group_numbers(optimizer)
             groups: list[Places] = [[] for _ in optimizer.param_groups]
             for slot in flat.slots:
                 if slot.parameter.grad is not None and slot.parameter in numbers:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import optim
 
-from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.heap import instances_of
 from fsdp_compile.optimizers.flat_step import Chosen, flat_step, flat_step_of
 from fsdp_compile.parameters import updating
 from fsdp_compile.parameters.flat import FlatShard
@@ -62,22 +60,8 @@ class _InBackward:
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._has_stepped = False
 
     def update(self, flat: FlatShard) -> None:
         """Steps those parameters of a flat shard that are the optimizer's, and forgets their gradients."""
-        if not self._has_stepped:
-            _refuse_scaled_losses()
-            self._has_stepped = True
         for slot in flat_step_of(self.optimizer).update(self.optimizer, flat):
             slot.parameter.grad = None
-
-
-def _refuse_scaled_losses() -> None:
-    """Refuses gradients of a scaled loss: when they are unscaled, the update is over."""
-    if any(_torch.has_scaled(scaler) for scaler in instances_of(torch.amp.GradScaler)):
-        raise ConfigError(
-            "a GradScaler has scaled a loss, and an update in backward would take the scaled gradients",
-            where=_WHERE,
-            instead=updating.WITHOUT_SCALER,
-        )

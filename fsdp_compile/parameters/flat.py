@@ -20,11 +20,7 @@ from fsdp_compile.parameters.updating import Progress
 
 if TYPE_CHECKING:
     from fsdp_compile.parameters.kept import KeptParameters, RunningGather
-    from fsdp_compile.parameters.together import Together, Waiting
     from fsdp_compile.parameters.unit import Unit
-
-SMALL_BYTES = 16 * 1024
-"""Mean bytes of a parameter's gradient up to which making views of it takes longer than to copy it."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,8 +91,6 @@ class FlatShard:
         kept: The full parameters, by offset, while they stay gathered between calls.
         arriving: An all-gather of them that is still running.
         progress: How far an update in backward is.
-        together: What its gradient was handed over with last.
-        waiting: Gradients of others that this backward has made, and that are handed over with its own.
         unit: The unit that it belongs to.
     """
 
@@ -116,23 +110,8 @@ class FlatShard:
         self.arriving: RunningGather | None = None
         self.holders: dict[Sync, torch.Tensor] = {}
         self.progress = Progress()
-        self.together: Together | None = None
-        self.waiting: Waiting | None = None
         if leaf.device.type != "meta":
             FlatShard._by_address[leaf.data_ptr()] = self
-
-    @functools.cached_property
-    def small_kind(self) -> tuple[torch.dtype, torch.device] | None:
-        """What its gradients have to share with others to be handed over together; `None` if they are not small.
-
-        Neither are gradients whose owners have them elsewhere, or otherwise, than they arrive, nor those of devices
-        with streams (`gradient_views.py`).
-        """
-        leaf = self.leaf
-        is_small = leaf.numel() * leaf.element_size() <= SMALL_BYTES * len(self.slots)
-        as_they_arrive = self.unit.policy.offload is None and all(s.kept_gradient_dtype is None for s in self.slots)
-        on_host = leaf.device.type == "cpu"
-        return (leaf.dtype, leaf.device) if leaf.requires_grad and is_small and as_they_arrive and on_host else None
 
     @staticmethod
     def of(leaf: torch.Tensor) -> FlatShard | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_compile._torch import backward_in_progress
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters import integrity, moved
+from fsdp_compile.parameters import integrity
 from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.forward_depth import in_forward
 from fsdp_compile.parameters.held import HeldSlot, Wish
@@ -111,7 +111,6 @@ class _Held:
         for unit in self.units:
             unit.holding = Holding.SHARDS
         note_layout()
-        moved.update_optimizers()
         return [problem for problem in problems if problem is not None]
 
 

@@ -16,17 +16,16 @@ from fsdp_compile._torch import (
     allow_any_gradient_dtype,
     calls_are_compiled,
     clear_own_gradient,
-    make_dtensors,
+    make_dtensor,
     own_gradient,
     skip_code,
     views_of,
 )
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.parameters import epilogue, together, updating
+from fsdp_compile.parameters import epilogue, updating
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.reads import READS
 from fsdp_compile.parameters.spec import Sync, Update
-from fsdp_compile.parameters.together import Waiting
 
 
 def install(flat: FlatShard) -> None:
@@ -75,28 +74,15 @@ def hand_over(flat: FlatShard) -> None:
     if gradient is None:
         return
     refuse_double_backward(flat, gradient)
-    waiting = together.take(flat)
-    if waiting is None:
-        deliver(flat, gradient, offsets)
-    else:
-        _deliver_together(flat, gradient, waiting)
-
-
-def _deliver_together(first: FlatShard, gradient: torch.Tensor, waiting: Waiting) -> None:
-    """`deliver` for a gradient, and for those that have waited for it."""
-    gradients = gradient, *waiting.gradients
-    is_as_it_was = first.together is waiting.together  # no parameter was replaced meanwhile, say
-    if not (is_as_it_was and waiting.together.give(gradients)):
-        for flat, each in zip(waiting.together.flats, gradients, strict=True):
-            deliver(flat, each, [slot.spec.offset for slot in flat.slots])
+    deliver(flat, gradient, offsets)
 
 
 def deliver(flat: FlatShard, gradient: torch.Tensor, offsets: Collection[int]) -> None:
     """Adds a gradient, laid out and typed as the flat shard, to the `.grad` of the slots at `offsets`."""
     slots = flat.slots_at(offsets)
     parts = views_of(gradient, [slot.place for slot in slots])
-    for slot, part in zip(slots, make_dtensors(parts, [slot.parameter for slot in slots]), strict=True):
-        _accumulate(slot, part)
+    for slot, part in zip(slots, parts, strict=True):
+        _accumulate(slot, make_dtensor(part, slot.dtensor))
     flat.progress.is_due = flat.progress.update is Update.IN_BACKWARD
 
 
@@ -131,7 +117,7 @@ def await_late_gradient(parameter: nn.Parameter, slot: ParameterSlot) -> None:
             leaf, text, flat = getattr(module, READS)[attribute]  # the text by which gradients are reduced at once
             with torch.no_grad():
                 reduced = torch.ops.fsdp.reduce_grad(leaf, gradient.to(slot.spec.param_dtype), text)
-                _accumulate(slot, *make_dtensors(views_of(reduced, [slot.place]), [slot.parameter]))
+                _accumulate(slot, make_dtensor(*views_of(reduced, [slot.place]), slot.dtensor))
             flat.progress.is_due = flat.progress.update is Update.IN_BACKWARD
             epilogue.expect(flat)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters import moved, storage, together
+from fsdp_compile.parameters import storage
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.unit import Holding, Unit
 
@@ -49,7 +49,6 @@ def put_in_place(unit: Unit) -> None:
         repaired = [repair_in_place(flat) for flat in unit.flats]
         if not all(repaired):
             storage.fill(unit, members(unit))
-        moved.update_optimizers()
 
 
 def check_inside_graph(flat: FlatShard) -> None:
@@ -61,9 +60,7 @@ def check_inside_graph(flat: FlatShard) -> None:
     refuse_held(flat.unit)
     if not flat.is_broken():
         return
-    if repair_in_place(flat):
-        moved.update_optimizers()
-    else:
+    if not repair_in_place(flat):
         changed = next(s for s in flat.slots if not _fits(_held(flat.unit, s) or s.parameter, s, flat.leaf))
         raise ConfigError(
             "a parameter changed its dtype, device, shape or requires_grad, and the compiled function cannot notice "
@@ -101,7 +98,6 @@ def repair_in_place(flat: FlatShard) -> bool:
         for slot, held in found:
             if held is not None and (held is not slot.parameter or _local(held) is not slot.local):
                 storage.adopt(slot, held, flat.unit.policy)
-    together.forget(flat)  # they are of the parameters that were there before
     storage.follow_updaters(flat.unit)
     return True
 

@@ -10,7 +10,7 @@ from typing import cast
 from torch import nn
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters import accumulation, keeping, together
+from fsdp_compile.parameters import accumulation, keeping
 from fsdp_compile.parameters.keeping import UnshardHandle
 from fsdp_compile.parameters.mixing import give_methods
 from fsdp_compile.parameters.queues import set_queue
@@ -144,8 +144,6 @@ class ShardedModule:
                 flat.partial.clear()
                 flat.leaf.grad = None
                 flat.undelivered.clear()
-                flat.waiting = None
-                together.forget(flat)
                 flat.progress.readers, flat.progress.is_due = 0, False
             respecify(unit)
         keeping.reshard(own)

@@ -1,33 +1,30 @@
 """What becomes of a plain parameter that was sharded while others still hold it.
 
-Its memory is released and it turns into a `MovedParameter` that knows its successor. Optimizers that held it are given
-the successor at once, with their state sharded; lists of parameters that users kept still find the gradients.
+Its memory is released and it turns into a `MovedParameter` that knows its successor. Optimizers that hold it are given
+the successor at the start of their next step, with their state sharded; lists of parameters that users kept still find
+the gradients.
 """
 
 from __future__ import annotations
 
-import sys
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile import _torch
 from fsdp_compile._torch import make_dtensor
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.heap import instances_of
 from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.rows import local_part
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """State of torch's optimizers that is one number; a 0-d parameter's other state looks the same."""
-_OWN_REFERENCES = 3
-"""To a retired parameter that nobody else holds: the list's below, the loop variable's and `getrefcount`'s own."""
-_unannounced: list[nn.Parameter] = []
-"""Parameters that were retired since optimizers were last told."""
 
 
 class MovedParameter(nn.Parameter):
@@ -68,7 +65,6 @@ def retire(parameter: nn.Parameter, slot: ParameterSlot) -> None:
     parameter.__class__ = MovedParameter
     assert isinstance(parameter, MovedParameter)
     parameter.slot, parameter.full_shape = slot, shape
-    _unannounced.append(parameter)
 
 
 def successor(parameter: torch.Tensor) -> torch.Tensor:
@@ -76,24 +72,27 @@ def successor(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.slot.parameter if isinstance(parameter, MovedParameter) else parameter
 
 
-def update_optimizers() -> None:
-    """Gives every optimizer of the process the successors of the parameters it holds, and shards its state.
+@functools.cache
+def update_optimizers_at_their_next_step() -> None:
+    """From now on, every optimizer of the process looks for retired parameters at the start of its steps."""
+    register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: update_optimizer(optimizer))
 
-    Does nothing if nothing was retired since the last call, or nobody holds what was: the search goes through every
-    object of the process, and a bottom-up split calls this for every block.
+
+def update_optimizer(optimizer: Optimizer) -> None:
+    """Gives an optimizer the successors of the retired parameters that it holds, and shards its state.
+
+    Raises:
+        ConfigError: If it holds state that cannot be sharded; it is left as it was then.
     """
-    # These and no others: an optimizer of a model that is gone is nobody's business any more.
-    retired = {p for p in _unannounced if sys.getrefcount(p) > _OWN_REFERENCES}
-    _unannounced.clear()
+    retired = [p for group in optimizer.param_groups for p in group["params"] if type(p) is MovedParameter]
     if not retired:
         return
-    for optimizer in instances_of(Optimizer):
-        for group in optimizer.param_groups:
-            if not retired.isdisjoint(group["params"]):
-                group["params"] = [successor(p) for p in group["params"]]
-        for parameter in [p for p in optimizer.state if isinstance(p, MovedParameter) and p in retired]:
-            state = optimizer.state.pop(parameter)
-            optimizer.state[successor(parameter)] = _shard_state(state, parameter)
+    state = {p: _shard_state(optimizer.state[p], p) for p in retired if p in optimizer.state}
+    for group in optimizer.param_groups:
+        group["params"] = [successor(p) for p in group["params"]]
+    for parameter, value in state.items():
+        del optimizer.state[parameter]
+        optimizer.state[successor(parameter)] = value
 
 
 def _shard_state(state: Any, parameter: MovedParameter) -> Any:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters import hooks, integrity, moved, sharding, storage
+from fsdp_compile.parameters import hooks, integrity, sharding, storage
 from fsdp_compile.parameters.hooks import CommHook
 from fsdp_compile.parameters.reads import READS
 
@@ -56,7 +56,6 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
                 precision = dataclasses.replace(unit.policy.mixed_precision, reduce_dtype=reduced)
                 unit.policy = dataclasses.replace(unit.policy, mixed_precision=precision)
                 storage.fill(unit, integrity.members(unit))
-    moved.update_optimizers()
 
 
 def _refuse(model: nn.Module, units: list[Unit]) -> None:

@@ -155,8 +155,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     if separate_reduce_group:
         separate(made)
     _enter_forwards(module)
-    del occurrences, managed  # so that only others' references to the old parameters are left
-    moved.update_optimizers()
+    moved.update_optimizers_at_their_next_step()
     if device is not None:
         devices.move_buffers(module, device, [*below, *listed.modules])
     states.send(module, made, device)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_compile import _torch
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters import handover, holding, layout, moved, together, updating
+from fsdp_compile.parameters import handover, holding, layout, moved, updating
 from fsdp_compile.parameters.boundary import Island
 from fsdp_compile.parameters.flat import FlatShard, ParameterSlot
 from fsdp_compile.parameters.groups import GroupRole, alias_of, run_of
@@ -59,8 +59,7 @@ class Member:
 def fill(unit: Unit, members: Sequence[Member]) -> None:
     """Lays `members` out in new flat shards of `unit`, and makes their modules read from there.
 
-    A parameter that is a DTensor already keeps its identity. A full one is retired; the caller tells optimizers about
-    it when everything is in place (`moved.update_optimizers`).
+    A parameter that is a DTensor already keeps its identity. A full one is retired.
     """
     key = lambda m: (  # noqa: E731
         str(m.parameter.dtype), m.parameter.requires_grad, str(m.target), keeps_own_dtype(m)
@@ -68,8 +67,6 @@ def fill(unit: Unit, members: Sequence[Member]) -> None:
     _refuse_to_lose_gradients(unit)
     groups = [list(group) for _, group in itertools.groupby(sorted(members, key=key), key)]
     order = {id(m): i for i, m in enumerate(members)}
-    for flat in unit.flats:
-        together.forget(flat)
     unit.flats = [_flat_shard(unit, sorted(group, key=lambda m: order[id(m)])) for group in groups]
     gather_slots(unit.flats)
     for flat in unit.flats:

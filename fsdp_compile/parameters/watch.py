@@ -13,13 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import is_grad_enabled, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import calls_are_compiled, hold_locals, plain_torch_functions
 from fsdp_compile.parameters import integrity, sharding
 from fsdp_compile.parameters.attributes import READS
-from fsdp_compile.parameters.flat import ParameterSlot
 from fsdp_compile.parameters.reads import layouts
 from fsdp_compile.parameters.unit import Unit
 
@@ -28,8 +27,6 @@ _tables_of = operator.attrgetter("_parameters", "_modules")
 _END = object()
 """Ends what is compared, so that neither side may be longer."""
 _requires_grad = operator.attrgetter("requires_grad")
-_AT_ONCE = 64
-"""Parameters, and modules, looked at in one step for what hardly anybody changes: seen late in large models."""
 
 
 def units_in_place(root: nn.Module) -> Sequence[Unit]:
@@ -67,25 +64,25 @@ class Watched:
 
     Attributes:
         units: What modules in it read from.
-        filled: The dicts of parameters and of modules of those in it, and of others that hold parameters of the units.
-        empty: Those of them that hold nothing.
-        contents: What they hold, parameters and modules, and `_END`.
+        modules: Those in it, and others that hold parameters of the units.
+        tables: The dicts of parameters and of modules of each of these.
+        names: Of what the dicts hold.
+        contents: The parameters and modules that the dicts hold, and `_END`.
         parameters: All of the units.
         locals: The view that each of them holds.
-        closer: What else can be seen.
-        in_turn: The same without end.
+        storages: The own, empty storage of each of them, which `.data = ...` replaces.
         trainable: Whether each of them gets gradients.
         layouts: How often anything had been laid out.
     """
 
     units: tuple[Unit, ...]
-    filled: tuple[dict[str, Any], ...]
-    empty: tuple[dict[str, Any], ...]
+    modules: tuple[nn.Module, ...]
+    tables: tuple[dict[str, Any], ...]
+    names: list[str]
     contents: tuple[object, ...]
     parameters: tuple[DTensor, ...]
     locals: tuple[torch.Tensor, ...]
-    closer: tuple[_CloserLook, ...]
-    in_turn: Iterator[_CloserLook]
+    storages: tuple[torch.UntypedStorage | None, ...]
     trainable: tuple[bool, ...]
     layouts: int
 
@@ -94,36 +91,33 @@ class Watched:
         """Takes what is there now to be in place."""
         units = _units_read_below(root)
         slots = [slot for unit in units for slot in unit.slots]
-        modules = dict.fromkeys([*root.modules(), *(module for slot in slots for module, _ in slot.owners)])
+        modules = tuple(dict.fromkeys([*root.modules(), *(module for slot in slots for module, _ in slot.owners)]))
         tables = tuple(_tables(modules))
-        filled = tuple(filter(None, tables))
-        closer = tuple(_CloserLook.at(slots, tuple(modules)))
         return Watched(
             units=tuple(units),
-            filled=filled,
-            empty=tuple(table for table in tables if not table),
-            contents=(*_contents(filled), _END),
+            modules=modules,
+            tables=tables,
+            names=_names(tables),
+            contents=(*_contents(tables), _END),
             parameters=tuple(slot.dtensor for slot in slots),
             locals=tuple(slot.local for slot in slots),
-            closer=closer,
-            in_turn=itertools.cycle(closer),
+            storages=tuple(slot.shell for slot in slots),
             trainable=tuple(flat.leaf.requires_grad for unit in units for flat in unit.flats for _ in flat.slots),
             layouts=layouts(),
         )
 
     def is_intact(self) -> bool:
-        """Whether nothing was replaced, converted, moved, frozen, thawed, added, removed or laid out anew since.
-
-        A step of training looks closer at one part, others at all: after them nobody may come to look at the rest.
-        """
-        if self.layouts != layouts() or any(self.empty):
+        """Whether nothing was replaced, converted, moved, frozen, thawed, added, removed or laid out anew since."""
+        if self.layouts != layouts():
             return False
         with plain_torch_functions():  # asking each parameter's class for its own takes as long again
             return (
-                _same(itertools.chain(_contents(self.filled), (_END,)), self.contents)
+                _same(_tables(self.modules), self.tables)
+                and _names(self.tables) == self.names
+                and _same(itertools.chain(_contents(self.tables), (_END,)), self.contents)
                 and hold_locals(self.parameters, self.locals)
+                and _same(map(torch.Tensor.untyped_storage, self.parameters), self.storages)
                 and _same(map(_requires_grad, self.parameters), self.trainable)
-                and all(look.is_intact() for look in ((next(self.in_turn),) if is_grad_enabled() else self.closer))
             )
 
 
@@ -132,45 +126,14 @@ def _tables(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
     return itertools.chain.from_iterable(map(_tables_of, modules))
 
 
+def _names(tables: Iterable[dict[str, Any]]) -> list[str]:
+    """The names in some of them."""
+    return list(itertools.chain.from_iterable(tables))
+
+
 def _contents(tables: Iterable[dict[str, Any]]) -> Iterator[object]:
     """The parameters and the modules that are in some of them."""
     return itertools.chain.from_iterable(map(dict.values, tables))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _CloserLook:
-    """What is seen at a closer look: an assignment to `.data`, or to a module's dicts, and what was renamed in them.
-
-    Attributes:
-        parameters: Some of the parameters.
-        shells: The storage of each of them.
-        modules: Some of the modules.
-        tables: Their dicts of parameters and of modules.
-        names: Of what these hold.
-    """
-
-    parameters: tuple[DTensor, ...]
-    shells: tuple[torch.UntypedStorage | None, ...]
-    modules: tuple[nn.Module, ...]
-    tables: tuple[dict[str, Any], ...]
-    names: list[str]
-
-    @staticmethod
-    def at(slots: Sequence[ParameterSlot], modules: tuple[nn.Module, ...]) -> Iterator[_CloserLook]:
-        """At the first parameters and modules, at the next ones, and so on."""
-        for begin in range(0, max(len(slots), len(modules), 1), _AT_ONCE):
-            some, among = slots[begin : begin + _AT_ONCE], modules[begin : begin + _AT_ONCE]
-            parameters, shells = tuple(slot.dtensor for slot in some), tuple(slot.shell for slot in some)
-            tables = tuple(_tables(among))
-            yield _CloserLook(parameters, shells, among, tables, list(itertools.chain.from_iterable(tables)))
-
-    def is_intact(self) -> bool:
-        """Whether nobody did."""
-        return (
-            _same(map(torch.Tensor.untyped_storage, self.parameters), self.shells)
-            and _same(_tables(self.modules), self.tables)
-            and list(itertools.chain.from_iterable(self.tables)) == self.names
-        )
 
 
 def _same(found: Iterable[object], expected: Iterable[object]) -> bool:

@@ -397,7 +397,7 @@ def test_what_cannot_be_used_is_refused_by_name() -> None:
 
 
 class _Scales(nn.Module):
-    """More parameters, in more modules, than a step looks at closely."""
+    """Many parameters, in many modules."""
 
     def __init__(self, count: int = 100) -> None:
         super().__init__()
@@ -420,20 +420,15 @@ def _rename(layer: Any) -> None:
 
 @pytest.mark.parametrize("change", [_assign_data_of, _rename])
 @pytest.mark.parametrize("place", [0, 70, 99])
-def test_what_hardly_anybody_does_is_noticed_after_a_few_steps(change: Change, place: int) -> None:
+def test_what_hardly_anybody_does_is_noticed_by_the_next_step(change: Change, place: int) -> None:
     with fake_world(2):
         model = fully_shard(_Scales())
         x = torch.ones(1, 2)
         for _ in range(3):
             model(x)
         change(model.get_submodule(f"each.{place}"))
-
-        def four_steps() -> None:  # 102 dicts that hold something, 64 in each step
-            for _ in range(4):
-                model(x)
-
         with pytest.raises(ConfigError, match=rf"each\.{place}\.weight"):
-            four_steps()
+            model(x)
 
 
 def _step(model: nn.Module, times: int) -> torch.Tensor:
@@ -442,7 +437,7 @@ def _step(model: nn.Module, times: int) -> torch.Tensor:
     return output
 
 
-def test_a_forward_without_gradients_looks_closely_at_everything() -> None:
+def test_a_forward_without_gradients_notices_it_too() -> None:
     with fake_world(2):
         model = fully_shard(_Scales())
         with torch.no_grad():
@@ -453,13 +448,13 @@ def test_a_forward_without_gradients_looks_closely_at_everything() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 99])
-def test_a_dict_that_took_the_place_of_a_modules_own_is_noticed_after_a_few_steps(place: int) -> None:
+def test_a_dict_that_took_the_place_of_a_modules_own_is_noticed_by_the_next_step(place: int) -> None:
     with fake_world(1):
         model = fully_shard(_Scales())
         before = _step(model, 3)
         layer = model.get_submodule(f"each.{place}")
         layer._parameters = {"weight": nn.Parameter(torch.zeros(2, 2)), "bias": None}  # a dict, whatever is in it
-        after = _step(model, 4)
+        after = _step(model, 1)
         assert not torch.equal(before, after), "the new value counts"
 
 

@@ -251,6 +251,7 @@ def _check_refused() -> None:
         late = plain(torch.ones(2, 4)).sum()
         kept = plain.weight
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer.step()
     assert optimizer.param_groups[0]["params"][0] is plain.weight
     with pytest.raises(ConfigError, match="was sharded since you took it"):
         kept + 1
