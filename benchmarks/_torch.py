@@ -6,7 +6,7 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 
-from fsdp_compile._torch import fake_store
+from fsdp_compile._torch.distributed import fake_store
 
 __all__ = ["fake_store", "fresh_cache", "inductor_config", "sleep_on_device"]
 

@@ -24,11 +24,9 @@ from torch import Tensor, nn
 
 from benchmarks.command import finish, parser
 from fsdp_compile.parity.processes import Place, run_on_ranks
-from fsdp_compile.training.batches import Batches
-from fsdp_compile.training.config import TrainConfig
-from fsdp_compile.training.corpus import read_corpus
+from fsdp_compile.training.config import Schedule, TrainConfig
+from fsdp_compile.training.data import Batches, read_corpus
 from fsdp_compile.training.model import Llama, ModelShape
-from fsdp_compile.training.schedule import Schedule
 from fsdp_compile.training.trainer import BETAS
 
 _TIMEOUT_S = 600

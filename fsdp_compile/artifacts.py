@@ -20,11 +20,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_compile._torch import trace_artifact
-from fsdp_compile.ir.diff import diff_graphs, format_diff
+from fsdp_compile._torch.dynamo import trace_artifact
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.plan_text import format_plan
-from fsdp_compile.ir.text import format_graph
+from fsdp_compile.ir.text.diff import diff_graphs, format_diff
+from fsdp_compile.ir.text.plan import format_plan
+from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.passes.base import GraphPass
 
 

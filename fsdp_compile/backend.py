@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from fsdp_compile import _torch
+from fsdp_compile._torch.dynamo import caller_of_root_frame, list_mode_options, restart_trace
 from fsdp_compile.capture.in_place import refuse_updates
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
 from fsdp_compile.capture.lookups import shard_lookups
@@ -16,12 +16,12 @@ from fsdp_compile.capture.plain_model import refuse_unused_sharding, shard_plain
 from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower.agreement import agree, refuse
+from fsdp_compile.lower.compiled_regions import remember
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
-from fsdp_compile.lower.ran import remember
 from fsdp_compile.lower.region import Region
+from fsdp_compile.modules.forward import in_forward_until_return
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.parameters.forward_depth import in_forward_until_return
 from fsdp_compile.pipeline import keep, transform
 
 
@@ -52,8 +52,8 @@ def fsdp(
             instead="lower='inductor', or leave them out",
         )
     if shard_plain_models(gm, example_inputs, checked):
-        in_forward_until_return(_torch.caller_of_root_frame())
-        raise _torch.restart_trace()
+        in_forward_until_return(caller_of_root_frame())
+        raise restart_trace()
     refuse_unused_sharding(example_inputs, checked)
     refuse_updates(gm, example_inputs)
     if checked.embedding == "sharded":
@@ -79,7 +79,7 @@ def fsdp(
     region = Region(flats, run_passes, keep_what_fits, announce, tell)
     if checked.lower == "eager":
         return compile_eagerly(gm, example_inputs, region)
-    settings = _torch.list_mode_options(mode) if mode else {}
+    settings = list_mode_options(mode) if mode else {}
     exact = {} if checked.memory_budget_gb is None else FREE_AT_LAST_USE
     return compile_with_inductor(gm, example_inputs, region, {**exact, **settings, **checked.inductor})
 

@@ -12,13 +12,12 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
+from fsdp_compile.config.policy import AnyOffloadPolicy as OffloadedBy
+from fsdp_compile.config.policy import AnyPrecisionPolicy, WrapPolicy
+from fsdp_compile.config.prefetch import SHORT_FORMS, FSDPPrefetch, named_rules
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.parameters.layout import ReduceLayout
-from fsdp_compile.parameters.offload import Policy as OffloadedBy
-from fsdp_compile.parameters.precision import Policy
-from fsdp_compile.parameters.splitting import WrapPolicy
-from fsdp_compile.prefetch import SHORT_FORMS, FSDPPrefetch, named_rules
+from fsdp_compile.layout.flat_layout import ReduceLayout
 
 _SHARDING = (
     "mesh",
@@ -92,7 +91,7 @@ class FSDPOptions:
     embedding: Literal["gathered", "sharded"] = "gathered"
     stop_after: str | None = None
     mesh: DeviceMesh | None = None
-    mp_policy: Policy | None = None
+    mp_policy: AnyPrecisionPolicy | None = None
     reshard_after_forward: bool | int | Literal["auto"] | None = None
     offload_policy: OffloadedBy | None = None
     auto_wrap_policy: WrapPolicy | None = None
@@ -115,7 +114,7 @@ class FSDPOptions:
             raise _bad_value("inductor", self.inductor, "a dict of settings of torch._inductor.config")
         if self.artifacts is not None and not isinstance(self.artifacts, str | os.PathLike):
             raise _bad_value("artifacts", self.artifacts, "the path of a folder")
-        if self.mp_policy is not None and not isinstance(self.mp_policy, Policy):
+        if self.mp_policy is not None and not isinstance(self.mp_policy, AnyPrecisionPolicy):
             raise _bad_value("mp_policy", self.mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
 
     def _check_schedule(self) -> None:

@@ -1,9 +1,9 @@
 """The pipeline: everything that happens to a graph, in order.
 
-Dynamo's graph: one `fsdp.unshard` marker per read of a parameter           parameters/reads.py
+Dynamo's graph: one `fsdp.unshard` marker per read of a parameter           modules/classes.py
 1. capture: AOTAutograd makes the joint graph; its flat shards are named    capture/inputs.py
-2. partition: forward and backward; gathered parameters are never saved     capture/partition.py
-3. keep: what stays gathered from forward to backward, if that is left open capture/keep_unsharded.py
+2. partition: forward and backward; gathered parameters are never saved     partition/partition.py
+3. keep: what stays gathered from forward to backward, if that is left open partition/auto_reshard.py
 4. passes: the list below, on either graph                                  passes/
 5. verify: the rules that every graph must keep                             verify/
 6. lower: Inductor, or operator by operator                                 lower/
@@ -16,21 +16,21 @@ import gc
 from typing import Any, Final
 
 from fsdp_compile.artifacts import Watcher
-from fsdp_compile.capture.keep_unsharded import asks_for_choice, keep_unsharded
+from fsdp_compile.config.prefetch import Ahead, FSDPPrefetch
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import hardware as named_hardware
-from fsdp_compile.cost.here import hardware_of
+from fsdp_compile.cost.hardware import hardware_of
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Phase, Role, require
+from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
+from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.parameters.layout import ReduceLayout
+from fsdp_compile.partition.auto_reshard import asks_for_choice, keep_unsharded
 from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.passes.bucket import BucketCollectives
+from fsdp_compile.passes.bucketing.join_small import worth_joining_bytes
 from fsdp_compile.passes.delay_gradients import DelayGradients
 from fsdp_compile.passes.explicit_prefetch import ExplicitPlan, ExplicitPrefetch
 from fsdp_compile.passes.insert_collectives import InsertCollectives
-from fsdp_compile.passes.joining import worth_joining_bytes
 from fsdp_compile.passes.schedule import MARGIN, Schedule, SchedulePlan
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
@@ -38,8 +38,7 @@ from fsdp_compile.passes.schedule_reshard import ScheduleReshard
 from fsdp_compile.passes.schedule_rules import ScheduleRules
 from fsdp_compile.passes.settle_updates import SettleUpdates
 from fsdp_compile.passes.update_in_backward import UpdateInBackward
-from fsdp_compile.planner.budget import of_graphs
-from fsdp_compile.prefetch import Ahead, FSDPPrefetch
+from fsdp_compile.planner.problem import of_graphs
 from fsdp_compile.verify.check import check
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.table import Stage

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.ir.parse import parse_graph
-from fsdp_compile.ir.text import format_graph
+from fsdp_compile.ir.text.parser import parse_graph
+from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import passes
 from tests.parity.models import Stack

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compile import RankFailedError, RankMismatchError
-from fsdp_compile.lower.rounds import Difference, Room, digest_of
+from fsdp_compile.comm.rendezvous import Difference, Room, digest_of
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0

@@ -14,9 +14,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fsdp_compile._torch import memory_id
+from fsdp_compile._torch.tensors import memory_id
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.ops.unshard import UNSHARD
+from fsdp_compile.runtime.units import FlatShard
 
 _OPERATORS: tuple[Callable[..., Any], ...] = (
     operator.setitem,
@@ -45,7 +46,7 @@ def refuse_updates(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         if id(value) in names:
             guarded |= {key: names[id(value)] for key in _memory(node)}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in (torch.ops.fsdp.unshard, torch.ops.fsdp.unshard.default):
+        if node.op == "call_function" and node.target in (torch.ops.fsdp.unshard, UNSHARD):
             guarded |= dict.fromkeys(_memory(node), "a gathered parameter")
         elif _writes(node) and isinstance(node.args[0], fx.Node):
             written = next((guarded[key] for key in _memory(node.args[0]) if key in guarded), None)

@@ -9,12 +9,13 @@ import torch
 from torch import fx
 
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.ir.queries import GRADIENTS_OF_READS, LOOK_UP, UNSHARD, read_text
-from fsdp_compile.ir.record import KEY, Phase, Record, Role
-from fsdp_compile.parameters.flat import FlatShard
-from fsdp_compile.parameters.sharding import units
-from fsdp_compile.parameters.spec import ReadSpec, parse
-from fsdp_compile.parameters.unit import Unit
+from fsdp_compile.ir.graph import KEY, Phase, Record, Role
+from fsdp_compile.ir.queries import GRADIENTS_OF_READS, read_text
+from fsdp_compile.layout.spec import ReadSpec, parse
+from fsdp_compile.ops.embedding import LOOK_UP
+from fsdp_compile.ops.unshard import UNSHARD
+from fsdp_compile.runtime.module_state import units
+from fsdp_compile.runtime.units import FlatShard, Unit
 
 
 def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:

@@ -16,11 +16,12 @@ from torch import fx
 from torch.nn import functional
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.ir.places import module_of
-from fsdp_compile.parameters import lookup  # noqa: F401  registers fsdp::look_up
-from fsdp_compile.parameters.spec import ReadSpec, Sync, parse
+from fsdp_compile.ir.queries import module_of
+from fsdp_compile.layout.spec import ReadSpec, Sync, parse
+from fsdp_compile.ops.embedding import LOOK_UP
+from fsdp_compile.ops.unshard import UNSHARD
 
-_UNSHARD = (torch.ops.fsdp.unshard, torch.ops.fsdp.unshard.default)
+_UNSHARD = (torch.ops.fsdp.unshard, UNSHARD)
 _ARGUMENTS = inspect.signature(functional.embedding)
 
 
@@ -47,7 +48,7 @@ def shard_lookups(gm: fx.GraphModule) -> None:
         with gm.graph.inserting_before(node):
             ids, padding = given["input"], _padding(given["padding_idx"], spec.shape[0])
             scale = bool(given["scale_grad_by_freq"])
-            made = gm.graph.call_function(torch.ops.fsdp.look_up.default, (flat, ids, text, padding, scale))
+            made = gm.graph.call_function(LOOK_UP, (flat, ids, text, padding, scale))
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
         for unused in (node, weight):

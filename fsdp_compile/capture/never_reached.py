@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_compile import _torch
+from fsdp_compile._torch.dynamo import OptimizedModule, backend_of, was_looked_at
 from fsdp_compile.errors import UnsupportedModelError
 
 
@@ -28,11 +28,11 @@ def watch_optimizers(backend: object) -> None:
     Args:
         backend: The function that `torch.compile` calls for this backend.
     """
-    compiled: weakref.WeakSet[_torch.OptimizedModule] = weakref.WeakSet()
+    compiled: weakref.WeakSet[OptimizedModule] = weakref.WeakSet()
     checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def note_compiled(module: nn.Module, _name: str, _submodule: nn.Module | None) -> None:
-        if isinstance(module, _torch.OptimizedModule):
+        if isinstance(module, OptimizedModule):
             compiled.add(module)
 
     def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -40,7 +40,7 @@ def watch_optimizers(backend: object) -> None:
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if _is_trained_plainly(p)}
         if trained:
-            _refuse_unsharded([m._orig_mod for m in compiled if _torch.backend_of(m) is backend], trained)
+            _refuse_unsharded([m._orig_mod for m in compiled if backend_of(m) is backend], trained)
         checked.add(optimizer)
 
     # `torch.compile(model)` makes a module that holds the model: torch tells when a module gets a submodule.
@@ -69,4 +69,4 @@ def _refuse_unsharded(models: Iterable[nn.Module], trained: set[int]) -> None:
 def _was_called(model: nn.Module) -> bool:
     """Whether the model has run compiled: before that, its optimizer may well step, and state is sharded later."""
     codes = (getattr(type(module).forward, "__code__", None) for module in model.modules())
-    return any(code is not None and _torch.was_looked_at(code) for code in codes)
+    return any(code is not None and was_looked_at(code) for code in codes)

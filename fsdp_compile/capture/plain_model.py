@@ -15,15 +15,15 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import _torch
+from fsdp_compile._torch.dynamo import OptimizedModule, root_frame_globals, root_frame_locals, source_prefixes
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.modules.param_views import is_shown
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.parameters.flat import FlatShard
-from fsdp_compile.parameters.moved import MovedParameter
-from fsdp_compile.parameters.plain_view import is_shown
-from fsdp_compile.parameters.refusals import refuse_wrappers
-from fsdp_compile.parameters.sharding import added_later, fully_shard, is_ignored, is_sharded, units
-from fsdp_compile.parameters.unit import Unit
+from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
+from fsdp_compile.runtime.replaced_params import MovedParameter
+from fsdp_compile.runtime.units import FlatShard, Unit
+from fsdp_compile.sharding.checks import added_later, refuse_wrappers
+from fsdp_compile.sharding.fully_shard import fully_shard
 
 _sharded_here: weakref.WeakSet[Unit] = weakref.WeakSet()
 """Units that the backend made, with the options of its compile."""
@@ -112,7 +112,7 @@ def _owner(placeholder: fx.Node, parameter: nn.Parameter) -> nn.Module:
     for module in (*_compiled_modules(), *_modules_on_the_way(placeholder)):
         if _is_unclaimed(module, parameter):
             return module
-    expressions = _torch.source_prefixes(placeholder)
+    expressions = source_prefixes(placeholder)
     raise UnsupportedModelError(
         "the compiled function reads a parameter that belongs to no torch.nn.Module",
         where=expressions[-1] if expressions else placeholder.name,
@@ -132,7 +132,7 @@ def _compiled_modules() -> Iterator[nn.Module]:
     while frame is not None:
         name = frame.f_code.co_name
         candidate = frame.f_locals.get("self") if name in ("__call__", "_call_impl") else None
-        if isinstance(candidate, _torch.OptimizedModule):
+        if isinstance(candidate, OptimizedModule):
             found.append(candidate._orig_mod)
         elif isinstance(candidate, nn.Module):
             inside.append(candidate)
@@ -145,8 +145,8 @@ def _compiled_modules() -> Iterator[nn.Module]:
 
 def _modules_on_the_way(placeholder: fx.Node) -> Iterator[nn.Module]:
     """Modules along the path on which Dynamo found a graph input, outermost first."""
-    scope = {"L": _torch.root_frame_locals() or {}, "G": _torch.root_frame_globals()}
-    for expression in _torch.source_prefixes(placeholder):
+    scope = {"L": root_frame_locals() or {}, "G": root_frame_globals()}
+    for expression in source_prefixes(placeholder):
         try:
             value = eval(expression, dict(scope))
         except Exception:

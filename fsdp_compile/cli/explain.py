@@ -16,13 +16,13 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_compile.config.prefetch import SHORT_FORMS
 from fsdp_compile.cost.hardware import DEVICES, LINKS, hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.scaling import Scaling
-from fsdp_compile.explain.tables import parts
-from fsdp_compile.prefetch import SHORT_FORMS
+from fsdp_compile.explain.scale.scaling import Scaling
+from fsdp_compile.explain.show.tables import parts
 from fsdp_compile.training.model import Llama, ModelShape
 
 NAME = "explain"

@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import ConfigError, InvariantError
-from fsdp_compile.ir.diff import diff_graphs, format_diff
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.parse import parse_graph
-from fsdp_compile.ir.plan_text import format_plan
-from fsdp_compile.ir.text import format_graph
+from fsdp_compile.ir.text.diff import diff_graphs, format_diff
+from fsdp_compile.ir.text.parser import parse_graph
+from fsdp_compile.ir.text.plan import format_plan
+from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.pipeline import passes

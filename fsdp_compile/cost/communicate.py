@@ -10,9 +10,9 @@ from torch import fx
 from fsdp_compile.cost.formulas import copy_us, share_of_others
 from fsdp_compile.cost.hardware import Hardware, Link
 from fsdp_compile.cost.sizes import result_bytes, tensor_bytes, tensors_of
-from fsdp_compile.ir.queries import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
-from fsdp_compile.ir.record import Role, require, role_of
-from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.ir.graph import Role, require, role_of
+from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
 
 
 class Kind(enum.Enum):

@@ -17,12 +17,11 @@ from torch import fx
 
 from fsdp_compile.cost.fusion import Kernels, shares_memory
 from fsdp_compile.cost.sizes import result_bytes
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Role, record_of
-from fsdp_compile.parameters import parts  # noqa: F401  registers fsdp::own_part
+from fsdp_compile.ir.graph import Role, StepGraph, record_of
+from fsdp_compile.ops.post_forward import OWN_PART
 
 aten = torch.ops.aten
-_MOVES = {aten.cat, aten.clone, aten.constant_pad_nd, torch.ops.fsdp.own_part}
+_MOVES = {aten.cat, aten.clone, aten.constant_pad_nd, OWN_PART.overloadpacket}
 
 
 class Way(enum.Enum):

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile._torch import collectives
-from fsdp_compile.ir.markers import RESHARD
-from fsdp_compile.ir.record import EXCHANGES, Role, role_of
+from fsdp_compile._torch.distributed import collectives
+from fsdp_compile.ir.graph import EXCHANGES, Role, role_of
+from fsdp_compile.ops.effects import RESHARD
 
 aten = torch.ops.aten
 

@@ -1,4 +1,7 @@
-"""Devices and links that plans are made for: every number with its unit and where it comes from."""
+"""Devices and links that plans are made for: every number with its unit and where it comes from.
+
+What a plan is made for where nobody says: chosen by what every rank of a job has in common.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch import fx
 
 from fsdp_compile.cost.formulas import collective_us
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.ir.graph import Role, StepGraph, require
 
 Estimate = Callable[[fx.Node], float | None]
 """How long a node takes in us, if it is known."""
@@ -211,7 +215,6 @@ _AMPERE: Final = {torch.bfloat16: 312.0, torch.float16: 312.0, torch.float32: 19
 _PCIE_5: Final = _bus("PCIe 5.0 x16", 64.0, "NVIDIA H100 data sheet: PCIe Gen5 128 GB/s, both directions")
 _PCIE_4: Final = _bus("PCIe 4.0 x16", 32.0, "NVIDIA A100 data sheet: PCIe Gen4 64 GB/s, both directions")
 _MEMORY: Final = _bus("memory", 10.0, _CORES)
-
 DEVICES: Final = {
     device.name: device
     for device in (
@@ -262,3 +265,19 @@ def _find(name: str, known: Mapping[str, Any], what: str) -> Any:
             instead=near[0] if near else "one of " + ", ".join(known),
         )
     return known[name]
+
+
+def hardware_of(step: StepGraph) -> Hardware:
+    """Device and link that the graph of a step will run on.
+
+    All ranks must come to the same answer, or their schedules differ: it depends on the type of the device, on its
+    name, and on whether a group fits into one machine.
+    """
+    flats = list(step.nodes(Role.FLAT))
+    if not flats or (require(flats[0]).specs[0].compute or flats[0].meta["val"].device.type) != "cuda":
+        return hardware("cpu", "ethernet-10")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    known = next((key for key in DEVICES if key.split("-")[0].upper() in name.upper()), "h100-sxm")
+    together = require(flats[0]).specs[0].size <= torch.cuda.device_count()
+    link = "nvlink3" if known.startswith("a100") else "nvlink4"
+    return hardware(known, link if together else "ib-400")

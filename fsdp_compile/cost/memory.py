@@ -17,8 +17,7 @@ from torch import fx
 
 from fsdp_compile.cost.fusion import Kernels, shares_memory
 from fsdp_compile.cost.sizes import tensor_bytes, tensors_of, tensors_of_value
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Phase, Role, require, role_of
+from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
 
 
 class Holder(enum.Enum):

@@ -1,17 +1,87 @@
-"""Lanes side by side: compute in program order, and one queue of collectives for each process group.
+"""A link that several queues of collectives share: each of those that send at a moment gets an equal part of it.
+
+Lanes side by side: compute in program order, and one queue of collectives for each process group.
 
 compute       | a ------ | wait | b ------ |
 fsdp.shard.0  |  gather ---------|
 
 Groups over the same ranks send on one link, and share its bandwidth equally while both send.
+
+A graph as a schedule for its lanes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
-from fsdp_compile.cost.lanes import SharedLink
+from torch import fx
+
+from fsdp_compile.cost.communicate import Communication, Kind, is_start, transfer_of
+from fsdp_compile.cost.compute import NodeCost, node_costs
+from fsdp_compile.cost.fusion import Kernels
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.ir.graph import Role, StepGraph, role_of
+
+
+@dataclasses.dataclass
+class _Sending:
+    """A collective on its way, and the time that it still takes when it has the link for itself."""
+
+    key: Hashable
+    left_us: float
+
+
+class SharedLink:
+    """Times of the collectives of one link, told in the order in which they start."""
+
+    def __init__(self) -> None:
+        self._now_us = 0.0
+        self._lanes: dict[str, list[_Sending]] = {}
+        self._begins_us: dict[Hashable, float] = {}
+        self._ends_us: dict[Hashable, float] = {}
+
+    def start(self, key: Hashable, lane: str, time_us: float, now_us: float) -> None:
+        """Queues a collective on a lane; nothing starts before it that is told later."""
+        self._play(now_us)
+        queue = self._lanes.setdefault(lane, [])
+        if not queue:
+            self._begins_us[key] = self._now_us
+        queue.append(_Sending(key, time_us))
+
+    def span_us(self, key: Hashable, now_us: float) -> tuple[float, float]:
+        """When a collective begins and ends, if nothing else starts before it has ended."""
+        self._play(now_us)
+        while key not in self._ends_us:
+            self._end_next(float("inf"))
+        return self._begins_us[key], self._ends_us[key]
+
+    def _play(self, until_us: float) -> None:
+        while self._end_next(until_us):
+            pass
+        self._now_us = max(self._now_us, until_us)
+
+    def _end_next(self, until_us: float) -> bool:
+        """Goes on to the end of the collective that ends next, or part of the way."""
+        sending = {lane: queue[0] for lane, queue in self._lanes.items() if queue}
+        if not sending:
+            return False
+        least_us = min(each.left_us for each in sending.values())
+        end_us = self._now_us + least_us * len(sending)
+        if end_us > until_us:
+            for each in sending.values():
+                each.left_us -= max(0.0, until_us - self._now_us) / len(sending)
+            return False
+        self._now_us = end_us
+        for lane, each in sending.items():
+            each.left_us -= least_us
+            if each.left_us <= 0.0:
+                self._ends_us[each.key] = end_us
+                queue = self._lanes[lane]
+                queue.pop(0)
+                if queue:
+                    self._begins_us[queue[0].key] = end_us
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,3 +223,63 @@ def simulate(events: Iterable[Event]) -> Timeline:
             start.lane, sent_on, start.time_us, issued_us, begin_us, end_us, waited_us, stood.get(key, 0.0), between_us
         )
     return Timeline(reached, transfers, computed, max([now, *(t.end_us for t in transfers.values())]))
+
+
+_ITEMS = (Role.GATHER_ITEM, Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
+_WAITS = (
+    Role.GATHER_WAIT,
+    Role.REDUCE_WAIT,
+    Role.REPLICATE_WAIT,
+    Role.OFFLOAD_IN_WAIT,
+    Role.OFFLOAD_OUT_WAIT,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What a graph does, and when.
+
+    Attributes:
+        costs: Of every node.
+        communications: Of every node that starts one, copies between host and device among them.
+        timeline: All lanes; its keys are nodes.
+    """
+
+    costs: Mapping[fx.Node, NodeCost]
+    communications: Mapping[fx.Node, Communication]
+    timeline: Timeline
+
+
+def schedule(step: StepGraph, hardware: Hardware, kernels: Kernels) -> Schedule:
+    """Estimates when every node of a graph runs."""
+    costs = node_costs(step.graph, hardware.device, kernels)
+    communications = {node: transfer_of(node, hardware) for node in step.graph.nodes if is_start(node)}
+    return Schedule(costs, communications, simulate(_events(step, costs, communications)))
+
+
+def _events(
+    step: StepGraph, costs: Mapping[fx.Node, NodeCost], communications: Mapping[fx.Node, Communication]
+) -> Iterator[Event]:
+    for node in step.graph.nodes:
+        if node in communications:
+            started = communications[node]
+            yield Start(node, started.group, started.time_us, started.link)
+            if started.kind is Kind.EXCHANGE:
+                yield Wait((node, "done"), node)
+        elif role_of(node) in _WAITS:
+            yield Wait(node, start_of(node))
+        else:
+            yield Compute(node, costs[node].time_us)
+
+
+def start_of(node: fx.Node) -> fx.Node:
+    """The collective that a wait, or an item of a grouped one, belongs to."""
+    while not is_start(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def waits_of(start: fx.Node) -> list[fx.Node]:
+    """The waits for a collective, in the order of its messages."""
+    running = [start, *(u for u in start.users if role_of(u) in _ITEMS)]
+    return [user for node in running for user in node.users if role_of(user) in _WAITS]

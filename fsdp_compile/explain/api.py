@@ -8,21 +8,22 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_compile.config.policy import planned
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.explain.build import build_plan
-from fsdp_compile.explain.dims import Dims, open_inputs
+from fsdp_compile.explain.build.plan import build_plan
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.rescale import Setting, Traced, TracedGraphs, plan_at, plan_of
-from fsdp_compile.explain.stand_in import hollow_flats, stand_in
-from fsdp_compile.explain.trace import trace
-from fsdp_compile.explain.world import planning_mesh, planning_world
-from fsdp_compile.lower.ran import regions_of
+from fsdp_compile.explain.scale.rescale import Setting, Traced, TracedGraphs, plan_at, plan_of
+from fsdp_compile.explain.trace.dims import Dims, open_inputs
+from fsdp_compile.explain.trace.stand_in import hollow_flats, stand_in
+from fsdp_compile.explain.trace.trace import trace
+from fsdp_compile.explain.trace.world import planning_mesh, planning_world
+from fsdp_compile.lower.compiled_regions import regions_of
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.parameters.offload import planned
-from fsdp_compile.parameters.sharding import fully_shard, units
 from fsdp_compile.pipeline import FUSION
+from fsdp_compile.runtime.module_state import units
+from fsdp_compile.sharding.fully_shard import fully_shard
 
 
 def explain(

@@ -20,9 +20,9 @@ from filelock import FileLock
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from fsdp_compile.cost.compute import is_measurable, runs_alone, signature_of, value_of
 from fsdp_compile.cost.fusion import plan_kernels
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.signature import is_measurable, runs_alone, signature_of, value_of
 from fsdp_compile.cost.sizes import concrete, tensor_bytes
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.explain.plan import Plan

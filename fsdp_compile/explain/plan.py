@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.explain.report import GraphPlan, Skipped, UnitPlan, Volume
-from fsdp_compile.ir.record import Phase
+from fsdp_compile.ir.graph import Phase
 
 if TYPE_CHECKING:
-    from fsdp_compile.explain.rescale import Traced
-    from fsdp_compile.explain.scaling import Scaling
-    from fsdp_compile.explain.symbolic import Formulas
+    from fsdp_compile.explain.scale.rescale import Traced
+    from fsdp_compile.explain.scale.scaling import Scaling
+    from fsdp_compile.explain.scale.symbolic import Formulas
     from fsdp_compile.ir.graph import StepGraph
 
 
@@ -67,7 +67,7 @@ class Plan:
             ConfigError: For a number that is not positive, a model that has run already, ranks of a mesh of two
                 dimensions, or a size that was not open or for which the model's graph is another one.
         """
-        from fsdp_compile.explain.rescale import rescaled
+        from fsdp_compile.explain.scale.rescale import rescaled
 
         sizes = {"batch": batch, "sequence": sequence}
         return rescaled(self, world_size=world_size, gb_per_s=gb_per_s, sizes=sizes)
@@ -82,13 +82,13 @@ class Plan:
         Raises:
             ConfigError: As `at` does.
         """
-        from fsdp_compile.explain.scaling import scaling
+        from fsdp_compile.explain.scale.scaling import scaling
 
         return scaling(self, world_sizes, gb_per_s)
 
     def formulas(self) -> Formulas:
         """Bytes and times as formulas of ranks, link, batch and sequence, for the same choices as in this plan."""
-        from fsdp_compile.explain.symbolic import formulas
+        from fsdp_compile.explain.scale.symbolic import formulas
 
         return formulas(self)
 
@@ -123,25 +123,25 @@ class Plan:
         return sum(unit.host_bytes for unit in self.units)
 
     def __str__(self) -> str:
-        from fsdp_compile.explain.tables import render
+        from fsdp_compile.explain.show.tables import render
 
         return render(self, width=80)
 
     def save_html(self, path: str | Path) -> Path:
         """Writes one self-contained page and returns its path."""
-        from fsdp_compile.explain.page import page
+        from fsdp_compile.explain.show.page import page
 
         return _write(path, page(self))
 
     def save_trace(self, path: str | Path) -> Path:
         """Writes a trace that Perfetto and chrome://tracing open, and returns its path."""
-        from fsdp_compile.explain.trace_events import trace_events
+        from fsdp_compile.explain.show.trace_events import trace_events
 
         return _write(path, json.dumps(trace_events(self)))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as dicts, lists, strings and numbers, ready for JSON; units are in the names of the fields."""
-        from fsdp_compile.explain.plain import to_plain
+        from fsdp_compile.explain.show.page import to_plain
 
         return to_plain(self)
 

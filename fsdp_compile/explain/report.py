@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.copies import Copy, Way
 from fsdp_compile.cost.memory import Holder
-from fsdp_compile.ir.record import Phase
+from fsdp_compile.ir.graph import Phase
 
 
 class Layout(enum.Enum):

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from fsdp_compile._torch import detect_fake_mode
-from fsdp_compile.ir.record import KEY, Record, Role
-from fsdp_compile.ir.values import known_value
+from fsdp_compile._torch.dynamo import detect_fake_mode
+from fsdp_compile.ir.fake_values import known_value
+from fsdp_compile.ir.graph import KEY, Record, Role
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag")
 

@@ -1,13 +1,165 @@
-"""The graph that passes receive."""
+"""The one typed record that every node of ours carries in `node.meta["fsdp"]`.
+
+It is written when the node is inserted, and passes and rules recognise nodes by it alone: never by a name, never by
+the shape of a pattern.
+
+The graph that passes receive.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Iterator
 
 from torch import fx
 
-from fsdp_compile.ir.record import Phase, Role, role_of
+from fsdp_compile.layout.spec import ReadSpec
+
+KEY = "fsdp"
+
+
+class Phase(enum.Enum):
+    """Which graph of a training step a node is in."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Role(enum.Enum):
+    """What a node is for."""
+
+    FLAT = "flat"
+    """Graph input: a flat shard."""
+    HOLDER = "holder"
+    """Graph input: the leaf that gradients go to which are not summed over all ranks."""
+    HELD = "held"
+    """Graph input: full gradients that wait for their reduction."""
+    PARTIAL = "partial"
+    """Graph input: reduced gradients that wait for their sum over replicas."""
+    KEPT = "kept"
+    """Graph input: a full parameter that stayed gathered since an earlier call."""
+    SAVED = "saved"
+    """Graph input of backward: a full parameter that forward kept because it fits (`Reshard.AUTO`)."""
+    SHARD = "shard"
+    """This rank's part of a message, on its way into an all-gather."""
+    OFFLOAD_IN = "offload_in"
+    """Starts to copy this rank's part of a message from the host to the device."""
+    OFFLOAD_IN_WAIT = "offload_in_wait"
+    """Completes that copy."""
+    GATHER = "gather"
+    """Starts an all-gather."""
+    GATHER_ITEM = "gather_item"
+    """One message of a grouped all-gather that is still running."""
+    GATHER_WAIT = "gather_wait"
+    """Completes an all-gather, or one message of a grouped one."""
+    COPY_OUT = "copy_out"
+    """A step from a gathered message to a full parameter."""
+    FULL = "full"
+    """A full parameter, as readers see it."""
+    PART = "part"
+    """This rank's part of a parameter that is kept from forward to backward, or a step to it; an input of backward."""
+    RESHARD = "reshard"
+    """Frees gathered messages."""
+    GRADIENT = "gradient"
+    """A step from a full gradient to a message."""
+    LOOK_UP = "look_up"
+    """Looks up rows of a parameter that stays sharded."""
+    AVERAGE_ROWS = "average_rows"
+    """Averages the gradients of such rows over all ranks."""
+    ADD_HELD = "add_held"
+    """Adds held gradients to new ones, before they are reduced."""
+    REDUCE = "reduce"
+    """Starts a reduce-scatter."""
+    REDUCE_ITEM = "reduce_item"
+    """One message of a grouped reduce-scatter that is still running."""
+    REDUCE_WAIT = "reduce_wait"
+    """Completes a reduce-scatter, or one message of a grouped one."""
+    ADD_PARTIAL = "add_partial"
+    """Adds reduced gradients that were held to new ones, before they are summed over replicas."""
+    REPLICATE = "replicate"
+    """Starts an all-reduce over replicas."""
+    REPLICATE_ITEM = "replicate_item"
+    """One message of a grouped all-reduce that is still running."""
+    REPLICATE_WAIT = "replicate_wait"
+    """Completes an all-reduce over replicas, or one message of a grouped one."""
+    SHARD_GRADIENT = "shard_gradient"
+    """A step from a reduced message to the flat shard's gradient."""
+    OFFLOAD_OUT = "offload_out"
+    """Starts to copy a flat shard's gradient from the device to the host."""
+    OFFLOAD_OUT_WAIT = "offload_out_wait"
+    """Holds back what follows on the device until that copy is done; the host does not wait."""
+    FLAT_GRADIENT = "flat_gradient"
+    """Graph output: the gradient of a flat shard."""
+    UPDATE = "update"
+    """Updates a flat shard with its gradient; whatever reads the flat shard comes before."""
+    PARTIAL_GRADIENT = "partial_gradient"
+    """Graph output: the gradient of a flat shard before its sum over replicas."""
+    HELD_GRADIENT = "held_gradient"
+    """Graph output: the full gradients of a flat shard's parameters, not reduced."""
+
+
+INPUTS = frozenset({Role.FLAT, Role.HOLDER, Role.HELD, Role.PARTIAL, Role.KEPT, Role.SAVED})
+"""Roles of graph inputs; their records are the same in both graphs, if both have them."""
+DECLARING = frozenset({Role.FLAT, Role.PART})
+"""Roles of graph inputs that say where parameters lie, and need no other input for that."""
+SENT = (Role.SHARD, Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT)
+"""Roles of the nodes between a flat shard and its all-gather."""
+ON_DEVICE = (Role.SHARD, Role.OFFLOAD_IN_WAIT)
+"""Of those, the roles of the nodes behind the start of a copy from the host, if there is one."""
+MADE = (Role.GRADIENT, Role.AVERAGE_ROWS)
+"""Roles of the nodes whose records tell which parameters get gradients."""
+EXCHANGES = (Role.LOOK_UP, Role.AVERAGE_ROWS)
+"""Roles of nodes that communicate and compute at once: what comes after them waits for them."""
+GRADIENTS = (Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT, Role.HELD_GRADIENT)
+"""Roles of a flat shard's gradient, summed over all ranks, over the shard group, over none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a node is for, and for whom.
+
+    Attributes:
+        role: What the node is for.
+        unit: Name of the unit; of the first one, if the node serves several.
+        parameters: Fully qualified names of the parameters concerned.
+        specs: Their reads, in the same order.
+        phase: The graph that the node is in.
+        owners: The unit of each parameter, if they are of several units; else empty.
+    """
+
+    role: Role
+    unit: str
+    parameters: tuple[str, ...]
+    specs: tuple[ReadSpec, ...]
+    phase: Phase
+    owners: tuple[str, ...] = ()
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The units that the node serves, each once."""
+        return tuple(dict.fromkeys(self.owners)) or (self.unit,)
+
+    @property
+    def claims(self) -> tuple[tuple[str, str], ...]:
+        """Unit and name of each parameter: names alone are not unique where several models meet in a graph."""
+        return tuple(zip(self.owners or (self.unit,) * len(self.parameters), self.parameters, strict=True))
+
+
+def record_of(node: fx.Node) -> Record | None:
+    """The node's record, or `None` if the node is the model's own."""
+    return node.meta.get(KEY)
+
+
+def role_of(node: fx.Node) -> Role | None:
+    """The node's role, or `None` if the node is the model's own."""
+    record = record_of(node)
+    return None if record is None else record.role
+
+
+def require(node: fx.Node) -> Record:
+    """The record of a node that must have one."""
+    return node.meta[KEY]
 
 
 @dataclasses.dataclass

@@ -1,8 +1,15 @@
-"""Read-only questions about a graph."""
+"""Which module of the user's a node computes for.
+
+Read-only questions about a graph.
+
+Gathers that the user started: the units that a module was told to prefetch.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
 from collections.abc import Hashable, Iterable, Mapping
 from operator import getitem
 from typing import Any
@@ -10,16 +17,39 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile.ir.record import Record, Role, record_of, require, role_of
-from fsdp_compile.parameters import lookup, ops, parts  # noqa: F401  they register the markers
+from fsdp_compile.ir.graph import DECLARING, Phase, Record, Role, StepGraph, record_of, require, role_of
+from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
+from fsdp_compile.ops.post_forward import KEEP, REGATHER
+from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
-UNSHARD = torch.ops.fsdp.unshard.default
-REDUCE_GRAD = torch.ops.fsdp.reduce_grad.default
-KEEP = torch.ops.fsdp.keep.default
-REGATHER = torch.ops.fsdp.regather.default
-LOOK_UP = torch.ops.fsdp.look_up.default
-REDUCE_ROWS = torch.ops.fsdp.reduce_rows.default
-AVERAGE_ROWS = torch.ops.fsdp.average_rows.default
+_ROOT = re.compile(r"^[LG]\['[^']*'\]")
+_ITEM = re.compile(r"\._modules\['([^']*)'\]|\['?([^'\]]*)'?\]")
+
+
+def module_of(node: fx.Node) -> str:
+    """Path of the innermost module, such as "layers.0.mlp"; of our own nodes, the unit; empty if neither is known."""
+    record = record_of(node)
+    if record is not None:
+        return record.unit
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not isinstance(stack, Mapping) or not stack:
+        return ""
+    innermost = list(stack.values())[-1]
+    path = innermost[0] if isinstance(innermost, tuple) else str(innermost)
+    path = _ITEM.sub(lambda m: f".{m[1] or m[2]}", _ROOT.sub("", path))
+    return path.removeprefix("._orig_mod").removeprefix(".")
+
+
+def unit_of(path: str, units: frozenset[str]) -> str:
+    """The innermost unit at or above a module, or the module's outermost name."""
+    name = path
+    while name:
+        if name in units:
+            return name
+        name = name.rpartition(".")[0]
+    return path.partition(".")[0]
+
+
 READS = (UNSHARD, REGATHER)
 """Markers that give a full parameter."""
 GRADIENTS_OF_READS = (REDUCE_GRAD, REDUCE_ROWS)
@@ -176,3 +206,55 @@ def upstream(node: fx.Node, *roles: Role) -> list[fx.Node]:
 
     visit(node)
     return list(found)
+
+
+Lists = dict[str, tuple[str, ...]]
+"""For each unit, those that it was told to prefetch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """`gather` starts where what `by` has gathered is used first."""
+
+    gather: fx.Node
+    by: fx.Node
+
+
+def lists_of(step: StepGraph) -> Lists:
+    """What the units of a graph were told to prefetch in its phase; units without a list are left out."""
+    found: Lists = {}
+    for node in step.nodes(*DECLARING):
+        record = require(node)
+        spec = record.specs[0]
+        names = spec.forward_prefetch if step.phase is Phase.FORWARD else spec.backward_prefetch
+        if names:
+            number = record.unit.partition("#")[1:]  # of one of several models whose units have the same names
+            found[record.unit] = tuple(name + "".join(number) for name in names)
+    return found
+
+
+def named_gathers(step: StepGraph) -> list[Named]:
+    """The gathers that lists name, in the order in which they start; the first unit to name one starts it.
+
+    A unit that is not gathered in the graph, and one that is in use or was freed when it is named, is left out.
+    """
+    lists = lists_of(step)
+    if not lists:
+        return []
+    order = step.order()
+    need = {gather: order[last_wait(gather, order)] for gather in step.nodes(Role.GATHER)}
+    found: dict[fx.Node, Named] = {}
+    for by in sorted(need, key=need.__getitem__):
+        for unit in require(by).units:
+            for name in lists.get(unit, ()):
+                for gather in sorted(need, key=need.__getitem__):
+                    units = require(gather).units
+                    if name in units and unit not in units and need[gather] > need[by] and gather not in found:
+                        found[gather] = Named(gather, by)
+    return list(found.values())
+
+
+def last_wait(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
+    """The last wait for a message of a gather."""
+    started = [gather, *(user for user in gather.users if role_of(user) is Role.GATHER_ITEM)]
+    return last_of([u for s in started for u in s.users if role_of(u) is Role.GATHER_WAIT], order)

@@ -18,11 +18,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from fsdp_compile.comm import groups
+from fsdp_compile.comm.rendezvous import Difference, RefusedElsewhereError, Room, digest_of
 from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchError
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import EXCHANGES, Record, Role, require, role_of
-from fsdp_compile.lower.rounds import Difference, RefusedElsewhereError, Room, digest_of
-from fsdp_compile.parameters import groups
+from fsdp_compile.ir.graph import EXCHANGES, Record, Role, StepGraph, require, role_of
 
 _STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE, *EXCHANGES)
 _NAMES = re.compile(r"(?<= of )(.*)(?= \()")

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx
 
-from fsdp_compile import _torch
-from fsdp_compile.ir.record import Phase
+from fsdp_compile._torch.dynamo import aot_autograd, functorch_config
+from fsdp_compile.ir.graph import Phase
 from fsdp_compile.lower.region import Region
-from fsdp_compile.lower.runtime import Compiled
+from fsdp_compile.lower.wrappers import Compiled
 
 
 def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], region: Region) -> Any:
@@ -32,14 +32,14 @@ def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], region: Region) -
         region.inference(gm)
         return forward(gm, inputs)
 
-    compiler = _torch.aot_autograd(
+    compiler = aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=region.partition,
         decompositions={},
     )
-    with _torch.functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False):
         return compiler(gm, list(inputs))
 
 

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from torch import fx
 
-from fsdp_compile import _torch
-from fsdp_compile.ir.record import Phase
+from fsdp_compile._torch.dynamo import CustomPartitionerFn, compile_fx, compile_fx_inner, functorch_config
+from fsdp_compile.ir.graph import Phase
 from fsdp_compile.lower.region import Region
 
 _KEEP_OUR_ORDER = {
@@ -20,7 +20,7 @@ FREE_AT_LAST_USE: Final = {"allow_buffer_reuse": False}
 """Keeps to the estimate of memory: memory that is meant for a later kernel would be held until that runs."""
 
 
-class _Partitioner(_torch.CustomPartitionerFn):
+class _Partitioner(CustomPartitionerFn):
     """Our partitioner in the form that Inductor's settings accept."""
 
     def __init__(self, region: Region) -> None:
@@ -54,9 +54,9 @@ def compile_with_inductor(
         phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
         if not region.steps:
             region.inference(gm)
-        return region.finish(gm, phase, lambda: _torch.compile_fx_inner(gm, example_inputs, **kwargs))
+        return region.finish(gm, phase, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
 
     patches = {**_KEEP_OUR_ORDER, **settings, "custom_partitioner_fn": _Partitioner(region)}
     # AOTAutograd's cache would return graphs of other passes and options: its key knows neither.
-    with _torch.functorch_config.patch(enable_autograd_cache=False):
-        return _torch.compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)

@@ -10,13 +10,10 @@ from typing import Any
 from torch import fx
 
 from fsdp_compile.capture.inputs import name_inputs
-from fsdp_compile.capture.partition import partition
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.markers import erase_markers
-from fsdp_compile.ir.record import Phase, Record
-from fsdp_compile.lower.arrivals import arrivals, note_arrivals
-from fsdp_compile.lower.runtime import (
+from fsdp_compile.ir.graph import Phase, Record, StepGraph
+from fsdp_compile.lower.gradient_outputs import arrivals, note_arrivals
+from fsdp_compile.lower.wrappers import (
     Compiled,
     FlatKey,
     check_inputs,
@@ -28,6 +25,8 @@ from fsdp_compile.lower.runtime import (
     wait_for_host_copies,
     without_autograd,
 )
+from fsdp_compile.ops.effects import erase_markers
+from fsdp_compile.partition.partition import partition
 
 Transform = Callable[[StepGraph], StepGraph]
 Keep = Callable[[StepGraph, StepGraph], None]

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from fsdp_compile.parity.differences import Difference, Quantity
+from fsdp_compile.parity.compare import Difference, Quantity
 
 _SHOWN = 12
 _WIDTH = 100

@@ -22,9 +22,10 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compile.parameters.sharding import fully_shard, units
-from fsdp_compile.parity.differences import Quantity
+from fsdp_compile.parity.compare import Quantity
 from fsdp_compile.parity.experiment import Experiment, Reference
+from fsdp_compile.runtime.module_state import units
+from fsdp_compile.sharding.fully_shard import fully_shard
 
 Tensors = dict[tuple[Quantity, str], torch.Tensor | None]
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.parity.bounds import Extent, depth_of
-from fsdp_compile.parity.differences import Difference, Quantity, compare, magnitude
+from fsdp_compile.parity.compare import Difference, Extent, Quantity, compare, depth_of, magnitude
 from fsdp_compile.parity.experiment import Accumulation, Experiment, Level, split, to_device
 from fsdp_compile.parity.sides import Side, Tensors, compiled_side, reference_side, unit_names
 

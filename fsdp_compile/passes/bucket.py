@@ -17,24 +17,23 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import fx
 
-from fsdp_compile._torch import collectives
+from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.edit import GraphBuilder, erase_unused
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import GRADIENTS, SENT, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import Beside, first_of, flat_of, last_of, upstream
-from fsdp_compile.ir.record import GRADIENTS, SENT, Role, require, role_of
-from fsdp_compile.parameters import assemble
-from fsdp_compile.parameters.layout import ReduceLayout
-from fsdp_compile.passes import wire
-from fsdp_compile.passes.choosing import cheapest_bucket
-from fsdp_compile.passes.copy_out import copy_together
-from fsdp_compile.passes.edges import edges_of
-from fsdp_compile.passes.gathering import full_node, own_part
+from fsdp_compile.layout.flat_layout import ReduceLayout
+from fsdp_compile.layout.messages import narrow, view
+from fsdp_compile.passes.bucketing.choose_layout import cheapest_bucket
+from fsdp_compile.passes.bucketing.copy_out import copy_together
+from fsdp_compile.passes.bucketing.fsdp2_layout import Reduced, write_packed_reduction
+from fsdp_compile.passes.bucketing.join_small import join_gathers, join_reductions
+from fsdp_compile.passes.bucketing.messages import Bucket, Piece, Single, by_unit, joint_record, start_grouped
+from fsdp_compile.passes.bucketing.split_edges import edges_of
+from fsdp_compile.passes.emit import all_gather
+from fsdp_compile.passes.emit.all_gather import full_node, own_part
+from fsdp_compile.passes.emit.reduce import ON_THE_WAY, STARTS, add_partial, scale_after, stages
 from fsdp_compile.passes.insert_collectives import join_pieces
-from fsdp_compile.passes.joining import join_gathers, join_reductions
-from fsdp_compile.passes.packed import Reduced, write_packed_reduction
-from fsdp_compile.passes.pieces import Bucket, Piece, Single, by_unit, joint_record, start_grouped
-from fsdp_compile.passes.reduction import ON_THE_WAY, STARTS, add_partial, scale_after, stages
 
 aten = torch.ops.aten
 
@@ -142,7 +141,7 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
         for single in piece.singles:
             b = GraphBuilder(step.graph, joint_record([single], Role.FULL), single.start)
             with step.graph.inserting_before(single.end):
-                message = arrived[0] if single.is_part else wire.received(b, arrived, single.spec)
+                message = arrived[0] if single.is_part else all_gather.received(b, arrived, single.spec)
                 if single in parts:
                     full = b.call(aten.view.default, parts[single], list(single.spec.shape))
                 else:
@@ -168,8 +167,8 @@ def _rewrite_parts(step: StepGraph, piece: Piece, message: fx.Node, order: dict[
         with step.graph.inserting_before(node):
             mine = part
             if len(piece.singles) > 1:
-                rows = assemble.view(b, part, [spec.size // spec.kept_over, piece.span])
-                mine = assemble.view(b, assemble.narrow(b, rows, 1, begin, begin + spec.extent), [spec.kept_numel])
+                rows = view(b, part, [spec.size // spec.kept_over, piece.span])
+                mine = view(b, narrow(b, rows, 1, begin, begin + spec.extent), [spec.kept_numel])
             node.replace_all_uses_with(mine)
         step.graph.erase_node(node)
 
@@ -188,7 +187,7 @@ def _shard_messages(b: GraphBuilder, piece: Piece) -> list[fx.Node]:
     messages = []
     for run in piece.runs:
         b.record = run.record(Role.SHARD)
-        messages.append(wire.messages(b, run.flat, run.begin, run.span, run.singles[0].spec))
+        messages.append(all_gather.messages_of(b, run.flat, run.begin, run.span, run.singles[0].spec))
     if len(messages) == 1:
         return messages[0]
     b.record = piece.record(Role.SHARD)
@@ -240,7 +239,7 @@ def _finished(b: GraphBuilder, piece: Piece, shard: fx.Node) -> Iterator[Reduced
     for run in piece.runs:
         start = piece.starts[run.singles[0]]
         b.record = run.record(Role.SHARD_GRADIENT)
-        yield run.flat, run.begin, assemble.narrow(b, shard, 0, start, start + run.span)
+        yield run.flat, run.begin, narrow(b, shard, 0, start, start + run.span)
 
 
 def _with_partial(b: GraphBuilder, piece: Piece, partial: fx.Node | None, shard: fx.Node) -> fx.Node:
@@ -256,8 +255,8 @@ def _gradient_message(b: GraphBuilder, piece: Piece) -> fx.Node:
     b.record = piece.record(Role.GRADIENT)
     if len(piece.singles) == 1:
         return piece.singles[0].sent
-    rows = [assemble.view(b, s.sent, [s.spec.size, s.spec.extent]) for s in piece.singles]
-    return assemble.view(b, b.call(aten.cat.default, rows, 1), [piece.singles[0].spec.size * piece.span])
+    rows = [view(b, s.sent, [s.spec.size, s.spec.extent]) for s in piece.singles]
+    return view(b, b.call(aten.cat.default, rows, 1), [piece.singles[0].spec.size * piece.span])
 
 
 def _rewrite_flat_gradient(step: StepGraph, old: fx.Node, pieces: list[tuple[int, fx.Node]]) -> None:

@@ -22,8 +22,7 @@ from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Role, role_of
+from fsdp_compile.ir.graph import Role, StepGraph, role_of
 from fsdp_compile.passes.schedule_reduce import chains_of, followers_of
 
 LEAST_GAIN = 0.25

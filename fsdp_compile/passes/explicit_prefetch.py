@@ -14,10 +14,8 @@ from torch import fx
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.explicit import Named, last_wait, lists_of, named_gathers
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.queries import upstream
-from fsdp_compile.ir.record import DECLARING, ON_DEVICE, Phase, Role, require
+from fsdp_compile.ir.graph import DECLARING, ON_DEVICE, Phase, Role, StepGraph, require
+from fsdp_compile.ir.queries import Named, last_wait, lists_of, named_gathers, upstream
 from fsdp_compile.passes.schedule_prefetch import copies_to
 
 

@@ -8,7 +8,7 @@ A parameter that is read twice is gathered once, and its gradients are summed be
 moved down to their first use, so that a gather knows when it is needed. In a world of one rank nothing is gathered:
 a read is a view of the flat shard.
 
-A parameter of which each rank keeps a part (`parameters/parts.py`) is gathered from the flat shards in forward, where
+A parameter of which each rank keeps a part (`ops/post_forward.py`) is gathered from the flat shards in forward, where
 the part is copied out of the message, and from the parts in backward. What is looked up where it is
 (`capture/lookups.py`) is not gathered.
 """
@@ -24,26 +24,23 @@ from torch import fx
 
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.edit import GraphBuilder, sink
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import Record, Role, StepGraph, require
 from fsdp_compile.ir.queries import (
-    AVERAGE_ROWS,
     GRADIENTS_OF_READS,
-    KEEP,
-    LOOK_UP,
     READS,
-    REDUCE_ROWS,
     added_gradients,
     kept_value,
     last_of,
     parameter_only,
     read_text,
 )
-from fsdp_compile.ir.record import Record, Role, require
-from fsdp_compile.parameters import assemble
-from fsdp_compile.parameters.spec import ReadSpec, Sync, parse
-from fsdp_compile.passes import gathering
-from fsdp_compile.passes.offload import copy_out
-from fsdp_compile.passes.reduction import reduce_one, scale_before
+from fsdp_compile.layout.messages import cast, gradient_rows, narrow, view
+from fsdp_compile.layout.spec import ReadSpec, Sync, parse
+from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
+from fsdp_compile.ops.post_forward import KEEP
+from fsdp_compile.passes.emit import all_gather
+from fsdp_compile.passes.emit.host_copy import copy_out
+from fsdp_compile.passes.emit.reduce import reduce_one, scale_before
 
 aten = torch.ops.aten
 _ROLE_OF_SYNC = {Sync.ALL: Role.FLAT_GRADIENT, Sync.SHARD: Role.PARTIAL_GRADIENT, Sync.NONE: Role.HELD_GRADIENT}
@@ -129,13 +126,13 @@ def _insert_gather(step: StepGraph, read: Read, order: dict[fx.Node, int]) -> No
     kept = kept_value(marker)
     with step.graph.inserting_before(marker):
         if kept is None:
-            message = gathering.message_of(b, marker, spec)
-            full = gathering.full_node(b, message, spec, start=0, span=spec.extent)
+            message = all_gather.message_of(b, marker, spec)
+            full = all_gather.full_node(b, message, spec, start=0, span=spec.extent)
         else:
-            full = message = gathering.view_of_kept(b, kept, spec)
+            full = message = all_gather.view_of_kept(b, kept, spec)
     for node in read.markers:
         for part in [user for user in node.users if user.target is KEEP]:
-            gathering.keep_part(b, part, message, full)
+            all_gather.keep_part(b, part, message, full)
         node.replace_all_uses_with(full)
         step.graph.erase_node(node)
 
@@ -201,13 +198,13 @@ def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
     assert isinstance(gradient, fx.Node)
     for other in others:
         gradient = b.call(aten.add.Tensor, gradient, other)
-    rows = assemble.cast(b, assemble.gradient_rows(b, gradient, spec), spec.reduce_dtype)
+    rows = cast(b, gradient_rows(b, gradient, spec), spec.reduce_dtype)
     held, partial = added_gradients(reduction.last_marker)
     if held is not None:
         rows = _add_held(b, held, rows, spec)
     if spec.sync is Sync.NONE:
         return rows
-    message = scale_before(b, assemble.view(b, rows, [spec.size * spec.extent]), spec)
+    message = scale_before(b, view(b, rows, [spec.size * spec.extent]), spec)
     return reduce_one(b, message, spec, partial)
 
 
@@ -229,8 +226,8 @@ def _joined_rows(b: GraphBuilder, parts: Sequence[Any], shape: list[int]) -> fx.
 
 def _add_held(b: GraphBuilder, held: fx.Node, rows: fx.Node, spec: ReadSpec) -> fx.Node:
     with b.as_role(Role.ADD_HELD):
-        every = assemble.view(b, held, [spec.size, b.value(held).shape[0] // spec.size])
-        return b.call(aten.add.Tensor, assemble.narrow(b, every, 1, spec.offset, spec.offset + spec.extent), rows)
+        every = view(b, held, [spec.size, b.value(held).shape[0] // spec.size])
+        return b.call(aten.add.Tensor, narrow(b, every, 1, spec.offset, spec.offset + spec.extent), rows)
 
 
 def join_pieces(b: GraphBuilder, like: fx.Node, pieces: Iterable[tuple[int, fx.Node]], *, parts: int = 1) -> fx.Node:
@@ -248,7 +245,7 @@ def join_pieces(b: GraphBuilder, like: fx.Node, pieces: Iterable[tuple[int, fx.N
     padded = []
     begin = 0
     for (offset, piece), end in zip(ordered, ends, strict=True):
-        part = assemble.cast(b, piece, value.dtype)
+        part = cast(b, piece, value.dtype)
         before, after = offset - begin, end - offset - b.value(piece).shape[-1]
         # Padding, not zeros of their own: those would name this rank's device.
         padded.append(b.call(aten.constant_pad_nd.default, part, [before, after]) if before or after else part)

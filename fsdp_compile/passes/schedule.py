@@ -18,14 +18,13 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import BudgetTooSmallError
 from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import ON_DEVICE, SENT, Role, StepGraph, require
 from fsdp_compile.ir.queries import upstream
-from fsdp_compile.ir.record import ON_DEVICE, SENT, Role, require
 from fsdp_compile.passes.schedule_prefetch import CopyMove, copies_to, lone_copies, start_copy_at
 from fsdp_compile.passes.schedule_reduce import Followers, chains_of, copies_apart, followers_of, lone_waits
-from fsdp_compile.planner.budget import for_graphs, of_graphs
 from fsdp_compile.planner.from_graph import Posed, count_everything, pose
 from fsdp_compile.planner.place import BudgetError, Placement, What, place
+from fsdp_compile.planner.problem import for_graphs, of_graphs
 
 MARGIN = 4.0
 """Gathers start as early, and reductions are held as long, as if the link took this much longer than estimated.

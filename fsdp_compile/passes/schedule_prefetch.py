@@ -19,9 +19,8 @@ import dataclasses
 from torch import fx
 
 from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import ON_DEVICE, SENT, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import first_of, upstream
-from fsdp_compile.ir.record import ON_DEVICE, SENT, Role, require, role_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from torch import fx
 
 from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import GRADIENTS, Role, StepGraph, role_of
 from fsdp_compile.ir.queries import last_of, upstream
-from fsdp_compile.ir.record import GRADIENTS, Role, role_of
-from fsdp_compile.passes.reduction import STARTS
+from fsdp_compile.passes.emit.reduce import STARTS
 
 _ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
 _WAITS = (Role.REDUCE_WAIT, Role.REPLICATE_WAIT)

@@ -13,10 +13,9 @@ import dataclasses
 from torch import fx
 
 from fsdp_compile.ir.edit import GraphBuilder
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.markers import RESHARD
+from fsdp_compile.ir.graph import Record, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import aliases, last_of
-from fsdp_compile.ir.record import Record, Role, require, role_of
+from fsdp_compile.ops.effects import RESHARD
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fsdp_compile.cost.schedule import waits_of
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.config.prefetch import Ahead
+from fsdp_compile.cost.timeline import waits_of
+from fsdp_compile.ir.graph import SENT, Phase, Role, StepGraph, require
 from fsdp_compile.ir.queries import aliases, first_of, last_of, upstream
-from fsdp_compile.ir.record import SENT, Phase, Role, require
 from fsdp_compile.passes.schedule_prefetch import (
     CopyMove,
     Move,
@@ -34,7 +34,6 @@ from fsdp_compile.passes.schedule_prefetch import (
     top_of,
 )
 from fsdp_compile.passes.schedule_reduce import chains_of, first_message_node, followers_of
-from fsdp_compile.prefetch import Ahead
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,8 @@ import dataclasses
 from torch import fx
 
 from fsdp_compile.ir.edit import move_after
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import Role, StepGraph
 from fsdp_compile.ir.queries import last_of, readers
-from fsdp_compile.ir.record import Role
 
 
 @dataclasses.dataclass(frozen=True)

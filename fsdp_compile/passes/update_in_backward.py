@@ -13,11 +13,10 @@ import dataclasses
 from torch import fx
 
 from fsdp_compile.ir.edit import GraphBuilder, move_after
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import MADE, Role, StepGraph, require
 from fsdp_compile.ir.queries import Beside, last_of, readers, upstream
-from fsdp_compile.ir.record import MADE, Role, require
-from fsdp_compile.parameters import offering
-from fsdp_compile.parameters.spec import Update
+from fsdp_compile.layout.spec import Update
+from fsdp_compile.ops import effects
 
 _JOINED = (Role.SHARD_GRADIENT,)
 
@@ -78,7 +77,7 @@ class UpdateInBackward:
             _return_nothing(step, one.gradient)
             with step.graph.inserting_after(one.gradient):
                 b = GraphBuilder(step.graph, record, one.gradient)
-                b.call(offering.UPDATE, one.flat, one.gradient, list(one.offsets))
+                b.call(effects.UPDATE, one.flat, one.gradient, list(one.offsets))
 
 
 def _own_pieces(gradient: fx.Node) -> list[fx.Node]:

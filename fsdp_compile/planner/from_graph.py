@@ -12,12 +12,11 @@ from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels, shares_memory
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.memory import memory_of
-from fsdp_compile.cost.schedule import waits_of
 from fsdp_compile.cost.sizes import result_bytes
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.cost.timeline import waits_of
+from fsdp_compile.ir.graph import EXCHANGES, SENT, Phase, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import aliases, upstream
-from fsdp_compile.ir.record import EXCHANGES, SENT, Phase, Role, require, role_of
-from fsdp_compile.parameters.spec import Reshard
+from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved
 
 ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)

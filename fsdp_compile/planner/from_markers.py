@@ -20,8 +20,9 @@ from fsdp_compile.cost.hardware import Hardware, Link
 from fsdp_compile.cost.memory import memory_of
 from fsdp_compile.ir.edit import sink
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.queries import REDUCE_GRAD, UNSHARD, aliases, kept_value, parameter_only, read_text
-from fsdp_compile.parameters.spec import ReadSpec, Sync, parse
+from fsdp_compile.ir.queries import aliases, kept_value, parameter_only, read_text
+from fsdp_compile.layout.spec import ReadSpec, Sync, parse
+from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 from fsdp_compile.planner.problem import Gather, Problem, Reduction
 
 

@@ -27,9 +27,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from fsdp_compile.planner.latest import latest_starts
-from fsdp_compile.planner.problem import Gather, Problem
+from fsdp_compile.planner.problem import Gather, Problem, Start, What
 from fsdp_compile.planner.replay import replay
-from fsdp_compile.planner.start import Start, What
 
 
 @dataclasses.dataclass(frozen=True)

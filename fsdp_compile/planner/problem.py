@@ -1,4 +1,10 @@
-"""What the planner has to know of one graph.
+"""What of `memory_budget_gb` is for graphs: nearly all of it.
+
+The rest is for what a step holds beside its graphs: the loss and its gradient, seeds, buffers that nothing reads.
+
+What a plan starts.
+
+What the planner has to know of one graph.
 
 A graph is a row of steps, each of which computes for some time. Position `p` is the moment right before step `p`;
 position `n` is the end of a graph of `n` steps. All collectives share one link, which serves them in the order in
@@ -10,9 +16,42 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import enum
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+_BESIDE: Final = 4096
+"""One byte in so many is left for what no graph knows of."""
+
+
+def of_graphs(budget_bytes: int) -> int:
+    """What a graph may hold under a budget, in bytes."""
+    return budget_bytes - budget_bytes // _BESIDE
+
+
+def for_graphs(held_bytes: int) -> int:
+    """A budget under which a graph may hold so many bytes: `of_graphs(for_graphs(n)) >= n`."""
+    return held_bytes + math.ceil(held_bytes / (_BESIDE - 1))
+
+
+class What(enum.Enum):
+    """What is started for a bucket that is gathered."""
+
+    COPY = "copy"
+    """The copy from the host that the gather sends."""
+    GATHER = "gather"
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """One start: of what, for which gather, at which position."""
+
+    what: What
+    gather: int
+    position: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

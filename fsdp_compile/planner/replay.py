@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from fsdp_compile.planner.problem import Problem
-from fsdp_compile.planner.start import Start, What
+from fsdp_compile.planner.problem import Problem, Start, What
 
 Stage = tuple[int, int]
 """A reduction and one of its stages, by number."""

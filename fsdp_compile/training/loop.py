@@ -7,19 +7,21 @@ import time
 
 from fsdp_compile.errors import FSDPCompileError, RankMismatchError
 from fsdp_compile.training.checkpoint import load_checkpoint, save_checkpoint
-from fsdp_compile.training.corpus import Corpus, read_corpus
+from fsdp_compile.training.data import Corpus, read_corpus
 from fsdp_compile.training.held_bytes import HeldBytes
 from fsdp_compile.training.job import Job
 from fsdp_compile.training.metrics import (
+    Display,
     Record,
+    Silence,
     append_record,
     drop_records_after,
     held_out_losses,
+    open_display,
+    plot_losses,
     read_records,
 )
-from fsdp_compile.training.plot import plot_losses
-from fsdp_compile.training.progress import Display, Silence, open_display
-from fsdp_compile.training.sample import generate
+from fsdp_compile.training.model import generate
 from fsdp_compile.training.trainer import StepResult, Trainer
 from fsdp_compile.training.world import World
 

@@ -11,12 +11,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from fsdp_compile.training.batches import Batches
-from fsdp_compile.training.config import MixedPrecision, TrainConfig
-from fsdp_compile.training.corpus import Corpus
+from fsdp_compile.training.config import MixedPrecision, Schedule, TrainConfig
+from fsdp_compile.training.data import Batches, Corpus
 from fsdp_compile.training.held_bytes import HeldBytes, expected, measured
 from fsdp_compile.training.model import Llama, ModelShape
-from fsdp_compile.training.schedule import Schedule
 from fsdp_compile.training.world import World
 
 BETAS = (0.9, 0.95)

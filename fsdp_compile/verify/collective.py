@@ -9,12 +9,11 @@ from functools import cached_property
 from operator import getitem
 from typing import Any
 
-import torch
 from torch import fx
 
-from fsdp_compile._torch import collectives
-from fsdp_compile.ir.record import Role, role_of
-from fsdp_compile.parameters import hooks  # noqa: F401  registers the operators
+from fsdp_compile._torch.distributed import collectives
+from fsdp_compile.ir.graph import Role, role_of
+from fsdp_compile.ops.comm_hook import HOOK_REDUCE, HOOK_REDUCE_COALESCED, HOOK_SCATTER, HOOK_SCATTER_COALESCED
 
 WAIT = collectives.wait_tensor.default
 
@@ -36,10 +35,10 @@ KINDS: dict[Any, Kind] = {
     collectives.all_reduce_coalesced.default: Kind.REPLICATE,
 }
 HOOKS: dict[Any, Kind] = {
-    torch.ops.fsdp.hook_scatter.default: Kind.REDUCE,
-    torch.ops.fsdp.hook_scatter_coalesced.default: Kind.REDUCE,
-    torch.ops.fsdp.hook_reduce.default: Kind.REPLICATE,
-    torch.ops.fsdp.hook_reduce_coalesced.default: Kind.REPLICATE,
+    HOOK_SCATTER: Kind.REDUCE,
+    HOOK_SCATTER_COALESCED: Kind.REDUCE,
+    HOOK_REDUCE: Kind.REPLICATE,
+    HOOK_REDUCE_COALESCED: Kind.REPLICATE,
 }
 """Functions of the user's that stand for a collective."""
 KINDS |= HOOKS

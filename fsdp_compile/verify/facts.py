@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import DECLARING, Phase, Record, Role, record_of, require, role_of
+from fsdp_compile.ir.graph import DECLARING, Phase, Record, Role, StepGraph, record_of, require, role_of
 from fsdp_compile.verify.collective import Collective, Kind, collectives_of
 from fsdp_compile.verify.limits import Limits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fsdp_compile.parameters.layout import ReduceLayout
+from fsdp_compile.layout.flat_layout import ReduceLayout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,11 @@
-"""Complaints as text: what, where in the graph, where in the user's program, and what to look at."""
+"""What a rule says about a graph.
+
+Complaints as text: what, where in the graph, where in the user's program, and what to look at.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +13,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import record_of
-from fsdp_compile.verify.complaint import Complaint
+from fsdp_compile.ir.graph import StepGraph, record_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Complaint:
+    """One place where a graph breaks one rule.
+
+    Attributes:
+        rule: Name of the rule.
+        node: Where; the graph's output node if it is about the graph as a whole.
+        what: What is wrong there, in one sentence.
+        hint: What to look at, or what the right graph would have.
+    """
+
+    rule: str
+    node: fx.Node
+    what: str
+    hint: str
+
 
 SHOWN = 3
 """Complaints that are printed in full; the others are counted."""

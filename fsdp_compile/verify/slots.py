@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from fsdp_compile.ir.record import Record, Role, require
-from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.ir.graph import Record, Role, require
+from fsdp_compile.layout.spec import ReadSpec
 from fsdp_compile.verify.facts import Facts
-from fsdp_compile.verify.moves import linear
+from fsdp_compile.verify.trace_elements import linear
 
 
 @dataclasses.dataclass(frozen=True)

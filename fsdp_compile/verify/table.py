@@ -6,8 +6,8 @@ import dataclasses
 import enum
 from collections.abc import Callable
 
-from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts
+from fsdp_compile.verify.report import Complaint
 from fsdp_compile.verify.rules import (
     buffers,
     explicit,

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_compile.cli.main import main
 from fsdp_compile.training.config import TrainConfig
-from fsdp_compile.training.run_folder import RunFolder
+from fsdp_compile.training.job import RunFolder
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compile.ir.edit import infer_value
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Phase
+from fsdp_compile.ir.graph import Phase, StepGraph
 
 
 class Sketch:

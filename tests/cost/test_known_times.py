@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.cost.compute import node_costs
+from fsdp_compile.cost.compute import node_costs, signature_of
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Device, MeasuredCollective, hardware
-from fsdp_compile.cost.signature import signature_of
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.explain import measure, measured
 from fsdp_compile.explain.api import explain

@@ -13,7 +13,7 @@ from fsdp_compile.cli.main import main
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.scaling import Scaling
+from fsdp_compile.explain.scale.scaling import Scaling
 from tests.explain.models import Stack, on_meta
 
 RANKS = [2, 16, 64]

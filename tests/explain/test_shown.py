@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from fsdp_compile.explain.api import explain
-from fsdp_compile.explain.page import page, page_data
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.trace_events import trace_events
+from fsdp_compile.explain.show.page import page, page_data
+from fsdp_compile.explain.show.trace_events import trace_events
 from tests.explain.models import Stack, on_meta
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard
-from fsdp_compile.gradients.local import local_of
+from fsdp_compile.optim.clip import local_of
 from tests.ranks import run_ranks
 
 NORMS = (2.0, 1.0, 3.0, math.inf)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_compile
 from fsdp_compile import fully_shard
-from fsdp_compile.gradients.local import local_of
+from fsdp_compile.optim.clip import local_of
 from tests.ranks import run_ranks
 
 SCALE = 64.0

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile import ConfigError, FSDPOptions, fully_shard, materialize
-from fsdp_compile.parameters import devices
+from fsdp_compile.sharding import devices
 from tests.initialization.models import Tied, init_normal
 from tests.initialization.test_materialize import full_state, on_meta
 from tests.ranks import run_ranks

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import ConfigError, RankMismatchError, fully_shard, units
-from fsdp_compile.parameters import exchange
+from fsdp_compile.comm import exchange
 from tests.initialization.models import Tied, initialize, tokens
 from tests.initialization.test_materialize import assert_equal, full_state, on_meta
 from tests.parity.models import WIDTH, Stack

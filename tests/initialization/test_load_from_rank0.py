@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile import ConfigError, fully_shard, load_from_rank0
-from fsdp_compile.parameters.load_first import IncompatibleKeys
+from fsdp_compile.state.load_from_rank0 import IncompatibleKeys
 from tests.initialization.models import Tied
 from tests.initialization.test_first_rank import assert_parts_equal, mesh_of, seeded
 from tests.initialization.test_materialize import assert_equal, full_state, on_meta

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_compile.capture.inputs import flat_inputs
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Phase, Record, record_of
-from fsdp_compile.ir.text import format_graph
+from fsdp_compile.ir.graph import Phase, Record, StepGraph, record_of
+from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.region import Region
 from fsdp_compile.options import FSDPOptions

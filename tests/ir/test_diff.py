@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compile.ir.diff import GraphDiff, Moved, diff_graphs, format_diff
+from fsdp_compile.ir.text.diff import GraphDiff, Moved, diff_graphs, format_diff
 
 HEADER = "graph forward on cpu\n%x = input() : f32[2]\n"
 BEFORE = (

@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from fsdp_compile._torch import FakeTensorMode
+from fsdp_compile._torch.tensors import FakeTensorMode
 from fsdp_compile.ir.edit import infer_value
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.parse import parse_graph
-from fsdp_compile.ir.record import KEY, Phase, Record, Role
-from fsdp_compile.ir.spelling import DTYPES
-from fsdp_compile.ir.text import format_graph
-from fsdp_compile.parameters.spec import ReadSpec, Reshard
+from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph
+from fsdp_compile.ir.text.names import DTYPES
+from fsdp_compile.ir.text.parser import parse_graph
+from fsdp_compile.ir.text.printer import format_graph
+from fsdp_compile.layout.spec import ReadSpec, Reshard
 from tests.ir.capture import records_of
 
 aten = torch.ops.aten

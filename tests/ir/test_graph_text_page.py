@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp_compile.ir.parse import parse_graph
-from fsdp_compile.ir.spelling import DTYPES, OPERATORS
-from fsdp_compile.ir.text import format_graph
+from fsdp_compile.ir.text.names import DTYPES, OPERATORS
+from fsdp_compile.ir.text.parser import parse_graph
+from fsdp_compile.ir.text.printer import format_graph
 
 PAGE = (Path(__file__).parents[2] / "docs/graph_text.md").read_text(encoding="utf-8")
 

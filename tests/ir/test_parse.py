@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.ir.parse import parse_graph
-from fsdp_compile.ir.record import Phase, Role, require
-from fsdp_compile.ir.text import format_graph, format_node
+from fsdp_compile.ir.graph import Phase, Role, require
+from fsdp_compile.ir.text.parser import parse_graph
+from fsdp_compile.ir.text.printer import format_graph, format_node
 
 FLAT = """\
 graph forward on cpu

@@ -7,9 +7,9 @@ import dataclasses
 import torch
 from torch import fx
 
-from fsdp_compile.ir.plan_text import format_plan
-from fsdp_compile.ir.record import Phase, Record, Role
-from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.ir.graph import Phase, Record, Role
+from fsdp_compile.ir.text.plan import format_plan
+from fsdp_compile.layout.spec import ReadSpec
 
 SPEC = ReadSpec(
     offset=0, extent=32, shape=(6, 5), dim=0, size=2, group="g", param_dtype=torch.bfloat16, reduce_dtype=torch.float32

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compile.ir.parse import parse_graph
-from fsdp_compile.ir.text import format_graph
+from fsdp_compile.ir.text.parser import parse_graph
+from fsdp_compile.ir.text.printer import format_graph
 from tests.ir import models
 from tests.ir.capture import Snapshot, capture, records_of
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from fsdp_compile._torch import FakeTensorMode, collectives
+from fsdp_compile._torch.distributed import collectives
+from fsdp_compile._torch.tensors import FakeTensorMode
 from fsdp_compile.ir.edit import infer_value
-from fsdp_compile.ir.values import known_value
+from fsdp_compile.ir.fake_values import known_value
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default

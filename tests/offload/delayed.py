@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from fsdp_compile.parameters import copies  # noqa: F401  registers the operators
-from fsdp_compile.parameters.offload import Offload
+from fsdp_compile.config.policy import Offload
+from fsdp_compile.ops import host_copy  # noqa: F401  registers the operators
 
 ON_SUCH_A_HOST = Offload(pinned=False, from_cpu_to_cpu=True)
 """As `fully_shard(offload_policy=...)`: graphs copy as they do for a GPU."""

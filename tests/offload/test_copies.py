@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp_compile import _torch
-from fsdp_compile.ir.parse import parse_graph
+from fsdp_compile._torch.dynamo import compile_fx_inner
+from fsdp_compile.ir.text.parser import parse_graph
 from fsdp_compile.lower.inductor import _KEEP_OUR_ORDER
-from fsdp_compile.parameters import copies
+from fsdp_compile.ops import host_copy
 from tests.offload.delayed import delayed_copies
 
 START, WAIT = torch.ops.fsdp.start_copy.default, torch.ops.fsdp.wait_copy.default
@@ -54,8 +54,8 @@ def test_a_copy_is_queued_behind_what_was_computed_and_before_who_waits_for_it()
         torch.Tensor, "copy_", lambda *_, non_blocking: streams.queued.append((streams.current, f"copy {non_blocking}"))
     )
     with mock.patch.object(torch, "get_device_module", return_value=streams), copied:
-        event = copies._copy_beside(source, result, streams.stream_of("side"))
-        copies._running[result.data_ptr()] = event
+        event = host_copy._copy_beside(source, result, streams.stream_of("side"))
+        host_copy._running[result.data_ptr()] = event
         streams.queued.append(("compute", "another kernel"))
         assert WAIT(result, source).data_ptr() == result.data_ptr()
     assert streams.queued == [
@@ -65,7 +65,7 @@ def test_a_copy_is_queued_behind_what_was_computed_and_before_who_waits_for_it()
         ("compute", "another kernel"),
         ("compute", "wait for the event of side"),
     ]
-    assert not copies._running
+    assert not host_copy._running
 
 
 @pytest.mark.core
@@ -77,7 +77,7 @@ def test_without_an_accelerator_a_copy_is_a_copy() -> None:
     assert waited.data_ptr() == copied.data_ptr()
     source.zero_()
     assert waited.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert not copies._running
+    assert not host_copy._running
 
 
 GRAPH = """graph forward on cpu
@@ -105,7 +105,7 @@ def test_inductor_reuses_no_memory_that_is_being_copied() -> None:
         torch._inductor.config.patch(_KEEP_OUR_ORDER),
         torch._guards.tracing(torch._guards.TracingContext(fakes[0].fake_mode)),
     ):
-        compiled = _torch.compile_fx_inner(step.gm, fakes)
+        compiled = compile_fx_inner(step.gm, fakes)
     x, y = torch.randn(2, 8, 8).unbind()
     expected = [(x @ y) @ (y @ y @ y @ y @ y), (x @ y).view(64)]
     with delayed_copies() as sizes:

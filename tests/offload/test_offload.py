@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard
-from fsdp_compile.parameters import holding
-from fsdp_compile.parameters.offload import Offload, as_offload, compute_device, host_buffer, refuse_device
+from fsdp_compile.config.policy import Offload, as_offload, compute_device, host_buffer, refuse_device
+from fsdp_compile.sharding import allocate
 from tests.fake_world import fake_world
 from tests.parity.models import Stack
 from tests.parity.pair import Differences, train_pair
@@ -107,7 +107,8 @@ def test_a_model_on_the_cpu_and_a_mesh_of_gpus_need_a_policy() -> None:
         assert not isinstance(model[1][0].weight, DTensor), "nothing was sharded"  # type: ignore[index]
         with pytest.raises(ConfigError, match="is on the CPU"):
             fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffload(offload_params=False))
-        with mock.patch.object(holding, "install"):  # makes tensors on the device, which is not there
+        # These make tensors on the device, which is not there.
+        with mock.patch.object(allocate, "install_grad_accumulators"):
             on_host = fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
         assert on_host.weight.to_local().device.type == "cpu"  # type: ignore[attr-defined]
         fully_shard(model, mesh=mesh, ignored_params=set(model[1].parameters()))

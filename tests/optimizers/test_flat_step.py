@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, flat_step, fully_shard, units
-from fsdp_compile.optimizers.flat_step import ELEMENTWISE
-from fsdp_compile.parameters import handover
+from fsdp_compile.optim.flat_step import ELEMENTWISE
+from fsdp_compile.runtime import gradients
 from tests.fake_world import fake_world
 
 STEPS = 4
@@ -81,7 +81,7 @@ def _give_gradients(model: nn.Module, plain: list[nn.Parameter], step: int, miss
                 skipped = (
                     {flat.slots[missing].spec.offset} if missing is not None and len(flat.slots) > missing else set()
                 )
-                handover.deliver(flat, buffer, {s.spec.offset for s in flat.slots} - skipped)
+                gradients.deliver(flat, buffer, {s.spec.offset for s in flat.slots} - skipped)
     assert isinstance(model.whole, nn.Parameter)
     model.whole.grad = torch.randn(3)
     for p, q in zip(model.parameters(), plain, strict=True):

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compile.parameters.assemble import EagerBuilder, full_parameter, gradient_rows
-from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows
+from fsdp_compile.layout.spec import ReadSpec
 
 EAGER = EagerBuilder()
 JUNK = -77.0

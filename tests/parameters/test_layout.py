@@ -9,15 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compile.parameters.layout import (
+from fsdp_compile.layout.flat_layout import (
     ALIGNMENT_BYTES,
     LARGE_BYTES,
     FlatLayout,
     ParameterShape,
+    local_part,
+    local_shape,
     plan_layout,
     shard_numel,
 )
-from fsdp_compile.parameters.rows import local_part, local_shape
 
 SIZES = st.integers(1, 16)
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])

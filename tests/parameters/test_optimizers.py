@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard
-from fsdp_compile.parameters.moved import MovedParameter
+from fsdp_compile.runtime.replaced_params import MovedParameter
 from tests.parameters.beside import Beside, Run, close, loss_of
 from tests.parameters.models import Small
 from tests.ranks import run_ranks
@@ -215,10 +215,10 @@ def _check_old_parameters_are_refused() -> None:
         assert "model.parameters()" in str(caught.value)
     late = torch.optim.SGD([old], lr=1.0)
     model(torch.ones(2, 6)).sum().backward()
-    before = model.up.weight.to_local().clone()  # type: ignore[operator]
+    before = model.up.weight.to_local().clone()  # type: ignore[attr-defined]
     late.step()
     assert late.param_groups[0]["params"][0] is model.up.weight, "an optimizer follows, whenever it was made"
-    assert not torch.equal(before, model.up.weight.to_local())  # type: ignore[operator]
+    assert not torch.equal(before, model.up.weight.to_local())
 
 
 def test_computing_with_an_old_parameter_is_refused_readably() -> None:

@@ -17,9 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compile import ConfigError, MixedPrecision, fully_shard, units
-from fsdp_compile.ir.record import Role
-from fsdp_compile.parameters.boundary import cast
-from fsdp_compile.parameters.precision import as_mixed_precision
+from fsdp_compile.config.policy import as_mixed_precision
+from fsdp_compile.ir.graph import Role
+from fsdp_compile.modules.casts import cast
 from tests.fake_world import fake_world
 from tests.parity.models import WIDTH, Block, Stack
 from tests.parity.test_mixed_precision import Normed

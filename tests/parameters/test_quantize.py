@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, MixedPrecision, explain, fully_shard, units
-from fsdp_compile.ir.record import Role
-from fsdp_compile.parameters.quantize import block_scales, dequantize, quantize
+from fsdp_compile.ir.graph import Role
+from fsdp_compile.ops.quantize import block_scales, dequantize, quantize
 from tests.ranks import run_ranks
 from tests.verify.captured import World, capture
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compile.parameters.spec import ReadSpec, Reshard, parse
+from fsdp_compile.layout.spec import ReadSpec, Reshard, parse
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64)
 TEXT = "offset=64 extent=32 shape=5x7 dim=0 over=fsdp.shard.0/4 param=bfloat16 reduce=float32 reshard=after_forward"

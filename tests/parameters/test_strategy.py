@@ -13,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_compile import ConfigError, FSDPOptions, fully_shard, units
-from fsdp_compile._torch import resolve_group
-from fsdp_compile.parameters.spec import Reshard, parse
-from fsdp_compile.parameters.strategy import Arrangement
-from fsdp_compile.parameters.unit import Unit
+from fsdp_compile._torch.distributed import resolve_group
+from fsdp_compile.comm.mesh import Arrangement
+from fsdp_compile.layout.spec import Reshard, parse
+from fsdp_compile.runtime.units import Unit
 from tests.fake_world import fake_world
 from tests.parameters.models import Block, Small, Transformer
 

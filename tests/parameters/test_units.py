@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, UnsupportedModelError, fully_shard, units
-from fsdp_compile.parameters.spec import Reshard
+from fsdp_compile.layout.spec import Reshard
 from tests.fake_world import fake_world
 from tests.parameters.models import Block, Small, Transformer
 

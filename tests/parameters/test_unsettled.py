@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import fsdp_compile
-from fsdp_compile.parameters import unsettled
-from fsdp_compile.parameters.flat import FlatShard
+from fsdp_compile.runtime import pending
+from fsdp_compile.runtime.units import FlatShard
 from tests.fake_world import fake_world
 
 
@@ -37,17 +37,17 @@ def test_what_is_done_is_forgotten() -> None:
     with fake_world(2):
         flats = _flats(3)
         units = [flat.unit for flat in flats]
-        assert unsettled.are_settled(flats)
+        assert pending.are_settled(flats)
         flats[2].leaf.grad = torch.zeros_like(flats[2].leaf)
         flats[1].progress.is_due = True
         for flat in reversed(flats):
-            unsettled.note(flat)
-        assert unsettled.among(units) == flats[1:], "in the units' order, without what is settled"
-        assert unsettled.among(units[:1]) == []
-        assert not unsettled.are_settled(flats)
-        assert unsettled.are_settled(flats[:1])
+            pending.note(flat)
+        assert pending.among(units) == flats[1:], "in the units' order, without what is settled"
+        assert pending.among(units[:1]) == []
+        assert not pending.are_settled(flats)
+        assert pending.are_settled(flats[:1])
         flats[1].progress.is_due, flats[2].leaf.grad = False, None
-        assert not unsettled.is_anything()
+        assert not pending.is_anything()
 
 
 @pytest.mark.usefixtures("_quick_turns")
@@ -75,8 +75,8 @@ def _note_and_settle(flats: list[FlatShard]) -> None:
     units = [flat.unit for flat in flats]
     for flat in flats:
         flat.progress.is_due = True
-        unsettled.note(flat)
-    assert unsettled.among(units) == flats
+        pending.note(flat)
+    assert pending.among(units) == flats
     for flat in flats:
         flat.progress.is_due = False
-    assert unsettled.are_settled(flats)
+    assert pending.are_settled(flats)

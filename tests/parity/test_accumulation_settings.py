@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, units
-from fsdp_compile.ir.record import Role
-from fsdp_compile.lower.ran import regions_of
-from fsdp_compile.parameters.unit import Unit
+from fsdp_compile.ir.graph import Role
+from fsdp_compile.lower.compiled_regions import regions_of
+from fsdp_compile.runtime.units import Unit
 from tests.parity.models import Stack
 from tests.parity.pair import batches, loss_of
 from tests.parity.test_accumulation import CLOSE, Pair

@@ -16,8 +16,8 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, units
-from fsdp_compile.ir.record import Role
-from fsdp_compile.lower.ran import regions_of
+from fsdp_compile.ir.graph import Role
+from fsdp_compile.lower.compiled_regions import regions_of
 from tests.parameters.test_quantize import INT8, as_sent
 from tests.parity.pair import loss_of
 from tests.parity.strategies import STRATEGIES

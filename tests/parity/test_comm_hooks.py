@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard, register_comm_hook, units
-from fsdp_compile.ir.record import Role
-from fsdp_compile.lower.ran import regions_of
+from fsdp_compile.ir.graph import Role
+from fsdp_compile.lower.compiled_regions import regions_of
 from tests.fake_world import fake_world
 from tests.parity.models import WIDTH, Block, Stack
 from tests.parity.pair import batches, loss_of, train_pair

@@ -12,7 +12,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from fsdp_compile import ConfigError, explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.parameters.spec import parse
+from fsdp_compile.layout.spec import parse
 from tests.fake_world import fake_world
 from tests.parity.models import WIDTH, GraphBreaks, Stack
 from tests.parity.pair import Differences, train_pair

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard, no_sync
-from fsdp_compile.parameters.sharding import units
+from fsdp_compile.runtime.module_state import units
 from tests.parity.models import Block, GraphBreaks, Stack
 from tests.parity.pair import batches, loss_of
 from tests.parity.test_accumulation import CLOSE, Pair, gradients_are_none, make_pair

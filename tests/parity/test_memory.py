@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard, units
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Phase, Role, require
+from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
 from fsdp_compile.lower import region
 from tests.parity.models import WIDTH, Checkpointed, Frozen, Stack
 from tests.parity.pair import batches, loss_of

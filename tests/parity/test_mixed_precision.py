@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import MixedPrecision, fully_shard
-from fsdp_compile.parameters.precision import Policy
+from fsdp_compile.config.policy import AnyPrecisionPolicy
 from tests.parity.models import WIDTH, Stack
 from tests.parity.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -113,11 +113,11 @@ def train_both(
     return worst
 
 
-def _prepared(make: Callable[[], nn.Module], policy: Policy, cast: ByHand) -> float:
+def _prepared(make: Callable[[], nn.Module], policy: AnyPrecisionPolicy, cast: ByHand) -> float:
     return train_both(make, lambda model: fully_shard(model, mp_policy=policy), cast)
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Policy, ByHand]] = {
+CASES: dict[str, tuple[Callable[[], nn.Module], AnyPrecisionPolicy, ByHand]] = {
     "policy": (Stack, MixedPrecisionPolicy(BF16, torch.float32), ByHand(_all, BF16, torch.float32)),
     "reduce-dtype-follows": (Stack, MixedPrecisionPolicy(BF16), ByHand(_all, BF16, BF16)),
     "no-cast-of-inputs": (Stack, MixedPrecisionPolicy(None, BF16), ByHand(lambda m: m, torch.float32, BF16)),

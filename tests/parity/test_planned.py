@@ -20,8 +20,7 @@ from fsdp_compile.cost.hardware import Quantity, hardware
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Phase
+from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.region import Region
 from fsdp_compile.passes.delay_gradients import DelayGradients, DelayPlan
 from fsdp_compile.passes.schedule import Schedule

@@ -11,10 +11,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import ConfigError, explain, fully_shard, units
-from fsdp_compile._torch import resolve_group
+from fsdp_compile._torch.distributed import resolve_group
+from fsdp_compile.comm.groups import meeting_place
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.parameters.groups import meeting_place
 from tests.explain.models import Stack as Wide
 from tests.explain.models import on_meta
 from tests.fake_world import fake_world

@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.distributed.fsdp import OffloadPolicy
 
 from fsdp_compile import fully_shard, no_sync, step_in_backward
-from fsdp_compile.parameters.offload import Offload
+from fsdp_compile.config.policy import Offload
 from tests.offload.delayed import ON_SUCH_A_HOST, delayed_copies
 from tests.parity.models import KINDS, Slim
 from tests.parity.pair import batches, loss_of, parameter_difference

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from fsdp_compile import fully_shard, no_sync
 from fsdp_compile.cost.communicate import Kind, communication
 from fsdp_compile.cost.hardware import hardware
-from fsdp_compile.ir.record import Phase, Role, require, role_of
-from fsdp_compile.ir.text import format_graph
+from fsdp_compile.ir.graph import Phase, Role, require, role_of
+from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.verify.check import complaints
 from tests.parity.models import Checkpointed, Frozen, OddShapes, Slim, Stack, Tied
 from tests.parity.pair import (

@@ -12,8 +12,7 @@ from torch.fx import Node
 
 from fsdp_compile import pipeline
 from fsdp_compile.ir.edit import GraphBuilder
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Role, require
+from fsdp_compile.ir.graph import Role, StepGraph, require
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.insert_collectives import InsertCollectives
 from tests.parity.models import WIDTH, Stack

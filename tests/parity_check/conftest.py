@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from fsdp_compile.parity.differences import Difference
+from fsdp_compile.parity.compare import Difference
 from tests.parity_check.results import Judge, Row, update
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from fsdp_compile.parity.differences import Difference
+from fsdp_compile.parity.compare import Difference
 
 Judge = Callable[[str, Iterable[str], str, Sequence[Difference]], None]
 """The fixture `judge`."""

@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.parity.differences import Difference
+from fsdp_compile.parity.compare import Difference
 from fsdp_compile.parity.experiment import Level, sgd
 from fsdp_compile.parity.train import train_both
 from fsdp_compile.pipeline import CAPTURE, passes

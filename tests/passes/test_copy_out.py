@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Role, require
+from fsdp_compile.ir.graph import Role, StepGraph, require
 from tests.verify.captured import World, capture
 
 aten = torch.ops.aten

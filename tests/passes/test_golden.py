@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_compile.cli.opt import apply_passes, known_passes, read_passes
-from fsdp_compile.ir.parse import parse_graph
-from fsdp_compile.ir.text import format_graph
+from fsdp_compile.ir.text.parser import parse_graph
+from fsdp_compile.ir.text.printer import format_graph
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BAR = "-----\n"

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from fsdp_compile.cost.timeline import Compute, Event, Start, Wait, simulate
-from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved
-from fsdp_compile.planner.start import Start as Issue
-from fsdp_compile.planner.start import What
+from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved, What
+from fsdp_compile.planner.problem import Start as Issue
 
 _times = st.integers(0, 9).map(float)
 _sizes = st.integers(1, 9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compile.planner.budget import for_graphs, of_graphs
+from fsdp_compile.planner.problem import for_graphs, of_graphs
 
 
 @given(st.integers(min_value=0, max_value=10**12))

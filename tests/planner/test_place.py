@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_compile.planner.place import BudgetError, place
-from fsdp_compile.planner.problem import Gather, Problem, Reduction
+from fsdp_compile.planner.problem import Gather, Problem, Reduction, Start, What
 from fsdp_compile.planner.replay import replay
-from fsdp_compile.planner.start import Start, What
 from tests.planner.problems import each_when_needed, live_bytes, play, problems
 
 

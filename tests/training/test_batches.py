@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_compile.training.batches import Batches
+from fsdp_compile.training.data import Batches
 
 BATCH, SEQ_LEN = 8, 5
 BLOCKS = torch.arange(6 * 40, dtype=torch.uint8).view(6, 40)  # every byte names its place

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.training.corpus import HELD_OUT_EVERY, LARGEST_BLOCK_BYTES, cut, read_corpus
+from fsdp_compile.training.data import HELD_OUT_EVERY, LARGEST_BLOCK_BYTES, cut, read_corpus
 
 
 def test_every_byte_is_trained_on_or_held_out_never_both() -> None:

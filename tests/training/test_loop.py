@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from fsdp_compile.errors import FSDPCompileError, RankMismatchError
 from fsdp_compile.training.config import TrainConfig
-from fsdp_compile.training.job import Job
+from fsdp_compile.training.job import Job, RunFolder
 from fsdp_compile.training.loop import train
 from fsdp_compile.training.metrics import held_out_losses, read_records
-from fsdp_compile.training.run_folder import RunFolder
 from fsdp_compile.training.world import DeviceKind, World
 from tests.ranks import run_ranks
 
@@ -36,7 +35,7 @@ def _train(folder: Path, options: dict[str, Any], *, matplotlib: bool = True, sa
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
         patch.setattr(torch, "compile", functools.partial(torch.compile, options={"lower": "eager"}))
         if not matplotlib:
-            patch.setattr("fsdp_compile.training.plot.find_spec", lambda _name: None)
+            patch.setattr("fsdp_compile.training.metrics.find_spec", lambda _name: None)
         train(job, world)
     return shown.getvalue()
 

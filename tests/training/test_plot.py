@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_compile.training.metrics import Record
-from fsdp_compile.training.plot import plot_losses
+from fsdp_compile.training.metrics import Record, plot_losses
 
 RECORDS = [
     Record(step=0, held_out_loss=5.5, time_s=0),
@@ -29,7 +28,7 @@ def test_writes_a_png(tmp_path: Path) -> None:
 def test_without_matplotlib_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        "fsdp_compile.training.plot.find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
+        "fsdp_compile.training.metrics.find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
     )
     assert not plot_losses(RECORDS, tmp_path / "loss.png")
     assert not (tmp_path / "loss.png").exists()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_compile.training.sample import generate
+from fsdp_compile.training.model import generate
 
 
 class NextLetter(nn.Module):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_compile.training.config import TrainConfig
-from fsdp_compile.training.schedule import Schedule
+from fsdp_compile.training.config import Schedule, TrainConfig
 
 SCHEDULE = Schedule.of(TrainConfig(steps=100, learning_rate=0.008, warmup_ratio=0.2, final_ratio=0.25))
 

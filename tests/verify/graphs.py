@@ -7,11 +7,10 @@ import functools
 import torch
 
 from fsdp_compile import MixedPrecision
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Phase
-from fsdp_compile.parameters.layout import ReduceLayout
-from fsdp_compile.parameters.spec import Update
-from fsdp_compile.prefetch import FSDPPrefetch
+from fsdp_compile.config.prefetch import FSDPPrefetch
+from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.layout.flat_layout import ReduceLayout
+from fsdp_compile.layout.spec import Update
 from fsdp_compile.verify.table import Stage
 from tests.verify.captured import World, capture, copied
 from tests.verify.models import MODELS

@@ -9,9 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import KEY, Phase, Role, require, role_of
-from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.ir.graph import KEY, Phase, Role, StepGraph, require, role_of
+from fsdp_compile.layout.spec import ReadSpec
 from fsdp_compile.verify.limits import Limits
 from tests.verify.breaks import Break
 

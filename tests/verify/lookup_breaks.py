@@ -7,8 +7,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import KEY, Role, require
+from fsdp_compile.ir.graph import KEY, Role, StepGraph, require
 from tests.verify.breaks import BACKWARD, FORWARD, Break
 from tests.verify.graphs import LOOKED_UP
 

@@ -8,18 +8,17 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile.cost.schedule import waits_of
 from fsdp_compile.cost.sizes import result_bytes
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.parse import parse_graph
+from fsdp_compile.cost.timeline import waits_of
+from fsdp_compile.ir.graph import Phase, Role, StepGraph, role_of
 from fsdp_compile.ir.queries import aliases
-from fsdp_compile.ir.record import Phase, Role, role_of
-from fsdp_compile.ir.text import format_graph
-from fsdp_compile.parameters.layout import ReduceLayout
-from fsdp_compile.parameters.spec import Update
+from fsdp_compile.ir.text.parser import parse_graph
+from fsdp_compile.ir.text.printer import format_graph
+from fsdp_compile.layout.flat_layout import ReduceLayout
+from fsdp_compile.layout.spec import Update
 from fsdp_compile.verify.check import complaints
-from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.limits import Limits
+from fsdp_compile.verify.report import Complaint
 from fsdp_compile.verify.table import Stage
 from tests.verify.captured import World, capture
 from tests.verify.graphs import OPEN, graph

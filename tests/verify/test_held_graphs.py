@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Role, require, role_of
-from fsdp_compile.parameters.sharding import units
-from fsdp_compile.parameters.variants import publish
+from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
+from fsdp_compile.runtime.module_state import units
+from fsdp_compile.runtime.unshard_args import publish
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.collective import Kind, collectives_of
 from tests.verify.captured import World, capture, copied

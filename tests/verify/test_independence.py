@@ -16,9 +16,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 JUDGED = (
     "fsdp_compile.passes",
     "fsdp_compile.ir.queries",
-    "fsdp_compile.ir.explicit",
+    "fsdp_compile.ir.queries",
     "fsdp_compile.ir.edit",
-    "fsdp_compile.parameters.assemble",
+    "fsdp_compile.layout.messages",
 )
 DOCUMENT = PACKAGE.parent.parent / "docs" / "invariants.md"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from fsdp_compile.verify.moves import Step, coordinates, linear, moved
+from fsdp_compile.verify.trace_elements import Step, coordinates, linear, moved
 
 aten = torch.ops.aten
 MOVES: list[tuple[str, Any, tuple[int, ...], tuple[Any, ...]]] = [

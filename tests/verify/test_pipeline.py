@@ -10,8 +10,7 @@ from torch import fx
 
 from fsdp_compile import pipeline
 from fsdp_compile.errors import InvariantError
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import Phase, Role
+from fsdp_compile.ir.graph import Phase, Role, StepGraph
 from fsdp_compile.options import FSDPOptions
 from tests.verify import breaks
 from tests.verify.graphs import graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp_compile.errors import InvariantError
-from fsdp_compile.ir.record import Phase, Role
+from fsdp_compile.ir.graph import Phase, Role
 from fsdp_compile.verify.check import check
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.report import NEIGHBOURS, SHOWN, describe, source_line

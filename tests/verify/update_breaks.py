@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.record import KEY, Phase, Role, role_of
+from fsdp_compile.ir.graph import KEY, Phase, Role, StepGraph, role_of
 from tests.verify.breaks import Break
 from tests.verify.graphs import ALONE, UPDATED
 

@@ -8,13 +8,13 @@ from math import prod
 import torch
 from torch import fx
 
-from fsdp_compile.ir.record import Role, role_of
-from fsdp_compile.parameters.layout import ReduceLayout
+from fsdp_compile.ir.graph import Role, role_of
+from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.verify.collective import Collective, Kind
-from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
-from fsdp_compile.verify.origin import origin
+from fsdp_compile.verify.report import Complaint
 from fsdp_compile.verify.slots import Slot, slots_of
+from fsdp_compile.verify.trace_elements import origin
 
 RULE = "buffers-aligned"
 ALIGNMENT_BYTES = 128

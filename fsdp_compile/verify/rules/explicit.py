@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fsdp_compile.ir.record import require
-from fsdp_compile.verify.complaint import Complaint
+from fsdp_compile.ir.graph import require
 from fsdp_compile.verify.facts import Facts, is_models
+from fsdp_compile.verify.report import Complaint
 
 RULE = "explicit-prefetch"
 

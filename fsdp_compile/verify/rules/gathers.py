@@ -8,14 +8,14 @@ from math import prod
 import torch
 from torch import fx
 
-from fsdp_compile.ir.record import Role, record_of, require, role_of
-from fsdp_compile.parameters.spec import ReadSpec
+from fsdp_compile.ir.graph import Role, record_of, require, role_of
+from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.ops.quantize import BLOCK_SCALES, DEQUANTIZE, QUANTIZE
 from fsdp_compile.verify.collective import Collective, Kind
-from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
-from fsdp_compile.verify.moves import BLOCK, BLOCK_SCALES, DEQUANTIZE, QUANTIZE, SCALE_BYTES, linear_size
-from fsdp_compile.verify.origin import Origin, origin
+from fsdp_compile.verify.report import Complaint
 from fsdp_compile.verify.slots import Probe, Slot, all_slots, claims, probes, slots_of
+from fsdp_compile.verify.trace_elements import BLOCK, SCALE_BYTES, Origin, linear_size, origin
 
 RULE = "gathered-once"
 
@@ -32,7 +32,7 @@ def gathered_once(facts: Facts) -> list[Complaint]:
     }
     for gather in facts.of_kind(Kind.GATHER):
         for message in gather.sent:
-            for slot in _slots_in(message, slots):
+            for slot in slots_in(message, slots):
                 key = (slot.flat, slot.spec.offset)
                 if key in gathered:
                     complaints.append(_twice(gather, slot, gathered[key]))
@@ -45,12 +45,12 @@ def gathered_once(facts: Facts) -> list[Complaint]:
     return complaints
 
 
-def _slots_in(message: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> list[Slot]:
+def slots_in(message: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> list[Slot]:
     """Slots that a message holds at least a part of."""
     if role_of(message) is Role.PART:
         return [s for key in claims(require(message)) for s in slots.get(key, ()) if s.spec in require(message).specs]
     if message.target is torch.ops.aten.cat.default:
-        return [slot for part in message.all_input_nodes for slot in _slots_in(part, slots)]
+        return [slot for part in message.all_input_nodes for slot in slots_in(part, slots)]
     numel = prod(shape_of(message))
     if numel == 0 or message.target is BLOCK_SCALES:  # scales hold no element: `_wrong_scale` looks at them
         return []

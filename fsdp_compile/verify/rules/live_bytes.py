@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from fsdp_compile.ir.record import Role, require, role_of
+from fsdp_compile.ir.graph import Role, require, role_of
 from fsdp_compile.verify.collective import Kind
-from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts, is_models, memory_sources, size_bytes
+from fsdp_compile.verify.report import Complaint
 
 RULE = "unsharded-bytes"
 

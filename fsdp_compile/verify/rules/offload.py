@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 
-from fsdp_compile.ir.record import Role, require, role_of
-from fsdp_compile.parameters import copies  # noqa: F401  registers the operators
+from fsdp_compile.ir.graph import Role, require, role_of
+from fsdp_compile.ops.host_copy import START_COPY, WAIT_COPY
 from fsdp_compile.verify.collective import Kind
-from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts
+from fsdp_compile.verify.report import Complaint
 
 RULE = "host-copies"
-_START = torch.ops.fsdp.start_copy.default
-_WAIT = torch.ops.fsdp.wait_copy.default
+_START = START_COPY
+_WAIT = WAIT_COPY
 _WAIT_OF = {Role.OFFLOAD_IN: Role.OFFLOAD_IN_WAIT, Role.OFFLOAD_OUT: Role.OFFLOAD_OUT_WAIT}
 _OPERATOR = {**dict.fromkeys(_WAIT_OF, _START), **dict.fromkeys(_WAIT_OF.values(), _WAIT)}
 

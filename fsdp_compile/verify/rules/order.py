@@ -17,10 +17,10 @@ from collections.abc import Callable
 
 from torch import fx
 
-from fsdp_compile.ir.record import Role, record_of, role_of
+from fsdp_compile.ir.graph import Role, record_of, role_of
 from fsdp_compile.verify.collective import Collective, Kind
-from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts
+from fsdp_compile.verify.report import Complaint
 
 RULE = "plan-order"
 _ON_THE_WAY = {Role.REDUCE, Role.REDUCE_ITEM, Role.REDUCE_WAIT}

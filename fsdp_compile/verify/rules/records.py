@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile.ir.record import INPUTS, Record, Role, record_of, role_of
+from fsdp_compile.ir.graph import INPUTS, Record, Role, record_of, role_of
 from fsdp_compile.verify.collective import KINDS, WAIT, Kind
-from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts
+from fsdp_compile.verify.report import Complaint
 
 MARKERS_GONE = "markers-gone"
 TYPED = "typed"

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fsdp_compile.ir.record import GRADIENTS, MADE, Record, Role, require, role_of
-from fsdp_compile.parameters.spec import ReadSpec, Sync
+from fsdp_compile.ir.graph import GRADIENTS, MADE, Record, Role, require, role_of
+from fsdp_compile.layout.spec import ReadSpec, Sync
 from fsdp_compile.verify.collective import Kind
-from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
-from fsdp_compile.verify.origin import Origin, origin
+from fsdp_compile.verify.report import Complaint
 from fsdp_compile.verify.slots import Probe, Slot, all_slots, claims, probes, slots_of
+from fsdp_compile.verify.trace_elements import Origin, origin
 
 RULE = "reduced-once"
 _ONCE = "one reduce-scatter per parameter, then one all-reduce of the shard if there are replicas"

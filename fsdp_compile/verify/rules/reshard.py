@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from fsdp_compile.ir.record import require
+from fsdp_compile.ir.graph import require
 from fsdp_compile.verify.collective import Collective, Kind
-from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts
+from fsdp_compile.verify.report import Complaint
 
 RULE = "no-use-after-reshard"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fsdp_compile.ir.record import Phase, Role, record_of, require, role_of
-from fsdp_compile.parameters.spec import ReadSpec, Reshard, Update
-from fsdp_compile.verify.complaint import Complaint
+from fsdp_compile.ir.graph import Phase, Role, record_of, require, role_of
+from fsdp_compile.layout.spec import ReadSpec, Reshard, Update
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of, size_bytes
-from fsdp_compile.verify.origin import origin
+from fsdp_compile.verify.report import Complaint
+from fsdp_compile.verify.trace_elements import origin
 
 RULE = "nothing-unsharded-saved"
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from fsdp_compile.ir.record import MADE, Phase, Record, Role, require, role_of
-from fsdp_compile.parameters.spec import Update
+from fsdp_compile.ir.graph import MADE, Phase, Record, Role, require, role_of
+from fsdp_compile.layout.spec import Update
 from fsdp_compile.verify.collective import Kind
-from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts, memory_sources
+from fsdp_compile.verify.report import Complaint
 
 RULE = "updated-last"
 

@@ -7,10 +7,10 @@ from operator import getitem
 
 from torch import fx
 
-from fsdp_compile.ir.record import role_of
+from fsdp_compile.ir.graph import role_of
 from fsdp_compile.verify.collective import WAIT, Collective
-from fsdp_compile.verify.complaint import Complaint
 from fsdp_compile.verify.facts import Facts
+from fsdp_compile.verify.report import Complaint
 
 RULE = "gather-waited"
 

@@ -1,0 +1,69 @@
+"""Private names of torch's autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from fsdp_compile._torch.tensors import plain_torch_functions
+
+_GRAD: Any = torch.Tensor.grad  # a descriptor: what `.grad` is, whatever a subclass says
+
+
+def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Gives `new` the gradient hooks that users registered on `old`."""
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
+
+
+def backward_in_progress() -> int:
+    """A number that identifies the backward pass that this thread is running; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Operators called inside go straight to their device's implementation."""
+    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return, unused-ignore]
+
+
+def is_accumulated_in_this_backward(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass that this thread is running puts a gradient into `leaf.grad`."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return torch._C._will_engine_execute_node(node)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether users registered hooks on a parameter's gradient."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def after_this_backward(call: Callable[[], None]) -> None:
+    """Calls `call` when the backward pass that this thread is running has made all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def is_saved_by_autograd(tensor: torch.Tensor) -> bool:
+    """Whether something besides the Python object holds a leaf: an autograd graph that has read it."""
+    return tensor._use_count() > 1  # type: ignore[attr-defined]
+
+
+def own_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
+    """What autograd has accumulated into a leaf, whatever its class says `.grad` is."""
+    with plain_torch_functions():
+        return _GRAD.__get__(leaf)
+
+
+def clear_own_gradient(leaf: torch.Tensor) -> None:
+    """Forgets what autograd has accumulated into a leaf, whatever its class says `.grad` is."""
+    with plain_torch_functions():
+        _GRAD.__set__(leaf, None)
+
+
+def allow_any_gradient_dtype(leaf: torch.Tensor) -> None:
+    """Lets `leaf.grad` have another dtype than the leaf."""
+    leaf.grad_dtype = None  # type: ignore[attr-defined, unused-ignore]  # newer than some stubs

@@ -1,0 +1,74 @@
+"""Private names of torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
+
+collectives = torch.ops._c10d_functional
+"""Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
+
+
+def fake_store() -> dist.Store:
+    """The store of a default group of backend "fake", whose other ranks do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    return FakeStore()
+
+
+def default_store() -> dist.Store:
+    """The store through which the ranks of the default process group found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def resolve_group(name: str) -> dist.ProcessGroup | None:
+    """The process group that is registered under `name`, or `None`."""
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
+    except RuntimeError:
+        return None
+
+
+_SERIAL_GLOO = "fsdp_serial_gloo"
+
+
+def serial_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second gloo group of the same ranks whose collectives run one after the other, on one thread.
+
+    Gloo runs the collectives of a group on two threads, and with several in flight it corrupts its heap now and then
+    (`docs/versions.md`). Collectives still run beside computation. The number of threads can only be set on the backend
+    itself: `new_group` does not pass options on to gloo.
+    """
+    if _SERIAL_GLOO not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_SERIAL_GLOO, _make_serial_gloo, devices=["cpu"])
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, backend=f"cpu:{_SERIAL_GLOO}", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _gloo_devices() -> list[Any]:
+    """What gloo listens on: the interfaces that its variable names, as in torch's own groups, or the default."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if not names:
+        return [dist.ProcessGroupGloo.create_default_device()]
+    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+
+
+def _make_serial_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = _gloo_devices()
+    options._threads = 1
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def register_group_alias(name: str, group: dist.ProcessGroup) -> None:
+    """Registers a second, rank-independent name under which graphs find `group`."""
+    _register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]

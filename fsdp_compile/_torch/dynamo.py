@@ -1,0 +1,135 @@
+"""Private names of Dynamo, AOTAutograd and Inductor."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo import convert_frame, symbolic_convert
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import OptimizedModule, skip_code
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, detect_fake_mode
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._logging._internal import trace_structured_artifact
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "CheckpointPolicy",
+    "CustomPartitionerFn",
+    "OptimizedModule",
+    "SavedForBackwardsAOTOutput",
+    "TracingContext",
+    "aot_autograd",
+    "compile_fx",
+    "compile_fx_inner",
+    "detect_fake_mode",
+    "functorch_config",
+    "get_hash_for_files",
+    "inductor_config",
+    "list_mode_options",
+    "min_cut_rematerialization_partition",
+    "skip_code",
+]
+
+
+def root_frame_locals() -> Mapping[str, Any] | None:
+    """Locals of the frame that Dynamo is compiling right now."""
+    translator = _root_translator()
+    return None if translator is None else translator.f_locals
+
+
+def root_frame_globals() -> Mapping[str, Any]:
+    """Globals of the frame that Dynamo is compiling right now."""
+    translator = _root_translator()
+    return {} if translator is None else translator.f_globals
+
+
+def caller_of_root_frame() -> FrameType | None:
+    """The Python frame that called the function which Dynamo is compiling right now."""
+    translator = _root_translator()
+    stack = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        stack.append(frame)
+        frame = frame.f_back
+    compiling = [i for i, f in enumerate(stack) if f.f_code.co_filename == convert_frame.__file__]
+    above = stack[compiling[-1] + 1 :] if compiling else []
+    return next((f for f in above if translator is None or f.f_code is not translator.f_code), None)
+
+
+def restart_trace() -> TensorifyScalarRestartAnalysis:
+    """The exception that makes Dynamo trace the current frame again from its start.
+
+    Dynamo lets this one kind pass unchanged through a backend call. The log of earlier graph breaks is cleared, since
+    the new trace sees other classes and takes other paths.
+    """
+    translator = _root_translator()
+    if translator is not None:
+        translator.speculation_log.clear()
+    return TensorifyScalarRestartAnalysis(restart_reason="fsdp_compile sharded the model")
+
+
+def _root_translator() -> Any:
+    try:
+        return symbolic_convert.InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+
+
+def backend_of(compiled: OptimizedModule) -> object:
+    """The function that was given to `torch.compile`, or looked up by the name that was."""
+    found: Any = getattr(compiled.dynamo_ctx, "callback", None)
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        found = found._torchdynamo_orig_backend
+    return getattr(found, "compiler_fn", found)
+
+
+def was_looked_at(code: types.CodeType) -> bool:
+    """Whether Dynamo has tried to compile a function since it was last reset, whatever became of that."""
+    return code in convert_frame.input_codes
+
+
+def calls_are_compiled() -> bool:
+    """Whether Dynamo looks at the frames that this thread enters."""
+    return callable(get_eval_frame_callback())
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Adds a text to torch's structured trace, which tlparse shows; `text` is called only if a trace is written."""
+    trace_structured_artifact(name, "string", payload_fn=text)
+
+
+def let_size_vary(tensor: torch.Tensor, dim: int) -> None:
+    """Asks Dynamo to trace a dimension as a symbol; it may still find out that only one size is possible."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def symbol_of(size: int | torch.SymInt) -> sympy.Symbol | None:
+    """The symbol that was made for a size, also if it has turned out to have one value only."""
+    made = size.node._expr if isinstance(size, torch.SymInt) else None
+    return made if isinstance(made, sympy.Symbol) else None
+
+
+def source_prefixes(placeholder: fx.Node) -> list[str]:
+    """Expressions over `L` (locals) and `G` (globals) that lead to a graph input, shortest first, itself last."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    found: list[str] = []
+    while source is not None:
+        name = source.name
+        found.append(name() if callable(name) else name)  # a method up to 2.11, a property later
+        source = getattr(source, "base", None)
+    return found[::-1]

@@ -1,0 +1,130 @@
+"""Private names of torch about tensors and DTensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "tree_leaves"]
+
+OpOverload = torch._ops.OpOverload
+_LOCAL = operator.attrgetter("_local_tensor")
+
+
+def make_dtensor(local: torch.Tensor, like: DTensor, *, requires_grad: bool = False) -> DTensor:
+    """Wraps `local` as a DTensor of the mesh, placements and global shape of `like`, without a check or a copy."""
+    spec = like._spec
+    if local.dtype != like.dtype:
+        meta = TensorMeta(like.shape, like.stride(), local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, meta)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+
+
+def new_dtensor(local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[Any, ...], shape: torch.Size) -> DTensor:
+    """A DTensor of global `shape` (contiguous) over this rank's `local` part; no communication, no check."""
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(mesh, placements, TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def local_tensor(parameter: DTensor) -> torch.Tensor:
+    """The very tensor that a DTensor holds, without autograd and without a view."""
+    return parameter._local_tensor
+
+
+def hold_locals(parameters: Iterable[DTensor], locals_: Iterable[torch.Tensor]) -> bool:
+    """Whether each DTensor holds the very tensor that is given for it."""
+    return all(map(operator.is_, map(_LOCAL, parameters), locals_))
+
+
+def set_local_tensor(parameter: DTensor, local: torch.Tensor) -> None:
+    """Makes an existing DTensor hold `local`, keeping its identity (optimizers hold parameters by identity)."""
+    parameter._local_tensor = local
+
+
+ViewPlace = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and first element of a view, in elements of a contiguous tensor."""
+
+
+def views_of(tensor: torch.Tensor, places: Sequence[ViewPlace]) -> list[torch.Tensor]:
+    """Views of a tensor that has no history."""
+    begin = tensor.storage_offset()
+    return [tensor.as_strided(shape, strides, begin + offset) for shape, strides, offset in places]
+
+
+def is_plain_fake(value: object) -> bool:
+    """Whether a value is a fake tensor about which its shape, strides, dtype and device say everything."""
+    return (
+        type(value) is FakeTensor
+        and value.layout is torch.strided
+        and not (value.requires_grad or value.dtype.is_complex)
+        and value.constant is None
+        and value.real_tensor is None
+    )
+
+
+def fake_tensor(
+    like: FakeTensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, *, begin: Any = None
+) -> FakeTensor:
+    """A fake tensor on the device of another, made as torch makes those whose types it has cached.
+
+    Args:
+        like: The other one.
+        shape: Sizes.
+        strides: In elements.
+        dtype: Of the elements.
+        begin: The first element in the memory of `like`, which is shared; `None` for memory of its own.
+    """
+    mode, device = like.fake_mode, like.device
+    with in_kernel_invocation_manager(mode):
+        if begin is None:
+            made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        else:
+            made = torch.empty((), dtype=dtype, device="meta")
+            made.set_(like.untyped_storage(), begin, shape, strides)
+    return FakeTensor(mode, made, device)
+
+
+def memory_id(tensor: torch.Tensor) -> int:
+    """A number that tensors share which are views of one memory; fake tensors have memory in this sense, too."""
+    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return held.untyped_storage()._cdata
+
+
+def by_device_and_dtype(
+    tensors: Iterable[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Tensors in their order, grouped as the operators below take them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
+
+
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The norm of each of some tensors of one dtype, accumulated and returned in `dtype`."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies tensors of one device and dtype in place by a 0-d tensor of theirs."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def unscale_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Multiplies tensors of one device and dtype in place; sets `found_inf` to 1 if a value is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
+
+
+def plain_torch_functions() -> Any:
+    """A context in which `__torch_function__` of subclasses is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()

@@ -1,0 +1,1 @@
+"""Meshes, process groups, and one-off collectives."""

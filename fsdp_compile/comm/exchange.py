@@ -1,0 +1,252 @@
+"""Moving whole parameters between the ranks of a shard group, outside of any graph: one parameter at a time.
+
+Whether ranks that draw random numbers for one model draw the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compile._torch.distributed import collectives, resolve_group
+from fsdp_compile.errors import RankMismatchError
+from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows
+from fsdp_compile.layout.spec import ReadSpec
+
+CHUNK_BYTES = 250 * 2**20
+"""The most that one message of a value from the first rank takes: larger ones go in parts."""
+_EAGER = EagerBuilder()
+
+
+def gather(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+    """The full value on every rank, in the dtype that is stored. All ranks of the shard group call it together.
+
+    Args:
+        local: This rank's part, without padding.
+        spec: The parameter's slot.
+
+    Returns:
+        A tensor of `spec.shape` in memory of its own, on the device that communicates.
+    """
+    piece = padded(local, spec)
+    if spec.size > 1:
+        piece = collectives.wait_tensor(collectives.all_gather_into_tensor(piece, spec.size, spec.group))
+    return _whole(piece, spec)
+
+
+def gather_to_first(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor | None:
+    """As `gather`, but only the first rank of the shard group gets the value; the others get `None`."""
+    piece = padded(local, spec)
+    if spec.size == 1:
+        return _whole(piece, spec)
+    group = group_named(spec.group)
+    pieces = None
+    if dist.get_rank(group) == 0:
+        message = piece.new_empty(spec.size * spec.extent)
+        pieces = list(message.chunk(spec.size))
+    dist.gather(as_bytes(piece), [as_bytes(p) for p in pieces] if pieces else None, group=group, group_dst=0)
+    return None if pieces is None else _whole(message, spec)
+
+
+def scatter_from_first(full: torch.Tensor | None, like: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+    """This rank's part of the value that the first rank of the shard group has, sent in chunks of `CHUNK_BYTES`.
+
+    Args:
+        full: The full value on the first rank; not looked at on others.
+        like: This rank's part as it is now: its shape, dtype and device.
+        spec: The parameter's slot.
+    """
+    group = group_named(spec.group) if spec.size > 1 else None
+    rows = None
+    if group is None or dist.get_rank(group) == 0:
+        assert full is not None
+        rows = rows_of(full.to(like.dtype), spec)
+    if group is None:
+        assert rows is not None
+        return rows.reshape(-1)[: like.numel()].view(like.shape).to(like.device)
+    wire = wire_device(like, spec)
+    piece = like.new_empty(spec.extent, device=wire)
+    for chunk in _chunks(spec.extent, spec.size * like.element_size()):
+        sent = None if rows is None else [as_bytes(row[chunk].to(wire)) for row in rows]
+        dist.scatter(as_bytes(piece[chunk]), sent, group=group, group_src=0)
+    return piece[: like.numel()].view(like.shape).to(like.device)
+
+
+def share_among_replicas(shard: torch.Tensor, spec: ReadSpec) -> None:
+    """Overwrites a contiguous tensor with what the first replica's rank at the same place has."""
+    if spec.replicas > 1:
+        _broadcast(shard, spec, spec.replicate_group)
+
+
+def broadcast_from_first(value: torch.Tensor, spec: ReadSpec) -> None:
+    """Overwrites a contiguous tensor with what the first rank of the mesh has."""
+    share_among_replicas(value, spec)
+    if spec.size > 1:
+        _broadcast(value, spec, spec.group)
+
+
+def take_from_first(local: torch.Tensor, full: torch.Tensor | None, spec: ReadSpec) -> None:
+    """Overwrites this rank's part with its part of what the first rank of the mesh has in full.
+
+    Every other rank receives only its part, and every other replica a copy of the first one's.
+
+    Args:
+        local: This rank's part; contiguous.
+        full: The full value on the first rank; not looked at on others.
+        spec: The parameter's slot.
+    """
+    if is_first_replica(spec):
+        local.copy_(scatter_from_first(full, local, spec))
+    share_among_replicas(local, spec)
+
+
+def broadcast(value: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Overwrites a contiguous tensor with what the first rank of a group has, in chunks of `CHUNK_BYTES`."""
+    message = as_bytes(value)
+    for chunk in _chunks(message.numel(), 1):
+        dist.broadcast(message[chunk], group=group, group_src=0)
+
+
+def _chunks(count: int, bytes_each: int) -> Iterator[slice]:
+    """Parts of `count` elements such that the elements of one part have at most `CHUNK_BYTES` together."""
+    step = max(1, CHUNK_BYTES // bytes_each)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _broadcast(value: torch.Tensor, spec: ReadSpec, group: str) -> None:
+    sent = value.to(wire_device(value, spec))
+    broadcast(sent, group_named(group))
+    if sent is not value:
+        value.copy_(sent)
+
+
+def wire_device(local: torch.Tensor, spec: ReadSpec) -> torch.device:
+    """The device on which a shard's group communicates: not the host's where the shard is offloaded."""
+    return torch.device(spec.compute) if spec.compute else local.device
+
+
+def is_first_replica(spec: ReadSpec) -> bool:
+    """Whether this rank belongs to the first shard group of its mesh."""
+    return spec.replicas == 1 or dist.get_rank(group_named(spec.replicate_group)) == 0
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that graphs know by `name`."""
+    group = resolve_group(name)
+    assert group is not None, f"{name} was destroyed"
+    return group
+
+
+def padded(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+    """This rank's part as the `[extent]` elements that it sends, on the device that communicates."""
+    piece = local.new_zeros(spec.extent, device=wire_device(local, spec))
+    piece[: local.numel()].view(local.shape).copy_(local)
+    return piece
+
+
+def rows_of(full: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+    """A full value as `[size, extent]`, padding zero: row r is what rank r holds."""
+    return gradient_rows(_EAGER, full, spec).contiguous()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: sent like that, every dtype arrives bit by bit over every backend."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _whole(message: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+    full = full_parameter(_EAGER, message, spec, start=0, span=spec.extent)
+    # State dicts are saved with the whole storage behind them, so padding must not stay in it.
+    return full if full.untyped_storage().nbytes() == math.prod(spec.shape) * full.element_size() else full.clone()
+
+
+def _parts(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that a buffer consists of: itself, or those inside of a tensor subclass."""
+    if not hasattr(type(value), "__tensor_flatten__"):
+        yield value
+        return
+    attributes, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    for attribute in attributes:
+        yield from _parts(getattr(value, attribute))
+
+
+def wire_of(mesh: DeviceMesh) -> torch.device:
+    """The device from which the groups of a mesh send."""
+    return torch.device(mesh.device_type)
+
+
+def overwrite(value: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Gives a tensor, or all that a tensor subclass consists of, the values of the first rank of a mesh."""
+    for part in _parts(value):
+        sent = part.to(wire_of(mesh)).contiguous()
+        broadcast_from_first_rank(sent, mesh)
+        if sent is not part:
+            part.copy_(sent)
+
+
+def share_text(text: str, mesh: DeviceMesh) -> str:
+    """What the first rank of a mesh says."""
+    message = torch.tensor(list(text.encode()), dtype=torch.uint8, device=wire_of(mesh))
+    length = torch.tensor([message.numel()], device=wire_of(mesh))
+    broadcast_from_first_rank(length, mesh)
+    if not is_first(mesh):
+        message = torch.empty(int(length.item()), dtype=torch.uint8, device=wire_of(mesh))
+    broadcast_from_first_rank(message, mesh)
+    return bytes(message.tolist()).decode()
+
+
+def is_first(mesh: DeviceMesh) -> bool:
+    """Whether this is the first rank of a mesh."""
+    return bool(mesh.get_rank() == mesh.mesh.flatten()[0].item())
+
+
+def broadcast_from_first_rank(value: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Over replicas first: then the first rank of each shard group has what the others of the group get."""
+    for dim in range(mesh.ndim):
+        broadcast(value, mesh.get_group(dim))
+
+
+def all_reduce_max(value: torch.Tensor, mesh: DeviceMesh) -> None:
+    """The largest of all ranks' values, in place."""
+    for dim in range(mesh.ndim):
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+
+
+def fingerprint(device: torch.device) -> int:
+    """A number that tells states of the default generators (of the CPU and of `device`) apart."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    digest = hashlib.sha256(b"".join(bytes(state.tolist()) for state in states)).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+def check_alike(before: int, after: int, spec: ReadSpec, device: torch.device) -> None:
+    """Refuses an initialization for which ranks drew different numbers. All ranks of the mesh call it together.
+
+    Args:
+        before: `fingerprint` before the initialization.
+        after: And after it.
+        spec: A parameter of the mesh.
+        device: Where the mesh's groups communicate.
+
+    Raises:
+        RankMismatchError: On all ranks, if numbers were drawn and states differed before.
+    """
+    groups = [spec.group] * (spec.size > 1) + [spec.replicate_group] * (spec.replicas > 1)
+    bounds = torch.tensor([before, -before, int(after != before)], device=device)
+    for name in groups:
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group_named(name))
+    largest, smallest, drew = bounds[0].item(), -bounds[1].item(), bounds[2].item()
+    if drew and largest != smallest:
+        raise RankMismatchError(
+            "ranks drew different random numbers to initialize one model, and each keeps its part",
+            where="materialize",
+            instead="torch.manual_seed(seed) with the same seed on every rank right before, or "
+            "fully_shard(..., param_init_fn=..., sync_module_states=True)",
+        )

@@ -1,0 +1,186 @@
+"""Over which ranks parameters are split, over which they are copies, and what happens to them between the passes.
+
+FSDP1's five strategies and FSDP2's mesh with `reshard_after_forward` are two ways to write down the same few numbers:
+
+    strategy              mesh                    after forward      reduction
+    FULL_SHARD            (shard)                 freed              reduce-scatter
+    SHARD_GRAD_OP         (shard)                 kept               reduce-scatter
+    NO_SHARD              (replicate)             nothing to free    all-reduce
+    HYBRID_SHARD          (replicate, shard)      freed              reduce-scatter, then all-reduce of the shard
+    _HYBRID_SHARD_ZERO2   (replicate, shard)      kept               reduce-scatter, then all-reduce of the shard
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import Replicate, Shard
+
+from fsdp_compile.comm.groups import check_mesh, default_mesh
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.layout.spec import Reshard
+
+ReshardAfterForward = bool | int | Literal["auto"]
+"""What `fully_shard(reshard_after_forward=...)` takes, besides `None` for its default."""
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_KEEPS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_hybrid_meshes: dict[tuple[str, int], tuple[dist.ProcessGroup | None, DeviceMesh]] = {}
+"""Meshes made here, by device type and ranks per machine, each with the world that it is a mesh of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """Where the parameters of a unit are.
+
+    Attributes:
+        mesh: The ranks.
+        shard_dim: The dimension of `mesh` that they are split over; `None` if every rank holds them whole.
+        replicate_dim: The dimension over which they are copies of each other; `None` if there is none.
+        reshard: Whether gathered parameters are kept for backward.
+        kept_over: Neighbours that together keep gathered parameters for backward, a part each; 1 if there are none.
+    """
+
+    mesh: DeviceMesh
+    shard_dim: int | None
+    replicate_dim: int | None
+    reshard: Reshard
+    kept_over: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks that a parameter is split over."""
+        return 1 if self.shard_dim is None else self.mesh.size(self.shard_dim)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return 0 if self.shard_dim is None else self.mesh.get_local_rank(self.shard_dim)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same part."""
+        return 1 if self.replicate_dim is None else self.mesh.size(self.replicate_dim)
+
+    def placements(self, dim: int | None) -> tuple[Shard | Replicate, ...]:
+        """Placements of a DTensor whose dimension `dim` is split; `None` for a value that every rank holds whole."""
+        split = Replicate() if dim is None else Shard(dim)
+        return tuple(split if d == self.shard_dim else Replicate() for d in range(self.mesh.ndim))
+
+
+def arrange(
+    strategy: ShardingStrategy | None,
+    mesh: DeviceMesh | None,
+    *,
+    reshard_after_forward: ReshardAfterForward | None,
+    device_type: str,
+) -> Arrangement:
+    """The arrangement that the arguments of `fully_shard` ask for.
+
+    Args:
+        strategy: FSDP1's name, or `None` for what `mesh` and `reshard_after_forward` say.
+        mesh: As for `fully_shard`; `None` for one over the whole world.
+        reshard_after_forward: As for `fully_shard`.
+        device_type: Of the mesh that is made if there is none.
+
+    Raises:
+        ConfigError: If the arguments contradict each other, or the machines' ranks cannot be told.
+    """
+    if strategy is None:
+        mesh = default_mesh(device_type) if mesh is None else mesh
+        check_mesh(mesh)
+        return with_reshard(_over(mesh), reshard_after_forward=reshard_after_forward)
+    if not isinstance(strategy, ShardingStrategy):
+        raise ConfigError(
+            f"sharding_strategy is {strategy!r}",
+            where="fully_shard(sharding_strategy=...)",
+            instead="a torch.distributed.fsdp.ShardingStrategy",
+        )
+    if reshard_after_forward is not None:
+        raise ConfigError(
+            f"{strategy} says already what happens after forward, and reshard_after_forward={reshard_after_forward!r} "
+            "says it again",
+            where="fully_shard(sharding_strategy=..., reshard_after_forward=...)",
+            instead="one of the two",
+        )
+    wanted = 2 if strategy in HYBRID else 1
+    if mesh is None:
+        mesh = hybrid_mesh(device_type) if strategy in HYBRID else default_mesh(device_type)
+    check_mesh(mesh)
+    if mesh.ndim != wanted:
+        raise ConfigError(
+            f"{strategy} is for a mesh of {wanted} dimension{'s' * (wanted > 1)}, and this one has {mesh.ndim}",
+            where="fully_shard(sharding_strategy=..., mesh=...)",
+            instead="HYBRID_SHARD for a mesh (replicate, shard); FULL_SHARD, SHARD_GRAD_OP or NO_SHARD for one of one "
+            "dimension",
+        )
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Arrangement(mesh, None, 0, Reshard.AFTER_FORWARD)
+    return with_reshard(_over(mesh), reshard_after_forward=strategy not in _KEEPS)
+
+
+def with_reshard(arrangement: Arrangement, *, reshard_after_forward: ReshardAfterForward | None) -> Arrangement:
+    """The same ranks with what FSDP2's argument asks for: `None` frees after forward, 1 keeps, the group's size frees.
+
+    Raises:
+        ConfigError: If a number does not divide the shard group.
+    """
+    size, kept_over = arrangement.size, 1
+    keeps = reshard_after_forward is False
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        kept_over, keeps = reshard_after_forward, reshard_after_forward == 1 < size
+        if kept_over < 1 or size % kept_over:
+            raise ConfigError(
+                f"reshard_after_forward={kept_over} does not divide the {size} ranks that parameters are sharded over",
+                where="fully_shard(reshard_after_forward=...)",
+                instead=f"one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}, True or False",
+            )
+    reshard = Reshard.AFTER_BACKWARD if keeps else Reshard.AFTER_FORWARD
+    reshard = Reshard.AUTO if reshard_after_forward == "auto" else reshard
+    return dataclasses.replace(arrangement, reshard=reshard, kept_over=1 if kept_over == size else kept_over)
+
+
+def _over(mesh: DeviceMesh) -> Arrangement:
+    return Arrangement(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None, Reshard.AFTER_FORWARD)
+
+
+def hybrid_mesh(device_type: str) -> DeviceMesh:
+    """A mesh (replicate, shard) that shards over the ranks of each machine; the same one for every call in a world.
+
+    Raises:
+        ConfigError: If nobody says how many ranks share a machine, or the world does not divide by that.
+    """
+    world = default_mesh(device_type).size()  # starts the world if need be
+    shard = _ranks_per_machine(device_type)
+    if world % shard:
+        raise ConfigError(
+            f"{world} ranks do not divide into machines of {shard}",
+            where="sharding_strategy=HYBRID_SHARD without a mesh",
+            instead="the same number of ranks on every machine, or a mesh (replicate, shard)",
+        )
+    known = _hybrid_meshes.get((device_type, shard))
+    if known is None or known[0] is not dist.group.WORLD:
+        shape = (world // shard, shard)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+        known = _hybrid_meshes[device_type, shard] = (dist.group.WORLD, mesh)
+    return known[1]
+
+
+def _ranks_per_machine(device_type: str) -> int:
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if told.isdecimal() and int(told) > 0:
+        return int(told)
+    count = 0 if device_type == "cpu" else torch.get_device_module(device_type).device_count()
+    if not count:
+        raise ConfigError(
+            f"nobody says how many ranks share a machine: LOCAL_WORLD_SIZE is {told!r}, and a {device_type} is not "
+            "counted",
+            where="sharding_strategy=HYBRID_SHARD without a mesh",
+            instead="torchrun, which sets LOCAL_WORLD_SIZE, or a mesh (replicate, shard)",
+        )
+    return count

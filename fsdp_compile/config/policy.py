@@ -1,0 +1,201 @@
+"""The policies that users choose: dtypes, offload, units."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.ops.quantize import SUPPORTED
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecision(MixedPrecisionPolicy):
+    """FSDP2's `MixedPrecisionPolicy`, and what FSDP1 knew beyond it.
+
+    `param_dtype`, `reduce_dtype`, `output_dtype` and `cast_forward_inputs` are inherited.
+
+    Attributes:
+        buffer_dtype: Dtype of floating-point buffers. They are cast once, when the module is sharded; state dicts hold
+            them in their original dtype. `None` leaves them.
+        full_precision_classes: Parameters and buffers of modules of these classes keep their own dtype, in the gather,
+            in computation and in the reduction. Such a module's inputs are cast to it, and its outputs back to the
+            dtype of its inputs. By default batch norms, as in FSDP1.
+        full_precision_in_eval: A module in eval mode reads its parameters in their own dtype, and its buffers are
+            restored; inputs are not cast.
+        keep_low_precision_grads: `.grad` is left in `param_dtype`. Such gradients are summed in the parameter's dtype
+            and rounded after each backward. The optimizer must take them.
+        gather_dtype: `torch.int8` or `torch.float8_e4m3fn` to send large parameters in 8 bits, with one scale for each
+            128 elements: 1.03 bytes each instead of `param_dtype`'s. Parameters whose share per rank is below 16 KiB
+            travel as they are. `ops/quantize.py` has the error: at most 1/254 of the block's largest magnitude
+            for int8, 1/28 for float8. `None` sends `param_dtype`.
+        cast_root_forward_inputs: What `cast_forward_inputs` means for the outermost sharded module; `None` means the
+            same as for any other.
+    """
+
+    buffer_dtype: torch.dtype | None = None
+    full_precision_classes: tuple[type[nn.Module], ...] = (_BatchNorm,)
+    full_precision_in_eval: bool = False
+    keep_low_precision_grads: bool = False
+    gather_dtype: torch.dtype | None = None
+    cast_root_forward_inputs: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            _check_dtype(name, getattr(self, name))
+        if self.gather_dtype is not None and self.gather_dtype not in SUPPORTED:
+            raise ConfigError(
+                f"gather_dtype is {self.gather_dtype!r}",
+                where="MixedPrecision(gather_dtype=...)",
+                instead=f"one of {', '.join(map(str, SUPPORTED))}, or None to send param_dtype",
+            )
+        classes = self.full_precision_classes
+        if not isinstance(classes, tuple) or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+            raise ConfigError(
+                f"full_precision_classes is {classes!r}",
+                where="MixedPrecision(full_precision_classes=...)",
+                instead="a tuple of module classes, such as (torch.nn.BatchNorm2d,)",
+            )
+
+
+AnyPrecisionPolicy = MixedPrecisionPolicy | FSDP1MixedPrecision
+"""Every type that `fully_shard(mp_policy=...)` takes."""
+
+
+def as_mixed_precision(policy: AnyPrecisionPolicy) -> MixedPrecision:
+    """Any of the three policies, as ours: same numbers, same casts.
+
+    Raises:
+        ConfigError: If it is none of them, or one of its dtypes is no floating-point dtype.
+    """
+    if isinstance(policy, MixedPrecision):
+        return policy
+    if isinstance(policy, MixedPrecisionPolicy):
+        return MixedPrecision(
+            policy.param_dtype,
+            policy.reduce_dtype,
+            policy.output_dtype,
+            policy.cast_forward_inputs,
+            full_precision_classes=(),
+        )
+    if isinstance(policy, FSDP1MixedPrecision):
+        return MixedPrecision(
+            policy.param_dtype,
+            policy.reduce_dtype,
+            None,
+            policy.cast_forward_inputs,
+            buffer_dtype=policy.buffer_dtype,
+            full_precision_classes=tuple(policy._module_classes_to_ignore),
+            keep_low_precision_grads=policy.keep_low_precision_grads,
+            cast_root_forward_inputs=policy.cast_root_forward_inputs,
+        )
+    raise ConfigError(
+        f"mp_policy is a {type(policy).__name__}",
+        where="fully_shard(mp_policy=...)",
+        instead="torch.distributed.fsdp.MixedPrecisionPolicy, or fsdp_compile.MixedPrecision",
+    )
+
+
+def _check_dtype(name: str, dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(
+            f"{name} is {dtype!r}",
+            where=f"MixedPrecision({name}=...)",
+            instead="a floating-point dtype such as torch.bfloat16, or None to keep the dtype",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """Shards live on the host.
+
+    Attributes:
+        pinned: In page-locked memory, from which a device copies by itself.
+        from_cpu_to_cpu: Graphs copy even where the host computes, which then stands for a device: for plans of devices
+            that are not there.
+    """
+
+    pinned: bool
+    from_cpu_to_cpu: bool = False
+
+
+AnyOffloadPolicy = OffloadPolicy | CPUOffload | Offload
+"""What users write: FSDP2's policies, or FSDP1's `CPUOffload`; and what they come to."""
+
+
+def as_offload(policy: object) -> Offload | None:
+    """What a policy asks for; `None` if parameters stay on their device.
+
+    Raises:
+        ConfigError: If it is none of torch's policies.
+    """
+    if isinstance(policy, Offload):
+        return policy
+    if isinstance(policy, CPUOffloadPolicy):
+        return Offload(policy.pin_memory)
+    if isinstance(policy, CPUOffload):
+        return Offload(pinned=True) if policy.offload_params else None
+    if type(policy) is OffloadPolicy:
+        return None
+    raise ConfigError(
+        f"offload_policy is a {type(policy).__name__}",
+        where="fully_shard(offload_policy=...)",
+        instead="torch.distributed.fsdp.CPUOffloadPolicy(), or leave it out: parameters stay on their device",
+    )
+
+
+def planned(policy: object) -> AnyOffloadPolicy:
+    """The same policy for a plan in which the CPU stands for a device that is not there.
+
+    Raises:
+        ConfigError: If it is none of torch's policies.
+    """
+    offload = as_offload(policy)
+    return OffloadPolicy() if offload is None else Offload(pinned=False, from_cpu_to_cpu=True)
+
+
+def compute_device(offload: Offload | None, mesh_device: str) -> str:
+    """Type of the device to which shards are copied; empty if they live where they are computed with."""
+    return mesh_device if offload is not None and (mesh_device != "cpu" or offload.from_cpu_to_cpu) else ""
+
+
+def host_buffer(numel: int, dtype: torch.dtype, offload: Offload) -> torch.Tensor:
+    """A flat shard of zeros on the host.
+
+    Raises:
+        ConfigError: If it is to be pinned, and there is no device to pin it for.
+    """
+    if not offload.pinned:
+        return torch.zeros(numel, dtype=dtype)
+    if not torch.accelerator.is_available():
+        raise ConfigError(
+            "memory is to be pinned for a device, and there is none",
+            where="fully_shard(offload_policy=CPUOffloadPolicy(pin_memory=True))",
+            instead="CPUOffloadPolicy(pin_memory=False), or a mesh of device type 'cpu'",
+        )
+    return torch.zeros(numel, dtype=dtype, pin_memory=True)
+
+
+def refuse_device(name: str, device: torch.device) -> None:
+    """Refuses a sharded parameter that was moved to a device although its unit lives on the host.
+
+    Raises:
+        ConfigError: If it is anywhere but on the host, or not materialized yet.
+    """
+    if device.type not in ("cpu", "meta"):
+        raise ConfigError(
+            f"the parameter was moved to {device}, and its unit is offloaded to the host",
+            where=name,
+            instead="leave the model on the CPU: gathered parameters go to the device by themselves; to keep shards "
+            "there, call fully_shard() without offload_policy",
+        )
+
+
+WrapPolicy = ModuleWrapPolicy | CustomPolicy | Callable[..., bool]

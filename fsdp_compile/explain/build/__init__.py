@@ -1,0 +1,1 @@
+"""A plan, out of planned graphs."""

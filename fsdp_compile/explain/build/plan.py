@@ -1,0 +1,147 @@
+"""From transformed graphs to the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.copies import copies_of
+from fsdp_compile.cost.formulas import floor_bytes, share_of_others
+from fsdp_compile.cost.fusion import Fusion, plan_kernels
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.memory import Memory, memory_of
+from fsdp_compile.cost.timeline import schedule
+from fsdp_compile.explain.build.collectives import collectives
+from fsdp_compile.explain.build.memory import memory_curve, spans
+from fsdp_compile.explain.build.skipped import skipped
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.report import GraphPlan, UnitPlan, Volume
+from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.layout.spec import ReadSpec, Reshard
+from fsdp_compile.runtime.units import Unit
+
+
+def build_plan(
+    model: nn.Module,
+    made: Sequence[Unit],
+    regions: Sequence[Sequence[StepGraph]],
+    *,
+    world_size: int,
+    hardware: Hardware,
+    fusion: Fusion,
+) -> Plan:
+    """Reports on all graphs of a sharded model.
+
+    Args:
+        model: The sharded model.
+        made: Its units.
+        regions: For each compiled region its forward and, when training, its backward.
+        world_size: Ranks.
+        hardware: What times are estimated for.
+        fusion: Who runs the graphs.
+    """
+    names = frozenset(unit.title for unit in made)
+    forwards: list[GraphPlan] = []
+    backwards: list[GraphPlan] = []
+    for number, steps in enumerate(regions):
+        memory: Memory | None = None
+        for step in steps:
+            plan, memory = _graph(step, number, memory, hardware=hardware, fusion=fusion, names=names)
+            (forwards if step.phase is Phase.FORWARD else backwards).append(plan)
+    graphs = (*forwards, *reversed(backwards))
+    return Plan(
+        title=type(model).__name__,
+        world_size=world_size,
+        hardware=hardware,
+        units=tuple(_unit(unit, training=bool(backwards)) for unit in made),
+        graphs=graphs,
+        volume=_volume(graphs, made),
+        skipped=tuple(skipped(model, made, graphs)),
+    )
+
+
+def _graph(
+    step: StepGraph,
+    region: int,
+    before: Memory | None,
+    *,
+    hardware: Hardware,
+    fusion: Fusion,
+    names: frozenset[str],
+) -> tuple[GraphPlan, Memory]:
+    kernels = plan_kernels(step.graph, fusion)
+    scheduled = schedule(step, hardware, kernels)
+    memory = memory_of(step, kernels, before)
+    timeline = scheduled.timeline
+    plan = GraphPlan(
+        phase=step.phase,
+        region=region,
+        nodes=len(step.graph.nodes),
+        flops=sum(cost.flops for cost in scheduled.costs.values()),
+        compute_us=timeline.compute_us,
+        communication_us=max(timeline.busy_us.values(), default=0.0),
+        exposed_us=timeline.exposed_us,
+        end_us=timeline.end_us,
+        collectives=tuple(collectives(step, scheduled)),
+        memory=memory_curve(step, memory, scheduled),
+        spans=spans(step, scheduled, names),
+        copies=tuple(copies_of(step, kernels)),
+    )
+    return plan, memory
+
+
+def _unit(unit: Unit, *, training: bool) -> UnitPlan:
+    trained = [slot for slot in unit.slots if slot.parameter.requires_grad]
+    least = sum(s.parameter.numel() * s.parameter.element_size() / _ranks(s.spec) for s in unit.slots)
+    return UnitPlan(
+        name=unit.title,
+        parameters=len(list(unit.slots)),
+        numel=sum(slot.parameter.numel() for slot in unit.slots),
+        stored=_names(flat.leaf.dtype for flat in unit.flats),
+        sent=_names(slot.spec.gather_dtype or slot.spec.param_dtype for slot in unit.slots),
+        reduced=_names(slot.spec.reduce_dtype for slot in trained),
+        full_bytes=unit.full_bytes,
+        shard_bytes=unit.shard_bytes,
+        padding_bytes=round(unit.shard_bytes - least),
+        host_bytes=_host_bytes(unit, training=training),
+    )
+
+
+def _host_bytes(unit: Unit, *, training: bool) -> int:
+    held = [flat.leaf for flat in unit.flats if flat.slots[0].spec.compute]
+    return sum(leaf.numel() * leaf.element_size() * (1 + (training and leaf.requires_grad)) for leaf in held)
+
+
+def _ranks(spec: ReadSpec) -> int:
+    """Ranks that share a parameter; a 0-d one is held whole by each."""
+    return 1 if spec.dim is None else spec.size
+
+
+def _names(dtypes: object) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))  # type: ignore[attr-defined]
+
+
+def _volume(graphs: Sequence[GraphPlan], made: Sequence[Unit]) -> Volume:
+    every = [collective for graph in graphs for collective in graph.collectives]
+    sent = {kind: sum(c.sent_bytes for c in every if c.kind is kind) for kind in Kind}
+    training = any(graph.phase is Phase.BACKWARD for graph in graphs)
+    floor = sum(
+        _floor(slot.spec, slot.parameter.numel(), trained=training and slot.parameter.requires_grad, training=training)
+        for unit in made
+        for slot in unit.slots
+    )
+    return Volume({kind: size for kind, size in sent.items() if size}, floor)
+
+
+def _floor(spec: ReadSpec, numel: int, *, trained: bool, training: bool) -> float:
+    gathers = 2 if training and spec.reshard is not Reshard.AFTER_BACKWARD else 1
+    reduced = spec.reduce_dtype.itemsize if trained else 0
+    least = floor_bytes(
+        numel, spec.size, gathers=gathers, gathered_bytes=spec.wire_dtype.itemsize, reduced_bytes=reduced
+    )
+    if gathers == 2 and spec.kept_over > 1:  # backward gathers over fewer ranks
+        spared = share_of_others(spec.size) - share_of_others(spec.kept_over)
+        least -= spared * spec.param_dtype.itemsize * numel
+    return least + 2 * reduced * numel / spec.size * share_of_others(spec.replicas)

@@ -1,0 +1,130 @@
+"""What is not done, and why: parameters that stay whole, are never gathered or never reduced, memory that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.explain.report import GraphPlan, Skipped
+from fsdp_compile.ir.graph import Phase
+from fsdp_compile.layout.spec import Reshard
+from fsdp_compile.runtime.module_state import is_ignored
+from fsdp_compile.runtime.units import Unit
+
+_NAMED = 3
+_MUCH_PADDING = 0.1
+_LARGE_SHARE = 1000
+"""Parameters below a thousandth of their unit are not worth a line."""
+
+
+def skipped(model: nn.Module, units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+    """Compares what a model holds with what its graphs do."""
+    yield from _graph_breaks(graphs)
+    whole = [name for name, p in model.named_parameters() if is_ignored(model, p)]
+    yield from _some(whole, "not sharded", "listed in ignored_params")
+    if units and all(slot.spec.size * slot.spec.replicas == 1 for unit in units for slot in unit.slots):
+        yield Skipped("all collectives", "there is one rank")
+        return
+    yield from _uneven(units)
+    yield from _never_gathered(units, graphs)
+    yield from _never_reduced(units, graphs)
+    yield from _kept(units, graphs)
+
+
+def _graph_breaks(graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+    regions = len({graph.region for graph in graphs})
+    if regions > 1:
+        yield Skipped(
+            "overlap across compiled regions",
+            f"graph breaks split the model into {regions}; set TORCH_LOGS=graph_breaks to see where",
+        )
+
+
+def _uneven(units: Sequence[Unit]) -> Iterator[Skipped]:
+    """Parameters whose padding is a real part of what is held and sent."""
+    found: dict[str, list[str]] = {}
+    for unit in units:
+        for slot in unit.slots:
+            spec = slot.spec
+            padding = spec.shard_numel * spec.size / max(slot.parameter.numel(), 1) - 1
+            large = slot.parameter.numel() * _LARGE_SHARE >= sum(s.parameter.numel() for s in unit.slots)
+            if spec.dim is not None and padding > _MUCH_PADDING and large:
+                why = f"its {spec.shape[spec.dim]} rows over {spec.size} ranks are padded by {100 * padding:.0f} %"
+                found.setdefault(why, []).append(unit.parameter_name(slot))
+    for why, names in found.items():
+        yield from _some(names, "even split", why)
+
+
+def _never_gathered(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+    for phase in dict.fromkeys(graph.phase for graph in graphs):
+        read = {
+            (unit, name)
+            for graph in graphs
+            if graph.phase is phase
+            for c in graph.collectives
+            if c.kind in (Kind.GATHER, Kind.EXCHANGE)
+            for unit in c.units
+            for name in c.parameters
+        }
+        dropped = [
+            (unit, slot)
+            for unit in units
+            for slot in unit.slots
+            if slot.spec.size > 1 and (phase is Phase.FORWARD or slot.spec.reshard is not Reshard.AFTER_BACKWARD)
+        ]
+        unread = [
+            unit.parameter_name(slot) for unit, slot in dropped if not _among(read, unit, unit.parameter_name(slot))
+        ]
+        why = "the graph does not read it" if phase is Phase.FORWARD else "no gradient needs its value"
+        yield from _some(unread, f"not gathered in {phase.value}", why)
+
+
+def _never_reduced(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+    if not any(graph.phase is Phase.BACKWARD for graph in graphs):
+        yield Skipped("backward", "gradients are off, or nothing that the model returns needs them")
+        return
+    reduced = {
+        (unit, name)
+        for graph in graphs
+        for c in graph.collectives
+        if c.kind in (Kind.REDUCE, Kind.REPLICATE, Kind.EXCHANGE)
+        for unit in c.units
+        for name in c.parameters
+    }
+    missing = [
+        (slot.parameter.requires_grad, unit.parameter_name(slot))
+        for unit in units
+        for slot in unit.slots
+        if not _among(reduced, unit, unit.parameter_name(slot))
+    ]
+    yield from _some([n for trained, n in missing if not trained], "not reduced", "frozen")
+    yield from _some([n for trained, n in missing if trained], "not reduced", "no output depends on it")
+
+
+_WHY_KEPT = {
+    Reshard.AFTER_BACKWARD: "reshard_after_forward=False",
+    Reshard.AUTO: 'reshard_after_forward="auto", and there is room',
+    Reshard.AFTER_FORWARD: "its memory leaves the graph",
+}
+
+
+def _kept(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+    asked = {unit.title: slot.spec.reshard for unit in units for slot in unit.slots}
+    for graph in graphs:
+        kept = [u for c in graph.collectives if c.kind is Kind.GATHER and c.reshard is None for u in c.units]
+        what = f"not resharded after {graph.phase.value}"
+        for reshard, why in _WHY_KEPT.items():
+            yield from _some([unit for unit in kept if asked[unit] is reshard], what, why)
+
+
+def _among(found: set[tuple[str, str]], unit: Unit, name: str) -> bool:
+    return (unit.title, name) in found
+
+
+def _some(names: Sequence[str], what: str, why: str) -> Iterator[Skipped]:
+    """One line for all names that share a reason."""
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        yield Skipped(f"{', '.join(names[:_NAMED])}{more}: {what}", why)

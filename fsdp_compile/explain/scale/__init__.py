@@ -1,0 +1,1 @@
+"""A plan for another number of ranks, or as formulas."""

@@ -1,0 +1,261 @@
+"""A plan for other ranks, another link or other sizes of the inputs, out of graphs that were traced once.
+
+How many ranks share a parameter stands in the text of its reads, and nowhere else in a graph before the passes. So the
+texts are written anew, the flat shards get their new sizes, and the passes run again. Sizes of inputs are symbols in
+such a graph; numbers take their places before the passes (`open_sizes.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx, nn
+
+from fsdp_compile.cost.fusion import Fusion
+from fsdp_compile.cost.hardware import Hardware, hardware
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.explain.build.plan import build_plan
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.scale.open_sizes import OpenSizes, closed
+from fsdp_compile.explain.trace.dims import SYMBOLS
+from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
+from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
+from fsdp_compile.layout import flat_layout
+from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.ops.embedding import LOOK_UP
+from fsdp_compile.ops.unshard import UNSHARD
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.pipeline import keep, transform
+from fsdp_compile.runtime.units import FlatShard, Unit
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedGraphs:
+    """One compiled region as it was traced.
+
+    Attributes:
+        steps: Its graphs before the first pass, forward first.
+        sizes: What the symbols in them mean; none, unless dimensions of the inputs are open.
+        whole: Whether they are all of the model.
+    """
+
+    steps: tuple[StepGraph, ...]
+    sizes: OpenSizes
+    whole: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What plans are made of.
+
+    Attributes:
+        model: The stand-in that was traced.
+        units: Its units.
+        regions: Its compiled regions.
+        world_size: Ranks that it was traced for.
+        options: Options of the compile.
+        fusion: Who would run the graphs.
+    """
+
+    model: nn.Module
+    units: tuple[Unit, ...]
+    regions: tuple[TracedGraphs, ...]
+    world_size: int
+    options: FSDPOptions
+    fusion: Fusion
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a traced model is planned for.
+
+    Attributes:
+        world_size: Ranks.
+        sizes: Of the open dimensions, by name.
+        hardware: What times are estimated for.
+    """
+
+    world_size: int
+    sizes: Mapping[str, int]
+    hardware: Hardware
+
+
+def rescaled(plan: Plan, *, world_size: int | None, gb_per_s: float | None, sizes: Mapping[str, int | None]) -> Plan:
+    """See `Plan.at`."""
+    traced = plan.traced
+    if traced is None:
+        raise ConfigError(
+            "the plan is of a model that has run, on the ranks that there were",
+            where="Plan.at(...)",
+            instead="explain() the plain model before it is sharded",
+        )
+    given = {name: size for name, size in sizes.items() if size is not None}
+    _refuse_sizes(plan, given)
+    ranks = plan.world_size if world_size is None else world_size
+    link = plan.hardware.link if gb_per_s is None else hardware(link=gb_per_s).link
+    there = dataclasses.replace(plan.hardware, link=link)
+    return plan_at(traced, Setting(ranks, {**plan.sizes, **given}, there))
+
+
+def plan_at(traced: Traced, setting: Setting) -> Plan:
+    """Runs the passes on graphs that were traced, as they are in a given setting.
+
+    Raises:
+        ConfigError: If the graphs there are others than these.
+    """
+    units: Sequence[Unit] = traced.units
+    regions = [[closed(step, of.sizes, setting.sizes) for step in of.steps] for of in traced.regions]
+    for region in traced.regions:
+        region.sizes.check(setting.sizes)
+    if setting.world_size != traced.world_size:
+        _refuse(traced, setting.world_size)
+        order = _order(traced.model)
+        units = [_resized(unit, order, setting.world_size) for unit in traced.units]
+        for step in (step for steps in regions for step in steps):
+            _rewrite(step, order, setting.world_size)
+    planned_for = setting.hardware if traced.options.prefetch == "auto" else None
+    options = dataclasses.replace(traced.options, artifacts=None, hardware=planned_for)
+    done = [_transformed(steps, options, whole=of.whole) for steps, of in zip(regions, traced.regions, strict=True)]
+    return plan_of(traced, units, done, setting)
+
+
+def plan_of(traced: Traced, units: Sequence[Unit], regions: Sequence[Sequence[StepGraph]], setting: Setting) -> Plan:
+    """Reports on graphs behind the passes.
+
+    Args:
+        traced: What they were made of.
+        units: Of the model, as they are in this setting.
+        regions: For each compiled region its graphs.
+        setting: What they are planned for.
+    """
+    made = build_plan(
+        traced.model,
+        units,
+        regions,
+        world_size=setting.world_size,
+        hardware=setting.hardware,
+        fusion=traced.fusion,
+    )
+    steps = tuple(map(tuple, regions))
+    return dataclasses.replace(made, sizes=dict(setting.sizes), traced=traced, steps=steps)
+
+
+def _refuse_sizes(plan: Plan, given: Mapping[str, int]) -> None:
+    for name, size in given.items():
+        if name not in plan.sizes:
+            raise ConfigError(
+                f"{name} was a number when the model was traced",
+                where=f"Plan.at({name}={size})",
+                instead=f'explain(..., dims={{"{name}": {list(SYMBOLS).index(name)}}}): the dimension of inputs '
+                "that it is",
+            )
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name} cannot be {size!r}", where=f"Plan.at({name}=...)", instead="1, 2, ...")
+
+
+def _transformed(steps: Sequence[StepGraph], options: FSDPOptions, *, whole: bool) -> list[StepGraph]:
+    if len(steps) > 1:
+        forward, backward = steps
+        keep(forward, backward, options, whole=whole)
+    return [transform(step, options) for step in steps]
+
+
+def _refuse(traced: Traced, ranks: int) -> None:
+    """Refuses ranks for which a number does not say all, or over which parameters do not divide."""
+    if ranks < 1:
+        raise ConfigError(f"there are no {ranks} ranks", where="Plan.at(world_size=...)", instead="1, 2, ...")
+    for unit in traced.units:
+        if unit.policy.mixed_precision.gather_dtype is not None:
+            raise ConfigError(
+                "which parameters are sent in 8 bits depends on the number of ranks",
+                where=f"Plan.at(world_size={ranks}), unit {unit.title}",
+                instead="explain() once more in a world of that size",
+            )
+        if unit.policy.arrangement.replicate_dim is not None:
+            raise ConfigError(
+                f"{unit.policy.arrangement.replicas} replicas of groups of {unit.policy.size} ranks: one number does "
+                "not say how both change",
+                where=f"Plan.at(world_size={ranks}), unit {unit.title}",
+                instead="explain() once more in a world of that size, with its mesh",
+            )
+        if unit.policy.arrangement.kept_over > 1:
+            raise ConfigError(
+                f"parameters are kept over {unit.policy.arrangement.kept_over} ranks, and one number does not say over "
+                "how many they would be",
+                where=f"Plan.at(world_size={ranks}), unit {unit.title}",
+                instead="explain() once more in a world of that size",
+            )
+        for slot in unit.slots:
+            spec = slot.spec
+            if spec.dim and spec.shape[spec.dim] % ranks:
+                raise ConfigError(
+                    f"dimension {spec.dim} of size {spec.shape[spec.dim]} does not divide over {ranks} ranks",
+                    where=f"Plan.at(world_size={ranks}), parameter {unit.parameter_name(slot)}",
+                    instead="a number of ranks that divides it, or Shard(0)",
+                )
+
+
+Order = Mapping[str, int]
+"""Place of each parameter of a model in the order of their registration, which layouts keep."""
+
+
+def _order(model: nn.Module) -> Order:
+    return {name: index for index, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+
+
+def _laid_out(specs: Mapping[str, ReadSpec], order: Order, stored: torch.dtype, ranks: int) -> dict[str, ReadSpec]:
+    """The reads of a flat shard that is spread over so many ranks, by offset."""
+    names = sorted(specs, key=lambda name: order.get(name, len(order)))
+    first = specs[names[0]]
+    shapes = [flat_layout.ParameterShape(name, specs[name].shape, specs[name].dim) for name in names]
+    planned = flat_layout.plan_layout(
+        shapes, size=ranks, stored=stored, sent=first.param_dtype, reduced=first.reduce_dtype
+    )
+    return {
+        names[place.index]: dataclasses.replace(
+            specs[names[place.index]], offset=place.offset, extent=place.extent, size=ranks
+        )
+        for place in planned.slots
+    }
+
+
+def _numel(specs: Mapping[str, ReadSpec]) -> int:
+    """Elements of a flat shard."""
+    return max(spec.offset + spec.extent for spec in specs.values())
+
+
+def _resized(unit: Unit, order: Order, ranks: int) -> Unit:
+    """A unit of the same parameters, whose flat shards have sizes and no memory."""
+    made = Unit(unit.root, unit.name, unit.policy, unit.origin)
+    for flat in unit.flats:
+        slots = {unit.parameter_name(slot): slot for slot in flat.slots}
+        specs = _laid_out({name: slot.spec for name, slot in slots.items()}, order, flat.leaf.dtype, ranks)
+        leaf = torch.empty(_numel(specs), dtype=flat.leaf.dtype, device="meta")
+        placed = [dataclasses.replace(slots[name], spec=spec) for name, spec in specs.items()]
+        made.flats.append(FlatShard(made, nn.Parameter(leaf, flat.leaf.requires_grad), placed))
+    return made
+
+
+def _rewrite(step: StepGraph, order: Order, ranks: int) -> None:
+    """Makes a graph before the passes one for so many ranks."""
+    texts: dict[fx.Node, dict[str, str]] = {}
+    like_flats: dict[fx.Node, int] = {}
+    for node in step.graph.nodes:
+        if role_of(node) is Role.FLAT:
+            record = require(node)
+            before = dict(zip(record.parameters, record.specs, strict=True))
+            after = _laid_out(before, order, node.meta["val"].dtype, ranks)
+            specs = tuple(after[name] for name in record.parameters)  # named as registered, wherever they lie now
+            node.meta[KEY] = dataclasses.replace(record, specs=specs)
+            texts[node] = {before[name].text: spec.text for name, spec in after.items()}
+            like_flats[node] = _numel(after)
+        elif node.target in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS):
+            node.update_arg(TEXT_POSITION[node.target], texts[node.args[0]][read_text(node)])
+        if node.target in GRADIENTS_OF_READS or (node.target is aten.add.Tensor and set(node.args) <= set(like_flats)):
+            like_flats[node] = like_flats[node.args[0]]
+    for node, numel in like_flats.items():
+        node.meta["val"] = node.meta["val"].new_empty(numel)

@@ -1,0 +1,1 @@
+"""A plan as tables, as a page, as a trace."""

@@ -1,0 +1,1 @@
+"""A model, traced for a world that does not exist."""

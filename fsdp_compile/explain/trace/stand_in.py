@@ -1,0 +1,82 @@
+"""A copy of a model that has shapes and no values: what is traced instead of the user's own.
+
+Its parameters are on meta until they are sharded. Flat shards, buffers and inputs are hollow: CPU tensors that have an
+address and were never written, so the system gives them no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fsdp_compile.cost.sizes import concrete
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.modules.classes import gather_slots
+from fsdp_compile.runtime import update_in_backward
+from fsdp_compile.runtime.module_state import units
+from fsdp_compile.runtime.units import FlatShard
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def stand_in(model: M) -> M:
+    """Copies a model without its values; the model itself is only read.
+
+    Raises:
+        ConfigError: If something that the model holds cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in _tensors(model):
+        memo[id(tensor)] = _meta_parameter(tensor) if isinstance(tensor, nn.Parameter) else hollow(tensor)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ConfigError(
+            f"the model cannot be copied: {error}",
+            where=f"explain({type(model).__name__})",
+            instead="keep process groups, locks, files and results of earlier computations out of its attributes",
+        ) from error
+
+
+def hollow(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor of the same type, unwritten; integers are zero, so that they are valid as indices.
+
+    A dynamic size becomes the one with which it was traced.
+    """
+    make = torch.empty_strided if tensor.is_floating_point() else _zeros
+    shape, strides = (tuple(concrete(n) for n in of) for of in (tensor.shape, tensor.stride()))
+    made = make(shape, strides, dtype=tensor.dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def hollow_flats(model: nn.Module) -> None:
+    """Gives the meta flat shards of a sharded stand-in addresses, by which the backend knows them."""
+    for unit in units(model):
+        unit.flats = [FlatShard(unit, _hollow_leaf(flat), flat.slots) for flat in unit.flats]
+        gather_slots(unit.flats)
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+
+
+def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    made = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    update_in_backward.move_mark(parameter, made)
+    return made
+
+
+def _hollow_leaf(flat: FlatShard) -> nn.Parameter:
+    return nn.Parameter(hollow(flat.leaf.detach()), requires_grad=flat.leaf.requires_grad)
+
+
+def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], **kwargs: Any) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, **kwargs).zero_()

@@ -1,0 +1,168 @@
+"""The graphs that a compile would run, made by the backend's own pipeline and then not run.
+
+Dynamo, AOTAutograd, partitioner and passes are those of a real compile. In place of compiled code stands a function
+that returns hollow tensors of the right types, so that Python goes on after a graph break.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from fsdp_compile._torch.dynamo import detect_fake_mode
+from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
+from fsdp_compile.capture.lookups import shard_lookups
+from fsdp_compile.cost.sizes import concrete
+from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
+from fsdp_compile.explain.scale.open_sizes import OpenSizes, open_sizes
+from fsdp_compile.explain.trace.dims import OpenInputs
+from fsdp_compile.explain.trace.stand_in import hollow
+from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.lower.eager import compile_eagerly
+from fsdp_compile.lower.inductor import compile_with_inductor
+from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.wrappers import Compiled
+from fsdp_compile.modules.forward import call_in_forward
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.pipeline import keep, transform
+
+
+@dataclasses.dataclass
+class TracedRegion(Region):
+    """A region whose graphs are kept as they were captured, and as the passes leave them.
+
+    Attributes:
+        captured: Copies of its graphs before anything is kept and before the first pass, forward first.
+        whole: Whether it reads every unit of the model.
+        names: The symbols of open dimensions to ours; empty where all sizes are numbers.
+        env: The shape environment of the trace.
+    """
+
+    captured: list[StepGraph] = dataclasses.field(default_factory=list)
+    whole: bool = False
+    names: Mapping[sympy.Symbol, sympy.Symbol] = dataclasses.field(default_factory=dict)
+    env: Any = None
+
+    def sizes(self) -> OpenSizes:
+        """What its open sizes are, now that it has been traced.
+
+        Raises:
+            UnsupportedModelError: If the model works for one size only.
+        """
+        return open_sizes(self.names, self.env) if self.names else OpenSizes({}, ())
+
+    def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:  # noqa: ARG002
+        """Returns a function of the graph's signature that computes nothing."""
+        returned = gm.graph.output_node().args[0]
+        nodes: Any = returned if isinstance(returned, tuple | list) else (returned,)
+        values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in nodes]
+
+        def run(args: list[Any]) -> list[Any]:
+            args.clear()
+            return [hollow(value) if isinstance(value, torch.Tensor) else _example(value) for value in values]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[TracedRegion]:
+    """Compiles a sharded model without lowering it.
+
+    Args:
+        model: The sharded stand-in.
+        inputs: Its arguments. If some of their dimensions are open, graphs are captured and passes do not run.
+        options: Options of the compile.
+
+    Returns:
+        The compiled regions in the order in which they run, each with a forward and, when training, a backward.
+
+    Raises:
+        UnsupportedModelError: If torch cannot trace the model.
+    """
+    regions: list[TracedRegion] = []
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        if options.embedding == "sharded":
+            shard_lookups(gm)
+        regions.append(_region(gm, examples, inputs, options))
+        if options.lower == "eager":
+            return compile_eagerly(gm, examples, regions[-1])
+        return compile_with_inductor(gm, examples, regions[-1], options.inductor)
+
+    try:
+        called = torch.compile(_caller(), backend=backend, dynamic=False)
+        call_in_forward(called, (model, *inputs.args), dict(inputs.kwargs))
+    except FSDPCompileError:
+        raise
+    except Exception as error:
+        cause = getattr(error, "inner_exception", None)  # what a backend raised, in Dynamo's wrapper
+        if isinstance(cause, FSDPCompileError):
+            raise cause from error
+        raise UnsupportedModelError(
+            f"the model cannot be traced: {type(error).__name__}: {error}",
+            where=f"explain({type(model).__name__})",
+            instead="arguments with which model(*args, **kwargs) runs; shapes are enough",
+        ) from error
+    if inputs.sizes and len(regions) > 1:
+        raise UnsupportedModelError(
+            f"graph breaks split the model into {len(regions)} regions, and sizes stay open only in the first",
+            where=f"explain({type(model).__name__}, dims=...)",
+            instead="a model without graph breaks (TORCH_LOGS=graph_breaks says where they are), or explain() without "
+            "dims",
+        )
+    return regions
+
+
+def _region(gm: fx.GraphModule, examples: Sequence[Any], inputs: OpenInputs, options: FSDPOptions) -> TracedRegion:
+    """What receives the graphs of a Dynamo graph; where sizes are open, they are captured and nothing else."""
+    captured: list[StepGraph] = []
+    whole = is_whole_model(examples)
+
+    def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
+        captured.extend([forward.copy(), backward.copy()])
+        if not inputs.sizes:
+            keep(forward, backward, options, whole=whole)
+
+    def run_passes(step: StepGraph) -> StepGraph:
+        if not captured:  # a graph without a backward
+            captured.append(step.copy())
+        return step if inputs.sizes else transform(step, options)
+
+    return TracedRegion(
+        flat_inputs(examples),
+        run_passes,
+        keep_what_fits,
+        captured=captured,
+        whole=whole,
+        names=dict(inputs.symbols(gm, examples)),
+        env=_env(gm),
+    )
+
+
+def _env(gm: fx.GraphModule) -> Any:
+    """The shape environment of a Dynamo graph; `None` if it has no fake values."""
+    mode = detect_fake_mode([node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")])
+    return None if mode is None else mode.shape_env
+
+
+def _example(value: Any) -> Any:
+    """A number that a graph returns as the one of the trace."""
+    return concrete(value) if isinstance(value, torch.SymInt) else value
+
+
+def _caller() -> Callable[..., Any]:
+    """Where one trace starts: Dynamo starts none in the forward of torch's own modules, it only inlines them.
+
+    Each has code of its own, because Dynamo keeps what it compiled with the code, and stops at a number of compiles.
+    """
+
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__)

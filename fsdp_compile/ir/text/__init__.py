@@ -1,0 +1,1 @@
+"""The text of graphs and plans: written, read, compared."""

@@ -1,0 +1,194 @@
+"""Graphs as text: one canonical line per node, with its type and our record.
+
+    graph forward on cuda
+    %flat = input(role=flat, unit=layers.0) : f32[64]
+      .weight: offset=0 extent=64 shape=16x8 dim=0 over=fsdp.shard.0/2 param=bfloat16 reduce=float32 ...
+    %ag = all_gather(%shard, 2, 'fsdp.shard.0', role=gather, unit=layers.0, of=[.weight]) : bf16[128]
+
+The text is the same on every rank and holds no memory address; nodes keep the names that they have in the graph, so
+that a moved node is a moved line. `parse.py` reads it back; docs/graph_text.md has the grammar.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from fsdp_compile.ir.graph import DECLARING, Record, Role, StepGraph, record_of
+from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
+from fsdp_compile.ir.text.names import spell_dtype, spell_name, spell_operator, spell_parameter, spell_word
+from fsdp_compile.ir.text.symbols import Size, spell_size, spell_symbols
+from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP
+from fsdp_compile.ops.unshard import UNSHARD
+
+
+def format_graph(step: StepGraph) -> str:
+    """The canonical text of a graph, ending in a line feed."""
+    device = main_device(step)
+    lines = [f"graph {step.phase.value} on {device}"]
+    lines += [f"symbol {line}" for line in spell_symbols(_sizes(step))]
+    for node in step.graph.nodes:
+        lines += format_node(node, device)
+    return "\n".join(lines) + "\n"
+
+
+def main_device(step: StepGraph) -> str:
+    """The kind of device that a graph runs on: that of its first flat shard, else of its first tensor."""
+    inputs = [n for n in step.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
+    flat = next(step.nodes(Role.FLAT), inputs[0] if inputs else None)
+    return "cpu" if flat is None else flat.meta["val"].device.type
+
+
+def format_node(node: fx.Node, device: str) -> list[str]:
+    """The line of one node; an input of ours has one more, indented, for each of its parameters.
+
+    Args:
+        node: The node.
+        device: The kind of device that types need not mention.
+    """
+    if node.op == "output":
+        return [f"return {_value(node.args[0])}"]
+    line = f"%{node.name} = {_head(node)}({', '.join(_arguments(node))}) : {node_type(node, device)}"
+    record = record_of(node)
+    if record is None or not _declares(node, record):
+        return [line]
+    slots = zip(record.parameters, record.specs, strict=True)
+    return [line, *(f"  {spell_parameter(name, record.unit)}: {spec.text}" for name, spec in slots)]
+
+
+def node_type(node: fx.Node, device: str) -> str:
+    """The type of a node's result; `?` if the graph does not know."""
+    return spell_type(node.meta["val"], device) if "val" in node.meta else "?"
+
+
+def spell_type(value: Any, device: str) -> str:  # noqa: PLR0911  one line per kind
+    """The type of a result: `f32[4, s33]`, `f32[4, 8] strides [1, 4] on cpu`, `sym(s33)`, `[f32[8], f32[8]]`, `none`.
+
+    Args:
+        value: A fake tensor, a symbolic or plain number, `None`, or a list or tuple of those.
+        device: The kind of device that is not mentioned.
+    """
+    match value:
+        case torch.Tensor():
+            return _tensor_type(value, device)
+        case torch.SymInt():
+            return f"sym({spell_size(value)})"
+        case torch.SymFloat() | torch.SymBool():
+            return f"{type(value).__name__.lower()}({value.node.expr})"
+        case bool() | int() | float() | str():
+            return f"{type(value).__name__}({value!r})"
+        case None:
+            return "none"
+        case list():
+            return f"[{', '.join(spell_type(v, device) for v in value)}]"
+        case tuple():
+            return f"({', '.join(spell_type(v, device) for v in value)})"
+    return f"<{type(value).__name__}>"
+
+
+def _tensor_type(value: torch.Tensor, device: str) -> str:
+    if value.layout is not torch.strided:
+        return f"<{str(value.layout).removeprefix('torch.')} tensor>"
+    text = f"{spell_dtype(value.dtype)}[{', '.join(map(spell_size, value.shape))}]"
+    strides = [spell_size(s) for s in value.stride()]
+    if strides != [spell_size(s) for s in contiguous_strides(value.shape)]:
+        text += f" strides [{', '.join(strides)}]"
+    return text if value.device.type == device else f"{text} on {value.device.type}"
+
+
+def contiguous_strides(shape: torch.Size) -> list[Size]:
+    """Strides, in elements, of a contiguous tensor."""
+    strides: list[Size] = []
+    step: Size = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step = step * torch.sym_max(size, 1)
+    return strides
+
+
+def _sizes(step: StepGraph) -> Iterator[torch.SymInt]:
+    for node in step.graph.nodes:
+        for value in tree_leaves(node.meta.get("val")):
+            found = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
+            yield from (size for size in found if isinstance(size, torch.SymInt))
+
+
+def _head(node: fx.Node) -> str:
+    match node.op:
+        case "placeholder":
+            return "input"
+        case "get_attr":
+            return "attribute"
+        case "call_function":
+            return spell_operator(node.target)
+    return f"{node.op}.{node.target}"
+
+
+def _arguments(node: fx.Node) -> Iterator[str]:
+    slot = _slot(node)
+    if node.op == "get_attr":
+        yield repr(node.target)
+    elif node.op != "placeholder":
+        skipped = None if slot is None else TEXT_POSITION[node.target]
+        yield from (_value(value) for position, value in enumerate(node.args) if position != skipped)
+    if slot is not None:
+        yield f"slot={slot}"
+    for key, value in node.kwargs.items():
+        yield f"{key}={_value(value)}"
+    yield from _record(node)
+
+
+def _slot(node: fx.Node) -> str | None:
+    """The parameter that a marker is about, or a lookup, which stands for the text of its place."""
+    if node.target is AVERAGE_ROWS:
+        record = record_of(node)
+    elif node.target in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS) and isinstance(node.args[0], fx.Node):
+        record = record_of(node.args[0])
+    else:
+        return None
+    if record is None:
+        return None
+    places: dict[Any, str] = {spec.text: name for name, spec in zip(record.parameters, record.specs, strict=True)}
+    text = read_text(node)
+    return spell_parameter(places[text], record.unit) if text in places else None
+
+
+def _record(node: fx.Node) -> Iterator[str]:
+    record: Record | None = record_of(node)
+    if record is None:
+        return
+    yield f"role={record.role.value}"
+    if _declares(node, record):
+        yield f"unit={spell_name(record.unit)}"
+        return
+    for unit, claims in itertools.groupby(record.claims, lambda claim: claim[0]):
+        yield f"unit={spell_name(unit)}"
+        yield f"of=[{', '.join(spell_parameter(name, unit) for _, name in claims)}]"
+
+
+def _declares(node: fx.Node, record: Record) -> bool:
+    """Whether a node says where the parameters of its record lie."""
+    return node.op == "placeholder" and record.role in DECLARING
+
+
+def _value(value: Any) -> str:  # noqa: PLR0911  one line per kind
+    word = spell_word(value)
+    if word is not None:
+        return word
+    match value:
+        case fx.Node():
+            return f"%{value.name}"
+        case tuple():
+            return f"({', '.join(map(_value, value))}{',' * (len(value) == 1)})"
+        case list():
+            return f"[{', '.join(map(_value, value))}]"
+        case torch.SymInt():
+            return f"sym({spell_size(value)})"
+        case None | bool() | int() | float() | str():
+            return repr(value)
+    return f"<{type(value).__name__}>"

@@ -1,0 +1,1 @@
+"""What both wings agree on: where parameters lie in flat buffers, and how messages are put together."""

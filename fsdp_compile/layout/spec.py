@@ -1,0 +1,248 @@
+"""What one read of a parameter needs to know, as one string constant of the graph.
+
+Dynamo guards every Python value that a getter touches, so a read carries exactly one: the text of a `ReadSpec`. It
+holds neither the unit's nor the parameter's name, so that layers of one shape share one compiled graph, and nothing
+specific to a rank, so that all ranks compile the same text. (Units that it was told to prefetch it does name.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Iterable
+from urllib.parse import quote, unquote
+
+import torch
+
+_PREFETCH = ("forward_prefetch", "backward_prefetch")
+
+
+class Reshard(enum.Enum):
+    """What happens to a gathered parameter between forward and backward."""
+
+    AFTER_FORWARD = "after_forward"
+    """Freed after its last use in forward and gathered again in backward (ZeRO-3)."""
+    AFTER_BACKWARD = "after_backward"
+    """Kept from forward to backward (ZeRO-2, FSDP1's SHARD_GRAD_OP)."""
+    AUTO = "auto"
+    """Kept where that fits into the memory that a plan may use, else freed (`partition/auto_reshard.py`)."""
+
+
+class Sync(enum.Enum):
+    """Which ranks a gradient is summed over when it is made."""
+
+    ALL = "all"
+    """All of them."""
+    SHARD = "shard"
+    """The shard group alone: what each replica has is accumulated (FSDP2's `set_requires_all_reduce(False)`)."""
+    NONE = "none"
+    """None: the full gradient is accumulated (`no_sync`)."""
+
+
+class Update(enum.Enum):
+    """When the optimizer updates a parameter."""
+
+    AFTER_BACKWARD = "after_backward"
+    """When the user calls its step."""
+    IN_BACKWARD = "in_backward"
+    """As soon as the gradient of its flat shard is reduced (`step_in_backward`)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadSpec:
+    """Where a parameter lies in its flat shard and how its full value is made.
+
+    Attributes:
+        offset: First element of the slot in each rank's flat shard.
+        extent: Elements of the slot in each rank's flat shard, alignment padding included.
+        shape: Shape of the full parameter.
+        dim: The dimension that is sharded; `None` for a value held whole by every rank (0-d parameters).
+        size: Number of ranks in the shard group.
+        group: Alias of the shard group (see `groups.py`), empty if parameters are not split.
+        replicas: Number of ranks in the replicate group, 1 if there is none.
+        replicate_group: Alias of the replicate group, empty if there is none.
+        param_dtype: Dtype that the reader gets, and that is sent unless `gather_dtype` says otherwise.
+        gather_dtype: 8-bit dtype that is sent, with scales (`quantize.py`); `None` sends `param_dtype`.
+        reduce_dtype: Dtype in which gradients are reduced.
+        hook: Key of the user's function that reduces gradients over the group; empty for an average.
+        reshard: Whether the gathered value is kept for backward.
+        order: Dimensions from the outermost to the innermost in the memory that readers see (channels last, say);
+            empty for a contiguous parameter. The flat shard holds every parameter contiguously.
+        sync: Which ranks the gradient is summed over.
+        divide: What the sum of gradients is divided by; `None` for the number of ranks.
+        kept_over: Ranks that together keep the gathered value for backward, 1/k each; 1 if each keeps its shard alone.
+        kept_group: Alias of their group, empty if there is none.
+        compute: Type of the device that computes with it, if the flat shard lives on the host instead; else empty.
+        reduce_group: Alias of a second group of the same ranks that gradients are reduced over; empty for `group`.
+        forward_prefetch: Titles of the units whose gathers start where this one's has arrived in forward.
+        backward_prefetch: The same in backward.
+        update: When an optimizer updates the flat shard.
+    """
+
+    offset: int
+    extent: int
+    shape: tuple[int, ...]
+    dim: int | None
+    size: int
+    group: str
+    replicas: int = 1
+    replicate_group: str = ""
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    reshard: Reshard = Reshard.AFTER_FORWARD
+    gather_dtype: torch.dtype | None = None
+    order: tuple[int, ...] = ()
+    sync: Sync = Sync.ALL
+    divide: float | None = None
+    hook: str = ""
+    kept_over: int = 1
+    kept_group: str = ""
+    compute: str = ""
+    reduce_group: str = ""
+    forward_prefetch: tuple[str, ...] = ()
+    backward_prefetch: tuple[str, ...] = ()
+    update: Update = Update.AFTER_BACKWARD
+
+    @functools.cached_property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of one rank's padded shard: dimension `dim` is `ceil(shape[dim] / size)` on every rank."""
+        if self.dim is None:
+            return self.shape
+        shape = list(self.shape)
+        shape[self.dim] = -(-shape[self.dim] // self.size)
+        return tuple(shape)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard, row padding included, alignment padding not."""
+        return math.prod(self.shard_shape)
+
+    @property
+    def kept_numel(self) -> int:
+        """Elements of the part that one rank keeps, padding included."""
+        return self.size * self.extent // self.kept_over
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of the full parameter with dimension `dim` padded to a multiple of `size`."""
+        if self.dim is None:
+            return self.shape
+        shape = list(self.shard_shape)
+        shape[self.dim] *= self.size
+        return tuple(shape)
+
+    @property
+    def scatter_group(self) -> str:
+        """Alias of the group that gradients are reduce-scattered over."""
+        return self.reduce_group or self.group
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Dtype of the all-gather's message: numbers of 8 bits travel as bytes."""
+        return self.param_dtype if self.gather_dtype is None else torch.uint8
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the gathered slot is the parameter's own memory, so that reading it needs no copy."""
+        return self.size == 1 or (self.dim == 0 and self.extent == self.shard_numel)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The canonical text, which `parse` reads back."""
+        fields = {
+            "offset": self.offset,
+            "extent": self.extent,
+            "shape": "x".join(map(str, self.shape)) or "scalar",
+            "dim": "none" if self.dim is None else self.dim,
+            "over": f"{self.group}/{self.size}" if self.group else "none",
+        }
+        if self.replicas > 1:
+            fields["replicas"] = f"{self.replicate_group}/{self.replicas}"
+        fields["param"] = _dtype_name(self.param_dtype)
+        if self.gather_dtype is not None:
+            fields["gather"] = _dtype_name(self.gather_dtype)
+        fields["reduce"] = _dtype_name(self.reduce_dtype)
+        if self.hook:
+            fields["hook"] = self.hook
+        fields["reshard"] = self.reshard.value
+        if self.order:
+            fields["order"] = "x".join(map(str, self.order))
+        return " ".join(f"{key}={value}" for key, value in (fields | self._set_by_calls()).items())
+
+    def _set_by_calls(self) -> dict[str, object]:
+        """What calls on a sharded model have changed."""
+        fields: dict[str, object] = {}
+        if self.sync is not Sync.ALL:
+            fields["sync"] = self.sync.value
+        if self.divide is not None:
+            fields["divide"] = repr(float(self.divide))
+        if self.kept_over > 1:
+            fields["kept"] = f"{self.kept_group}/{self.kept_over}"
+        if self.compute:
+            fields["compute"] = self.compute
+        if self.reduce_group:
+            fields["reduce_over"] = self.reduce_group
+        fields |= {key: _names(getattr(self, key)) for key in _PREFETCH if getattr(self, key)}
+        if self.update is not Update.AFTER_BACKWARD:
+            fields["update"] = self.update.value
+        return fields
+
+
+@functools.cache
+def parse(text: str) -> ReadSpec:
+    """Reads the text of a `ReadSpec` back.
+
+    Raises:
+        ValueError: If the text is not one that `ReadSpec.text` writes.
+    """
+    try:
+        fields = dict(item.split("=", 1) for item in text.split(" "))
+        group, size = ("", "1") if fields["over"] == "none" else fields["over"].rsplit("/", 1)
+        replicate_group, replicas = fields.get("replicas", "/1").rsplit("/", 1)
+        kept_group, kept_over = fields.get("kept", "/1").rsplit("/", 1)
+        shape = fields["shape"]
+        spec = ReadSpec(
+            offset=int(fields["offset"]),
+            extent=int(fields["extent"]),
+            shape=() if shape == "scalar" else tuple(map(int, shape.split("x"))),
+            dim=None if fields["dim"] == "none" else int(fields["dim"]),
+            size=int(size),
+            group=group,
+            replicas=int(replicas),
+            replicate_group=replicate_group,
+            param_dtype=_dtype(fields["param"]),
+            hook=fields.get("hook", ""),
+            gather_dtype=_dtype(fields["gather"]) if "gather" in fields else None,
+            reduce_dtype=_dtype(fields["reduce"]),
+            reshard=Reshard(fields["reshard"]),
+            order=tuple(map(int, fields["order"].split("x"))) if "order" in fields else (),
+            sync=Sync(fields.get("sync", Sync.ALL.value)),
+            divide=float(fields["divide"]) if "divide" in fields else None,
+            kept_over=int(kept_over),
+            kept_group=kept_group,
+            compute=fields.get("compute", ""),
+            reduce_group=fields.get("reduce_over", ""),
+            **{key: tuple(map(unquote, fields[key].split(","))) for key in _PREFETCH if key in fields},
+            update=Update(fields.get("update", Update.AFTER_BACKWARD.value)),
+        )
+    except (KeyError, AttributeError, ValueError) as error:
+        raise ValueError(f"not the text of a read: {text!r}") from error
+    if spec.text != text or spec.offset < 0 or spec.dim not in (None, *range(len(spec.shape))):
+        raise ValueError(f"not the text of a read: {text!r}")
+    if spec.order and sorted(spec.order) != list(range(len(spec.shape))):
+        raise ValueError(f"not the text of a read: {text!r}")
+    return spec
+
+
+def _names(names: Iterable[str]) -> str:
+    return ",".join(quote(name, safe=".()") for name in names)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)

@@ -1,0 +1,112 @@
+"""What a backward graph makes: whose gradients, and how complete."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.ir.graph import MADE, Role, StepGraph, require, role_of
+from fsdp_compile.ir.queries import beside
+from fsdp_compile.layout.spec import Sync, Update
+from fsdp_compile.lower.wrappers import Compiled
+from fsdp_compile.runtime.kernels import accompany
+from fsdp_compile.runtime.units import FlatShard
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """Which gradients of one flat shard a backward graph makes.
+
+    Attributes:
+        flat: Position of the flat shard among the inputs.
+        offsets: Slots that get gradients.
+        sync: How far they are summed.
+        held: Position of the held gradients that are added to them, if there are any.
+        partial: Position of the reduced ones that are added before the sum over replicas, if there are any.
+        update: Where the gradients go: out of the graph, or into an update inside of it.
+    """
+
+    flat: int
+    offsets: tuple[int, ...]
+    sync: Sync
+    held: int | None
+    partial: int | None
+    update: Update = Update.AFTER_BACKWARD
+
+
+def arrivals(step: StepGraph) -> list[Arrival]:
+    """Which slots a backward graph makes gradients for."""
+    placeholders = step.graph.find_nodes(op="placeholder")
+    place = {node: index for index, node in enumerate(placeholders)}
+    made = {
+        claim: spec
+        for record in map(require, step.nodes(*MADE))
+        for claim, spec in zip(record.claims, record.specs, strict=True)
+    }
+    updated = {place[node.all_input_nodes[0]] for node in step.nodes(Role.UPDATE)}
+    found = []
+    for node, index in place.items():
+        if role_of(node) is not Role.FLAT:
+            continue
+        flat = require(node)
+        mine = [made[flat.unit, name] for name in flat.parameters if (flat.unit, name) in made]
+        if mine:
+            offsets = tuple(sorted(spec.offset for spec in mine))
+            held, partial = (_place_of(node, role, place) for role in (Role.HELD, Role.PARTIAL))
+            update = Update.IN_BACKWARD if index in updated else Update.AFTER_BACKWARD
+            found.append(Arrival(index, offsets, mine[0].sync, held, partial, update))
+    return found
+
+
+def _place_of(flat: fx.Node, role: Role, place: dict[fx.Node, int]) -> int | None:
+    node = beside(flat, role)
+    return None if node is None else place[node]
+
+
+def note_arrivals(compiled: Compiled, noted: Sequence[Arrival]) -> Compiled:
+    """Wraps a compiled backward so that parameters without a gradient keep `None`, and held ones count once."""
+
+    def run(args: list[Any]) -> Any:
+        flats = [FlatShard.of(args[each.flat]) for each in noted]
+        for flat, each in zip(flats, noted, strict=True):
+            _before(args, each, flat)
+        made = compiled(args)
+        for flat, each in zip(flats, noted, strict=True):
+            if flat is not None and each.update is Update.AFTER_BACKWARD:  # else the graph says so itself
+                flat.note_gradients(each.offsets, each.sync)
+        return made
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _before(args: list[Any], each: Arrival, flat: FlatShard | None) -> None:
+    if flat is None and each.update is Update.IN_BACKWARD:
+        raise _updates_a_copy()
+    if each.held is not None or each.partial is not None:
+        _take_along(args, each, flat)
+
+
+def _take_along(args: list[Any], each: Arrival, flat: FlatShard | None) -> None:
+    """Leaves among the inputs only those gradients of earlier backward passes that nobody has taken."""
+    held, partial = (None if at is None else args[at] for at in (each.held, each.partial))
+    if flat is not None:
+        held, partial = accompany(flat, each.offsets, held, partial)
+    else:  # saved-tensor hooks gave a copy, whose owner is unknown: what it holds is reduced at the end
+        held, partial = (None if value is None else value.new_zeros(value.shape) for value in (held, partial))
+    for at, value in ((each.held, held), (each.partial, partial)):
+        if at is not None:
+            args[at] = value
+
+
+def _updates_a_copy() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "backward was given a copy of the parameters that it is to update: hooks on saved tensors replaced them",
+        where="step_in_backward() under torch.autograd.graph.saved_tensors_hooks() or save_on_cpu()",
+        instead="hooks that return the very tensors that do not require grad or are leaves, or optimizer.step() "
+        "without step_in_backward()",
+    )

@@ -1,0 +1,149 @@
+"""What runs around a compiled graph at every step: two look-ups per flat shard, and little else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fsdp_compile._torch.autograd import backward_in_progress, below_autograd
+from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
+from fsdp_compile.layout.spec import Update
+from fsdp_compile.modules.forward import in_forward
+from fsdp_compile.runtime import update_in_backward
+from fsdp_compile.runtime.units import FlatShard
+from fsdp_compile.runtime.unshard import is_stale, refresh
+from fsdp_compile.sharding.views import check_inside_graph
+
+Compiled = Callable[[list[Any]], Any]
+FlatKey = tuple[str, tuple[str, ...]]
+"""Unit and parameters: which flat shard of a region a node stands for, in either graph."""
+
+
+def flat_key(record: Record) -> FlatKey:
+    """Which flat shard a record belongs to."""
+    return record.unit, record.parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatInput:
+    """A flat shard among the inputs of a forward graph.
+
+    Attributes:
+        position: Its place.
+        kept: Offset and place of each of its full parameters that stayed gathered.
+    """
+
+    position: int
+    kept: tuple[tuple[int, int], ...]
+
+
+def flat_inputs(step: StepGraph) -> list[FlatInput]:
+    """The flat shards among a graph's inputs."""
+    placeholders = step.graph.find_nodes(op="placeholder")
+    kept = [(i, require(node)) for i, node in enumerate(placeholders) if role_of(node) is Role.KEPT]
+    found = []
+    for index, node in enumerate(placeholders):
+        if role_of(node) is Role.FLAT:
+            owner = require(node)
+            mine = [(i, r) for i, r in kept if r.unit == owner.unit and r.parameters[0] in owner.parameters]
+            found.append(FlatInput(index, tuple((record.specs[0].offset, i) for i, record in mine)))
+    return found
+
+
+def check_inputs(compiled: Compiled, inputs: Sequence[FlatInput]) -> Compiled:
+    """Wraps a compiled forward that may be entered without the model's own `__call__`: from a compiled function."""
+
+    def run(args: list[Any]) -> Any:
+        if not in_forward():
+            for each in inputs:
+                flat = FlatShard.of(args[each.position])
+                if flat is not None:
+                    check_inside_graph(flat)
+                    if backward_in_progress() == -1:
+                        update_in_backward.begin(flat)
+                    _replace_stale(args, flat, each)
+        return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _replace_stale(args: list[Any], flat: FlatShard, at: FlatInput) -> None:
+    if at.kept and is_stale(flat):
+        refresh(flat)
+        assert flat.kept is not None
+        for offset, position in at.kept:
+            args[position] = flat.kept.values[offset]
+
+
+def read_again(forward: StepGraph, backward: StepGraph) -> frozenset[FlatKey]:
+    """Flat shards that both graphs of a region read, and that are updated in backward."""
+    return _updated(forward) & _updated(backward)
+
+
+def _updated(step: StepGraph) -> frozenset[FlatKey]:
+    records = map(require, step.nodes(Role.FLAT))
+    return frozenset(flat_key(record) for record in records if record.specs[0].update is Update.IN_BACKWARD)
+
+
+def count_reads(compiled: Compiled, step: StepGraph, flats: frozenset[FlatKey]) -> Compiled:
+    """Wraps a compiled graph so that forwards whose backward has not run are known to updates in backward.
+
+    Args:
+        compiled: Runs the graph.
+        step: The graph.
+        flats: What `read_again` found.
+    """
+    placeholders = enumerate(step.graph.find_nodes(op="placeholder"))
+    positions = [i for i, node in placeholders if role_of(node) is Role.FLAT and flat_key(require(node)) in flats]
+    note = update_in_backward.note_read if step.phase is Phase.FORWARD else update_in_backward.note_backward
+
+    def run(args: list[Any]) -> Any:
+        for position in positions:
+            flat = FlatShard.of(args[position])
+            if flat is not None:
+                note(flat)
+        return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run if positions else compiled
+
+
+def runs_optimizers(step: StepGraph) -> bool:
+    """Whether a graph updates parameters: optimizers are users' code, which may want autograd."""
+    return any(True for _ in step.nodes(Role.UPDATE))
+
+
+def without_autograd(compiled: Compiled) -> Compiled:
+    """Wraps a compiled graph so that none of its operators looks for autograd, which no graph has a use for.
+
+    Collectives have their derivatives in Python, which would run at each call only to find that nobody wants them.
+    """
+
+    def run(args: list[Any]) -> Any:
+        with below_autograd():
+            return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def host_copies_from(step: StepGraph) -> str:
+    """Type of the device from which a graph copies gradients to the host; empty if it copies none."""
+    return next((require(node).specs[0].compute for node in step.nodes(Role.OFFLOAD_OUT)), "")
+
+
+def wait_for_host_copies(compiled: Compiled, device_type: str) -> Compiled:
+    """Wraps a compiled backward that copies gradients to the host: the host waits once, when all copies are queued."""
+
+    def run(args: list[Any]) -> Any:
+        result = compiled(args)
+        if device_type != "cpu":
+            torch.get_device_module(device_type).current_stream().synchronize()  # it waits for each copy
+        return result
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,1 @@
+"""What sharded modules become: class, forward, casts, methods."""

@@ -1,0 +1,219 @@
+"""The methods that a module gets when `fully_shard` is called on it: those of FSDP2, with its names and meanings."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
+
+from torch import nn
+
+from fsdp_compile._torch.autograd import backward_in_progress
+from fsdp_compile.comm.mesh import with_reshard
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.modules.classes import respecify
+from fsdp_compile.runtime import accumulation, post_backward
+from fsdp_compile.runtime.group_state import ReduceQueue
+from fsdp_compile.runtime.module_state import is_sharded, units, units_of_call
+from fsdp_compile.runtime.reduce_queue import set_queue
+from fsdp_compile.runtime.units import Unit
+from fsdp_compile.runtime.unshard import UnshardHandle, reshard, unshard
+
+
+def set_division(units: Iterable[Unit], **settings: float | bool | None) -> None:
+    """Sets `divide` or `sum_only` of `Accumulation`.
+
+    Raises:
+        ConfigError: If the user's own function reduces the gradients, and so divides them.
+    """
+    for unit in units:
+        if unit.hook is not None and unit.hook.key:
+            raise ConfigError(
+                "the model has a communication hook, which divides by itself",
+                where=f"{', '.join(settings)} of unit {unit.title}",
+                instead="divide in the hook",
+            )
+        changed = dataclasses.replace(unit.accumulation, **settings)  # type: ignore[arg-type]
+        if changed != unit.accumulation:
+            unit.accumulation = changed
+            respecify(unit)
+
+
+class ShardedModule:
+    """Methods of a module that `fully_shard` was called on.
+
+    Flags hold until they are changed; what a backward does with its gradients is decided when its forward runs. Each
+    combination that a step uses is compiled once.
+    """
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:  # noqa: FBT001
+        """Sets whether gradients are reduced, or held whole until the next backward that reduces (see `no_sync`)."""
+        flag = _flag(requires_gradient_sync, "set_requires_gradient_sync")
+        accumulation.switch(_units(self, recurse=recurse), reduce_gradients=flag, all_reduce=flag)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:  # noqa: FBT001
+        """Sets whether gradients are summed over replicas; if not, each replica accumulates its shards.
+
+        Without replicas it changes nothing.
+        """
+        flag = _flag(requires_all_reduce, "set_requires_all_reduce")
+        accumulation.switch(_units(self, recurse=recurse), all_reduce=flag)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001
+        """Sets whether the next backward ends the step, for the whole model.
+
+        If not, its reduced gradients are accumulated in the units' flat gradients: parameters get neither `.grad` nor
+        calls of their hooks, and what is held back is not flushed, until a last backward.
+        """
+        flag = _flag(is_last_backward, "set_is_last_backward")
+        own = _units(self, recurse=True)
+        models = {id(unit.outermost): cast("nn.Module", unit.outermost) for unit in own}
+        for model in models.values():
+            accumulation.switch(_units(model, recurse=True), last_backward=flag)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:  # noqa: FBT001
+        """Sets whether gathered parameters are freed after backward, or kept for the next microbatch.
+
+        Kept ones are gathered at the start of the first forward after they were written to, all at once, and never
+        used when they are out of date.
+        """
+        flag = _flag(reshard_after_backward, "set_reshard_after_backward")
+        accumulation.switch(_units(self, recurse=recurse), reshard_after_backward=flag)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Sets whether gathered parameters are freed after forward and gathered again in backward.
+
+        Either way no part is kept any more where `fully_shard` was given a number of ranks.
+        """
+        flag = _flag(reshard_after_forward, "set_reshard_after_forward")
+        for unit in _units(self, recurse=recurse):
+            arrangement = with_reshard(unit.policy.arrangement, reshard_after_forward=flag)
+            if arrangement != unit.policy.arrangement:
+                unit.policy = dataclasses.replace(unit.policy, arrangement=arrangement)
+                respecify(unit)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Sets whether gradients are reduced on a process group of their own, beside the one that gathers parameters.
+
+        All ranks call it together: the group is made at the first call for a mesh.
+        """
+        queue = ReduceQueue.OWN if _flag(enable, "set_separate_reduce_scatter_group") else ReduceQueue.SHARED
+        for unit in set_queue(_units(self, recurse=recurse), queue):
+            respecify(unit)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Sets whose parameters are gathered while this module's forward runs: they start where its own have arrived.
+
+        They start in the order of the list, in whichever way other gathers are scheduled. An empty list sets nothing.
+
+        Args:
+            modules: Modules that `fully_shard` was called on, or made a unit of; all run after this one.
+
+        Raises:
+            ConfigError: If one of them is no such module, or this one has no parameters of its own.
+        """
+        _set_prefetch(self, modules, "forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """The same for backward, in which modules run in the opposite order."""
+        _set_prefetch(self, modules, "backward_prefetch")
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Sets what the sum of gradients over all ranks is divided by, for the units of this call alone.
+
+        Raises:
+            ConfigError: If it is no positive finite number.
+        """
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not is_number or not math.isfinite(factor) or factor <= 0:
+            raise ConfigError(
+                f"factor is {factor!r}", where="set_gradient_divide_factor()", instead="a positive number"
+            )
+        set_division(_units(self, recurse=False), divide=float(factor))
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:  # noqa: FBT001
+        """Sets whether collectives only sum, and the division is a step of its own, for this call's units alone."""
+        set_division(_units(self, recurse=False), sum_only=_flag(enable, "set_force_sum_reduction_for_comms"))
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
+        """Gathers the parameters of this call's units, which stay until the end of the next backward or `reshard()`.
+
+        Until then, forwards take them and gather nothing.
+
+        Args:
+            async_op: Returns a handle at once; the next forward waits by itself if nobody called `handle.wait()`.
+        """
+        own = list(_units(self, recurse=False))
+        handle = unshard(own)
+        if backward_in_progress() != -1:  # it ends before the next forward, which may never come
+            for unit in own:
+                for flat in unit.flats:
+                    post_backward.expect(flat)
+        if _flag(async_op, "unshard"):
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Frees what `unshard()` gathered, or what was kept after a backward."""
+        reshard(_units(self, recurse=False))
+
+    def reset_iter_state(self) -> None:
+        """Drops, for the whole model, gradients that are held back and gathered parameters: after an exception, say."""
+        own = list(_units(self, recurse=True))
+        for unit in own:
+            for flat in unit.flats:
+                flat.held.clear()
+                flat.partial.clear()
+                flat.leaf.grad = None
+                flat.undelivered.clear()
+                flat.progress.readers, flat.progress.is_due = 0, False
+            respecify(unit)
+        reshard(own)
+
+
+def _set_prefetch(self: object, modules: Sequence[nn.Module], field: str) -> None:
+    assert isinstance(self, nn.Module)
+    where = f"set_modules_to_{field}()"
+    own = next((unit for unit in _units(self, recurse=False) if unit.root is self), None)
+    if not isinstance(modules, list | tuple):
+        raise ConfigError(f"{modules!r} is no list", where=where, instead="a list of sharded modules")
+    if own is None or not own.flats:
+        raise ConfigError(
+            f"{type(self).__name__} has no parameters of its own, so that nothing of it is gathered",
+            where=where,
+            instead="call it on the module whose gather the others follow",
+        )
+    named = [unit for module in modules for unit in _unit_of(module, self, where)]
+    setattr(own, field, tuple(dict.fromkeys(named)))
+    respecify(own)
+
+
+def _unit_of(module: object, owner: nn.Module, where: str) -> list[Unit]:
+    """The unit of a module; none if all of its parameters are in units of modules below it."""
+    if module is owner:
+        raise ConfigError("a module cannot prefetch itself", where=where, instead="modules that run after it")
+    of_call = isinstance(module, nn.Module) and is_sharded(module)
+    outermost = next(iter(_units(owner, recurse=True))).outermost
+    among = units_of_call(module) if of_call else units(outermost)  # type: ignore[arg-type]
+    found = [unit for unit in among if unit.root is module and unit.flats]
+    if not found and not of_call:
+        raise ConfigError(
+            f"{type(module).__name__} is no module of this model that fully_shard() was called on",
+            where=where,
+            instead="modules that are roots of units: fsdp_compile.units(model) lists them",
+        )
+    return found
+
+
+def _units(module: object, *, recurse: bool) -> Iterator[Unit]:
+    assert isinstance(module, nn.Module)
+    for part in module.modules() if recurse else (module,):
+        yield from units_of_call(part)
+
+
+def _flag(value: object, method: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{value!r} is no flag", where=f"{method}()", instead="True or False")
+    return value

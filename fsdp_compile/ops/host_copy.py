@@ -1,0 +1,100 @@
+"""Copies between host and device that run beside computation: `fsdp::start_copy` and `fsdp::wait_copy`.
+
+    compute   | start | mm ------------- | wait | reads the copy
+    side      |       | copy ------|
+
+Each direction has a stream of its own, since a bus carries both at once. What keeps memory right:
+
+- A copy begins when everything queued before its start is done: its source has been computed by then, and its result,
+  memory of the stream that computes, is no longer read by whoever had it before.
+- From its start to its wait, the graph holds source and result: the wait takes both. After the wait, the stream that
+  computes is behind the copy, so that it may write to either.
+- Pinned memory is kept by its own allocator until the copies that use it are done.
+
+The wait holds the stream, not the host: to read what was copied to the host, synchronize with the stream first. Without
+an accelerator a copy is a plain one, and the wait does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
+_LIBRARY.define("start_copy(Tensor source, str device) -> Tensor")
+# The result is the first argument's memory, and says so: a compiler that reuses memory must not take it for another's.
+_LIBRARY.define("wait_copy(Tensor(a) copied, Tensor? source=None) -> Tensor(a)")
+_running: dict[int, Any] = {}
+"""For the address of each result that is on its way, the event at the end of its copy."""
+
+
+def start_copy(source: torch.Tensor, device: str) -> torch.Tensor:
+    """Begins to copy a tensor to another kind of device.
+
+    Args:
+        source: `[n]`, contiguous.
+        device: Type of the device, the current one of its type; "cpu" gives pinned memory if `source` is on another.
+
+    Returns:
+        `[n]`, not to be read before `wait_copy`.
+    """
+    if source.device.type == device:
+        return source.clone()
+    to_host = device == "cpu"
+    result = torch.empty_like(source, device=device, pin_memory=to_host)
+    if source.numel() > 0:
+        on_device = source.device if to_host else result.device
+        _running[result.data_ptr()] = _copy_beside(source, result, _stream(on_device, device))
+    return result
+
+
+def _copy_beside(source: torch.Tensor, result: torch.Tensor, side: Any) -> Any:
+    """Queues a copy on the stream `side`, behind what is queued on the current one; returns the event at its end."""
+    streams = torch.get_device_module(side.device.type)
+    side.wait_stream(streams.current_stream(side.device))
+    with streams.stream(side):
+        result.copy_(source, non_blocking=True)
+        return side.record_event()
+
+
+@functools.cache
+def _stream(on_device: torch.device, _target: str) -> Any:
+    """The stream for copies from or to a device, by the type of device that they go to."""
+    return torch.get_device_module(on_device.type).Stream(on_device)
+
+
+def wait_copy(copied: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
+    """Makes the current stream wait for a copy.
+
+    Args:
+        copied: What `start_copy` gave.
+        source: What it was given, if others may write to it once the copy is done.
+
+    Returns:
+        `copied`, to be read on the current stream.
+    """
+    event = _running.pop(copied.data_ptr(), None)
+    if event is not None:
+        on_device = copied.device if source is None else source.device
+        event.wait(torch.get_device_module(on_device.type).current_stream(on_device))
+    return copied.view_as(copied)
+
+
+_LIBRARY.impl("start_copy", start_copy, "CompositeExplicitAutograd")
+_LIBRARY.impl("wait_copy", wait_copy, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fsdp::start_copy", lib=_LIBRARY)
+def _(source: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.empty_like(source, device=device)
+
+
+@torch.library.register_fake("fsdp::wait_copy", lib=_LIBRARY)
+def _(copied: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG001
+    return copied.view_as(copied)
+
+
+START_COPY = torch.ops.fsdp.start_copy.default
+WAIT_COPY = torch.ops.fsdp.wait_copy.default

@@ -1,0 +1,172 @@
+"""The two marker operators: `fsdp::unshard` for a read, `fsdp::reduce_grad` for its gradient.
+
+In a compiled graph the passes replace them by scheduled collectives. In eager code (around a graph break, say) they
+gather and reduce by themselves, one parameter at a time, so that results are right everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_compile._torch.distributed import collectives
+from fsdp_compile.layout.averaging import scaling
+from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows, inverse
+from fsdp_compile.layout.spec import ReadSpec, Sync, parse
+from fsdp_compile.ops import comm_hook, quantize
+
+_EAGER = EagerBuilder()
+
+
+@torch.library.custom_op("fsdp::unshard", mutates_args=())
+def unshard(
+    flat: torch.Tensor,
+    spec: str,
+    kept: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,  # noqa: ARG001  autograd's
+    held: torch.Tensor | None = None,  # noqa: ARG001  backward's
+    partial: torch.Tensor | None = None,  # noqa: ARG001  backward's
+) -> torch.Tensor:
+    """Gathers one parameter.
+
+    Args:
+        flat: This rank's flat shard, `[numel]`.
+        spec: Text of a `ReadSpec`.
+        kept: The full parameter, if it was gathered before and is still there.
+        into: The leaf that the gradient goes to in place of `flat`, if it is not summed over all ranks.
+        held: Full gradients that wait for their reduction, `[size * numel]`: backward adds them to its own.
+        partial: Gradients that wait for their sum over replicas, `[numel]`: backward adds them to its own.
+
+    Returns:
+        The full parameter, of the spec's shape and `param_dtype`.
+    """
+    read = parse(spec)
+    if kept is not None:
+        return kept.clone()  # a custom operator may not return its input
+    piece = flat[read.offset : read.offset + read.extent]
+    if read.compute:
+        piece = piece.to(read.compute)
+    if read.gather_dtype is not None:
+        scales = quantize.block_scales(piece, read.gather_dtype)
+        sent = _gathered(quantize.quantize(piece, scales, read.gather_dtype), read)
+        piece = quantize.dequantize(sent, _gathered(scales, read), read.gather_dtype, read.size, read.param_dtype)
+    else:
+        piece = _gathered(piece.to(read.param_dtype), read)
+    full = full_parameter(_EAGER, piece, read, start=0, span=read.extent)
+    # A custom operator may not return its input's memory, which a world of one rank would.
+    return full.clone() if read.size == 1 else full
+
+
+def _gathered(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
+    if read.size == 1:
+        return message
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(message, read.size, read.group))
+
+
+@unshard.register_fake
+def _(flat: torch.Tensor, spec: str, *_: torch.Tensor | None) -> torch.Tensor:
+    read = parse(spec)
+    device = read.compute or flat.device
+    if not read.order:
+        return flat.new_empty(read.shape, dtype=read.param_dtype, device=device)
+    stored = flat.new_empty([read.shape[dim] for dim in read.order], dtype=read.param_dtype, device=device)
+    return stored.permute(inverse(read.order))
+
+
+_LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
+_LIBRARY.define(
+    "reduce_grad(Tensor flat, Tensor grad, str spec, Tensor? held=None, Tensor? partial=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def reduced_gradient(
+    flat: torch.Tensor,
+    grad: torch.Tensor,
+    read: ReadSpec,
+    held: torch.Tensor | None = None,
+    partial: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What `fsdp::reduce_grad` computes: one read's gradient, averaged over the ranks that its spec says.
+
+    Args:
+        flat: The flat shard that was read, `[numel]`.
+        grad: Gradient of the full parameter, of the spec's shape.
+        read: The spec.
+        held: Full gradients to add before the reduction, `[size * numel]`.
+        partial: Gradients to add before the sum over replicas, `[numel]`.
+
+    Returns:
+        This rank's part of the gradient in the parameter's slot, zeros elsewhere: for `Sync.ALL` a tensor like `flat`;
+        for `Sync.SHARD` `[numel]`, and for `Sync.NONE` `[size * numel]`, in the dtype of reductions.
+    """
+    rows = gradient_rows(_EAGER, grad, read).to(read.reduce_dtype)
+    if read.sync is Sync.NONE:
+        return _placed(rows, rows.new_zeros((read.size, flat.numel())), read)
+    if held is not None:
+        rows = _slot(held.view(read.size, -1), read) + rows
+    gradient = sum_over_shards(rows.reshape(-1), read)
+    if read.sync is Sync.ALL:
+        gradient = sum_over_replicas(gradient if partial is None else _slot(partial, read) + gradient, read)
+        return _placed(gradient, torch.zeros_like(flat), read)
+    return _placed(gradient, gradient.new_zeros(flat.numel()), read)
+
+
+@torch.library.register_fake("fsdp::reduce_grad", lib=_LIBRARY)
+def _(flat: torch.Tensor, grad: torch.Tensor, spec: str, *_: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG001
+    read = parse(spec)
+    if read.sync is Sync.ALL:
+        return torch.empty_like(flat)
+    numel = gradient_numel(flat.numel(), read)
+    return flat.new_empty(numel, dtype=read.reduce_dtype, device=read.compute or flat.device)
+
+
+def gradient_numel(numel: int, spec: ReadSpec) -> int:
+    """Elements of what a gradient is accumulated into, for a flat shard of `numel`."""
+    return numel * spec.size if spec.sync is Sync.NONE else numel
+
+
+def _slot(value: torch.Tensor, read: ReadSpec) -> torch.Tensor:
+    return value[..., read.offset : read.offset + read.extent]
+
+
+def _placed(slot: torch.Tensor, out: torch.Tensor, read: ReadSpec) -> torch.Tensor:
+    _slot(out, read).copy_(slot)
+    return out.view(-1)
+
+
+def sum_over_shards(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
+    """The first half of a reduction.
+
+    Args:
+        message: `[size * n]`, in the dtype of reductions.
+        read: The slot, or any of a flat shard.
+
+    Returns:
+        This rank's `[n]` of what its replica has.
+    """
+    if read.hook and read.size > 1:
+        return comm_hook.hook_scatter(message.contiguous(), read.size, read.hook)
+    scaled = scaling(read)
+    if scaled.before is not None:
+        message = message / scaled.before
+    if read.size > 1:
+        message = collectives.reduce_scatter_tensor(
+            message.contiguous(), scaled.operation, read.size, read.scatter_group
+        )
+        message = collectives.wait_tensor(message)
+    return message
+
+
+def sum_over_replicas(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
+    """The second half of a reduction: the average of what the replicas have, `[n]`."""
+    if read.hook and read.size == 1:
+        return comm_hook.hook_reduce(message, read.hook)
+    scaled = scaling(read)
+    if read.replicas > 1:
+        message = collectives.all_reduce(message.contiguous(), scaled.operation, read.replicate_group)
+        message = collectives.wait_tensor(message)
+    return message if scaled.after is None else message / scaled.after
+
+
+UNSHARD = torch.ops.fsdp.unshard.default
+REDUCE_GRAD = torch.ops.fsdp.reduce_grad.default

@@ -1,0 +1,157 @@
+"""Neighbouring slots of a flat shard that an optimizer can update as one plain tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile._torch.autograd import allow_any_gradient_dtype
+from fsdp_compile._torch.tensors import local_tensor, make_dtensor, memory_id
+from fsdp_compile.runtime.replaced_params import SCALARS
+from fsdp_compile.runtime.units import FlatShard, ParameterSlot
+
+State = MutableMapping[Any, Any]
+
+
+class Run:
+    """Slots that are updated together, with what the optimizer is shown in their place.
+
+    The optimizer's state of the run is one tensor per kind; each parameter's own state consists of views of it, as
+    DTensors, so that state dicts look as they would without runs. Padding between slots takes part: it is zero, as is
+    its gradient, and elementwise updates keep it so.
+
+    Attributes:
+        slots: The slots, neighbours in one flat shard; a single one may be updated by any contiguous gradient.
+        tensor: What is updated: a plain tensor in the memory of the flat shard.
+        state: What the optimizer knows of it.
+    """
+
+    def __init__(self, slots: Sequence[ParameterSlot], known: State) -> None:
+        self.slots = tuple(slots)
+        first, last = self.slots[0].spec, self.slots[-1].spec
+        self._begin, self._end = first.offset, last.offset + last.extent
+        # Not `flat.leaf`: writing to what shares its version would fail a backward that has saved it.
+        self.tensor = self.slots[0].local.detach()
+        if len(self.slots) > 1:
+            self.tensor = self._span_of(self.tensor)
+        self.state: dict[Any, Any] = self._joined([known.get(s.parameter, {}) for s in self.slots])
+        self._shown: dict[Any, int] = {}
+        self._given: tuple[dict[Any, Any], ...] = ()
+        self.show(known)
+
+    def is_known(self, state: State) -> bool:
+        """Whether the memory of each parameter is its slot's, and its state what `show` gave it."""
+        if any(local_tensor(slot.dtensor) is not slot.local for slot in self.slots):
+            return False
+        if not self._given:
+            return not any(state.get(slot.parameter) for slot in self.slots)
+        return all(state.get(s.parameter) is given for s, given in zip(self.slots, self._given, strict=True))
+
+    def show(self, state: State) -> None:
+        """Gives each parameter its views of what the optimizer knows of the run, where that has changed."""
+        now = {key: id(value) for key, value in self.state.items()}
+        if now == self._shown:
+            return
+        self._shown = now
+        self._given = tuple({k: self._view(k, v, slot) for k, v in self.state.items()} for slot in self.slots)
+        for slot, given in zip(self.slots, self._given, strict=True):
+            state[slot.parameter] = given
+
+    def take_gradient(self) -> bool:
+        """Shows the optimizer the gradients of the slots as one tensor.
+
+        Returns:
+            Whether they lie in memory as the slots do.
+        """
+        gradients = [local_tensor(slot.parameter.grad) for slot in self.slots]  # type: ignore[arg-type]
+        first = gradients[0]
+        if len(self.slots) == 1:
+            if first.dtype != self.tensor.dtype:
+                allow_any_gradient_dtype(self.tensor)
+            self.tensor.grad = first
+            return True
+        start, storage = first.storage_offset() - self._begin, memory_id(first)
+        for slot, gradient in zip(self.slots, gradients, strict=True):
+            if (
+                gradient.storage_offset() - slot.spec.offset != start
+                or not gradient.is_contiguous()
+                or gradient.dtype != self.tensor.dtype
+                or memory_id(gradient) != storage
+            ):
+                return False
+        if (start + self._end) * first.element_size() > first.untyped_storage().nbytes():
+            return False
+        self.tensor.grad = self._span_of(first)
+        return True
+
+    def drop_gradient(self) -> None:
+        """Forgets the gradient, which belongs to the parameters."""
+        self.tensor.grad = None
+
+    def _span_of(self, first: torch.Tensor) -> torch.Tensor:
+        """All elements from the first slot's first to the last slot's end, padding included."""
+        return first.as_strided((self._end - self._begin,), (1,), first.storage_offset())
+
+    def _view(self, key: str, value: Any, slot: ParameterSlot) -> Any:
+        """One parameter's part of a value of the run's state."""
+        if not isinstance(value, torch.Tensor) or value.shape != self.tensor.shape or key in SCALARS:
+            return value
+        if len(self.slots) > 1:
+            start = slot.spec.offset - self._begin
+            # With a storage of its own: a DTensor cannot be copied whose storage begins before it does.
+            value = torch.from_dlpack(value[start : start + slot.local.numel()].view(slot.local_shape))
+        return make_dtensor(value, slot.dtensor)
+
+    def _joined(self, states: Sequence[State]) -> dict[Any, Any]:
+        """The run's state out of that of its parameters."""
+        joined: dict[Any, Any] = {}
+        for key, value in states[0].items():
+            if not isinstance(value, DTensor):
+                # A count of steps of this run's own: parameters that were in a run with these may miss the next step.
+                joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            elif len(self.slots) == 1:
+                joined[key] = local_tensor(value)
+            else:
+                whole = torch.zeros_like(self.tensor, dtype=value.dtype)
+                for slot, state in zip(self.slots, states, strict=True):
+                    start = slot.spec.offset - self._begin
+                    whole[start : start + slot.local.numel()] = local_tensor(state[key]).reshape(-1)
+                joined[key] = whole
+        return joined
+
+
+def neighbours(slots: Sequence[tuple[FlatShard, ParameterSlot]], state: State) -> Iterator[Sequence[ParameterSlot]]:
+    """Cuts slots, in the order in which they lie in their flat shards, where a run has to end.
+
+    Args:
+        slots: Slots with their flat shards, by flat shard and offset.
+        state: The optimizer's state by parameter: a run has one count of steps.
+    """
+    run: list[ParameterSlot] = []
+    before: FlatShard | None = None
+    for flat, slot in slots:
+        fits = run and flat is before and run[-1].spec.offset + run[-1].spec.extent == slot.spec.offset
+        if fits and _same_numbers(state.get(run[-1].parameter, {}), state.get(slot.parameter, {})):
+            run.append(slot)
+            continue
+        if run:
+            yield run
+        run, before = [slot], flat
+    if run:
+        yield run
+
+
+def _same_numbers(one: State, other: State) -> bool:
+    """Whether two parameters' states have the same kinds of values, and the same numbers among them."""
+    return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, DTensor) or isinstance(other, DTensor):
+        return isinstance(one, DTensor) and isinstance(other, DTensor) and one.dtype == other.dtype
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one is other or (one.device == other.device and torch.equal(one, other))
+    return type(one) is type(other) and bool(one == other)

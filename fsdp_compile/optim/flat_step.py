@@ -1,0 +1,222 @@
+"""`flat_step`: an optimizer that updates flat shards, not one parameter after the other.
+
+torch's optimizers treat each DTensor by itself, and every operator on it goes through DTensor's dispatch. Optimizers
+whose update looks at one element at a time need not know where a parameter ends: for the time of a step they are shown
+plain tensors, one for each run of neighbouring parameters (`runs.py`).
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn, optim
+
+from fsdp_compile._torch.tensors import local_tensor
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.optim.flat_runs import Run, State, neighbours
+from fsdp_compile.runtime.replaced_params import update_optimizer
+from fsdp_compile.runtime.units import FlatShard, ParameterSlot
+
+ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.RMSprop,
+    optim.Rprop,
+)
+"""torch's optimizers whose update of an element depends on that element's value, gradient and state alone."""
+_FLAT = "_fsdp_flat"
+Chosen = TypeVar("Chosen", bound=optim.Optimizer)
+
+
+def flat_step(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
+    """Makes `optimizer.step()` update whole flat shards: the same bits, in a fraction of the time for small parameters.
+
+    Groups keep their settings: neighbours in one flat shard are updated together if they are in one group and have
+    gradients. Parameters, `param_groups`, `state` and state dicts stay as they are, with each parameter's state a
+    DTensor; hooks of the optimizer's step see the plain tensors. Parameters that are not sharded are left alone.
+
+    Args:
+        optimizer: One of torch's elementwise optimizers, made before or after the model was sharded. It is changed.
+        elementwise: Says so of any other optimizer: its update of an element depends on the value, the gradient and
+            the state of that element alone.
+
+    Returns:
+        `optimizer`.
+
+    Raises:
+        ConfigError: For an optimizer that looks at whole parameters (their norms, shapes or factors), as far as known.
+    """
+    if not elementwise and type(optimizer) not in ELEMENTWISE:
+        raise ConfigError(
+            f"{type(optimizer).__name__} is not known to update each element by itself",
+            where="flat_step(optimizer)",
+            instead=f"one of {', '.join(c.__name__ for c in ELEMENTWISE)}; or elementwise=True if you are sure",
+        )
+    if _FLAT not in vars(optimizer):
+        flat = FlatStep(optimizer.step)
+
+        def step(self: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return flat.step(self, closure)
+
+        setattr(optimizer, _FLAT, flat)
+        # A method, since learning rate schedulers wrap `step.__func__`.
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def flat_step_of(optimizer: optim.Optimizer) -> FlatStep:
+    """What `flat_step` gave an optimizer."""
+    found: FlatStep = vars(optimizer)[_FLAT]
+    return found
+
+
+Places = list[tuple[FlatShard, ParameterSlot]]
+Shown = list[tuple[list[Run], list[nn.Parameter]]]
+"""For each group, what stands for its sharded parameters, and its other ones."""
+
+
+class FlatStep:
+    """The runs of one optimizer.
+
+    Args:
+        inner: The optimizer's own step.
+    """
+
+    def __init__(self, inner: Callable[[], Any]) -> None:
+        self._inner = inner
+        # Of units on the host and on a device, autograd's threads for both run updates.
+        self._lock = threading.RLock()
+        self._runs: dict[tuple[int, FlatShard | None], tuple[tuple[int, ...], list[Run]]] = {}
+        self._places: list[tuple[tuple[int, ...], Places]] = []
+        self._groups: tuple[list[list[nn.Parameter]], list[int], dict[nn.Parameter, int]] = ([], [], {})
+
+    def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None) -> float | None:
+        """One step: the closure sees the parameters, the optimizer the runs."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._lock:
+            update_optimizer(optimizer)
+            state = optimizer.state
+            given = [group["params"] for group in optimizer.param_groups]
+            shown = [self._runs_of(number, parameters, state) for number, parameters in enumerate(given)]
+            hidden = {slot.parameter for found, _ in shown for run in found for slot in run.slots}
+            self._run(optimizer, shown, {p: s for p, s in state.items() if p not in hidden})
+        return loss
+
+    def update(self, optimizer: optim.Optimizer, flat: FlatShard) -> list[ParameterSlot]:
+        """Steps the parameters of one flat shard that have gradients.
+
+        Returns:
+            Their slots.
+        """
+        with self._lock:
+            numbers = self._group_numbers(optimizer)
+            if any(slot.parameter.grad is not None and slot.parameter not in numbers for slot in flat.slots):
+                update_optimizer(optimizer)  # it may hold parameters that were sharded since
+                numbers = self._group_numbers(optimizer)
+            groups: list[Places] = [[] for _ in optimizer.param_groups]
+            for slot in flat.slots:
+                if slot.parameter.grad is not None and slot.parameter in numbers:
+                    groups[numbers[slot.parameter]].append((flat, slot))
+            shown: Shown = [(self._cut((n, flat), trained, optimizer.state), []) for n, trained in enumerate(groups)]
+            self._run(optimizer, shown, {})
+        return [slot for trained in groups for _, slot in trained]
+
+    def _run(self, optimizer: optim.Optimizer, shown: Shown, others: Mapping[Any, Any]) -> None:
+        """Runs the optimizer's own step on what is shown to it in the place of its groups.
+
+        Args:
+            optimizer: The optimizer.
+            shown: What it sees of each group.
+            others: State that it sees besides that of the runs.
+        """
+        groups, state = optimizer.param_groups, optimizer.state
+        given = [group["params"] for group in groups]
+        runs = {run.tensor: run for found, _ in shown for run in found}
+        optimizer.state = collections.defaultdict(dict, others)
+        optimizer.state.update({tensor: run.state for tensor, run in runs.items()})
+        try:
+            for group, (found, whole) in zip(groups, shown, strict=True):
+                group["params"] = [*(run.tensor for run in found), *whole]
+            self._inner()
+        finally:
+            for group, parameters in zip(groups, given, strict=True):
+                group["params"] = parameters
+            state.update({p: s for p, s in optimizer.state.items() if p not in runs})
+            optimizer.state = state
+            for run in runs.values():
+                run.drop_gradient()
+                run.show(state)
+
+    def _runs_of(
+        self, number: int, parameters: Sequence[nn.Parameter], state: State
+    ) -> tuple[list[Run], list[nn.Parameter]]:
+        """The runs of a group's sharded parameters that have gradients, and its other parameters."""
+        places = self._places_of(number, parameters)
+        sharded = {slot.parameter for _, slot in places}
+        trained = [(flat, slot) for flat, slot in places if slot.parameter.grad is not None]
+        return self._cut((number, None), trained, state), [p for p in parameters if p not in sharded]
+
+    def _cut(self, place: tuple[int, FlatShard | None], trained: Places, state: State) -> list[Run]:
+        """Runs of slots that have gradients: those of the last time if nothing has changed at this place."""
+        key = tuple(id(slot) for _, slot in trained)
+        before, runs = self._runs.get(place, ((), []))
+        if before != key or not all(run.is_known(state) for run in runs):
+            runs = [Run(slots, state) for slots in neighbours(trained, state)]
+            self._forget_old_shards()
+        if not _take_gradients(runs):
+            # Somebody put gradients of their own in the place of ours: each parameter is a run from now on.
+            runs = [Run([slot], state) for run in runs for slot in run.slots]
+            _take_gradients(runs)
+        self._runs[place] = (key, runs)
+        return runs
+
+    def _forget_old_shards(self) -> None:
+        """Drops runs of flat shards whose unit was laid out anew."""
+        for place in [place for place in self._runs if place[1] is not None and place[1] not in place[1].unit.flats]:
+            del self._runs[place]
+
+    def _group_numbers(self, optimizer: optim.Optimizer) -> dict[nn.Parameter, int]:
+        """The group of each parameter; counted again only when a group has another list, or a longer one."""
+        lists = [group["params"] for group in optimizer.param_groups]
+        lengths = list(map(len, lists))
+        held, counted, numbers = self._groups
+        if counted != lengths or any(one is not other for one, other in zip(lists, held, strict=True)):
+            numbers = {parameter: number for number, group in enumerate(lists) for parameter in group}
+            self._groups = (lists, lengths, numbers)
+        return numbers
+
+    def _places_of(self, number: int, parameters: Sequence[nn.Parameter]) -> Places:
+        """Flat shards and slots of a group's parameters, as they lie in memory."""
+        key = tuple(map(id, parameters))
+        while len(self._places) <= number:
+            self._places.append(((), []))
+        before, places = self._places[number]
+        if before != key or any(local_tensor(slot.dtensor) is not slot.local for _, slot in places):
+            wanted = {p: i for i, p in enumerate(parameters)}
+            in_use = [flat for flat in FlatShard.alive() if flat in flat.unit.flats]
+            found = [(flat, slot) for flat in in_use for slot in flat.slots if slot.parameter in wanted]
+            first: dict[FlatShard, int] = {}
+            for flat, _ in sorted(found, key=lambda place: wanted[place[1].parameter]):
+                first.setdefault(flat, len(first))
+            places = sorted(found, key=lambda place: (first[place[0]], place[1].spec.offset))
+            self._places[number] = (key, places)
+        return places
+
+
+def _take_gradients(runs: Sequence[Run]) -> bool:
+    taken = [run.take_gradient() for run in runs]
+    return all(taken)

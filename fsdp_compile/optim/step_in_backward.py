@@ -1,0 +1,69 @@
+"""`step_in_backward`: an optimizer that updates each unit in backward, as soon as its gradients are reduced."""
+
+from __future__ import annotations
+
+import torch
+from torch import optim
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.modules.classes import respecify
+from fsdp_compile.optim.flat_step import Chosen, flat_step, flat_step_of
+from fsdp_compile.runtime import update_in_backward
+from fsdp_compile.runtime.replaced_params import successor
+from fsdp_compile.runtime.units import FlatShard
+
+_WHERE = "step_in_backward(optimizer)"
+
+
+def step_in_backward(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
+    """Makes backward passes update sharded parameters: gradients are freed unit by unit, and never all there at once.
+
+    Each backward that reduces gradients is a step: a compiled one updates a unit in the middle of its graph, right
+    after its reduction. `optimizer.step()` stays where it is, for learning rate schedules and for parameters that are
+    not sharded; sharded ones have no gradients left then. Under `no_sync` nothing is updated. Settings are read from
+    `optimizer.param_groups` when a unit is updated. State dicts are those of the optimizer without this call.
+
+    Args:
+        optimizer: As `flat_step` takes it, made before or after the model was sharded. It is changed.
+        elementwise: As for `flat_step`.
+
+    Returns:
+        `optimizer`.
+
+    Raises:
+        ConfigError: As `flat_step`; or if another optimizer updates a parameter in backward.
+    """
+    flat_step(optimizer, elementwise=elementwise)
+    parameters = [successor(p) for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        _refuse(optimizer, parameter)
+    updater = _InBackward(optimizer)
+    for parameter in parameters:
+        update_in_backward.mark(parameter, updater)
+    for unit in dict.fromkeys(
+        f.unit for f in FlatShard.alive() if update_in_backward.wanted(f) is not f.slots[0].spec.update
+    ):
+        respecify(unit)
+    return optimizer
+
+
+def _refuse(optimizer: optim.Optimizer, parameter: torch.Tensor) -> None:
+    other = update_in_backward.updater_of(parameter)
+    if other is not None and not (isinstance(other, _InBackward) and other.optimizer is optimizer):
+        raise ConfigError(
+            f"a parameter of shape {tuple(parameter.shape)} is updated in backward by another optimizer",
+            where=_WHERE,
+            instead="change the settings of that one in its param_groups, or load a state dict into it",
+        )
+
+
+class _InBackward:
+    """One optimizer that steps in backward; its parameters hold it."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def update(self, flat: FlatShard) -> None:
+        """Steps those parameters of a flat shard that are the optimizer's, and forgets their gradients."""
+        for slot in flat_step_of(self.optimizer).update(self.optimizer, flat):
+            slot.parameter.grad = None

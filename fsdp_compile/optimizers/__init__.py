@@ -1,1 +1,0 @@
-"""Optimizer steps on whole flat shards."""

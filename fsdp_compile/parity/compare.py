@@ -1,0 +1,212 @@
+"""How far apart two right computations in floating point may be: bounds derived before anything is measured.
+
+Both sides round differently because they add in different orders and fuse different operators. With unit roundoff `u`
+(half the distance from 1 to the next number), a value on a path of m roundings whose errors are independent and have
+mean zero carries a relative error of at most `lambda * sqrt(m) * u` with probability `1 - 2 exp(-lambda^2 / 2)`
+(N. Higham and T. Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019,
+theorem 2.4). `lambda` is chosen so that this holds for all elements of a run together but for one run in a million.
+
+A step's gradient has been through `depth` operators, each of which adds up at most `length` numbers and rounds its
+result: `depth * length` roundings in the dtype that sums are kept in (at least float32), `depth` in the dtype that
+results are stored in. Step k starts from parameters that k steps made, which multiplies `depth` by k + 1. Two sides
+differ by twice the error of one.
+
+The relative error counts against the largest element of the tensor. A gradient that is small because its terms cancel
+is as uncertain as these terms, and they may be as large as the largest gradient of the model: one more sum's error of
+that size is allowed, without the depth. `docs/parity.md` says what this assumes.
+
+How far two tensors are apart, in absolute numbers, in relative ones, and in units of the last place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from enum import StrEnum
+
+import torch
+
+_ONCE_IN = 1e6
+"""Of so many runs, one may exceed the bound by chance alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """What the bounds of a run depend on.
+
+    Attributes:
+        depth: Differentiable operators on the longest path from a parameter to the loss, twice (forward, backward).
+        length: Terms of the longest sum.
+        elements: Compared in the whole run.
+        dtype: The narrowest one that results are stored in.
+    """
+
+    depth: int
+    length: int
+    elements: int
+    dtype: torch.dtype
+
+    @property
+    def _lambda(self) -> float:
+        return math.sqrt(2 * math.log(2 * max(1, self.elements) * _ONCE_IN))
+
+    def path(self, step: int) -> float:
+        """Relative difference that a whole path of step `step` (from 0) may show."""
+        return self._error(self.depth * (step + 1))
+
+    def sum(self) -> float:
+        """Relative difference that one sum may show, relative to its largest term times the root of their number."""
+        return self._error(1)
+
+    def _error(self, depth: int) -> float:
+        wide = _roundoff(torch.promote_types(self.dtype, torch.float32))
+        stored = math.sqrt(depth) * _roundoff(self.dtype)
+        return 2 * self._lambda * (math.sqrt(depth * self.length) * wide + (stored if self.is_narrow else 0.0))
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether results are stored in a narrower dtype than sums are kept in."""
+        return self.dtype.itemsize < torch.float32.itemsize
+
+
+def _roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def depth_of(loss: torch.Tensor) -> int:
+    """Nodes on the longest path of the autograd graph below `loss`, twice: forward and backward."""
+    depth: dict[object, int] = {}
+    stack = [(loss.grad_fn, False)]
+    while stack:
+        node, done = stack.pop()
+        if node is None or node in depth:
+            continue
+        below = [child for child, _ in node.next_functions if child is not None]
+        if done:
+            depth[node] = 1 + max((depth[child] for child in below), default=0)
+        else:
+            stack.append((node, True))
+            stack.extend((child, False) for child in below)
+    return 2 * max(depth.values(), default=1)
+
+
+class Quantity(StrEnum):
+    """What is compared, in the order in which a step makes it."""
+
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    PARAMETER = "parameter"
+    STATE = "optimizer state"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One tensor of one step on both sides.
+
+    Attributes:
+        quantity: What kind of tensor.
+        name: Of the parameter, with the optimizer's key for its state; "loss" for losses.
+        step: From 0.
+        dtype: Of the reference.
+        different: How many elements differ in a bit.
+        numel: How many elements there are.
+        absolute: Largest difference; infinite where one side has a value that the other does not have at all.
+        relative: `absolute` over the largest magnitude of the reference.
+        ulps: `absolute` in units of the last place of the largest element of the reference.
+        bound: The largest `absolute` that the level allows; infinite where it is reported and not judged.
+    """
+
+    quantity: Quantity
+    name: str
+    step: int
+    dtype: torch.dtype
+    different: int
+    numel: int
+    absolute: float
+    relative: float
+    ulps: float
+    bound: float = 0.0
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether the level does not allow it."""
+        return self.different > 0 if self.bound == 0 else not self.absolute <= self.bound
+
+
+def compare(
+    quantity: Quantity, name: str, step: int, ours: torch.Tensor | None, theirs: torch.Tensor | None
+) -> Difference:
+    """Compares two tensors that should be equal.
+
+    Args:
+        quantity: What kind of tensor.
+        name: See `Difference`.
+        step: From 0.
+        ours: The compiled side's, or `None` (no gradient).
+        theirs: The reference's, or `None`.
+    """
+    if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return _incomparable(quantity, name, step, ours, theirs)
+    ours, theirs = ours.detach().cpu(), theirs.detach().cpu()
+    different = int((_bits(ours) != _bits(theirs)).sum())
+    absolute = _largest_difference(ours.double(), theirs.double()) if different else 0.0
+    scale = magnitude(theirs)
+    return Difference(
+        quantity=quantity,
+        name=name,
+        step=step,
+        dtype=theirs.dtype,
+        different=different,
+        numel=theirs.numel(),
+        absolute=absolute,
+        relative=absolute / scale if scale else math.copysign(math.inf, 1) if absolute else 0.0,
+        ulps=absolute / last_place(scale, theirs.dtype),
+    )
+
+
+def magnitude(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude in a tensor; 0 for an empty one."""
+    if not tensor.numel():
+        return 0.0
+    return float(tensor.detach().double().abs().nan_to_num(nan=0.0, posinf=0.0).max())
+
+
+def last_place(value: float, dtype: torch.dtype) -> float:
+    """The distance from `value` to the next larger number of `dtype`; 1 for integers."""
+    if not dtype.is_floating_point:
+        return 1.0
+    info = torch.finfo(dtype)
+    exponent = math.floor(math.log2(max(abs(value), info.tiny)))
+    return info.eps * 2.0**exponent
+
+
+def _largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    distance = torch.where(same, 0.0, (ours - theirs).abs())
+    return float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.dtype.is_floating_point:
+        return tensor
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(widths[tensor.dtype.itemsize])
+
+
+def _incomparable(
+    quantity: Quantity, name: str, step: int, ours: torch.Tensor | None, theirs: torch.Tensor | None
+) -> Difference:
+    """Both absent is equal; one absent, another shape or another dtype is infinitely far."""
+    absent = ours is None and theirs is None
+    known = theirs if theirs is not None else ours
+    return Difference(
+        quantity=quantity,
+        name=name,
+        step=step,
+        dtype=known.dtype if known is not None else torch.float32,
+        different=0 if absent or known is None else max(1, known.numel()),
+        numel=0 if known is None else known.numel(),
+        absolute=0.0 if absent else math.inf,
+        relative=0.0 if absent else math.inf,
+        ulps=0.0 if absent else math.inf,
+    )

@@ -1,0 +1,1 @@
+"""The joint graph, cut into forward and backward."""

@@ -1,0 +1,137 @@
+"""Keeps gathered parameters from forward to backward where there is room, for `reshard_after_forward="auto"`.
+
+    forward:   %w = fsdp.unshard(%flat, spec) ... return (%y, %saved)   ->   return (%y, %w, %saved)
+    backward:  %w = fsdp.unshard(%flat, spec)                           ->   %w is an input
+
+`planner/keep.py` says of which flat shards. The choice is made after the partition, for it takes both graphs; only
+where one graph is the whole model, for several would each hold what was promised for all; and only where schedules
+are planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from fsdp_compile._torch.dynamo import SavedForBackwardsAOTOutput
+from fsdp_compile.cost.fusion import Fusion
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph, require
+from fsdp_compile.ir.queries import kept_value, read_text
+from fsdp_compile.layout.spec import Reshard, parse
+from fsdp_compile.ops.unshard import UNSHARD
+from fsdp_compile.planner.from_markers import Outlined, outline
+from fsdp_compile.planner.keep import Halves, Pair, keep
+
+
+def asks_for_choice(step: StepGraph) -> bool:
+    """Whether a graph reads parameters for which it is left open what happens after forward."""
+    return any(_is_open(node) for node in step.graph.find_nodes(op="call_function", target=UNSHARD))
+
+
+def keep_unsharded(
+    forward: StepGraph,
+    backward: StepGraph,
+    hardware: Hardware,
+    fusion: Fusion,
+    *,
+    budget_bytes: int | None,
+    margin: float,
+) -> tuple[str, ...]:
+    """Chooses, and edits both graphs.
+
+    Args:
+        forward: The forward graph before the passes.
+        backward: Its backward graph.
+        hardware: What times are estimated for.
+        fusion: Who will run the graphs.
+        budget_bytes: Of everything that either may hold; `None` for what a plan without a budget may hold.
+        margin: How much slower than estimated the link may be.
+
+    Returns:
+        The units that are kept.
+    """
+    everything = budget_bytes is not None
+    first, second = (outline(step, hardware, fusion, everything=everything) for step in (forward, backward))
+    pairs = _pairs(forward, backward, first, second)
+    chosen = keep(Halves(first.problem, second.problem), pairs, budget_bytes=budget_bytes, margin=margin)
+    kept = [second.flats[pair.backward] for pair in chosen]
+    for name in kept:
+        _keep(forward, backward, name)
+    for step in (forward, backward) if kept else ():
+        step.graph.lint()
+        step.gm.recompile()
+    return tuple(require(_input(backward, name)).unit for name in kept)
+
+
+def _is_open(read: fx.Node) -> bool:
+    return kept_value(read) is None and parse(read_text(read)).reshard is Reshard.AUTO
+
+
+def _pairs(forward: StepGraph, backward: StepGraph, first: Outlined, second: Outlined) -> tuple[Pair, ...]:
+    """Flat shards that both graphs gather, and for whose parameters that backward reads the choice is open."""
+    again = {name: number for number, name in enumerate(second.flats)}
+    both = [(number, name) for number, name in enumerate(first.flats) if name in again]
+    return tuple(
+        Pair(number, again[name])
+        for number, name in both
+        if all(map(_is_open, _reads(backward, name)))
+        and {read_text(read) for read in _reads(backward, name)} <= {read_text(read) for read in _reads(forward, name)}
+    )
+
+
+def _input(step: StepGraph, name: str) -> fx.Node:
+    return next(node for node in step.graph.find_nodes(op="placeholder") if node.name == name)
+
+
+def _reads(step: StepGraph, flat: str) -> list[fx.Node]:
+    """Reads of a flat shard in graph order."""
+    return [node for node in _input(step, flat).users if node.target is UNSHARD and kept_value(node) is None]
+
+
+def _keep(forward: StepGraph, backward: StepGraph, flat: str) -> None:
+    """Saves the parameters of one flat shard that backward reads."""
+    there = {read_text(read): read for read in reversed(_reads(forward, flat))}
+    again: dict[str, list[fx.Node]] = {}
+    for read in _reads(backward, flat):
+        again.setdefault(read_text(read), []).append(read)
+    for text, reads in again.items():
+        _save(forward, there[text])
+        _take(backward, reads, there[text], _record(backward, flat, text))
+
+
+def _record(step: StepGraph, flat: str, text: str) -> Record:
+    record, spec = require(_input(step, flat)), parse(text)
+    name = record.parameters[[held.offset for held in record.specs].index(spec.offset)]
+    return dataclasses.replace(record, role=Role.SAVED, parameters=(name,), specs=(spec,), phase=Phase.BACKWARD)
+
+
+def _save(forward: StepGraph, value: fx.Node) -> None:
+    """Returns a value as the first of those that are saved for backward."""
+    output = forward.output
+    (returned,) = output.args
+    assert isinstance(returned, tuple | list)
+    notes = output.meta["desc"]
+    place = next((i for i, note in enumerate(notes) if _is_saved(note)), len(notes))
+    output.args = (type(returned)([*returned[:place], value, *returned[place:]]),)
+    saved = [SavedForBackwardsAOTOutput(0), *notes[place:]]
+    numbered = [dataclasses.replace(note, idx=number) for number, note in enumerate(saved)]
+    output.meta["desc"] = [*notes[:place], *numbered]
+
+
+def _is_saved(note: object) -> bool:
+    return type(note).__name__.startswith("SavedForBackwards")
+
+
+def _take(backward: StepGraph, reads: Iterable[fx.Node], value: fx.Node, record: Record) -> None:
+    """Makes a value that forward saves first the first tensor among the inputs, in place of some reads."""
+    first = next(n for n in backward.graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], torch.Tensor))
+    with backward.graph.inserting_before(first):
+        saved = backward.graph.placeholder(value.name)
+    for read in reads:
+        saved.meta.update({**read.meta, KEY: record})
+        read.replace_all_uses_with(saved)
+        backward.graph.erase_node(read)

@@ -1,0 +1,48 @@
+"""Splits the joint graph so that gathered parameters are never saved for backward, unless that was asked for.
+
+The default partitioner saves every gathered weight that backward needs, which turns full sharding silently into
+ZeRO-2. Here a read, and everything computed from reads alone, is marked to be recomputed: backward reads again. Of a
+parameter that is kept in parts, the part is saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fsdp_compile._torch.dynamo import CheckpointPolicy, min_cut_rematerialization_partition
+from fsdp_compile.ir.queries import kept_value, parameter_only, read_text
+from fsdp_compile.layout.spec import Reshard, parse
+from fsdp_compile.ops.post_forward import KEEP
+from fsdp_compile.ops.unshard import UNSHARD
+from fsdp_compile.partition.post_forward import keep_parts
+
+_LAST_REGION = 1 << 60
+"""Later than any checkpointed region: a result that crosses into a later region would be saved (AC's own rule)."""
+
+
+def mark_reads(joint: fx.Graph) -> None:
+    """Marks which values derived from parameters alone are recomputed in backward and which are kept."""
+    for node in parameter_only(joint):
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = _LAST_REGION
+        gathers = node.target is UNSHARD and kept_value(node) is None
+        if gathers and parse(read_text(node)).reshard is Reshard.AFTER_BACKWARD:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if node.target is KEEP:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Splits a joint graph into forward and backward with the min-cut partitioner, after `mark_reads`.
+
+    Args:
+        joint: The joint graph with `fsdp.unshard` and `fsdp.reduce_grad` markers.
+        inputs: As AOTAutograd passes them.
+        kwargs: As AOTAutograd passes them.
+    """
+    keep_parts(joint.graph)
+    mark_reads(joint.graph)
+    kwargs.setdefault("compiler", "inductor")
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)

@@ -1,0 +1,1 @@
+"""What the bucket pass is made of: messages, layouts, joins."""

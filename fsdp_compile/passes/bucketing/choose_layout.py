@@ -1,0 +1,46 @@
+"""Whether the large parameters of a bucket travel as messages of their own, or packed with their neighbours.
+
+A message of its own is read where it lands, and costs `Link.message` on the link. Packed, large parameters are copied
+out of the gathered message, and gradients into the one that is reduced. The cheaper one is taken, by the times of the
+cost model, which are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.ir.graph import require
+from fsdp_compile.ir.queries import Beside
+from fsdp_compile.passes.bucketing.messages import Bucket, Messages, Single, is_small, make_bucket
+
+
+def cheapest_bucket(singles: Sequence[Single], hardware: Hardware | None, partials: Beside) -> Bucket:
+    """The bucket of some parameters in the layout that takes less time; without hardware, nothing is copied.
+
+    Args:
+        singles: The parameters.
+        hardware: What times are estimated for.
+        partials: The inputs that hold reduced gradients.
+    """
+    apart = make_bucket(singles)
+    if hardware is None or len({require(s.start).unit for s in singles}) > 1:
+        return apart
+    if not all(_can_be_packed(single, partials) for single in singles):
+        return apart
+    packed = make_bucket(singles, Messages.PACKED)
+    saved_us = (len(apart.pieces) - len(packed.pieces)) * hardware.link.message.value
+    return packed if saved_us > _copies_us(packed, hardware) else apart
+
+
+def _can_be_packed(single: Single, partials: Beside) -> bool:
+    spec = single.spec
+    return not (single.is_part or spec.gather_dtype or spec.hook or partials.of(single.flat))
+
+
+def _copies_us(packed: Bucket, hardware: Hardware) -> float:
+    """Time of reading and writing what would otherwise be used where it lies."""
+    together = (single for piece in packed.pieces if len(piece.singles) > 1 for single in piece.singles)
+    copied = [single for single in together if not is_small(single) and single.spec.is_contiguous]
+    size_bytes = sum(single.full_bytes for single in copied)
+    return 2 * size_bytes * 1e6 / hardware.device.bytes_per_s

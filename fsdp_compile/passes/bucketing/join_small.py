@@ -1,0 +1,88 @@
+"""Units so small that a collective's latency takes most of its time: neighbours share one.
+
+    40 gathers of 5 KB   ->   2 gathers of 100 KB
+
+What is gathered at once, and what of full gradients waits for its reduction, grows by no more than the bytes given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Sequence
+
+from torch import fx
+
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.ir.queries import Beside
+from fsdp_compile.passes.bucketing.messages import Single, collective_of
+from fsdp_compile.passes.bucketing.split_edges import LEAST_LATENCIES
+
+Groups = list[list[Single]]
+
+
+def worth_joining_bytes(hardware: Hardware, ranks: int) -> int:
+    """Bytes of a message below which it pays to send two as one.
+
+    A message of this size takes `LEAST_LATENCIES` times as long on the link as the latency of its collective.
+
+    Args:
+        hardware: What connects the ranks.
+        ranks: Ranks in the group.
+    """
+    link = hardware.link
+    waiting_us = link.collective_us(Kind.GATHER.value, 0, ranks)
+    return round(LEAST_LATENCIES * waiting_us * link.bytes_per_s / 1e6)
+
+
+def join_gathers(groups: Groups, limit_bytes: int, partials: Beside) -> Groups:
+    """Joins neighbours among groups of gathers, which stand in the order in which they are needed."""
+    return _joined(groups, limit_bytes, partials)
+
+
+def join_reductions(groups: Groups, limit_bytes: int, order: dict[fx.Node, int], partials: Beside) -> Groups:
+    """Joins neighbours among groups of reductions, in the order in which their last gradients are ready."""
+    if limit_bytes == 0:
+        return groups
+    ordered = sorted(groups, key=lambda group: max(order[single.start] for single in group))
+    return _joined(ordered, limit_bytes, partials)
+
+
+@dataclasses.dataclass
+class _Open:
+    """What more can join, and its bytes."""
+
+    singles: list[Single]
+    size_bytes: int
+
+
+def _joined(groups: Iterable[Sequence[Single]], limit_bytes: int, partials: Beside) -> Groups:
+    """Groups with no large one between them, of one kind of collective, up to a limit; others stand alone."""
+    done: Groups = []
+    last: dict[Hashable, _Open] = {}
+    for group in groups:
+        size_bytes = sum(single.full_bytes for single in group)
+        if size_bytes > limit_bytes:
+            last.clear()
+        kinds = {_kind(single, partials) for single in group}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        before = last.get(kind) if kind is not None else None
+        if before is not None and before.size_bytes + size_bytes <= limit_bytes:
+            before.singles.extend(group)
+            before.size_bytes += size_bytes
+            continue
+        done.append(list(group))
+        last[kind] = _Open(done[-1], size_bytes)
+    return done
+
+
+def _kind(single: Single, partials: Beside) -> Hashable:
+    """Equal for parameters whose collectives can be joined beyond their unit; `None` for those that stay with it.
+
+    A hook is called once for each unit. Parts that are kept from forward, and gradients held from an earlier backward,
+    belong to the flat shards of one unit.
+    """
+    spec = single.spec
+    if spec.hook or spec.kept_over > 1 or spec.compute or partials.of(single.flat) is not None:
+        return None
+    return collective_of(single), spec.reshard

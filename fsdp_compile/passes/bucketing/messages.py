@@ -1,0 +1,226 @@
+"""What travels together: parameters as pieces, and pieces as buckets.
+
+Small parameters that lie side by side in a flat shard are one piece, which travels as one packed message; every large
+one is a piece of its own that lands in its own contiguous memory. A bucket that serves several units packs the small
+parameters of all of them into one piece.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
+from operator import getitem
+
+from torch import fx
+
+from fsdp_compile._torch.distributed import collectives
+from fsdp_compile._torch.tensors import OpOverload
+from fsdp_compile.ir.edit import GraphBuilder
+from fsdp_compile.ir.graph import Record, Role, require
+from fsdp_compile.layout.flat_layout import LARGE_BYTES
+from fsdp_compile.layout.spec import ReadSpec
+
+
+class Messages(enum.Enum):
+    """What makes a message."""
+
+    APART = "apart"
+    """Small neighbours together, each large parameter for itself."""
+    PACKED = "packed"
+    """All neighbours together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Single:
+    """One parameter's collectives, as insert-collectives left them.
+
+    Attributes:
+        start: The node that starts the first one.
+        flat: The flat shard that it reads, or whose gradient it makes; the part of one parameter that was kept.
+        end: The full parameter, or the reduced shard.
+    """
+
+    start: fx.Node
+    flat: fx.Node
+    end: fx.Node
+
+    @property
+    def spec(self) -> ReadSpec:
+        """The parameter's place."""
+        return require(self.start).specs[0]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether what is gathered is a part that was kept from forward."""
+        return require(self.flat).role is Role.PART
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that the collective runs over."""
+        return self.spec.kept_over if self.is_part else self.spec.size
+
+    @property
+    def extent(self) -> int:
+        """Elements that each rank has of it."""
+        return self.spec.kept_numel if self.is_part else self.spec.extent
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the messages of all ranks."""
+        values = [message.meta["val"] for message in self.start.all_input_nodes]
+        times = self.ranks if require(self.start).role is Role.GATHER else 1
+        return times * sum(value.numel() * value.element_size() for value in values)
+
+    @property
+    def sent(self) -> fx.Node:
+        """The message that goes in; of a quantized parameter, the one with its elements."""
+        return self.start.all_input_nodes[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Slots that travel as one message: one run of neighbours in a flat shard, or several one after the other."""
+
+    singles: tuple[Single, ...]
+
+    @functools.cached_property
+    def runs(self) -> tuple[Piece, ...]:
+        """The parts of it that are neighbours in one flat shard, in their order."""
+        runs: list[list[Single]] = []
+        for single in self.singles:
+            if runs and _adjacent(runs[-1][-1], single):
+                runs[-1].append(single)
+            else:
+                runs.append([single])
+        return (self,) if len(runs) == 1 else tuple(Piece(tuple(run)) for run in runs)
+
+    @property
+    def flat(self) -> fx.Node:
+        """The flat shard that the slots of a single run lie in."""
+        return self.singles[0].flat
+
+    @property
+    def begin(self) -> int:
+        """First element of a single run in its flat shard."""
+        return self.singles[0].spec.offset
+
+    @functools.cached_property
+    def span(self) -> int:
+        """Elements per rank."""
+        return sum(single.spec.extent for single in self.singles)
+
+    @functools.cached_property
+    def starts(self) -> dict[Single, int]:
+        """Where in each rank's span each slot starts."""
+        places = itertools.accumulate((single.spec.extent for single in self.singles), initial=0)
+        return dict(zip(self.singles, places, strict=False))
+
+    def record(self, role: Role) -> Record:
+        """The record of a node that serves the whole piece."""
+        return joint_record(self.singles, role)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Pieces that share their collectives, in the order of the messages."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def singles(self) -> tuple[Single, ...]:
+        """All parameters of the bucket."""
+        return tuple(single for piece in self.pieces for single in piece.singles)
+
+    @property
+    def spec(self) -> ReadSpec:
+        """The first parameter's place; group, sizes and dtypes are those of the whole bucket."""
+        return self.pieces[0].singles[0].spec
+
+
+def by_unit(singles: Iterable[Single]) -> list[list[Single]]:
+    """Parameters that can share a collective and belong to one unit, in the order of the first of each."""
+    groups: dict[Hashable, list[Single]] = {}
+    for single in singles:
+        groups.setdefault((require(single.start).unit, collective_of(single)), []).append(single)
+    return list(groups.values())
+
+
+def collective_of(single: Single) -> Hashable:
+    """Equal for parameters that one collective can serve."""
+    spec = single.spec
+    over = (single.start.args[-1], spec.group, spec.replicate_group)
+    return over, single.sent.meta["val"].dtype, spec.sync, spec.divide
+
+
+def make_bucket(singles: Sequence[Single], messages: Messages = Messages.APART) -> Bucket:
+    """What travels together as one bucket."""
+    return Bucket(tuple(_pieces(singles, messages)))
+
+
+def _pieces(singles: Sequence[Single], messages: Messages) -> list[Piece]:
+    """Neighbours joined as `messages` says; flat shard by flat shard, by offset."""
+    places = {flat: place for place, flat in enumerate(dict.fromkeys(single.flat for single in singles))}
+    ordered = sorted(singles, key=lambda s: (places[s.flat], s.spec.offset))
+    if len({require(single.start).unit for single in singles}) > 1:
+        small = tuple(filter(is_small, ordered))
+        return [Piece(small)] * bool(small) + [Piece((single,)) for single in ordered if not is_small(single)]
+    pieces: list[list[Single]] = []
+    for single in ordered:
+        last = pieces[-1][-1] if pieces else None
+        joins = messages is Messages.PACKED or (is_small(single) and last is not None and is_small(last))
+        if last is not None and joins and _adjacent(last, single):
+            pieces[-1].append(single)
+        else:
+            pieces.append([single])
+    return [Piece(tuple(piece)) for piece in pieces]
+
+
+def is_small(single: Single) -> bool:
+    """Whether a parameter is packed with its neighbours."""
+    return single.spec.shard_numel * single.flat.meta["val"].element_size() < LARGE_BYTES
+
+
+def _adjacent(one: Single, other: Single) -> bool:
+    return one.flat is other.flat and one.spec.offset + one.spec.extent == other.spec.offset
+
+
+def joint_record(singles: Sequence[Single], role: Role) -> Record:
+    """The record of a node that serves several parameters."""
+    records = [require(single.start) for single in singles]
+    names = tuple(name for record in records for name in record.parameters)
+    units = tuple(record.unit for record in records)
+    specs = tuple(single.spec for single in singles)
+    return Record(role, units[0], names, specs, records[0].phase, units if len(set(units)) > 1 else ())
+
+
+def start_grouped(
+    b: GraphBuilder,
+    op: OpOverload,
+    args: tuple[object, ...],
+    pieces: Sequence[Piece],
+    roles: tuple[Role, Role, Role],
+) -> list[fx.Node]:
+    """Records a grouped collective, its items and a wait for each; returns the waits.
+
+    Args:
+        b: Writes at one place.
+        op: The operator.
+        args: Its arguments, the list of messages first.
+        pieces: What each message holds; a piece may take two messages.
+        roles: Of the start, of the items, of the waits.
+    """
+    start_role, item_role, wait_role = roles
+    b.record = joint_record([s for piece in dict.fromkeys(pieces) for s in piece.singles], start_role)
+    started = b.call(op, *args)
+    items = []
+    for index, piece in enumerate(pieces):
+        b.record = piece.record(item_role)
+        items.append(b.call(getitem, started, index))
+    waits = []
+    for item, piece in zip(items, pieces, strict=True):
+        b.record = piece.record(wait_role)
+        waits.append(b.call(collectives.wait_tensor.default, item))
+    return waits

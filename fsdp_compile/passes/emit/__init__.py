@@ -1,0 +1,1 @@
+"""Nodes that passes insert: all-gathers, reductions, host copies."""

@@ -1,0 +1,1 @@
+"""What happens in a step: units, parameter groups, gradients."""

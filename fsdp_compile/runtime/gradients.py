@@ -1,0 +1,98 @@
+"""From the gradient of a flat shard to the `.grad` of its parameters.
+
+Autograd accumulates one gradient per flat shard. After it has, the parameters get their parts as DTensors, their own
+hooks run, and the flat gradient is forgotten, so that `zero_grad`, clipping and optimizers see parameters only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from fsdp_compile._torch.autograd import allow_any_gradient_dtype
+from fsdp_compile._torch.tensors import make_dtensor, views_of
+from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.layout.spec import Sync, Update
+from fsdp_compile.runtime import update_in_backward
+from fsdp_compile.runtime.units import FlatShard, ParameterSlot
+
+
+def arrived(flat: FlatShard) -> None:
+    """Notes that `flat.leaf` has a gradient; in the last backward of a step, hands it over to the parameters.
+
+    Autograd calls this when everything in this backward that read the leaf has run, so it may be updated.
+    """
+    if flat.progress.is_done:
+        flat.leaf.grad = None  # or the next step would add it
+        flat.noted_gradients(Sync.ALL)
+        update_in_backward.refuse_second(flat)
+    flat.held.confirm()
+    flat.partial.confirm()
+    flat.undelivered |= flat.noted_gradients(Sync.ALL)
+    if flat.unit.accumulation.last_backward:
+        hand_over(flat)
+    if flat.progress.is_due and update_in_backward.is_complete(flat):
+        update_in_backward.run(flat)
+
+
+def hand_over(flat: FlatShard) -> None:
+    """Moves the gradient of `flat.leaf` into the parameters whose gradients arrived, and clears it."""
+    gradient, flat.leaf.grad = flat.leaf.grad, None
+    offsets, flat.undelivered = flat.undelivered, set()
+    if gradient is None:
+        return
+    refuse_double_backward(flat, gradient)
+    deliver(flat, gradient, offsets)
+
+
+def deliver(flat: FlatShard, gradient: torch.Tensor, offsets: Collection[int]) -> None:
+    """Adds a gradient, laid out and typed as the flat shard, to the `.grad` of the slots at `offsets`."""
+    slots = flat.slots_at(offsets)
+    parts = views_of(gradient, [slot.place for slot in slots])
+    for slot, part in zip(slots, parts, strict=True):
+        accumulate(slot, make_dtensor(part, slot.dtensor))
+    flat.progress.is_due = flat.progress.update is Update.IN_BACKWARD
+
+
+def refuse_double_backward(flat: FlatShard, gradient: torch.Tensor) -> None:
+    """Refuses a gradient that has a history.
+
+    Raises:
+        UnsupportedModelError: If it has.
+    """
+    if gradient.requires_grad:
+        raise UnsupportedModelError(
+            "a gradient of the parameters' gradients is asked for (double backward)",
+            where=f"backward(create_graph=True), unit {flat.unit.title}",
+            instead="torch.autograd.grad(loss, inputs, create_graph=True) for a penalty on gradients of inputs, "
+            "without torch.compile",
+        )
+
+
+def accumulate(slot: ParameterSlot, gradient: torch.Tensor) -> None:
+    """Adds a gradient in the parameter's dtype; what is kept may be narrower (`keep_low_precision_grads`)."""
+    parameter = slot.parameter
+    # This runs once per parameter in every step, so what few parameters have is asked for before it is looked at.
+    if parameter._backward_hooks:
+        for hook in parameter._backward_hooks.values():
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+    if slot.kept_gradient_dtype is not None:
+        _add_in(slot.kept_gradient_dtype, parameter, gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        with torch.no_grad():
+            parameter.grad += gradient
+    if parameter._post_accumulate_grad_hooks:
+        for hook in parameter._post_accumulate_grad_hooks.values():
+            hook(parameter)
+
+
+def _add_in(dtype: torch.dtype, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    with torch.no_grad():
+        total = gradient if parameter.grad is None else parameter.grad.to(gradient.dtype) + gradient
+        allow_any_gradient_dtype(parameter)
+        parameter.grad = total.to(dtype)

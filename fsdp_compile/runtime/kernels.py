@@ -1,0 +1,175 @@
+"""Kernels and derivatives of operators that call into run-time state; `ops/` has their schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fsdp_compile._torch.autograd import has_gradient_hooks, is_accumulated_in_this_backward
+from fsdp_compile._torch.dynamo import skip_code
+from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.layout.spec import Sync, Update, parse
+from fsdp_compile.ops.embedding import reduced_rows
+from fsdp_compile.ops.unshard import reduced_gradient
+from fsdp_compile.runtime import gradients, post_backward, update_in_backward
+from fsdp_compile.runtime.units import FlatShard
+from fsdp_compile.runtime.unshard_args import publish
+
+_LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
+
+
+def accompany(
+    flat: FlatShard, offsets: Sequence[int], held: torch.Tensor | None, partial: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What may really be added to gradients of the slots at `offsets`: nothing that has been reduced before.
+
+    Args:
+        flat: The flat shard.
+        offsets: Slots that get gradients.
+        held: What their reads were given to add before the reduction.
+        partial: What their reads were given to add before the sum over replicas.
+    """
+    if held is None and partial is None:
+        return None, None
+    held = None if held is None else flat.held.take(held, offsets)
+    partial = None if partial is None else flat.partial.take(partial, offsets)
+    publish(flat)
+    post_backward.expect(flat)
+    return held, partial
+
+
+@torch.library.impl("fsdp::reduce_grad", "CompositeExplicitAutograd", lib=_LIBRARY)
+@torch.compiler.disable
+def _reduce_grad(
+    flat: torch.Tensor,
+    grad: torch.Tensor,
+    spec: str,
+    held: torch.Tensor | None = None,
+    partial: torch.Tensor | None = None,
+) -> torch.Tensor:
+    read = parse(spec)
+    owner = FlatShard.of(flat)
+    if owner is not None:
+        owner.note_gradients([read.offset], read.sync)
+        held, partial = accompany(owner, [read.offset], held, partial)
+    return reduced_gradient(flat, grad, read, held, partial)
+
+
+@torch.library.impl("fsdp::reduce_rows", "CompositeExplicitAutograd", lib=_LIBRARY)
+@torch.compiler.disable
+def _reduce_rows(
+    flat: torch.Tensor,
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    spec: str,
+    padding_idx: int,
+    scale_grad_by_freq: bool,  # noqa: FBT001
+) -> torch.Tensor:
+    read = parse(spec)
+    owner = FlatShard.of(flat)
+    if owner is not None:
+        owner.note_gradients([read.offset], read.sync)
+    return reduced_rows(flat, grad, ids, spec, padding_idx, scale_grad_by_freq)
+
+
+@torch.library.impl("fsdp::update", "CompositeExplicitAutograd", lib=_LIBRARY)
+def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) -> None:
+    """Updates parameters, or leaves their gradients for a later graph of this backward, or for its end.
+
+    Args:
+        flat: The flat shard, `[numel]`.
+        gradient: Its gradient, summed over all ranks, `[numel]`.
+        offsets: Slots that have gradients in it.
+    """
+    owner = FlatShard.of(flat)
+    assert owner is not None  # `lower/wrappers.py` has looked
+    if not is_accumulated_in_this_backward(owner.leaf):
+        return  # `torch.autograd.grad` asks for other gradients
+    update_in_backward.refuse_second(owner)
+    owner.held.confirm()
+    owner.partial.confirm()
+    post_backward.expect(owner)
+    is_last = update_in_backward.is_complete(owner) and owner.progress.readers == 0
+    waiting = owner.leaf.grad
+    if waiting is not None:
+        gradient = waiting + gradient
+    elif not is_last or _is_kept(owner, offsets):
+        gradient = gradient.clone()
+    owner.leaf.grad = gradient
+    owner.undelivered |= set(offsets)
+    if is_last:
+        gradients.hand_over(owner)
+        update_in_backward.run(owner)
+    else:
+        owner.note_gradients(offsets, Sync.ALL)  # for the leaf's hook, which autograd calls although it adds nothing
+
+
+def _is_kept(flat: FlatShard, offsets: Sequence[int]) -> bool:
+    """Whether somebody may keep a gradient longer than the update: a hook, or an optimizer that steps later."""
+    trained = [slot.parameter for slot in flat.slots_at(offsets)]
+    return any(update_in_backward.updater_of(p) is None or has_gradient_hooks(p) for p in trained)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+    # Not through save_for_backward(): saved-tensor hooks may hand back a copy, and a copy does not tell its flat shard.
+    ctx.flat, ctx.spec, _, _, ctx.held, ctx.partial = inputs
+    note_read(ctx.flat, ctx.spec)
+
+
+skip_code(_save.__code__)
+
+
+def note_read(flat: torch.Tensor, spec: str) -> None:
+    """Notes a forward that autograd has recorded, where an update in backward has to wait for its backward."""
+    if parse(spec).update is Update.IN_BACKWARD:
+        _note_read(flat)
+
+
+skip_code(note_read.__code__)
+
+
+@torch.compiler.disable
+def _note_read(flat: torch.Tensor) -> None:
+    owner = FlatShard.of(flat)
+    if owner is not None:
+        update_in_backward.note_read(owner)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    gradient = torch.ops.fsdp.reduce_grad(ctx.flat, grad, ctx.spec, ctx.held, ctx.partial)
+    if parse(ctx.spec).sync is Sync.ALL:
+        return gradient, None, None, None, None, None
+    return None, None, None, gradient, None, None
+
+
+def refuse_double_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  # noqa: ARG001
+    """The derivative of a gradient's marker, which there is none of."""
+    raise UnsupportedModelError(
+        "a gradient of a parameter's gradient is asked for (double backward)",
+        where="torch.autograd.grad(..., create_graph=True) or backward(create_graph=True)",
+        instead="torch.autograd.grad(loss, inputs, create_graph=True) for a penalty on gradients of inputs, without "
+        "torch.compile",
+    )
+
+
+def _save_look_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+    # The flat shard not through save_for_backward(): see fsdp::unshard.
+    ctx.flat, ids, *ctx.settings = inputs
+    ctx.save_for_backward(ids)
+    note_read(ctx.flat, ctx.settings[0])
+
+
+skip_code(_save_look_up.__code__)
+
+
+def _backward_of_look_up(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (ids,) = ctx.saved_tensors
+    return torch.ops.fsdp.reduce_rows(ctx.flat, grad, ids, *ctx.settings), None, None, None, None
+
+
+torch.library.register_autograd("fsdp::unshard", _backward, setup_context=_save)
+torch.library.register_autograd("fsdp::reduce_grad", refuse_double_backward, lib=_LIBRARY)
+torch.library.register_autograd("fsdp::look_up", _backward_of_look_up, setup_context=_save_look_up)
+torch.library.register_autograd("fsdp::reduce_rows", refuse_double_backward, lib=_LIBRARY)

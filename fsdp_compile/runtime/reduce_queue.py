@@ -1,0 +1,25 @@
+"""Which process group reduces gradients: that of the gathers, or one of its own that runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdp_compile.comm.groups import alias_of
+from fsdp_compile.runtime.group_state import ReduceQueue
+from fsdp_compile.runtime.units import Unit
+
+
+def reduce_alias(unit: Unit) -> str:
+    """Name of the group that only reduces; empty if there is none. All ranks call this together the first time."""
+    where = unit.policy.arrangement
+    if unit.reduce_queue is ReduceQueue.SHARED or where.shard_dim is None or where.size == 1:
+        return ""
+    return alias_of(where.mesh.get_group(where.shard_dim), "reduce")
+
+
+def set_queue(units: Iterable[Unit], queue: ReduceQueue) -> list[Unit]:
+    """Chooses the group of some units; returns those for which it is another one now."""
+    changed = [unit for unit in units if unit.reduce_queue is not queue]
+    for unit in changed:
+        unit.reduce_queue = queue
+    return changed

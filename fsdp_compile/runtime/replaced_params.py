@@ -1,0 +1,127 @@
+"""What becomes of a plain parameter that was sharded while others still hold it.
+
+Its memory is released and it turns into a `MovedParameter` that knows its successor. Optimizers that hold it are given
+the successor at the start of their next step, with their state sharded; lists of parameters that users kept still find
+the gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from fsdp_compile._torch.autograd import is_saved_by_autograd
+from fsdp_compile._torch.tensors import make_dtensor, plain_torch_functions
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.layout.flat_layout import local_part
+from fsdp_compile.runtime.units import ParameterSlot
+
+SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+"""State of torch's optimizers that is one number; a 0-d parameter's other state looks the same."""
+
+
+class MovedParameter(nn.Parameter):
+    """A plain parameter after it was sharded: `.grad` is its successor's, any computation with it is an error."""
+
+    slot: ParameterSlot
+    full_shape: torch.Size
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The sharded gradient of the successor."""
+        return self.slot.parameter.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.slot.parameter.grad = value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuses to compute with memory that is gone; reading attributes is allowed."""
+        if getattr(func, "__name__", "") in ("__get__", "__set__", "__hash__", "__repr__"):
+            with plain_torch_functions():
+                return func(*args, **(kwargs or {}))
+        moved = next((a for a in args if isinstance(a, MovedParameter)), None)
+        raise ConfigError(
+            f"the parameter was sharded since you took it, and {getattr(func, '__name__', func)} needs its old memory",
+            where=moved.slot.name if moved is not None else None,
+            instead="take it from model.parameters() again after the first call of the compiled model",
+        )
+
+
+def retire(parameter: nn.Parameter, slot: ParameterSlot) -> None:
+    """Makes a plain parameter point at its sharded successor, and releases its memory if no graph still needs it."""
+    shape = parameter.shape
+    parameter.grad = None
+    if not is_saved_by_autograd(parameter):
+        parameter.data = parameter.data.new_empty(0)
+    parameter.__class__ = MovedParameter
+    assert isinstance(parameter, MovedParameter)
+    parameter.slot, parameter.full_shape = slot, shape
+
+
+def successor(parameter: torch.Tensor) -> torch.Tensor:
+    """The sharded parameter that took the place of `parameter`, or `parameter` itself."""
+    return parameter.slot.parameter if isinstance(parameter, MovedParameter) else parameter
+
+
+@functools.cache
+def update_optimizers_at_their_next_step() -> None:
+    """From now on, every optimizer of the process looks for retired parameters at the start of its steps."""
+    register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: update_optimizer(optimizer))
+
+
+def update_optimizer(optimizer: Optimizer) -> None:
+    """Gives an optimizer the successors of the retired parameters that it holds, and shards its state.
+
+    Raises:
+        ConfigError: If it holds state that cannot be sharded; it is left as it was then.
+    """
+    retired = [p for group in optimizer.param_groups for p in group["params"] if type(p) is MovedParameter]
+    if not retired:
+        return
+    state = {p: _shard_state(optimizer.state[p], p) for p in retired if p in optimizer.state}
+    for group in optimizer.param_groups:
+        group["params"] = [successor(p) for p in group["params"]]
+    for parameter, value in state.items():
+        del optimizer.state[parameter]
+        optimizer.state[successor(parameter)] = value
+
+
+def _shard_state(state: Any, parameter: MovedParameter) -> Any:
+    if not isinstance(state, dict):
+        raise ConfigError(
+            f"an optimizer holds state of type {type(state).__name__}, which cannot be sharded",
+            where=parameter.slot.name,
+            instead="make the optimizer after the first call of the compiled model",
+        )
+
+    return {key: _shard_value(key, value, parameter) for key, value in state.items()}
+
+
+def _shard_value(key: str, value: Any, parameter: MovedParameter) -> Any:
+    tensors = [v for v in tree_leaves(value) if isinstance(v, torch.Tensor) and not isinstance(v, DTensor)]
+    if not tensors or key in SCALARS:
+        return value
+    if value is tensors[0] and value.shape == parameter.full_shape:
+        return shard_like(value, parameter.slot)
+    if value is tensors[0] and value.dim() == 0:
+        return value
+    raise ConfigError(
+        f"an optimizer holds state {key!r}, which is not of its parameter's shape and cannot be sharded",
+        where=parameter.slot.name,
+        instead="make the optimizer after the first call of the compiled model",
+    )
+
+
+def shard_like(value: torch.Tensor, slot: ParameterSlot) -> DTensor:
+    """Keeps this rank's part of a full tensor that every rank holds, laid out as the parameter is; no communication."""
+    part = local_part(value, slot.spec.dim, slot.spec.size, slot.rank)
+    return make_dtensor(part.clone(memory_format=torch.contiguous_format), slot.dtensor)

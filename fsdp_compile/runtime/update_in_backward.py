@@ -1,0 +1,144 @@
+"""Updates in backward: whose optimizer asked for them, and when a flat shard may be updated.
+
+A flat shard is updated once per backward: when its gradient is complete, and nothing in this backward reads it any
+more. A compiled graph reads its flat shards for the last time before it offers their gradients; so what has to be known
+of other graphs is how many forwards have read a flat shard whose backward has not run. If there are any, gradients wait
+in the leaf, for the last of these graphs or for the end of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from fsdp_compile._torch.autograd import backward_in_progress
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.layout.spec import Update
+
+if TYPE_CHECKING:
+    from fsdp_compile.runtime.units import FlatShard
+
+_MARK = "_fsdp_updater"
+"""Attribute of a parameter that an optimizer updates in backward; it survives sharding, as all attributes do."""
+_INSTEAD = (
+    "add the losses and call backward once, accumulate all backwards but the last under no_sync(), or leave "
+    "step_in_backward() out and call optimizer.step()"
+)
+WITHOUT_SCALER = (
+    "bfloat16, which needs no scaling; or flat_step(optimizer) in place of step_in_backward(optimizer), and "
+    "scaler.step(optimizer) after backward"
+)
+"""What to write instead of scaling losses."""
+
+
+class Updater(Protocol):
+    """Who updates parameters in backward."""
+
+    def update(self, flat: FlatShard) -> None:
+        """Steps the parameters of a flat shard that have gradients and are its own, and forgets these gradients."""
+        ...
+
+
+def mark(parameter: torch.Tensor, updater: Updater) -> None:
+    """Notes that `updater` updates a parameter, sharded or not yet, in backward."""
+    setattr(parameter, _MARK, updater)
+
+
+def updater_of(parameter: torch.Tensor) -> Updater | None:
+    """Who updates a parameter in backward."""
+    return getattr(parameter, _MARK, None)
+
+
+def move_mark(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Gives `new` the updater of `old`."""
+    if _MARK in vars(old):
+        setattr(new, _MARK, vars(old)[_MARK])
+
+
+def wanted(flat: FlatShard) -> Update:
+    """When the parameters of a flat shard are to be updated: in backward if any of them is."""
+    marked = flat.leaf.requires_grad and any(updater_of(slot.parameter) is not None for slot in flat.slots)
+    return Update.IN_BACKWARD if marked else Update.AFTER_BACKWARD
+
+
+def begin(flat: FlatShard) -> None:
+    """Notes that a forward starts: gradients that arrive from now on are of another step."""
+    flat.progress.is_done = False
+
+
+def note_read(flat: FlatShard) -> None:
+    """Counts a forward that will read a flat shard, or its copy that backward runs again, which reads the same.
+
+    Raises:
+        UnsupportedModelError: If this backward has updated the flat shard already.
+    """
+    if backward_in_progress() == -1:
+        flat.progress.readers += 1
+    elif flat.progress.is_done:
+        raise UnsupportedModelError(
+            "a forward that runs again in backward reads parameters which this backward has updated already",
+            where=f"step_in_backward(), unit {flat.unit.title}",
+            instead="checkpoint(..., use_reentrant=False) around modules that are called more than once",
+        )
+
+
+def note_backward(flat: FlatShard) -> None:
+    """Counts a backward that reads a flat shard, and is about to run."""
+    flat.progress.readers = max(0, flat.progress.readers - 1)
+
+
+def is_complete(flat: FlatShard) -> bool:
+    """Whether the gradient that is there now is the last that this step adds to a flat shard."""
+    waits = flat.held or flat.partial or flat.progress.has_late
+    return flat.unit.accumulation.last_backward and not waits
+
+
+def refuse_second(flat: FlatShard) -> None:
+    """Refuses a gradient of a forward that ran before the update.
+
+    Raises:
+        UnsupportedModelError: If a flat shard was updated, and no forward ran since.
+    """
+    if flat.progress.is_done:
+        raise UnsupportedModelError(
+            "a gradient arrives after the parameters that it belongs to were updated",
+            where=f"step_in_backward(), unit {flat.unit.title}",
+            instead=_INSTEAD,
+        )
+
+
+def refuse_whole_gradients(parameters: Iterable[torch.Tensor], *, where: str, instead: str) -> None:
+    """Refuses to work on the gradients of all parameters at once: updates in backward leave none.
+
+    Args:
+        parameters: Those concerned.
+        where: The call that works on their gradients.
+        instead: What does the same.
+
+    Raises:
+        ConfigError: If an optimizer updates one of them in backward.
+    """
+    if any(updater_of(parameter) is not None for parameter in parameters):
+        raise ConfigError(
+            "step_in_backward() updates parameters unit by unit: their gradients are never all there",
+            where=where,
+            instead=instead,
+        )
+
+
+def run(flat: FlatShard) -> None:
+    """Updates the parameters of a flat shard that were given gradients since the last time."""
+    if not flat.progress.is_due:
+        return
+    flat.progress.is_due = False
+    trained = [slot.parameter for slot in flat.slots if slot.parameter.grad is not None]
+    updaters = dict.fromkeys(updater for p in trained if (updater := updater_of(p)) is not None)
+    for updater in updaters:
+        updater.update(flat)
+    if updaters:
+        flat.progress.readers, flat.progress.is_done = 0, True
+        # Autograd refuses a backward through a graph that has saved it, whatever the optimizer told the counter.
+        torch.autograd.graph.increment_version(flat.leaf)

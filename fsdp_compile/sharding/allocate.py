@@ -1,0 +1,301 @@
+"""Building a unit's flat shards out of what its modules hold: full parameters, or shards of an earlier layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_compile._torch.autograd import is_saved_by_autograd, move_hooks
+from fsdp_compile._torch.tensors import local_tensor, new_dtensor, set_local_tensor
+from fsdp_compile.comm.groups import GroupRole, alias_of, run_of
+from fsdp_compile.config.policy import compute_device, host_buffer, refuse_device
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.layout import flat_layout
+from fsdp_compile.layout.flat_layout import local_part, local_shape
+from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.modules.casts import Island
+from fsdp_compile.modules.classes import gather_slots, respecify
+from fsdp_compile.modules.forward import BOUNDARY
+from fsdp_compile.runtime import post_backward, replaced_params, update_in_backward
+from fsdp_compile.runtime.reduce_queue import reduce_alias
+from fsdp_compile.runtime.units import FlatShard, ParameterSlot, Unit, UnitPolicy, titles
+from fsdp_compile.runtime.unshard_args import publish
+
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+
+
+@dataclasses.dataclass
+class Member:
+    """A parameter on its way into a unit.
+
+    Attributes:
+        name: Name relative to the unit's root.
+        owners: Every (module, attribute) that holds it.
+        parameter: What they hold: a full parameter, or a DTensor one that is already sharded on `dim`.
+        dim: The dimension to shard; `None` for a 0-d parameter.
+        order: As in `ReadSpec`, if the parameter is a DTensor, which does not tell.
+        device: Where its shard goes, if not to where the parameter is.
+    """
+
+    name: str
+    owners: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    dim: int | None
+    order: tuple[int, ...] = ()
+    device: torch.device | None = None
+
+    @property
+    def target(self) -> torch.device:
+        """Where its shard goes."""
+        if self.device is not None:
+            return self.device
+        is_sharded = isinstance(self.parameter, DTensor)
+        return local_tensor(self.parameter).device if is_sharded else self.parameter.device  # type: ignore[arg-type]
+
+
+def fill(unit: Unit, members: Sequence[Member]) -> None:
+    """Lays `members` out in new flat shards of `unit`, and makes their modules read from there.
+
+    A parameter that is a DTensor already keeps its identity. A full one is retired.
+    """
+    key = lambda m: (  # noqa: E731
+        str(m.parameter.dtype), m.parameter.requires_grad, str(m.target), keeps_own_dtype(m)
+    )  # fmt: skip
+    _refuse_to_lose_gradients(unit)
+    groups = [list(group) for _, group in itertools.groupby(sorted(members, key=key), key)]
+    order = {id(m): i for i, m in enumerate(members)}
+    unit.flats = [_flat_shard(unit, sorted(group, key=lambda m: order[id(m)])) for group in groups]
+    gather_slots(unit.flats)
+    for flat in unit.flats:
+        publish(flat)
+    follow_updaters(unit)
+
+
+def follow_updaters(unit: Unit) -> None:
+    """Writes into a unit's specs when its parameters, which may be others now, are to be updated."""
+    for flat in unit.flats:
+        flat.progress.has_late |= any(slot.is_read_before for slot in flat.slots)
+    if any(update_in_backward.wanted(flat) is not flat.slots[0].spec.update for flat in unit.flats):
+        respecify(unit)
+
+
+def _refuse_to_lose_gradients(unit: Unit) -> None:
+    if any(flat.owes_gradients for flat in unit.flats):
+        raise ConfigError(
+            "parameters changed their dtype, device, shape or requires_grad while gradients of them wait for their "
+            "reduction",
+            where=unit.title,
+            instead="change them after a backward pass outside of no_sync(), or drop the gradients with "
+            "reset_iter_state()",
+        )
+
+
+def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
+    first = members[0].parameter
+    policy = unit.policy
+    dtypes = _dtypes(policy, members[0])
+    shapes = [flat_layout.ParameterShape(m.name, tuple(m.parameter.shape), m.dim) for m in members]
+    planned = flat_layout.plan_layout(
+        shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.quantized or dtypes.sent, reduced=dtypes.reduced
+    )
+    buffer = _buffer(unit, members, planned.numel)
+    slots = [_slot(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
+    flat = FlatShard(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), slots)
+    post_backward.install_grad_hooks(flat)
+    post_backward.install_grad_accumulators(flat)
+    return flat
+
+
+def _buffer(unit: Unit, members: Sequence[Member], numel: int) -> torch.Tensor:
+    first, offload = members[0].parameter, unit.policy.offload
+    device = members[0].target
+    if offload is None or device.type == "meta" or not compute_device(offload, unit.policy.mesh.device_type):
+        return torch.zeros(numel, dtype=first.dtype, device=device)
+    for member in members:
+        if isinstance(member.parameter, DTensor):  # sharded before, and moved since
+            refuse_device(member.name, member.target)
+    return host_buffer(numel, first.dtype, offload)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dtypes:
+    """Of the parameters of one flat shard: as stored, as read, as reduced, and in 8 bits if large ones travel so."""
+
+    stored: torch.dtype
+    sent: torch.dtype
+    reduced: torch.dtype
+    quantized: torch.dtype | None = None
+
+
+def _dtypes(policy: UnitPolicy, member: Member) -> _Dtypes:
+    """Integer parameters, and those of modules that are kept in full precision, are sent and reduced as stored."""
+    stored, asked = member.parameter.dtype, policy.mixed_precision
+    if keeps_own_dtype(member):
+        return _Dtypes(stored, stored, stored)
+    sent = (asked.param_dtype or stored) if stored.is_floating_point else stored
+    quantized = asked.gather_dtype if stored.is_floating_point and policy.size > 1 else None
+    return _Dtypes(stored, sent, asked.reduce_dtype or sent, quantized)
+
+
+def keeps_own_dtype(member: Member) -> bool:
+    """Whether some module that holds the parameter is, or is inside, one that is kept in full precision."""
+    return any(isinstance(module.__dict__.get(BOUNDARY), Island) for module, _ in member.owners)
+
+
+def _slot(unit: Unit, member: Member, place: flat_layout.Slot, buffer: torch.Tensor, dtypes: _Dtypes) -> ParameterSlot:
+    policy, parameter = unit.policy, member.parameter
+    shape = tuple(parameter.shape)
+    spec = ReadSpec(
+        offset=place.offset,
+        extent=place.extent,
+        shape=shape,
+        dim=member.dim,
+        size=policy.size,
+        group=_alias(policy, policy.arrangement.shard_dim, "shard"),
+        replicas=policy.arrangement.replicas,
+        replicate_group=_alias(policy, policy.arrangement.replicate_dim, "replicate"),
+        param_dtype=dtypes.sent,
+        reduce_dtype=dtypes.reduced,
+        hook=unit.hook.key if unit.hook is not None and parameter.requires_grad else "",
+        gather_dtype=dtypes.quantized if flat_layout.is_large(shape, member.dim, policy.size, dtypes.stored) else None,
+        reshard=policy.arrangement.reshard,
+        order=member.order or memory_order(parameter),
+        divide=unit.divide,
+        kept_over=policy.arrangement.kept_over,
+        kept_group=_kept_alias(policy),
+        compute=compute_device(policy.offload, policy.mesh.device_type),
+        reduce_group=reduce_alias(unit),
+        forward_prefetch=titles(unit.forward_prefetch),
+        backward_prefetch=titles(unit.backward_prefetch),
+    )
+    held = local_shape(shape, member.dim, policy.size, policy.rank)
+    numel = torch.Size(held).numel()
+    local = buffer[place.offset : place.offset + numel].view(held)
+    slot = ParameterSlot(member.name, member.owners, parameter, spec, policy.rank, held, local, position=place.index)
+    in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_dtype=None)
+    if policy.mixed_precision.full_precision_in_eval and in_eval != spec:
+        slot.eval_spec = in_eval
+    if policy.mixed_precision.keep_low_precision_grads and dtypes.sent is not dtypes.stored:
+        slot.kept_gradient_dtype = dtypes.sent
+    adopt(slot, parameter, policy)
+    return slot
+
+
+def _alias(policy: UnitPolicy, dim: int | None, role: GroupRole) -> str:
+    """Name of the group along a dimension of the mesh; empty if there is none, or nobody to be averaged with."""
+    if dim is None or (role == "replicate" and policy.mesh.size(dim) == 1):
+        return ""
+    return alias_of(policy.mesh.get_group(dim), role)
+
+
+def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions of a full parameter from the outermost to the innermost in memory.
+
+    Returns:
+        Empty for a contiguous parameter, and for one with gaps or overlaps, whose readers get a contiguous one.
+    """
+    if isinstance(parameter, DTensor) or parameter.is_contiguous():
+        return ()
+    order = sorted(range(parameter.dim()), key=parameter.stride().__getitem__, reverse=True)
+    return tuple(order) if parameter.permute(order).is_contiguous() else ()
+
+
+def _kept_alias(policy: UnitPolicy) -> str:
+    arrangement = policy.arrangement
+    if arrangement.kept_over == 1:
+        return ""
+    return alias_of(run_of(policy.mesh.get_group(arrangement.shard_dim), arrangement.kept_over), "kept")
+
+
+def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> None:
+    """Copies a parameter's values into its slot, and makes the slot's modules hold a DTensor that is a view of it.
+
+    Args:
+        slot: The slot; `slot.parameter` is set.
+        parameter: Either sharded as the slot is, then it keeps its identity, or full, then it is retired.
+        policy: Of the slot's unit.
+
+    Raises:
+        ConfigError: If the parameter is a DTensor of another mesh or placement.
+    """
+    placements = policy.arrangement.placements(slot.spec.dim)
+    _part_with(slot, parameter)
+    if isinstance(parameter, DTensor):
+        if parameter.device_mesh != policy.mesh or tuple(parameter.placements) != placements:
+            raise ConfigError(
+                f"the parameter is a DTensor with placements {tuple(parameter.placements)} on {parameter.device_mesh}",
+                where=slot.name,
+                instead=f"a full tensor, or one with placements {placements} on {policy.mesh}",
+            )
+        slot.local.copy_(local_tensor(parameter).detach())
+        set_local_tensor(parameter, slot.local)
+        slot.parameter = parameter
+    else:
+        with torch.no_grad():
+            slot.local.copy_(local_part(parameter, slot.spec.dim, policy.size, policy.rank))
+        slot.parameter = _sharded_parameter(parameter, slot.local, policy, placements)
+        if parameter.requires_grad and is_saved_by_autograd(parameter):
+            post_backward.await_late_gradient(parameter, slot)
+        replaced_params.retire(parameter, slot)
+    slot.shell = slot.parameter.untyped_storage()
+    for module, attribute in slot.owners:
+        module._parameters[attribute] = slot.parameter
+
+
+def give_memory(slot: ParameterSlot, policy: UnitPolicy, device: torch.device) -> None:
+    """Gives a parameter on meta uninitialized memory on `device`; it keeps its identity, for optimizers' sake."""
+    local = torch.empty(slot.local_shape, dtype=slot.parameter.dtype, device=device)
+    made = _sharded_parameter(slot.parameter, local, policy, policy.arrangement.placements(slot.spec.dim))
+    torch.utils.swap_tensors(slot.parameter, made)
+
+
+def _part_with(slot: ParameterSlot, successor: nn.Parameter) -> None:
+    """Gives a replaced parameter memory of its own: an optimizer that still holds it must not write into the slot."""
+    replaced = slot.parameter
+    if replaced is not successor and isinstance(replaced, DTensor) and local_tensor(replaced) is slot.local:
+        set_local_tensor(replaced, slot.local.clone())
+
+
+def _sharded_parameter(
+    full: nn.Parameter, local: torch.Tensor, policy: UnitPolicy, placements: tuple[Shard | Replicate, ...]
+) -> nn.Parameter:
+    dtensor = new_dtensor(local, policy.mesh, placements, full.shape)
+    sharded = nn.Parameter(dtensor, requires_grad=full.is_floating_point() or full.is_complex())
+    set_local_tensor(sharded, local)  # type: ignore[arg-type]  # nn.Parameter holds an alias of it
+    for attribute, value in vars(full).items():  # marks that users and libraries put on parameters
+        setattr(sharded, attribute, value)
+    move_hooks(full, sharded)  # before it is frozen: a frozen tensor takes no hooks, but keeps those it has
+    sharded.requires_grad_(full.requires_grad)
+    return sharded
+
+
+def shard_dim(name: str, parameter: nn.Parameter, size: int, placement: PlacementFn | None) -> int | None:
+    """The dimension on which a parameter is sharded.
+
+    Raises:
+        ConfigError: If `shard_placement_fn` returns no `Shard`, or names a dimension that the parameter lacks, or one
+            other than 0 that the group does not divide.
+    """
+    if parameter.dim() == 0:
+        return None
+    chosen = placement(parameter) if placement is not None else None
+    if chosen is None:
+        return 0
+    where = f"shard_placement_fn, parameter {name} of shape {tuple(parameter.shape)}"
+    if not isinstance(chosen, Shard):
+        raise ConfigError(f"it returned {chosen!r}", where=where, instead="Shard(dim), or None for Shard(0)")
+    dim = chosen.dim + parameter.dim() if chosen.dim < 0 else chosen.dim
+    if not 0 <= dim < parameter.dim():
+        raise ConfigError(f"{chosen!r} names a dimension that does not exist", where=where, instead="Shard(0)")
+    if dim > 0 and parameter.shape[dim] % size:
+        raise ConfigError(
+            f"dimension {dim} of size {parameter.shape[dim]} does not divide over {size} ranks",
+            where=where,
+            instead="Shard(0), which pads, or a dimension that divides",
+        )
+    return dim

@@ -1,0 +1,112 @@
+"""Whose values a parameter begins with.
+
+The arguments of one call of `fully_shard` that say how units are sharded, and what a wrap policy changes in them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile.comm.mesh import arrange, with_reshard
+from fsdp_compile.config.policy import MixedPrecision, Offload, as_mixed_precision
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.runtime.units import UnitPolicy
+from fsdp_compile.sharding.checks import refuse_reshard
+
+
+class Source(enum.Enum):
+    """Whose values count when a model is sharded or initialized."""
+
+    EACH_RANK = "each rank"
+    """Every rank keeps its part of what it has itself."""
+    FIRST_RANK = "first rank"
+    """Every rank gets its part of what the first rank of the mesh has (`sync_module_states=True`)."""
+
+    @classmethod
+    def of(cls, sync_module_states: object) -> Source:
+        """What FSDP1's flag asks for.
+
+        Raises:
+            ConfigError: If it is no flag.
+        """
+        if not isinstance(sync_module_states, bool):
+            raise ConfigError(
+                f"sync_module_states is {sync_module_states!r}",
+                where="fully_shard(sync_module_states=...)",
+                instead="True or False, the same on every rank",
+            )
+        return cls.FIRST_RANK if sync_module_states else cls.EACH_RANK
+
+
+_OVERRIDES = ("sharding_strategy", "reshard_after_forward", "mesh", "mp_policy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """How a call wants its units; see `fully_shard`.
+
+    Attributes:
+        strategy: FSDP1's name.
+        mesh: The ranks.
+        reshard_after_forward: What is kept for backward.
+        precision: Dtypes.
+        device_type: Of a mesh that has to be made.
+        offload: Whether shards live on the host.
+    """
+
+    strategy: ShardingStrategy | None
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | Literal["auto"] | None
+    precision: MixedPrecision
+    device_type: str
+    offload: Offload | None
+
+    def policy(self) -> UnitPolicy:
+        """The policy of a unit that overrides nothing.
+
+        Raises:
+            ConfigError: If arguments contradict each other.
+        """
+        arrangement = arrange(
+            self.strategy,
+            self.mesh,
+            reshard_after_forward=self.reshard_after_forward,
+            device_type=self.device_type,
+        )
+        return UnitPolicy(arrangement, self.precision, self.offload)
+
+    def overridden(self, overrides: Mapping[str, Any]) -> UnitPolicy:
+        """The policy of a unit for which a wrap policy returned `overrides`.
+
+        A strategy or mesh takes the place of all that the call says about keeping parameters for backward.
+
+        Raises:
+            ConfigError: For an unknown name, a value of the wrong type, or arguments that contradict each other.
+        """
+        for name in overrides:
+            if name not in _OVERRIDES:
+                near = difflib.get_close_matches(str(name), _OVERRIDES, n=1)
+                raise ConfigError(
+                    f"the wrap policy returned {name!r}, which no unit can have of its own",
+                    where="auto_wrap_policy",
+                    instead=repr(near[0]) if near else f"one of {', '.join(_OVERRIDES)}",
+                )
+        precision = as_mixed_precision(overrides["mp_policy"]) if "mp_policy" in overrides else self.precision
+        kept = overrides.get("reshard_after_forward")
+        refuse_reshard(kept)
+        if "sharding_strategy" in overrides or "mesh" in overrides:
+            strategy, mesh = overrides.get("sharding_strategy", self.strategy), overrides.get("mesh", self.mesh)
+            arrangement = arrange(strategy, mesh, reshard_after_forward=kept, device_type=self.device_type)
+            return UnitPolicy(arrangement, precision, self.offload)
+        policy = self.policy()
+        arrangement = (
+            policy.arrangement if kept is None else with_reshard(policy.arrangement, reshard_after_forward=kept)
+        )
+        return UnitPolicy(arrangement, precision, self.offload)

@@ -1,0 +1,159 @@
+"""The places of a model that hold parameters which are to be sharded.
+
+Makes units out of modules and the places of their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.modules.classes import gather_on_read
+from fsdp_compile.runtime import module_state
+from fsdp_compile.runtime.group_state import Origin
+from fsdp_compile.runtime.module_state import ParamOwner, ParamRef
+from fsdp_compile.runtime.replaced_params import MovedParameter
+from fsdp_compile.runtime.units import READS, ParameterSlot, Unit, UnitPolicy
+from fsdp_compile.runtime.unshard_args import publish
+from fsdp_compile.sharding import allocate, devices
+from fsdp_compile.sharding.allocate import Member, PlacementFn
+
+
+def unmanaged(root: nn.Module, sharded: Iterable[Unit], ignored: set[int]) -> Iterator[ParamRef]:
+    """Every place that holds a parameter which is not sharded yet; places of tied ones that are join their slot.
+
+    Args:
+        root: The module that is about to be sharded.
+        sharded: Units of earlier calls in it.
+        ignored: `id`s of parameters to leave alone.
+
+    Raises:
+        UnsupportedModelError: If a parameter is a DTensor already.
+    """
+    slots = {id(slot.parameter): slot for unit in sharded for slot in unit.slots}
+    for name, module in root.named_modules():
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is None or id(parameter) in ignored or attribute in module.__dict__.get(READS, {}):
+                continue
+            slot = parameter.slot if isinstance(parameter, MovedParameter) else slots.get(id(parameter))
+            if slot is not None:
+                _join_slot(slot, module, attribute)
+            elif isinstance(parameter, DTensor):
+                raise UnsupportedModelError(
+                    f"a parameter is a DTensor already, with placements {parameter.placements}",
+                    where=f"{name}.{attribute}" if name else attribute,
+                    instead="shard plain parameters, or list it in ignored_params to leave it as it is",
+                )
+            else:
+                yield name, module, attribute, parameter
+
+
+def each_once(occurrences: Iterable[ParamRef]) -> Iterator[tuple[str, ParamOwner, nn.Parameter]]:
+    """Name and first place of each parameter."""
+    seen: set[int] = set()
+    for name, owner, attribute, parameter in occurrences:
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield f"{name}.{attribute}".removeprefix("."), (owner, attribute), parameter
+
+
+def _join_slot(slot: ParameterSlot, module: nn.Module, attribute: str) -> None:
+    owner, owner_attribute = slot.owners[0]
+    module._parameters[attribute] = slot.parameter
+    slot.owners.append((module, attribute))
+    read = getattr(owner, READS)[owner_attribute]
+    gather_on_read(module, {attribute: read}, slot.eval_read(attribute))
+    publish(read[2])
+
+
+def make_units(
+    module: nn.Module,
+    roots: dict[nn.Module, UnitPolicy],
+    origin: Origin,
+    occurrences: list[module_state.ParamRef],
+    placement: PlacementFn | None,
+    device: torch.device | None,
+) -> list[Unit]:
+    """Makes the units of one call of `fully_shard`, and fills their flat shards.
+
+    Args:
+        module: What it was called on.
+        roots: The modules that units are named after, with their policies.
+        origin: Why these.
+        occurrences: Where each parameter stands.
+        placement: Which dimension of a parameter is split.
+        device: Where the shards of parameters without memory go.
+
+    Returns:
+        The units that have parameters, in the order of `roots`.
+    """
+    names = {id(m): name for name, m in module.named_modules()}
+    chosen = {names[id(m)]: m for m in roots}
+    members: dict[str, dict[int, Member]] = {name: {} for name in chosen}
+    unit_of: dict[int, str] = {}
+    for module_name, owner, attribute, parameter in occurrences:
+        unit_name = unit_of.setdefault(id(parameter), _nearest(module_name, chosen))
+        if id(parameter) in members[unit_name]:
+            members[unit_name][id(parameter)].owners.append((owner, attribute))
+            continue
+        full_name = f"{module_name}.{attribute}" if module_name else attribute
+        dim = allocate.shard_dim(full_name, parameter, roots[chosen[unit_name]].size, placement)
+        local_name = full_name.removeprefix(f"{unit_name}.") if unit_name else full_name
+        moves_to = devices.destination(parameter, device)
+        members[unit_name][id(parameter)] = Member(local_name, [(owner, attribute)], parameter, dim, device=moves_to)
+    made = []
+    for name, root in chosen.items():
+        if members[name]:
+            unit = Unit(root, name, roots[root], origin)
+            allocate.fill(unit, list(members[name].values()))
+            made.append(unit)
+    return made
+
+
+def _nearest(name: str, chosen: dict[str, nn.Module]) -> str:
+    """The innermost chosen module at or above `name`."""
+    while name not in chosen:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def merged_split(root: nn.Module, parts: list[Unit]) -> list[Unit]:
+    """Undoes the automatic split of an earlier call, which was one call of a bottom-up series after all.
+
+    Args:
+        root: The module of that call.
+        parts: Its units.
+
+    Returns:
+        One unit, or `parts` if a person chose any of them.
+    """
+    if len(parts) < 2 or any(part.origin is not Origin.SPLIT for part in parts):
+        return parts
+    first = parts[0]
+    unit = Unit(
+        root,
+        "",
+        first.policy,
+        Origin.CALL,
+        hook=first.hook,
+        accumulation=first.accumulation,
+        reduce_queue=first.reduce_queue,
+    )
+    names = {id(m): name for name, m in root.named_modules()}
+    members = [
+        Member(
+            f"{names[id(part.root)]}.{slot.name}".removeprefix("."),
+            slot.owners,
+            slot.parameter,
+            slot.spec.dim,
+            slot.spec.order,
+        )
+        for part in parts
+        for slot in part.slots
+    ]
+    allocate.fill(unit, members)
+    return [unit]

@@ -1,0 +1,204 @@
+"""Parameters that `fully_shard` is told to leave alone: neither sharded, nor gathered, nor reduced.
+
+What `fully_shard` refuses before it touches anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterable
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.runtime.module_state import is_ignored, is_sharded
+from fsdp_compile.runtime.replaced_params import MovedParameter
+from fsdp_compile.runtime.units import READS, Unit
+
+_OPTION = "fully_shard(ignored_params=...)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ignored:
+    """What one call leaves alone.
+
+    Attributes:
+        ids: `id`s of parameters, wherever in the model they are.
+        modules: Modules that were listed.
+    """
+
+    ids: set[int] = dataclasses.field(default_factory=set)
+    modules: list[nn.Module] = dataclasses.field(default_factory=list)
+
+
+def ignored_in(root: nn.Module, listed: object) -> Ignored:
+    """What one call leaves alone.
+
+    Args:
+        root: The module that is about to be sharded.
+        listed: What the user gave: `None`, or parameters and modules, which stand for all parameters in them.
+
+    Raises:
+        ConfigError: If something else is listed, a listed module is sharded already, or is `root` itself.
+    """
+    expected = "an iterable of parameters and modules of the model"
+    if listed is None:
+        return Ignored()
+    if not isinstance(listed, Iterable) or isinstance(listed, str):
+        raise ConfigError(f"ignored_params is {listed!r}", where=_OPTION, instead=expected)
+    ignored = Ignored()
+    for each in listed:
+        if isinstance(each, nn.Module):
+            ignored.ids.update(_parameters_of(each, root))
+            ignored.modules.append(each)
+        elif isinstance(each, nn.Parameter):
+            ignored.ids.add(id(each))
+        else:
+            raise ConfigError(f"it contains {each!r}, a {type(each).__name__}", where=_OPTION, instead=expected)
+    return ignored
+
+
+def _parameters_of(module: nn.Module, root: nn.Module) -> set[int]:
+    where = f"{_OPTION}, {type(module).__name__}"
+    if module is root:
+        raise ConfigError(
+            "the module to shard is ignored itself, so nothing is left of it",
+            where=where,
+            instead="leave the call out, or ignore modules in it",
+        )
+    if any(READS in part.__dict__ for part in module.modules()):
+        raise ConfigError(
+            "a module to ignore is sharded already",
+            where=where,
+            instead="ignore it in the first call of fully_shard(), or do not list it",
+        )
+    return {id(parameter) for parameter in module.parameters()}
+
+
+def refuse_root(module: nn.Module) -> None:
+    """Refuses what cannot be the root of a sharded model.
+
+    Raises:
+        ConfigError: If it is no module, or a container that cannot be called.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"{type(module).__name__} is not a torch.nn.Module",
+            where="fully_shard(module)",
+            instead="pass the module whose parameters are to be sharded",
+        )
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        raise ConfigError(
+            f"{type(module).__name__} has no forward",
+            where="fully_shard(module)",
+            instead="call fully_shard() on its children, or on the module that holds it",
+        )
+
+
+def refuse_reshard(reshard_after_forward: object) -> None:
+    """Refuses an argument that means nothing here.
+
+    Raises:
+        ConfigError: If it is not of a kind that is supported.
+    """
+    if reshard_after_forward not in (None, "auto") and not isinstance(reshard_after_forward, int):
+        raise ConfigError(
+            f"reshard_after_forward={reshard_after_forward!r} is not supported",
+            where="fully_shard(reshard_after_forward=...)",
+            instead='True (gather again in backward), False (keep for backward), "auto" (keep what there is room for), '
+            "a divisor of the shard group or None",
+        )
+
+
+def refuse_wrappers(root: nn.Module) -> None:
+    """Refuses a model of which another data parallelism has taken hold.
+
+    Raises:
+        ConfigError: If some module is DDP, FSDP1 or sharded by FSDP2.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+            raise ConfigError(
+                f"{type(module).__name__} averages gradients by itself",
+                where=name or "the outermost module",
+                instead="the plain model: shard with fsdp_compile.fully_shard(), or with backend='fsdp' alone",
+            )
+
+
+def refuse_part(module: nn.Module, units_below: Iterable[Unit]) -> None:
+    """Refuses a module whose parameters went to a unit of a call on a module above it.
+
+    Args:
+        module: The module.
+        units_below: Units of earlier calls on it and on modules in it.
+
+    Raises:
+        ConfigError: If there is a parameter that one of these units should hold and does not.
+    """
+    known = set(units_below)
+    for name, part in module.named_modules():
+        for _, _, flat in part.__dict__.get(READS, {}).values():
+            held_first = any(slot.owners[0][0] is part for slot in flat.slots)  # else it is tied to one from elsewhere
+            if held_first and flat.unit not in known:
+                raise ConfigError(
+                    "the parameters of this module were sharded by a call on a module above it",
+                    where=f"fully_shard({type(module).__name__})" + (f", {name}" if name else ""),
+                    instead="call fully_shard() on children before parents",
+                )
+
+
+def refuse_gradients(root: nn.Module, ignored: Container[int]) -> None:
+    """Refuses plain parameters that have gradients: each rank's own, which no reduction has seen.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, DTensor | MovedParameter) or id(parameter) in ignored:
+            continue
+        if parameter.grad is not None:
+            raise ConfigError(
+                "a parameter has a gradient from before it was sharded, of this rank's data alone",
+                where=name,
+                instead="step with it or drop it (model.zero_grad(set_to_none=True)) before fully_shard() or the first "
+                "compiled call; or shard first",
+            )
+
+
+def refuse_new_parameters(root: nn.Module) -> None:
+    """Refuses parameters that came into sharded modules after they were sharded: nobody would reduce their gradients.
+
+    Raises:
+        ConfigError: If there is one that no call was told to ignore.
+    """
+    if not holds_plain_parameters(root):  # the usual case, without a name made or a module looked at twice
+        return
+    for path, module in root.named_modules():
+        if is_sharded(module):
+            for name, parameter in nn.Module.named_parameters(module, prefix=path):
+                if not isinstance(parameter, DTensor | MovedParameter) and not is_ignored(root, parameter):
+                    raise added_later(name)
+
+
+def holds_plain_parameters(root: nn.Module) -> bool:
+    """Whether some module in `root` holds a parameter that is not sharded."""
+    todo = [root]
+    while todo:
+        module = todo.pop()
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                return True
+        todo.extend(child for child in module._modules.values() if child is not None)
+    return False
+
+
+def added_later(name: str) -> ConfigError:
+    """The error for a parameter that came into a module after it was sharded."""
+    return ConfigError(
+        "a parameter was added to a module after it was sharded",
+        where=name,
+        instead="add it before fully_shard() or the first compiled call, or list it in ignored_params",
+    )

@@ -1,0 +1,168 @@
+"""`fully_shard(device_id=...)`: which device a model is sharded on, and what is moved there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Container, Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.config.policy import Offload
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.runtime.units import UnitPolicy
+
+Device = torch.device | str | int
+_OPTION = "fully_shard(device_id=...)"
+
+
+def kind_of(root: nn.Module, device_id: Device | None, offload: Offload | None = None) -> str:
+    """The kind of device that a mesh has to be made for: of the given one, of the parameters, or of the machine.
+
+    Parameters that are offloaded to the host do not tell.
+    """
+    if isinstance(device_id, str | torch.device):
+        return torch.device(device_id).type
+    parameter = next(root.parameters(), None)
+    if device_id is None and offload is None and parameter is not None and not parameter.is_meta:
+        return parameter.device.type
+    # A build for CUDA names it as its accelerator on machines without a GPU, too.
+    accelerator = (
+        torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+    )
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def chosen(mesh: DeviceMesh, device_id: Device | None) -> torch.device | None:
+    """Where shards and buffers go; `None` if nobody asked for a device.
+
+    Raises:
+        ConfigError: If the device is of another kind than the mesh, or does not exist.
+    """
+    if device_id is None:
+        return None
+    device = device_on(mesh, device_id, where=_OPTION)
+    if device.index is not None and isinstance(device_id, str | torch.device) and torch.device(device_id).index is None:
+        warnings.warn(
+            f"device_id={str(device_id)!r} has no index: this rank takes its current device, {device}. Each rank needs "
+            "its own: call set_device() first, or give the index",
+            stacklevel=3,
+        )
+    return device
+
+
+def refuse_misplaced(root: nn.Module, ignored: Container[int], target: torch.device | None, policy: UnitPolicy) -> None:
+    """Refuses parameters on devices where they cannot be sharded.
+
+    Raises:
+        ConfigError: If they lie on several devices, or on the CPU beside a mesh of another kind and are not offloaded.
+    """
+    refuse_mixture(root, ignored, target)
+    if policy.offload is None:
+        refuse_left_behind(root, ignored, target, policy.mesh)
+
+
+def refuse_mixture(root: nn.Module, ignored: Container[int], target: torch.device | None) -> None:
+    """Refuses parameters on several devices, those on the meta device apart, and those that `target` moves.
+
+    Raises:
+        ConfigError: If there are some.
+    """
+    first: dict[torch.device, str] = {}
+    for name, parameter in root.named_parameters():
+        if id(parameter) not in ignored and not parameter.is_meta:
+            first.setdefault(destination(parameter, target) or parameter.device, name)
+    if len(first) > 1:
+        raise ConfigError(
+            "parameters lie on several devices: " + ", ".join(f"{name} on {device}" for device, name in first.items()),
+            where="fully_shard(module)",
+            instead="model.to(device) before, device_id= if all others are on the CPU, or list some in ignored_params",
+        )
+    if target is not None and first and target not in first:
+        device, name = next(iter(first.items()))
+        raise ConfigError(
+            f"parameters lie on {device}, and device_id is {target}",
+            where=f"{_OPTION}, {name}",
+            instead=f"model.to({str(target)!r}) before: only what is on the CPU is moved",
+        )
+
+
+def refuse_left_behind(root: nn.Module, ignored: Container[int], target: torch.device | None, mesh: DeviceMesh) -> None:
+    """Refuses parameters on the CPU beside a mesh of another kind, whose groups could not gather them.
+
+    Raises:
+        ConfigError: If there is one that `target` does not move, those on the meta device and sharded ones apart.
+    """
+    kind = mesh.device_type
+    if kind == "cpu" or target is not None:
+        return
+    for name, parameter in root.named_parameters():
+        settled = id(parameter) in ignored or parameter.is_meta or isinstance(parameter, DTensor)
+        if not settled and parameter.device.type == "cpu":
+            raise ConfigError(
+                f"{name} is on the CPU, and the mesh communicates on {kind}",
+                where=f"fully_shard({type(root).__name__}), parameter {name}",
+                instead=f'model.to("{kind}") before; device_id=torch.{kind}.current_device(), which moves each rank\'s '
+                "part alone; or offload_policy=CPUOffloadPolicy() to leave shards on the host",
+            )
+
+
+def destination(tensor: torch.Tensor, target: torch.device | None) -> torch.device | None:
+    """Where a tensor is moved to: from the CPU to `target`, and from nowhere else."""
+    return target if tensor.device.type == "cpu" else None
+
+
+def move_buffers(root: nn.Module, target: torch.device, left_alone: Iterable[nn.Module]) -> None:
+    """Moves buffers from the CPU to `target`.
+
+    Args:
+        root: The module that is sharded.
+        target: The device.
+        left_alone: Modules whose buffers, and those of modules in them, stay where they are.
+    """
+    skipped = {part for module in left_alone for part in module.modules()}
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # several modules may hold one buffer
+    for module in root.modules():
+        for name, buffer in module._buffers.items() if module not in skipped else ():
+            if buffer is not None and destination(buffer, target) not in (None, buffer.device):
+                moved.setdefault(buffer, buffer.to(target))
+                module._buffers[name] = moved[buffer]
+
+
+def device_on(mesh: DeviceMesh, device: torch.device | str | int | None, *, where: str) -> torch.device:
+    """The device that a user chose for this rank, or the current one of the mesh's kind.
+
+    Args:
+        mesh: Of the sharded parameters.
+        device: A device, an index, or `None`.
+        where: What the user wrote, for errors.
+
+    Raises:
+        ConfigError: If it is of another kind than the mesh, or does not exist.
+    """
+    kind = mesh.device_type
+    if isinstance(device, int) and not isinstance(device, bool):
+        chosen = torch.device(kind) if kind == "cpu" else torch.device(kind, device)
+    elif device is None or isinstance(device, str | torch.device):
+        chosen = torch.device(kind if device is None else device)
+    else:
+        raise ConfigError(f"{device!r} is no device", where=where, instead="a torch.device, or the index of one")
+    if chosen.type != kind or (kind == "cpu" and isinstance(device, int)):
+        raise ConfigError(
+            f"device {device!r} is not one of the mesh, which communicates on {kind}",
+            where=where,
+            instead=f'a {kind} device, or another mesh: fully_shard(..., mesh=init_device_mesh("{chosen.type}", ...))',
+        )
+    if kind == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(chosen)
+    index = module.current_device() if chosen.index is None else chosen.index
+    if index >= module.device_count():
+        raise ConfigError(
+            f"device {index} does not exist: there are {module.device_count()}",
+            where=where,
+            instead='int(os.environ["LOCAL_RANK"]), the number of this process on its machine',
+        )
+    return torch.device(kind, index)

@@ -1,0 +1,306 @@
+"""Parameters that are no longer views of their flat shard: noticed before a step, and put back.
+
+`.to()`, `load_state_dict(assign=True)`, `module.weight = nn.Parameter(...)` and `requires_grad_()` all change what a
+module holds. The next step would read the old values, and updates would go to memory that nobody gathers. So every
+step begins with a look at the identities of all parameters; where one has changed, its values are copied into place.
+
+Whether everything below a module is where the last step left it: looked at before each step.
+
+`integrity.py` says what may have changed, and puts it right unit by unit. Usually nothing has, and that is seen by a
+few comparisons of whole lists of identities: no Python code runs per parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_compile._torch.dynamo import calls_are_compiled
+from fsdp_compile._torch.tensors import hold_locals, local_tensor, plain_torch_functions
+from fsdp_compile.config.policy import compute_device
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.runtime.group_state import Holding
+from fsdp_compile.runtime.module_state import units_below
+from fsdp_compile.runtime.units import FlatShard, ParameterSlot, Unit, layouts
+from fsdp_compile.sharding import allocate, checks
+
+
+def check(unit: Unit) -> None:
+    """Makes every parameter of `unit` a view again, and refuses those that have no value.
+
+    Raises:
+        ConfigError: As `put_in_place`, or if a parameter is on the meta device.
+    """
+    put_in_place(unit)
+    for flat in unit.flats:
+        if flat.leaf.device.type == "meta":
+            raise ConfigError(
+                "a parameter is on the meta device and has no value yet",
+                where=unit.parameter_name(flat.slots[0]),
+                instead="fsdp_compile.materialize(model), which initializes it, or model.to_empty(device=...) and a "
+                "checkpoint, before the first step",
+            )
+
+
+def put_in_place(unit: Unit) -> None:
+    """Makes every parameter of `unit` a view again, with the values that its module holds now.
+
+    New dtypes, devices, shapes and trainability give the unit new flat shards.
+
+    Raises:
+        ConfigError: If a parameter is gone, is of another mesh, or its `.data` was assigned to; or if `full_params`
+            holds some parameters of the model in full, and not all.
+    """
+    refuse_held(unit)
+    if any(flat.is_broken() for flat in unit.flats):
+        repaired = [repair_in_place(flat) for flat in unit.flats]
+        if not all(repaired):
+            allocate.fill(unit, members(unit))
+
+
+def check_inside_graph(flat: FlatShard) -> None:
+    """The same for a compiled region whose inputs are chosen already: what does not fit in place is refused.
+
+    Raises:
+        ConfigError: If a parameter changed its dtype, device, shape or trainability since the region was entered.
+    """
+    refuse_held(flat.unit)
+    if not flat.is_broken():
+        return
+    if not repair_in_place(flat):
+        changed = next(s for s in flat.slots if not _fits(_held(flat.unit, s) or s.parameter, s, flat.leaf))
+        raise ConfigError(
+            "a parameter changed its dtype, device, shape or requires_grad, and the compiled function cannot notice "
+            "that in time",
+            where=flat.unit.parameter_name(changed),
+            instead="compile the module itself (torch.compile(model, backend='fsdp')), or make the change before "
+            "the first compiled call",
+        )
+
+
+def refuse_held(unit: Unit) -> None:
+    """Refuses to run a model of which `full_params` holds only a part in full.
+
+    Raises:
+        ConfigError: If modules of `unit` hold full parameters.
+    """
+    if unit.holding is Holding.FULL:
+        raise ConfigError(
+            "a forward reads sharded parameters of a model that is partly held in full",
+            where=f"inside full_params(), unit {unit.title}",
+            instead="full_params(model) of the whole model that is called, or leave the context before the call",
+        )
+
+
+def repair_in_place(flat: FlatShard) -> bool:
+    """Copies changed parameters into their slots if they fit there as they are.
+
+    Returns:
+        Whether all of them fit.
+    """
+    found = [(slot, _held(flat.unit, slot)) for slot in flat.slots]
+    if any(held is None or not _fits(held, slot, flat.leaf) for slot, held in found):
+        return False
+    with torch.no_grad():
+        for slot, held in found:
+            if held is not None and (held is not slot.parameter or _local(held) is not slot.local):
+                allocate.adopt(slot, held, flat.unit.policy)
+    allocate.follow_updaters(flat.unit)
+    return True
+
+
+def _held(unit: Unit, slot: ParameterSlot) -> nn.Parameter | None:
+    """What all owners of a slot hold now; `None` if they hold different things."""
+    held = [module._parameters.get(attribute) for module, attribute in slot.owners]
+    if any(parameter is None for parameter in held):
+        raise ConfigError(
+            "a sharded parameter was removed from its module",
+            where=unit.parameter_name(slot),
+            instead="remove it before fully_shard() or the first compiled call",
+        )
+    if held[0] is slot.parameter and _local(held[0]) is slot.local and held[0].untyped_storage() is not slot.shell:
+        raise ConfigError(
+            "`.data` of a sharded parameter was assigned to, which its DTensor does not notice: the value is lost",
+            where=unit.parameter_name(slot),
+            instead="assign a new nn.Parameter to the module's attribute, or parameter.copy_(value) under no_grad()",
+        )
+    return held[0] if all(parameter is held[0] for parameter in held) else None
+
+
+def _fits(held: nn.Parameter, slot: ParameterSlot, leaf: nn.Parameter) -> bool:
+    local = _local(held)
+    return (
+        tuple(held.shape) == slot.spec.shape
+        and local.dtype == leaf.dtype
+        and local.device == leaf.device
+        and held.requires_grad == leaf.requires_grad
+    )
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+def members(unit: Unit) -> list[allocate.Member]:
+    """What the modules of a unit hold now; parameters that were tied and no longer are become members of their own."""
+    found: dict[int, allocate.Member] = {}
+    for slot in unit.slots:
+        for module, attribute in slot.owners:
+            parameter = module._parameters[attribute]
+            assert parameter is not None
+            known = found.get(id(parameter))
+            if known is not None:
+                known.owners.append((module, attribute))
+                continue
+            name = slot.name if (module, attribute) == slot.owners[0] else f"{slot.name} ({attribute})"
+            order = slot.spec.order if isinstance(parameter, DTensor) and parameter is slot.parameter else ()
+            dim = _dim(unit, slot, parameter)
+            found[id(parameter)] = allocate.Member(name, [(module, attribute)], parameter, dim, order)
+    return list(found.values())
+
+
+def _dim(unit: Unit, slot: ParameterSlot, parameter: nn.Parameter) -> int | None:
+    """The slot's dimension, or the default one if the parameter that took its place has other dimensions."""
+    if parameter.dim() == len(slot.spec.shape) and slot.spec.dim is not None:
+        chosen = Shard(slot.spec.dim)
+        return allocate.shard_dim(unit.parameter_name(slot), parameter, unit.policy.size, lambda _: chosen)
+    return allocate.shard_dim(unit.parameter_name(slot), parameter, unit.policy.size, None)
+
+
+_WATCHED = "_fsdp_watched"
+_tables_of = operator.attrgetter("_parameters", "_modules")
+_END = object()
+"""Ends what is compared, so that neither side may be longer."""
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def units_in_place(root: nn.Module) -> Sequence[Unit]:
+    """The units that modules in `root` read from, each parameter of them a view of its flat shard.
+
+    Raises:
+        ConfigError: As `integrity.check` and `sharding.refuse_new_parameters`.
+    """
+    watched: Watched | None = root.__dict__.get(_WATCHED)
+    if watched is None or not watched.is_intact():
+        watched = _put_in_place(root)
+    return watched.units
+
+
+def _put_in_place(root: nn.Module) -> Watched:
+    units = units_below(root)
+    for unit in units:
+        refuse_held(unit)
+    for unit in units:
+        check(unit)
+    # After the check, which takes parameters in that were put in the place of others. In compiled code one that is new
+    # is an input of a graph, and the backend sees it; but then it is not to be known from now on.
+    is_known = not calls_are_compiled() or not checks.holds_plain_parameters(root)
+    if not calls_are_compiled():
+        checks.refuse_new_parameters(root)
+    watched = Watched.of(root)
+    if is_known:
+        object.__setattr__(root, _WATCHED, watched)
+    return watched
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Watched:
+    """A module in which everything is in place, and what tells that it still is.
+
+    Attributes:
+        units: What modules in it read from.
+        modules: Those in it, and others that hold parameters of the units.
+        tables: The dicts of parameters and of modules of each of these.
+        names: Of what the dicts hold.
+        contents: The parameters and modules that the dicts hold, and `_END`.
+        parameters: All of the units.
+        locals: The view that each of them holds.
+        storages: The own, empty storage of each of them, which `.data = ...` replaces.
+        trainable: Whether each of them gets gradients.
+        layouts: How often anything had been laid out.
+    """
+
+    units: tuple[Unit, ...]
+    modules: tuple[nn.Module, ...]
+    tables: tuple[dict[str, Any], ...]
+    names: list[str]
+    contents: tuple[object, ...]
+    parameters: tuple[DTensor, ...]
+    locals: tuple[torch.Tensor, ...]
+    storages: tuple[torch.UntypedStorage | None, ...]
+    trainable: tuple[bool, ...]
+    layouts: int
+
+    @staticmethod
+    def of(root: nn.Module) -> Watched:
+        """Takes what is there now to be in place."""
+        units = units_below(root)
+        slots = [slot for unit in units for slot in unit.slots]
+        modules = tuple(dict.fromkeys([*root.modules(), *(module for slot in slots for module, _ in slot.owners)]))
+        tables = tuple(_tables(modules))
+        return Watched(
+            units=tuple(units),
+            modules=modules,
+            tables=tables,
+            names=_names(tables),
+            contents=(*_contents(tables), _END),
+            parameters=tuple(slot.dtensor for slot in slots),
+            locals=tuple(slot.local for slot in slots),
+            storages=tuple(slot.shell for slot in slots),
+            trainable=tuple(flat.leaf.requires_grad for unit in units for flat in unit.flats for _ in flat.slots),
+            layouts=layouts(),
+        )
+
+    def is_intact(self) -> bool:
+        """Whether nothing was replaced, converted, moved, frozen, thawed, added, removed or laid out anew since."""
+        if self.layouts != layouts():
+            return False
+        with plain_torch_functions():  # asking each parameter's class for its own takes as long again
+            return (
+                _same(_tables(self.modules), self.tables)
+                and _names(self.tables) == self.names
+                and _same(itertools.chain(_contents(self.tables), (_END,)), self.contents)
+                and hold_locals(self.parameters, self.locals)
+                and _same(map(torch.Tensor.untyped_storage, self.parameters), self.storages)
+                and _same(map(_requires_grad, self.parameters), self.trainable)
+            )
+
+
+def _tables(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
+    """The dicts of parameters and of modules of each module."""
+    return itertools.chain.from_iterable(map(_tables_of, modules))
+
+
+def _names(tables: Iterable[dict[str, Any]]) -> list[str]:
+    """The names in some of them."""
+    return list(itertools.chain.from_iterable(tables))
+
+
+def _contents(tables: Iterable[dict[str, Any]]) -> Iterator[object]:
+    """The parameters and the modules that are in some of them."""
+    return itertools.chain.from_iterable(map(dict.values, tables))
+
+
+def _same(found: Iterable[object], expected: Iterable[object]) -> bool:
+    """Whether two sequences hold the same objects, up to the end of the shorter; `==` of tensors compares values."""
+    return all(map(operator.is_, found, expected))
+
+
+def allocate_from_meta(unit: Unit, waiting: Sequence[ParameterSlot], device: torch.device) -> None:
+    """Gives slots on meta places in flat shards on `device`, or on the host if offloaded.
+
+    Parameters keep their identity, slots are made anew.
+    """
+    if compute_device(unit.policy.offload, unit.policy.mesh.device_type):
+        device = torch.device("cpu")
+    for slot in waiting:
+        allocate.give_memory(slot, unit.policy, device)
+    if waiting:
+        put_in_place(unit)

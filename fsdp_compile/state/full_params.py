@@ -1,0 +1,323 @@
+"""One parameter inside of `full_params`: gathered, shown in its modules, and given back.
+
+`full_params`: inside of it, modules hold plain, full parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compile._torch.autograd import backward_in_progress, is_saved_by_autograd
+from fsdp_compile._torch.tensors import local_tensor, make_dtensor
+from fsdp_compile.comm import exchange
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.layout.flat_layout import local_part
+from fsdp_compile.modules import param_views
+from fsdp_compile.modules.classes import original_class, read_as_written
+from fsdp_compile.modules.forward import in_forward
+from fsdp_compile.runtime import replaced_params
+from fsdp_compile.runtime.group_state import Holding
+from fsdp_compile.runtime.module_state import slots_in, units_below
+from fsdp_compile.runtime.units import READS, ParameterSlot, Unit, note_layout
+from fsdp_compile.sharding import views
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What `full_params` was asked for; its docstring says what each argument means."""
+
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+
+@dataclasses.dataclass
+class HeldSlot:
+    """One parameter of a `full_params`.
+
+    Attributes:
+        unit: Its unit.
+        slot: Its slot.
+        wish: The arguments of `full_params`.
+        plain: What this rank's modules hold in its place; `None` where they hold the shard.
+        taken: Whether it was gathered; an error may have come first.
+        orders: Names of the parameters of each module that holds it, in order.
+    """
+
+    unit: Unit
+    slot: ParameterSlot
+    wish: Wish
+    plain: nn.Parameter | None = None
+    taken: bool = False
+    orders: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+
+    def take(self) -> None:
+        """Gathers the parameter and its gradient, and shows them."""
+        slot = self.slot
+        self.orders = [tuple(module._parameters) for module, _ in slot.owners]
+        full = self._gather(slot.local)
+        gradient = None
+        if self.wish.with_grads and self._some_rank_has_a_gradient():
+            gradient = self._gather(self._own_gradient())
+        if full is not None:
+            self.plain = param_views.show(slot, full)
+            self.plain.grad = gradient
+        self.taken = True
+
+    def give_back(self) -> ConfigError | None:
+        """Shows the shard again, with what was written if that is to be kept."""
+        if not self.taken:
+            return None
+        held = param_views.shown(self.slot) if self.plain is not None else None
+        param_views.hide(self.slot)
+        self._restore_orders()
+        problem = self._problem(held)
+        has_gradient = held is not None and held.grad is not None
+        if self.wish.rank0_only and self.wish.writeback:
+            problem, has_gradient = self._agree(problem, has_gradient=has_gradient)
+        if self.wish.writeback and problem is None:
+            with torch.no_grad():
+                self._keep_value(held)
+                if self.wish.with_grads:
+                    self._keep_gradient(held, has_gradient=has_gradient)
+        self._retire()
+        return problem
+
+    def _restore_orders(self) -> None:
+        """A parameter that was deleted gets its place among its module's back, not the last one."""
+        for (module, _), order in zip(self.slot.owners, self.orders, strict=True):
+            held = module._parameters
+            if tuple(held) != order:
+                for name in [name for name in order if name in held]:
+                    held[name] = held.pop(name)
+
+    def _gather(self, local: torch.Tensor) -> torch.Tensor | None:
+        spec = self.slot.spec
+        if not self.wish.rank0_only:
+            full: torch.Tensor | None = exchange.gather(local, spec)
+        elif exchange.is_first_replica(spec):
+            full = exchange.gather_to_first(local, spec)
+        else:
+            full = None
+        return full.cpu() if full is not None and self.wish.offload_to_cpu else full
+
+    def _some_rank_has_a_gradient(self) -> bool:
+        spec = self.slot.spec
+        has = torch.tensor(
+            [int(self.slot.parameter.grad is not None)], device=exchange.wire_device(self.slot.local, self.slot.spec)
+        )
+        if spec.size > 1:
+            dist.all_reduce(has, dist.ReduceOp.MAX, group=exchange.group_named(spec.group))
+        return bool(has.item())
+
+    def _own_gradient(self) -> torch.Tensor:
+        """This rank's part of the gradient; zeros if only other ranks have one."""
+        gradient = self.slot.parameter.grad
+        return torch.zeros_like(self.slot.local) if gradient is None else local_tensor(gradient)  # type: ignore[arg-type]
+
+    def _problem(self, held: nn.Parameter | None) -> ConfigError | None:
+        if self.plain is None:
+            return None
+        name = self.unit.parameter_name(self.slot)
+        if held is None:
+            what, instead = "it was removed from its module", "write into it, in place"
+        elif tuple(held.shape) != self.slot.spec.shape:
+            what, instead = f"its shape changed to {tuple(held.shape)}", "fully_shard() a model of the new shape"
+        elif held.requires_grad is not self.slot.parameter.requires_grad:
+            what = f"its requires_grad changed to {held.requires_grad}"
+            instead = "parameter.requires_grad_() on the sharded parameters, outside of the context"
+        else:
+            self._warn_of_lost_gradient(held)
+            return None
+        return ConfigError(f"{what} inside full_params(), which cannot be kept", where=name, instead=instead)
+
+    def _warn_of_lost_gradient(self, held: nn.Parameter) -> None:
+        if held.grad is not None and self.wish.writeback and not self.wish.with_grads:
+            warnings.warn(
+                "gradients that were made inside full_params() are dropped: pass with_grads=True to keep this rank's "
+                "part of them",
+                stacklevel=2,
+            )
+
+    def _agree(self, problem: ConfigError | None, *, has_gradient: bool) -> tuple[ConfigError | None, bool]:
+        """What the first rank says."""
+        said = torch.tensor(
+            [int(problem is not None), int(has_gradient)], device=exchange.wire_device(self.slot.local, self.slot.spec)
+        )
+        exchange.broadcast_from_first(said, self.slot.spec)
+        if said[0].item() and problem is None:
+            problem = ConfigError(
+                "the first rank changed it inside full_params() in a way that cannot be kept",
+                where=self.unit.parameter_name(self.slot),
+                instead="see the error of that rank",
+            )
+        return problem, bool(said[1].item())
+
+    def _keep_value(self, held: nn.Parameter | None) -> None:
+        own = self._own_part(held, self.slot.local)
+        # Autograd refuses a backward through memory that was written since: leave alone what is as it was.
+        if not torch.equal(exchange.as_bytes(own), exchange.as_bytes(self.slot.local)):
+            self.slot.local.copy_(own)
+
+    def _keep_gradient(self, held: nn.Parameter | None, *, has_gradient: bool) -> None:
+        parameter = self.slot.parameter
+        if not has_gradient:
+            parameter.grad = None
+            return
+        gradient = None if held is None else held.grad
+        own = self._own_part(gradient, self.slot.local)
+        if parameter.grad is None:
+            parameter.grad = make_dtensor(own.clone(), self.slot.dtensor)
+        else:
+            local_tensor(parameter.grad).copy_(own)  # type: ignore[arg-type]
+
+    def _own_part(self, full: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """This rank's part of what it holds, or of what the first rank holds; contiguous, on the device."""
+        slot, spec = self.slot, self.slot.spec
+        if not self.wish.rank0_only:
+            assert full is not None
+            part = local_part(full.detach(), spec.dim, spec.size, slot.rank)
+            return part.to(device=like.device, dtype=like.dtype).contiguous()
+        own = torch.empty_like(like)
+        exchange.take_from_first(own, full, spec)
+        return own
+
+    def _retire(self) -> None:
+        """Makes what users kept of the full parameter point at the sharded one."""
+        if self.plain is None:
+            return
+        if self.plain.requires_grad and is_saved_by_autograd(self.plain):
+            self.plain.register_post_accumulate_grad_hook(_refuse_late_gradient)
+        replaced_params.retire(self.plain, self.slot)
+
+
+def _refuse_late_gradient(_parameter: torch.Tensor) -> None:
+    raise ConfigError(
+        "a backward reaches full parameters that are gone",
+        where="after full_params()",
+        instead="run the backward of a forward that ran inside full_params() in there, too",
+    )
+
+
+@contextlib.contextmanager
+def full_params(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Lets modules hold plain, full parameters under their own names, in the dtype that is stored.
+
+    All ranks enter and leave together, outside of forward and backward. Inside, `named_parameters()`, `state_dict()`,
+    in-place writes and the forward of the plain module work as if nothing were sharded (the compiled one is refused).
+    Parameters are gathered one after the other, and all that were asked for stand at once. Tied ones stay tied. What
+    was kept of them (an optimizer made inside, say) is given the sharded parameters again afterwards.
+
+    Args:
+        module: The whole model, a compiled one, or a module in it. Without sharded parameters nothing happens.
+        recurse: Everything below `module`, or only the parameters of the unit whose root `module` is.
+        writeback: Keep what was written inside: each rank keeps its own part of what it holds, also if the block ends
+            with an exception. Otherwise all changes are dropped, in a world of one rank too.
+        rank0_only: Only the first rank of the mesh holds full parameters; others hold their shards. With `writeback`
+            all ranks are given their parts of what the first one holds.
+        offload_to_cpu: Full parameters are held in the memory of the host, one after the other leaving the device.
+        with_grads: Full parameters have full gradients. With `writeback` these are kept likewise; one that was set to
+            `None` is forgotten.
+
+    Raises:
+        ConfigError: Inside a forward, a backward or another `full_params` of the same unit; if a parameter is on the
+            meta device; and when leaving, if a parameter was removed or changed its shape or `requires_grad`.
+    """
+    module = getattr(module, "_orig_mod", module)
+    _refuse_inside_a_step()
+    units = [unit for unit in units_below(module) if recurse or unit.root is module]
+    for unit in units:
+        _check(unit)
+    wish = Wish(writeback, rank0_only, offload_to_cpu, with_grads)
+    held = _Held(units, [HeldSlot(unit, slot, wish) for unit in units for slot in slots_in(module, unit)])
+    try:
+        held.take(module)
+        yield
+    except BaseException:
+        held.give_back()
+        raise
+    problems = held.give_back()
+    if problems:
+        raise problems[0]
+
+
+@dataclasses.dataclass
+class _Held:
+    """What one `full_params` holds.
+
+    Attributes:
+        units: Units of the parameters.
+        slots: The parameters.
+        classes: Modules that got their own class back, with the class that reads shards.
+    """
+
+    units: list[Unit]
+    slots: list[HeldSlot]
+    classes: list[tuple[nn.Module, type[nn.Module]]] = dataclasses.field(default_factory=list)
+
+    def take(self, module: nn.Module) -> None:
+        """Gathers and shows everything; where nothing below `module` stays sharded, forwards are the plain ones."""
+        note_layout()
+        for unit in self.units:
+            unit.holding = Holding.FULL
+        for slot in self.slots:
+            slot.take()
+        full = {held.slot for held in self.slots if held.plain is not None}
+        below = {slot for unit in units_below(module) for slot in slots_in(module, unit)}
+        if full and below <= full:
+            for each in module.modules():
+                if original_class(each) is not type(each):
+                    self.classes.append((each, type(each)))
+                    each.__class__ = original_class(each)
+
+    def give_back(self) -> list[ConfigError]:
+        """Shows the shards again, with what was written if that is to be kept.
+
+        Returns:
+            What could not be kept, alike on every rank that holds full parameters.
+        """
+        for module, sharded_class in self.classes:
+            module.__class__ = sharded_class
+            if READS in module.__dict__:
+                read_as_written(module)  # which may have changed meanwhile
+        problems = [slot.give_back() for slot in self.slots]
+        for unit in self.units:
+            unit.holding = Holding.SHARDS
+        note_layout()
+        return [problem for problem in problems if problem is not None]
+
+
+def _refuse_inside_a_step() -> None:
+    inside_backward = backward_in_progress() != -1
+    if in_forward() or inside_backward:
+        raise ConfigError(
+            "parameters cannot be held in full inside a step",
+            where=f"full_params() in a {'backward' if inside_backward else 'forward'}",
+            instead="full_params(model) before or after it; inside a forward, self.weight is the full parameter anyway",
+        )
+
+
+def _check(unit: Unit) -> None:
+    if unit.holding is Holding.FULL:
+        raise ConfigError(
+            "its parameters are held in full already",
+            where=f"full_params(), unit {unit.title}",
+            instead="one full_params() around both blocks",
+        )
+    views.check(unit)

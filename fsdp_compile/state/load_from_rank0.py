@@ -1,0 +1,190 @@
+"""`load_from_rank0`: values of a full state dict that the first rank alone holds, into a model that is sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.comm import exchange
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.modules import casts
+from fsdp_compile.runtime.module_state import units
+from fsdp_compile.runtime.units import Unit
+from fsdp_compile.runtime.unshard import reshard
+from fsdp_compile.sharding import sync_states, views
+from fsdp_compile.sharding.devices import device_on
+from fsdp_compile.sharding.views import allocate_from_meta
+
+_WHERE = "load_from_rank0"
+
+
+@dataclasses.dataclass(frozen=True)
+class IncompatibleKeys:
+    """What `load_from_rank0(strict=False)` left alone.
+
+    Attributes:
+        missing: Names of the model's state that the state dict has no value for, under any name.
+        unexpected: Names in the state dict that the model does not have.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load_from_rank0(
+    model: nn.Module,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    *,
+    strict: bool = True,
+    device: torch.device | str | int | None = None,
+) -> IncompatibleKeys:
+    """Gives every rank its part of a full state dict that only the first rank has.
+
+    All ranks call it together. Values travel one by one in messages of at most 250 MiB; no rank but the first ever
+    holds a full parameter, and replicas get copies. A parameter or module that has several names may be given under
+    any of them; if under several, the last name in the model's order counts, as in `load_state_dict`. Values are cast
+    to the dtypes that the model has. What is on meta gets memory first.
+
+    Args:
+        model: After `fully_shard`.
+        state_dict: Full, plain tensors by name, on the first rank of the mesh; not looked at on others.
+        strict: Whether missing and unexpected names are errors. What is missing keeps its value, or stays on meta for
+            `materialize`.
+        device: Where to put what is on meta; by default the current device of the mesh's kind.
+
+    Returns:
+        The names that were left alone, the same on every rank.
+
+    Raises:
+        ConfigError: On all ranks, and before anything was changed, if nothing in the model is sharded, units of it are
+            on meshes with different first ranks, names do not match, or a value is no plain tensor, is on meta or has
+            another shape.
+    """
+    model = getattr(model, "_orig_mod", model)
+    sharded = units(model)
+    mesh = _mesh_of(model, sharded)
+    for unit in sharded:
+        views.put_in_place(unit)
+    states = list(_states(model))
+    first = exchange.is_first(mesh)
+    found = json.loads(exchange.share_text(json.dumps(_look(states, state_dict)) if first else "", mesh))
+    keys = IncompatibleKeys(tuple(found["missing"]), tuple(found["unexpected"]))
+    problems = found["problems"]
+    if strict:
+        problems += [f"{name} is missing" for name in keys.missing]
+        problems += [f"{name} is not in the model" for name in keys.unexpected]
+    _refuse(problems)
+    for module in model.modules():
+        casts.restore(module)  # those that are cast while the model trains
+    target = device_on(mesh, device, where=f"{_WHERE}(device=...)")
+    given = {state.key: state for state in states if state.name in found["given"]}  # the last name counts
+    _give_memory(model, sharded, given.keys(), target)
+    slots = {id(slot.parameter): slot for unit in sharded for slot in unit.slots}
+    with torch.no_grad():
+        for key, state in given.items():
+            full = state_dict[state.name] if first and state_dict is not None else None
+            if key in slots:
+                exchange.take_from_first(slots[key].local, full, slots[key].spec)
+                continue
+            if full is not None:
+                state.value.copy_(full)
+            exchange.overwrite(state.value.detach(), mesh)
+    for module in model.modules():
+        casts.follow_mode(module)
+    reshard(sharded)  # what is kept in full is old
+    return keys
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """A parameter or a saved buffer at one of its places."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+
+    @property
+    def value(self) -> torch.Tensor:
+        states: dict[str, torch.Tensor | None] = {**self.module._parameters, **self.module._buffers}
+        held = states[self.attribute]
+        assert held is not None
+        return held
+
+    @property
+    def key(self) -> int:
+        """The same at all places of one parameter."""
+        return id(self.value)
+
+
+def _states(model: nn.Module) -> Iterator[_State]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        saved = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for attribute, value in {**module._parameters, **saved}.items():
+            if value is not None:
+                yield _State(f"{prefix}.{attribute}".removeprefix("."), module, attribute)
+
+
+def _mesh_of(model: nn.Module, sharded: list[Unit]) -> DeviceMesh:
+    if not sharded:
+        raise ConfigError(
+            "nothing in this model is sharded",
+            where=f"{_WHERE}({type(model).__name__})",
+            instead="fully_shard(model) before, or model.load_state_dict(state_dict)",
+        )
+    firsts = {int(unit.policy.mesh.mesh.flatten()[0].item()) for unit in sharded}
+    if len(firsts) > 1:
+        raise ConfigError(
+            f"units are on meshes whose first ranks are {sorted(firsts)}",
+            where=_WHERE,
+            instead="one call for each part of the model that has a mesh of its own",
+        )
+    return max((unit.policy.mesh for unit in sharded), key=lambda mesh: mesh.size())
+
+
+def _look(states: list[_State], state_dict: Mapping[str, torch.Tensor] | None) -> dict[str, list[str]]:
+    """What the first rank finds: `given` names, `missing` and `unexpected` ones, and `problems` in words."""
+    if state_dict is None:
+        return {"given": [], "missing": [], "unexpected": [], "problems": ["the first rank was given no state dict"]}
+    given = [state for state in states if state.name in state_dict]
+    has_value = {state.key for state in given}
+    return {
+        "given": [state.name for state in given],
+        "missing": [state.name for state in states if state.key not in has_value],
+        "unexpected": sorted(set(state_dict) - {state.name for state in states}),
+        "problems": [p for state in given if (p := _problem(state, state_dict[state.name]))],
+    }
+
+
+def _problem(state: _State, given: object) -> str | None:
+    if not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+        return f"{state.name} is a {type(given).__name__}, not a full tensor"
+    if given.is_meta:
+        return f"{state.name} is on the meta device"
+    if given.shape != state.value.shape:
+        return f"{state.name} has shape {tuple(given.shape)}, and {tuple(state.value.shape)} in the model"
+    if state.value.is_meta and not isinstance(state.value, DTensor) and state.attribute in state.module._parameters:
+        return f"{state.name}, which is not sharded, is on the meta device in the model"
+    return None
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(
+            "the state dict does not fit the model: " + "; ".join(problems),
+            where=_WHERE,
+            instead="full, plain tensors under the names of model.state_dict(); strict=False leaves names alone that "
+            "only one of the two has",
+        )
+
+
+def _give_memory(model: nn.Module, sharded: list[Unit], given: Collection[int], device: torch.device) -> None:
+    for unit in sharded:
+        allocate_from_meta(unit, [s for s in unit.slots if s.parameter.is_meta and id(s.parameter) in given], device)
+    waiting = {name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) in given}
+    sync_states.give_memory(model, waiting, device)

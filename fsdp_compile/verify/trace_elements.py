@@ -1,0 +1,300 @@
+"""Operators that copy elements unchanged, and the arithmetic that leads from an element back to the one it copies.
+
+Where one element of a tensor comes from: followed backward through our nodes, by plain arithmetic on indices.
+
+    %full[2, 7]  <-  %view[519]  <-  %wait[519]  <-  all_gather: rank 1's message, [7]  <-  %flat[391]
+
+No rule trusts the shape of a pattern: whatever nodes a pass writes between a flat shard and a full parameter, or
+between a gradient and the flat gradient, each element must come from its own place. Nodes move whole blocks, so a few
+elements of each parameter tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_compile.ir.graph import Role, role_of
+from fsdp_compile.ops.host_copy import START_COPY, WAIT_COPY
+from fsdp_compile.ops.quantize import BLOCK_SCALES, DEQUANTIZE, QUANTIZE
+from fsdp_compile.verify.collective import KINDS, WAIT, Collective, Kind
+from fsdp_compile.verify.facts import shape_of
+
+aten = torch.ops.aten
+BLOCK, SCALE_BYTES = 128, 4
+"""Elements that share a scale, and its size: written here again on purpose."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """From an element to the one in the node before that it comes from.
+
+    Attributes:
+        source: The node before; `None` for a constant zero.
+        index: Position among its elements, row by row.
+    """
+
+    source: fx.Node | None
+    index: int
+
+
+def moved(node: fx.Node, index: int) -> Step | None:
+    """Where the element of `node` at `index` was before; `None` if `node` computes a new value."""
+    move = MOVES.get(node.target)
+    return None if move is None else move(node, index)
+
+
+def coordinates(index: int, shape: Sequence[int]) -> list[int]:
+    """Position along each dimension of the element at `index` in row-by-row order.
+
+    Raises:
+        ValueError: If the shape has fewer elements.
+    """
+    place = []
+    for extent in reversed(shape):
+        index, position = divmod(index, extent)
+        place.append(position)
+    if index:
+        raise ValueError("the tensor has fewer elements")
+    return place[::-1]
+
+
+def linear(place: Sequence[int], shape: Sequence[int]) -> int:
+    """Index, in row-by-row order, of the element at `place`.
+
+    Raises:
+        ValueError: If `place` is outside of the shape.
+    """
+    index = 0
+    for position, extent in zip(place, shape, strict=True):
+        if not 0 <= position < extent:
+            raise ValueError("the tensor is smaller")
+        index = index * extent + position
+    return index
+
+
+def _same(node: fx.Node, index: int) -> Step:
+    return Step(node.args[0], index)  # type: ignore[arg-type]
+
+
+def _slice(node: fx.Node, index: int) -> Step:
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    dim, start, step = (_argument(node, position, default) for position, default in ((1, 0), (2, 0), (4, 1)))
+    shape = shape_of(source)
+    place = coordinates(index, shape_of(node))
+    start = start or 0
+    place[dim] = (start if start >= 0 else start + shape[dim]) + place[dim] * step
+    return Step(source, linear(place, shape))
+
+
+def _permute(node: fx.Node, index: int) -> Step:
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    dims: Sequence[int] = node.args[1]  # type: ignore[assignment]
+    shape = shape_of(source)
+    place = [0] * len(shape)
+    for position, dim in zip(coordinates(index, shape_of(node)), dims, strict=True):
+        place[dim] = position
+    return Step(source, linear(place, shape))
+
+
+def _expand(node: fx.Node, index: int) -> Step:
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    shape = shape_of(source)
+    place = coordinates(index, shape_of(node))[len(shape_of(node)) - len(shape) :]
+    return Step(source, linear([p if n > 1 else 0 for p, n in zip(place, shape, strict=True)], shape))
+
+
+def _pad(node: fx.Node, index: int) -> Step | None:
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    amounts: Sequence[int] = node.args[1]  # type: ignore[assignment]
+    shape = shape_of(source)
+    place = coordinates(index, shape_of(node))
+    for pair in range(len(amounts) // 2):
+        place[-1 - pair] -= amounts[2 * pair]
+    if all(0 <= p < n for p, n in zip(place, shape, strict=True)):
+        return Step(source, linear(place, shape))
+    return Step(None, 0) if _argument(node, 2, 0) == 0 else None
+
+
+def _cat(node: fx.Node, index: int) -> Step | None:
+    parts: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
+    dim: int = _argument(node, 1, 0)
+    place = coordinates(index, shape_of(node))
+    for part in parts:
+        extent = part.meta["val"].shape[dim]  # there may be hundreds of parts
+        if place[dim] < extent:
+            return Step(part, linear(place, shape_of(part)))
+        place[dim] -= extent
+    return None
+
+
+def _constant(node: fx.Node, _: int) -> Step | None:
+    return Step(None, 0) if node.args[1] == 0 else None
+
+
+def _zeros(_: fx.Node, __: int) -> Step:
+    return Step(None, 0)
+
+
+def _block_scale(node: fx.Node, index: int) -> Step:
+    """A byte of a scale stands for the first element of its block; padding is zero."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    element = index // SCALE_BYTES * BLOCK
+    return Step(source, element) if element < linear_size(source) else Step(None, 0)
+
+
+def linear_size(node: fx.Node) -> int:
+    """Elements of a node's result."""
+    return math.prod(shape_of(node))
+
+
+MOVES: dict[Any, Callable[[fx.Node, int], Step | None]] = {
+    aten.view.default: _same,
+    aten.clone.default: _same,
+    aten._to_copy.default: _same,
+    torch.ops.prims.convert_element_type.default: _same,
+    WAIT: _same,
+    START_COPY: _same,
+    WAIT_COPY: _same,
+    QUANTIZE: _same,
+    DEQUANTIZE: _same,
+    BLOCK_SCALES: _block_scale,
+    aten.slice.Tensor: _slice,
+    aten.permute.default: _permute,
+    aten.expand.default: _expand,
+    aten.constant_pad_nd.default: _pad,
+    aten.cat.default: _cat,
+    aten.full.default: _constant,
+    aten.new_zeros.default: _zeros,
+    aten.zeros.default: _zeros,
+}
+
+
+def _argument(node: fx.Node, position: int, default: Any) -> Any:
+    return node.args[position] if position < len(node.args) else default
+
+
+_SUMS = (Role.ADD_HELD, Role.ADD_PARTIAL)
+_OWN_PART = "fsdp.own_part.default"
+LONGEST_CHAIN = 1000
+"""Nodes between an element and its origin; more means a cycle."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+    """A collective that an element travels through.
+
+    Attributes:
+        collective: The collective.
+        rank: For an all-gather, the rank that sends the element.
+    """
+
+    collective: Collective
+    rank: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Addend:
+    """Gradients that were held back, where they are added to new ones.
+
+    Attributes:
+        at: The node that adds.
+        node: What is added.
+        index: Position of the element that is.
+        hops: Collectives between this sum and the element that was asked for.
+    """
+
+    at: fx.Node
+    node: fx.Node
+    index: int
+    hops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where an element comes from.
+
+    Attributes:
+        node: An input, a node of the model's, a full parameter, or a node of ours that computes a new value; `None`
+            for a constant zero.
+        index: Position among the node's elements, row by row.
+        last: The node of ours that is nearest to the origin.
+        hops: Collectives on the way, the one nearest to the element first.
+        addends: What was added on the way, nearest to the element first.
+        divisor: What it was divided by on the way.
+    """
+
+    node: fx.Node | None
+    index: int
+    last: fx.Node
+    hops: tuple[Hop, ...]
+    addends: tuple[Addend, ...] = ()
+    divisor: float = 1.0
+
+
+def origin(node: fx.Node, index: int, rank: int) -> Origin:
+    """Follows one element back.
+
+    Args:
+        node: The tensor that holds the element.
+        index: Position among its elements, row by row.
+        rank: The rank, of the shard group, that is looked at: a reduce-scatter gives each rank something else.
+    """
+    hops: list[Hop] = []
+    addends: list[Addend] = []
+    divisor = 1.0
+    start = last = node
+    for _ in range(LONGEST_CHAIN):
+        role = role_of(node)
+        if role is None or node.op == "placeholder" or (role is Role.FULL and node is not start):
+            break
+        last = node
+        if role in _SUMS and node.target is aten.add.Tensor and len(node.all_input_nodes) == 2:
+            held, node = node.args[:2]  # type: ignore[assignment]
+            addends.append(Addend(last, held, index, len(hops)))  # type: ignore[arg-type]
+            continue
+        if node.target is aten.div.Tensor and isinstance(node.args[1], int | float):
+            divisor *= node.args[1]
+            node = node.args[0]  # type: ignore[assignment]
+            continue
+        try:
+            step = _sent(node, index, rank, hops) or _own_part(node, index, rank) or moved(node, index)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            break  # a wrong graph may hold anything; whoever asked complains about where the trail ends
+        if step is None:
+            break
+        if step.source is None:
+            return Origin(None, 0, last, tuple(hops), tuple(addends), divisor)
+        node, index = step.source, step.index
+    return Origin(node, index, last, tuple(hops), tuple(addends), divisor)
+
+
+def _own_part(node: fx.Node, index: int, rank: int) -> Step | None:
+    """From the part of a message that a rank keeps to the message; `None` for any other node."""
+    if str(node.target) != _OWN_PART:
+        return None
+    part = math.prod(shape_of(node))
+    return Step(node.args[0], rank % (math.prod(shape_of(node.args[0])) // part) * part + index)  # type: ignore[arg-type]
+
+
+def _sent(node: fx.Node, index: int, rank: int, hops: list[Hop]) -> Step | None:
+    """From an unfinished message to what was sent, which is noted in `hops`; `None` for any other node."""
+    start = node.args[0] if node.target is getitem else node
+    if not isinstance(start, fx.Node) or start.target not in KINDS:
+        return None
+    collective = Collective(start, KINDS[start.target])
+    message = collective.sent[node.args[1] if start is not node else 0]  # type: ignore[index]
+    numel = math.prod(shape_of(message))
+    sending = None
+    if collective.kind is Kind.GATHER:
+        sending, index = divmod(index, numel)
+    elif collective.kind is Kind.REDUCE:
+        index += rank * (numel // collective.size)
+    hops.append(Hop(collective, sending))
+    return Step(message, index)
