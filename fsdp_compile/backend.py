@@ -8,11 +8,11 @@ from typing import Any
 from torch import fx
 
 from fsdp_compile._torch.dynamo import caller_of_root_frame, list_mode_options, restart_trace
-from fsdp_compile.capture.in_place import refuse_updates
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
-from fsdp_compile.capture.lookups import shard_lookups
-from fsdp_compile.capture.never_reached import watch_optimizers
 from fsdp_compile.capture.plain_model import refuse_unused_sharding, shard_plain_models
+from fsdp_compile.capture.reject_mutation import refuse_updates
+from fsdp_compile.capture.shard_embeddings import shard_lookups
+from fsdp_compile.capture.unreached import watch_optimizers
 from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower.agreement import agree, refuse

@@ -28,15 +28,15 @@ from fsdp_compile.partition.auto_reshard import asks_for_choice, keep_unsharded
 from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.passes.bucket import BucketCollectives
 from fsdp_compile.passes.bucketing.join_small import worth_joining_bytes
-from fsdp_compile.passes.delay_gradients import DelayGradients
+from fsdp_compile.passes.delay_weight_gradients import DelayGradients
 from fsdp_compile.passes.explicit_prefetch import ExplicitPlan, ExplicitPrefetch
 from fsdp_compile.passes.insert_collectives import InsertCollectives
-from fsdp_compile.passes.schedule import MARGIN, Schedule, SchedulePlan
+from fsdp_compile.passes.order_updates import SettleUpdates
+from fsdp_compile.passes.schedule_auto import MARGIN, Schedule, SchedulePlan
+from fsdp_compile.passes.schedule_fsdp1 import ScheduleRules
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
-from fsdp_compile.passes.schedule_rules import ScheduleRules
-from fsdp_compile.passes.settle_updates import SettleUpdates
 from fsdp_compile.passes.update_in_backward import UpdateInBackward
 from fsdp_compile.planner.problem import of_graphs
 from fsdp_compile.verify.check import check

@@ -3,7 +3,7 @@
     forward:   %w = fsdp.unshard(%flat, spec) ... return (%y, %saved)   ->   return (%y, %w, %saved)
     backward:  %w = fsdp.unshard(%flat, spec)                           ->   %w is an input
 
-`planner/keep.py` says of which flat shards. The choice is made after the partition, for it takes both graphs; only
+`planner/auto_reshard.py` says of which flat shards. The choice is made after the partition, for it takes both graphs; only
 where one graph is the whole model, for several would each hold what was promised for all; and only where schedules
 are planned.
 """
@@ -23,8 +23,8 @@ from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph, require
 from fsdp_compile.ir.queries import kept_value, read_text
 from fsdp_compile.layout.spec import Reshard, parse
 from fsdp_compile.ops.unshard import UNSHARD
+from fsdp_compile.planner.auto_reshard import Halves, Pair, keep
 from fsdp_compile.planner.from_markers import Outlined, outline
-from fsdp_compile.planner.keep import Halves, Pair, keep
 
 
 def asks_for_choice(step: StepGraph) -> bool:

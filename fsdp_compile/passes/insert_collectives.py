@@ -10,7 +10,7 @@ a read is a view of the flat shard.
 
 A parameter of which each rank keeps a part (`ops/post_forward.py`) is gathered from the flat shards in forward, where
 the part is copied out of the message, and from the parts in backward. What is looked up where it is
-(`capture/lookups.py`) is not gathered.
+(`capture/shard_embeddings.py`) is not gathered.
 """
 
 from __future__ import annotations

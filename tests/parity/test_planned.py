@@ -22,8 +22,8 @@ from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.region import Region
-from fsdp_compile.passes.delay_gradients import DelayGradients, DelayPlan
-from fsdp_compile.passes.schedule import Schedule
+from fsdp_compile.passes.delay_weight_gradients import DelayGradients, DelayPlan
+from fsdp_compile.passes.schedule_auto import Schedule
 from fsdp_compile.pipeline import FUSION
 from tests.cost.graphs import Sketch
 from tests.explain.models import WIDTH, Stack, on_meta

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_compile.planner.keep import Halves, Pair, keep
-from fsdp_compile.planner.place import place
+from fsdp_compile.planner.auto_reshard import Halves, Pair, keep
+from fsdp_compile.planner.list_schedule import place
 from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved
 
 MARGIN = 4.0

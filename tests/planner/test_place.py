@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_compile.planner.place import BudgetError, place
+from fsdp_compile.planner.list_schedule import BudgetError, place
 from fsdp_compile.planner.problem import Gather, Problem, Reduction, Start, What
 from fsdp_compile.planner.replay import replay
 from tests.planner.problems import each_when_needed, live_bytes, play, problems

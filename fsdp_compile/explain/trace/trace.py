@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from fsdp_compile._torch.dynamo import detect_fake_mode
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
-from fsdp_compile.capture.lookups import shard_lookups
+from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
 from fsdp_compile.explain.scale.open_sizes import OpenSizes, open_sizes

@@ -27,7 +27,6 @@ from fsdp_compile.passes.schedule_reduce import chains_of, followers_of
 
 LEAST_GAIN = 0.25
 """Time that must be saved per time of computing that is delayed, since delaying holds memory and estimates err."""
-
 MOST = 32
 """Reductions that are looked at: more than a few units never fit beside the last one."""
 

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from fsdp_compile.planner.place import place
+from fsdp_compile.planner.list_schedule import place
 from fsdp_compile.planner.problem import Problem, Saved
 from fsdp_compile.planner.replay import replay
 

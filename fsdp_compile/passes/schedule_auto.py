@@ -4,7 +4,7 @@
 
 A gather starts as late as it can and still arrive in time by the cost model, so that memory is held no longer than it
 hides time; gradients on the wire are held until their reduction has completed, or until the budget wants them back.
-`planner/` decides; see `planner/place.py` for how.
+`planner/` decides; see `planner/list_schedule.py` for how.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fsdp_compile.ir.queries import upstream
 from fsdp_compile.passes.schedule_prefetch import CopyMove, copies_to, lone_copies, start_copy_at
 from fsdp_compile.passes.schedule_reduce import Followers, chains_of, copies_apart, followers_of, lone_waits
 from fsdp_compile.planner.from_graph import Posed, count_everything, pose
-from fsdp_compile.planner.place import BudgetError, Placement, What, place
-from fsdp_compile.planner.problem import for_graphs, of_graphs
+from fsdp_compile.planner.list_schedule import BudgetError, Placement, place
+from fsdp_compile.planner.problem import What, for_graphs, of_graphs
 
 MARGIN = 4.0
 """Gathers start as early, and reductions are held as long, as if the link took this much longer than estimated.
