@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def padding(model: nn.Module, ranks: int) -> float | None:
-    """Padding over parameters in the flat shards of `fsdp_compile`; `None` for a model that it did not shard."""
+    """Padding over parameters in the parameter groups of `fsdp_compile`; `None` for a model that it did not shard."""
     units = fsdp_compile.units(model)
     full = sum(unit.full_bytes for unit in units)
     return sum(unit.shard_bytes for unit in units) * ranks / full - 1 if units else None

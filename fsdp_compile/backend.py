@@ -16,7 +16,7 @@ from fsdp_compile.capture.unreached import watch_optimizers
 from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower.agreement import agree, refuse
-from fsdp_compile.lower.compiled_regions import remember
+from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.region import Region
@@ -59,14 +59,14 @@ def fsdp(
     if checked.embedding == "sharded":
         shard_lookups(gm)
 
-    ran = remember(example_inputs, checked.lower)
+    ran = register_region(example_inputs, checked.lower)
 
     def run_passes(step: StepGraph) -> StepGraph:
         return transform(step, checked)
 
     def announce(step: StepGraph) -> None:
         agree(step)
-        ran.note(step)
+        ran.add(step)
 
     def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
         keep(forward, backward, checked, whole=whole)

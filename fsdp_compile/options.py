@@ -56,9 +56,9 @@ class FSDPOptions:
         inductor: Settings of Inductor for this compile, as in `torch._inductor.config`.
         artifacts: A folder into which the first rank writes each graph before and after each pass, with plan and
             difference.
-        reduce_layout: "aligned" reduces gradients in the layout of flat shards, without copies of large ones; "fsdp2"
-            in the one message that FSDP2 makes of a unit, so that a backend whose order of additions depends on the
-            place in a message (gloo, for three ranks or more) adds as it does there.
+        reduce_layout: "aligned" reduces gradients in the layout of parameter groups, without copies of large ones;
+            "fsdp2" in the one message that FSDP2 makes of a unit, so that a backend whose order of additions depends on
+            the place in a message (gloo, for three ranks or more) adds as it does there.
         bucket_mb: Units whose messages are small share their collectives with the units after them, up to this many
             1e6 byte of full parameters, or of full gradients; 0 gives every unit collectives of its own. "auto" takes
             four times what the link sends during the latency of a collective; nothing for a fixed distance or lists

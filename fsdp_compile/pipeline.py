@@ -1,7 +1,7 @@
 """The pipeline: everything that happens to a graph, in order.
 
 Dynamo's graph: one `fsdp.unshard` marker per read of a parameter           modules/classes.py
-1. capture: AOTAutograd makes the joint graph; its flat shards are named    capture/inputs.py
+1. capture: AOTAutograd makes the joint graph; its parameter groups are named    capture/inputs.py
 2. partition: forward and backward; gathered parameters are never saved     partition/partition.py
 3. keep: what stays gathered from forward to backward, if that is left open partition/auto_reshard.py
 4. passes: the list below, on either graph                                  passes/
@@ -28,12 +28,12 @@ from fsdp_compile.partition.auto_reshard import asks_for_choice, keep_unsharded
 from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.passes.bucket import BucketCollectives
 from fsdp_compile.passes.bucketing.join_small import worth_joining_bytes
-from fsdp_compile.passes.delay_weight_gradients import DelayGradients
+from fsdp_compile.passes.delay_weight_gradients import DelayWeightGradients
 from fsdp_compile.passes.explicit_prefetch import ExplicitPlan, ExplicitPrefetch
 from fsdp_compile.passes.insert_collectives import InsertCollectives
-from fsdp_compile.passes.order_updates import SettleUpdates
-from fsdp_compile.passes.schedule_auto import MARGIN, Schedule, SchedulePlan
-from fsdp_compile.passes.schedule_fsdp1 import ScheduleRules
+from fsdp_compile.passes.order_updates import OrderUpdates
+from fsdp_compile.passes.schedule_auto import MARGIN, ScheduleAuto, SchedulePlan
+from fsdp_compile.passes.schedule_fsdp1 import ScheduleFSDP1
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
@@ -66,18 +66,18 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
         join_bytes=0 if options.bucket_mb == "auto" else round(options.bucket_mb * 1e6),
     )
     first = (InsertCollectives(), bucket, UpdateInBackward())
-    last = (SettleUpdates(), ExplicitPrefetch(), ScheduleReshard())
+    last = (OrderUpdates(), ExplicitPrefetch(), ScheduleReshard())
     if options.prefetch == 0:  # nothing runs beside anything: each unit is gone before the next one comes
         return (*first, *last[1:])
     if isinstance(options.prefetch, FSDPPrefetch):
-        rules = ScheduleRules(options.prefetch.in_forward, options.prefetch.in_backward)
+        rules = ScheduleFSDP1(options.prefetch.in_forward, options.prefetch.in_backward)
         return (*first, rules, ScheduleReduce(), *last)
     if isinstance(options.prefetch, int):
         return (*first, SchedulePrefetch(options.prefetch), ScheduleReduce(), *last)
     fusion = FUSION[options.lower]
     # Delaying holds activations longer, which a budget may not have room for.
-    delayed = () if options.memory_budget_gb is not None else (DelayGradients(hardware, fusion),)
-    schedule = Schedule(hardware, _budget_bytes(options), fusion)
+    delayed = () if options.memory_budget_gb is not None else (DelayWeightGradients(hardware, fusion),)
+    schedule = ScheduleAuto(hardware, _budget_bytes(options), fusion)
     return (*first, *delayed, schedule, *last)
 
 
@@ -194,7 +194,7 @@ def _selected(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
             f"there is no pass {options.stop_after!r}", where="options={'stop_after': ...}", instead=", ".join(names)
         )
     selected = every[: names.index(options.stop_after)]
-    settle = [one for one in every if isinstance(one, SettleUpdates) and one not in selected]
+    settle = [one for one in every if isinstance(one, OrderUpdates) and one not in selected]
     updates = any(isinstance(one, UpdateInBackward) for one in selected)
     return (*selected, *settle) if updates else selected  # schedules leave updates where they would be too early
 

@@ -11,15 +11,17 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compile import RankFailedError, RankMismatchError
-from fsdp_compile.comm.rendezvous import Difference, Room, digest_of
+from fsdp_compile.comm.rendezvous import Difference, Rendezvous, digest_of
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
 
 
-def _rooms(store: dist.Store, ranks: tuple[int, ...], *, timeout_s: float = TIMEOUT_S) -> list[Room]:
+def _rooms(store: dist.Store, ranks: tuple[int, ...], *, timeout_s: float = TIMEOUT_S) -> list[Rendezvous]:
     prefix = "-".join(map(str, ranks))
-    return [Room(dist.PrefixStore(prefix, store), prefix, ranks, number, timeout_s) for number in range(len(ranks))]
+    return [
+        Rendezvous(dist.PrefixStore(prefix, store), prefix, ranks, number, timeout_s) for number in range(len(ranks))
+    ]
 
 
 def _at_once(*calls: Callable[[], T]) -> list[T]:
@@ -27,7 +29,7 @@ def _at_once(*calls: Callable[[], T]) -> list[T]:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
-def _comparing(room: Room, text: str, number: int = 1) -> Callable[[], Difference | None]:
+def _comparing(room: Rendezvous, text: str, number: int = 1) -> Callable[[], Difference | None]:
     return lambda: room.compare(number, digest_of(text), text)
 
 
@@ -46,7 +48,7 @@ def test_every_rank_gets_the_same_two_texts() -> None:
     assert found == [Difference("one", 2, "two")] * 3
 
 
-def _failure(room: Room, text: str = "same") -> Callable[[], Exception]:
+def _failure(room: Rendezvous, text: str = "same") -> Callable[[], Exception]:
     def run() -> Exception:
         with pytest.raises((RankFailedError, RankMismatchError)) as caught:
             room.compare(1, digest_of(text), text)
@@ -94,7 +96,7 @@ class _Lost(dist.Store):
 
 
 def test_a_store_that_fails_is_no_mismatch() -> None:
-    room = Room(_Lost(), "4-5", (4, 5), 1, TIMEOUT_S)
+    room = Rendezvous(_Lost(), "4-5", (4, 5), 1, TIMEOUT_S)
     with pytest.raises(RankFailedError, match=r"does not answer: Connection reset by peer\n.*where: rank 5"):
         room.compare(1, "", "")
     room.tell(RankFailedError("nobody can hear this"))

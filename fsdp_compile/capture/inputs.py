@@ -1,4 +1,4 @@
-"""Which inputs of a graph are flat shards, and whose."""
+"""Which inputs of a graph are flat parameters, and whose."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import fx
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, read_text
-from fsdp_compile.layout.spec import ReadSpec, parse
+from fsdp_compile.layout.spec import UnshardSpec, parse
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.runtime.module_state import units
-from fsdp_compile.runtime.units import FlatShard, Unit
+from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
 
 def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
-    """Finds the flat shards among the inputs of Dynamo's graph.
+    """Finds the flat parameters among the inputs of Dynamo's graph.
 
     Args:
         inputs: Example inputs, real tensors for parameters.
 
     Returns:
-        Position of the input to the record of its flat shard.
+        Position of the input to the record of its flat parameter.
     """
-    found = {i: FlatShard.of(value) for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
+    found = {i: FSDPParamGroup.of(value) for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
     flats = {i: flat for i, flat in found.items() if flat is not None}
     titles = _titles([flat.unit for flat in flats.values()])
     records = {i: _record(flat, titles[flat.unit]) for i, flat in flats.items()}
@@ -37,28 +37,33 @@ def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
 
 def is_whole_model(inputs: Sequence[object]) -> bool:
     """Whether Dynamo's graph reads every unit of the models of which it reads any."""
-    flats = [flat for value in inputs if isinstance(value, torch.Tensor) and (flat := FlatShard.of(value)) is not None]
+    flats = [
+        flat for value in inputs if isinstance(value, torch.Tensor) and (flat := FSDPParamGroup.of(value)) is not None
+    ]
     read = {flat.unit for flat in flats}
     models = {id(unit.outermost): unit.outermost for unit in read if unit.outermost is not None}
     return all(unit in read for model in models.values() for unit in units(model))
 
 
-def _beside(flat: FlatShard, record: Record) -> Iterator[tuple[torch.Tensor, Record]]:
-    """What reads of a flat shard may take besides it, with the record of each."""
-    for holder in flat.holders.values():
-        yield holder, dataclasses.replace(record, role=Role.HOLDER)
-    for role, place in ((Role.HELD, flat.held), (Role.PARTIAL, flat.partial)):
+def _beside(flat: FSDPParamGroup, record: Record) -> Iterator[tuple[torch.Tensor, Record]]:
+    """What reads of a flat parameter may take besides it, with the record of each."""
+    for holder in flat.grad_accumulators.values():
+        yield holder, dataclasses.replace(record, role=Role.GRAD_ACCUMULATOR)
+    for role, place in (
+        (Role.UNREDUCED_GRAD, flat.unsharded_accumulated_grad),
+        (Role.PARTIAL_GRAD, flat.partial_reduce_output),
+    ):
         if place.value is not None:
             yield place.value, dataclasses.replace(record, role=role)
-    if flat.kept is not None:
+    if flat.unsharded_params is not None:
         for name, spec in zip(record.parameters, record.specs, strict=True):
-            kept = flat.kept.values[spec.offset]
-            yield kept, dataclasses.replace(record, role=Role.KEPT, parameters=(name,), specs=(spec,))
+            kept = flat.unsharded_params.values[spec.offset]
+            yield kept, dataclasses.replace(record, role=Role.UNSHARDED_PARAM, parameters=(name,), specs=(spec,))
 
 
-def _titles(units: Iterable[Unit]) -> dict[Unit, str]:
+def _titles(units: Iterable[FSDPUnit]) -> dict[FSDPUnit, str]:
     """A title for each unit that no other has, also where several sharded models meet in one graph."""
-    titles: dict[Unit, str] = {}
+    titles: dict[FSDPUnit, str] = {}
     for unit in units:
         if unit not in titles:
             same = sum(unit.title == other.title for other in titles)
@@ -66,8 +71,8 @@ def _titles(units: Iterable[Unit]) -> dict[Unit, str]:
     return titles
 
 
-def _record(flat: FlatShard, title: str) -> Record:
-    """The record of a flat shard: its parameters in the order of registration, which offsets do not tell."""
+def _record(flat: FSDPParamGroup, title: str) -> Record:
+    """The record of a flat parameter: its parameters in the order of registration, which offsets do not tell."""
     unit = flat.unit
     slots = sorted(flat.slots, key=lambda slot: slot.position)
     names = tuple(unit.parameter_name(slot) for slot in slots)
@@ -86,8 +91,8 @@ def name_inputs(graph: fx.Graph, flats: Mapping[int, Record]) -> None:
 
 
 def _as_read(flat: fx.Node, record: Record) -> Record:
-    """The record of a flat shard with the specs by which this graph reads it: eval mode may read otherwise."""
-    read: dict[int, ReadSpec] = {}
+    """The record of a flat parameter with the specs by which this graph reads it: eval mode may read otherwise."""
+    read: dict[int, UnshardSpec] = {}
     for user in flat.users:
         if user.target not in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS):
             continue

@@ -1,7 +1,7 @@
 """What happens when the compiled thing reads parameters that nobody has sharded: its model is sharded now.
 
 Dynamo traces before the backend sees anything, so by then the graph reads plain parameters. The backend shards the
-module that holds them and asks Dynamo to trace the frame again, which then reads from flat shards.
+module that holds them and asks Dynamo to trace the frame again, which then reads from flat parameters.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.dynamo import OptimizedModule, root_frame_globals, root_frame_locals, source_prefixes
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.modules.param_views import is_shown
+from fsdp_compile.modules.param_views import is_swapped_in
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
-from fsdp_compile.runtime.replaced_params import MovedParameter
-from fsdp_compile.runtime.units import FlatShard, Unit
+from fsdp_compile.runtime.replaced_params import ReplacedParameter
+from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 from fsdp_compile.sharding.checks import added_later, refuse_wrappers
 from fsdp_compile.sharding.fully_shard import fully_shard
 
-_sharded_here: weakref.WeakSet[Unit] = weakref.WeakSet()
+_sharded_here: weakref.WeakSet[FSDPUnit] = weakref.WeakSet()
 """Units that the backend made, with the options of its compile."""
 
 
@@ -69,13 +69,13 @@ def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> No
     """Refuses options for `fully_shard` where the user has called it already: they would do nothing.
 
     Args:
-        inputs: Example inputs of a Dynamo graph that reads from flat shards.
+        inputs: Example inputs of a Dynamo graph that reads from flat parameters.
         options: `options.sharding` is looked at.
 
     Raises:
         ConfigError: If there are such options, and no unit of the graph was made with them.
     """
-    flats = [FlatShard.of(value) for value in inputs if isinstance(value, torch.Tensor)]
+    flats = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
     read = {flat.unit for flat in flats if flat is not None}
     if options.sharding and read and not any(unit in _sharded_here for unit in read):
         name = next(iter(options.sharding))
@@ -87,7 +87,7 @@ def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> No
 
 
 def _refuse_shown(module: nn.Module, parameter: nn.Parameter) -> None:
-    if is_shown(parameter):
+    if is_swapped_in(parameter):
         raise ConfigError(
             "a compiled model is called while its parameters are held in full",
             where=f"inside full_params(), {_name_in(module, parameter)}",
@@ -98,8 +98,8 @@ def _refuse_shown(module: nn.Module, parameter: nn.Parameter) -> None:
 def _is_plain(value: object) -> TypeGuard[nn.Parameter]:
     return (
         isinstance(value, nn.Parameter)
-        and not isinstance(value, DTensor | MovedParameter)
-        and FlatShard.of(value) is None
+        and not isinstance(value, DTensor | ReplacedParameter)
+        and FSDPParamGroup.of(value) is None
     )
 
 

@@ -1,7 +1,7 @@
 """In-place changes of parameters inside a compiled region, which would be lost or seen too late: refused.
 
 A read gives a copy, so what is written into it is gone. The DTensor that `parameters()` gives under `no_grad()` is
-what is stored, but a graph that also reads the flat shard does not know that the two are the same memory.
+what is stored, but a graph that also reads the flat parameter does not know that the two are the same memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compile._torch.tensors import memory_id
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ops.unshard import UNSHARD
-from fsdp_compile.runtime.units import FlatShard
+from fsdp_compile.runtime.units import FSDPParamGroup
 
 _OPERATORS: tuple[Callable[..., Any], ...] = (
     operator.setitem,
@@ -55,8 +55,8 @@ def refuse_updates(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
 
 
 def _read_parameters(inputs: Sequence[object]) -> dict[int, str]:
-    """`id` of each parameter whose flat shard is an input, with words for it: those of a flat shard share memory."""
-    flats = [FlatShard.of(value) for value in inputs if isinstance(value, torch.Tensor)]
+    """`id` of each parameter whose flat parameter is an input, with words for it: those of one share memory."""
+    flats = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
     return {
         id(slot.parameter): f"a parameter of {flat.unit.title}"
         for flat in flats

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.queries import module_of
-from fsdp_compile.layout.spec import ReadSpec, Sync, parse
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 
@@ -41,7 +41,11 @@ def shard_lookups(gm: fx.GraphModule) -> None:
             continue
         flat, text, *beside = weight.args
         spec = parse(str(text))
-        if spec.size == 1 or spec.sync is not Sync.ALL or any(held is not None for held in beside):
+        if (
+            spec.size == 1
+            or spec.grad_placement is not GradPlacement.REDUCED
+            or any(held is not None for held in beside)
+        ):
             continue
         for problem, instead in _problems(weight, spec, given):
             raise _refusal(node, problem, instead)
@@ -68,7 +72,7 @@ def _padding(index: int | None, rows: int) -> int:
     return -1 if index is None else index % rows
 
 
-def _problems(weight: fx.Node, spec: ReadSpec, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _problems(weight: fx.Node, spec: UnshardSpec, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Why a table cannot stay where it is, and what to do instead."""
     others = [user for user in weight.users if user.target is not functional.embedding]
     if others or _is_read_again(weight):
@@ -85,7 +89,7 @@ def _problems(weight: fx.Node, spec: ReadSpec, given: dict[str, Any]) -> Iterato
         yield "a communication hook of the user's reduces full gradients", "embedding='gathered'"
     if spec.compute:
         yield "its shard is offloaded to the host", "no offload_policy for its unit"
-    if spec.kept_over > 1:
+    if spec.post_forward_size > 1:
         yield "parts of its weight are kept from forward to backward", "reshard_after_forward=True for its unit"
 
 

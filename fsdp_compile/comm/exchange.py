@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compile._torch.distributed import collectives, resolve_group
 from fsdp_compile.errors import RankMismatchError
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 
 CHUNK_BYTES = 250 * 2**20
 """The most that one message of a value from the first rank takes: larger ones go in parts."""
 _EAGER = EagerBuilder()
 
 
-def gather(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+def gather(local: torch.Tensor, spec: UnshardSpec) -> torch.Tensor:
     """The full value on every rank, in the dtype that is stored. All ranks of the shard group call it together.
 
     Args:
@@ -39,7 +39,7 @@ def gather(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
     return _whole(piece, spec)
 
 
-def gather_to_first(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor | None:
+def gather_to_first(local: torch.Tensor, spec: UnshardSpec) -> torch.Tensor | None:
     """As `gather`, but only the first rank of the shard group gets the value; the others get `None`."""
     piece = padded(local, spec)
     if spec.size == 1:
@@ -53,7 +53,7 @@ def gather_to_first(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor | None:
     return None if pieces is None else _whole(message, spec)
 
 
-def scatter_from_first(full: torch.Tensor | None, like: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+def scatter_from_first(full: torch.Tensor | None, like: torch.Tensor, spec: UnshardSpec) -> torch.Tensor:
     """This rank's part of the value that the first rank of the shard group has, sent in chunks of `CHUNK_BYTES`.
 
     Args:
@@ -77,20 +77,20 @@ def scatter_from_first(full: torch.Tensor | None, like: torch.Tensor, spec: Read
     return piece[: like.numel()].view(like.shape).to(like.device)
 
 
-def share_among_replicas(shard: torch.Tensor, spec: ReadSpec) -> None:
+def share_among_replicas(shard: torch.Tensor, spec: UnshardSpec) -> None:
     """Overwrites a contiguous tensor with what the first replica's rank at the same place has."""
     if spec.replicas > 1:
         _broadcast(shard, spec, spec.replicate_group)
 
 
-def broadcast_from_first(value: torch.Tensor, spec: ReadSpec) -> None:
+def broadcast_from_first(value: torch.Tensor, spec: UnshardSpec) -> None:
     """Overwrites a contiguous tensor with what the first rank of the mesh has."""
     share_among_replicas(value, spec)
     if spec.size > 1:
         _broadcast(value, spec, spec.group)
 
 
-def take_from_first(local: torch.Tensor, full: torch.Tensor | None, spec: ReadSpec) -> None:
+def take_from_first(local: torch.Tensor, full: torch.Tensor | None, spec: UnshardSpec) -> None:
     """Overwrites this rank's part with its part of what the first rank of the mesh has in full.
 
     Every other rank receives only its part, and every other replica a copy of the first one's.
@@ -118,19 +118,19 @@ def _chunks(count: int, bytes_each: int) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def _broadcast(value: torch.Tensor, spec: ReadSpec, group: str) -> None:
+def _broadcast(value: torch.Tensor, spec: UnshardSpec, group: str) -> None:
     sent = value.to(wire_device(value, spec))
     broadcast(sent, group_named(group))
     if sent is not value:
         value.copy_(sent)
 
 
-def wire_device(local: torch.Tensor, spec: ReadSpec) -> torch.device:
+def wire_device(local: torch.Tensor, spec: UnshardSpec) -> torch.device:
     """The device on which a shard's group communicates: not the host's where the shard is offloaded."""
     return torch.device(spec.compute) if spec.compute else local.device
 
 
-def is_first_replica(spec: ReadSpec) -> bool:
+def is_first_replica(spec: UnshardSpec) -> bool:
     """Whether this rank belongs to the first shard group of its mesh."""
     return spec.replicas == 1 or dist.get_rank(group_named(spec.replicate_group)) == 0
 
@@ -142,14 +142,14 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
-def padded(local: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+def padded(local: torch.Tensor, spec: UnshardSpec) -> torch.Tensor:
     """This rank's part as the `[extent]` elements that it sends, on the device that communicates."""
     piece = local.new_zeros(spec.extent, device=wire_device(local, spec))
     piece[: local.numel()].view(local.shape).copy_(local)
     return piece
 
 
-def rows_of(full: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+def rows_of(full: torch.Tensor, spec: UnshardSpec) -> torch.Tensor:
     """A full value as `[size, extent]`, padding zero: row r is what rank r holds."""
     return gradient_rows(_EAGER, full, spec).contiguous()
 
@@ -159,7 +159,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _whole(message: torch.Tensor, spec: ReadSpec) -> torch.Tensor:
+def _whole(message: torch.Tensor, spec: UnshardSpec) -> torch.Tensor:
     full = full_parameter(_EAGER, message, spec, start=0, span=spec.extent)
     # State dicts are saved with the whole storage behind them, so padding must not stay in it.
     return full if full.untyped_storage().nbytes() == math.prod(spec.shape) * full.element_size() else full.clone()
@@ -226,7 +226,7 @@ def fingerprint(device: torch.device) -> int:
     return int.from_bytes(digest[:7], "big")
 
 
-def check_alike(before: int, after: int, spec: ReadSpec, device: torch.device) -> None:
+def check_alike(before: int, after: int, spec: UnshardSpec, device: torch.device) -> None:
     """Refuses an initialization for which ranks drew different numbers. All ranks of the mesh call it together.
 
     Args:

@@ -24,7 +24,7 @@ _REAL_BACKENDS = ("gloo", "nccl", "xccl", "mpi")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MeetingPlace:
+class RankStore:
     """Where the ranks of a group find each other in the store of the world; equal to no other one.
 
     Attributes:
@@ -38,7 +38,7 @@ class MeetingPlace:
     rank: int
 
     @classmethod
-    def of(cls, name: str, group: dist.ProcessGroup) -> MeetingPlace:
+    def of(cls, name: str, group: dist.ProcessGroup) -> RankStore:
         """A new place for a group. All of its ranks call this together, so that they count alike."""
         ranks = tuple(dist.get_process_group_ranks(group))
         prefix = f"fsdp_compile/{name}/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
@@ -61,12 +61,12 @@ class MeetingPlace:
 
 @dataclasses.dataclass(frozen=True)
 class _Alias:
-    """What a name stands for: `used` runs the collectives of `group`, whose ranks meet in `place` if there are any."""
+    """What a name stands for: `used` runs the collectives of `group`, whose ranks meet in `meeting`, if any."""
 
     role: str
     group: dist.ProcessGroup
     used: dist.ProcessGroup
-    place: MeetingPlace | None
+    meeting: RankStore | None
 
     def is_alive(self, name: str) -> bool:
         return resolve_group(name) is self.used
@@ -75,7 +75,7 @@ class _Alias:
 _aliases: dict[str, _Alias] = {}
 _runs: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 """Runs of neighbours by the name of their group and their length, each with that group."""
-GroupRole = Literal["shard", "replicate", "kept", "reduce"]
+GroupRole = Literal["shard", "replicate", "post_forward", "reduce"]
 
 
 def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
@@ -92,7 +92,7 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     name = f"fsdp.{role}.{sum(known.role == role for known in _aliases.values())}"
     used = _used(group, role)
     register_group_alias(name, used)
-    place = MeetingPlace.of(name, group) if group.size() > 1 and _has_processes(group) else None
+    place = RankStore.of(name, group) if group.size() > 1 and _has_processes(group) else None
     _aliases[name] = _Alias(role, group, used, place)
     return name
 
@@ -110,15 +110,15 @@ def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
     return made
 
 
-def meeting_place(name: str) -> MeetingPlace | None:
+def rank_store(name: str) -> RankStore | None:
     """Where the ranks of a named group meet; `None` for a group of one rank, or of ranks that are no processes."""
     alias = _aliases.get(name)
-    return alias.place if alias is not None and alias.is_alive(name) else None
+    return alias.meeting if alias is not None and alias.is_alive(name) else None
 
 
-def meeting_places() -> list[MeetingPlace]:
+def rank_stores() -> list[RankStore]:
     """Those of all groups that this rank is in."""
-    return [place for name in _aliases if (place := meeting_place(name)) is not None]
+    return [place for name in _aliases if (place := rank_store(name)) is not None]
 
 
 def _has_processes(group: dist.ProcessGroup) -> bool:

@@ -35,7 +35,7 @@ _hybrid_meshes: dict[tuple[str, int], tuple[dist.ProcessGroup | None, DeviceMesh
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrangement:
+class MeshPlacement:
     """Where the parameters of a unit are.
 
     Attributes:
@@ -43,14 +43,15 @@ class Arrangement:
         shard_dim: The dimension of `mesh` that they are split over; `None` if every rank holds them whole.
         replicate_dim: The dimension over which they are copies of each other; `None` if there is none.
         reshard: Whether gathered parameters are kept for backward.
-        kept_over: Neighbours that together keep gathered parameters for backward, a part each; 1 if there are none.
+        post_forward_size: Neighbours that together keep gathered parameters for backward, a part each; 1 if there are
+        none.
     """
 
     mesh: DeviceMesh
     shard_dim: int | None
     replicate_dim: int | None
     reshard: Reshard
-    kept_over: int = 1
+    post_forward_size: int = 1
 
     @property
     def size(self) -> int:
@@ -73,14 +74,14 @@ class Arrangement:
         return tuple(split if d == self.shard_dim else Replicate() for d in range(self.mesh.ndim))
 
 
-def arrange(
+def mesh_placement(
     strategy: ShardingStrategy | None,
     mesh: DeviceMesh | None,
     *,
     reshard_after_forward: ReshardAfterForward | None,
     device_type: str,
-) -> Arrangement:
-    """The arrangement that the arguments of `fully_shard` ask for.
+) -> MeshPlacement:
+    """The mesh placement that the arguments of `fully_shard` ask for.
 
     Args:
         strategy: FSDP1's name, or `None` for what `mesh` and `reshard_after_forward` say.
@@ -94,7 +95,7 @@ def arrange(
     if strategy is None:
         mesh = default_mesh(device_type) if mesh is None else mesh
         check_mesh(mesh)
-        return with_reshard(_over(mesh), reshard_after_forward=reshard_after_forward)
+        return with_reshard(_of_mesh(mesh), reshard_after_forward=reshard_after_forward)
     if not isinstance(strategy, ShardingStrategy):
         raise ConfigError(
             f"sharding_strategy is {strategy!r}",
@@ -120,33 +121,36 @@ def arrange(
             "dimension",
         )
     if strategy is ShardingStrategy.NO_SHARD:
-        return Arrangement(mesh, None, 0, Reshard.AFTER_FORWARD)
-    return with_reshard(_over(mesh), reshard_after_forward=strategy not in _KEEPS)
+        return MeshPlacement(mesh, None, 0, Reshard.AFTER_FORWARD)
+    return with_reshard(_of_mesh(mesh), reshard_after_forward=strategy not in _KEEPS)
 
 
-def with_reshard(arrangement: Arrangement, *, reshard_after_forward: ReshardAfterForward | None) -> Arrangement:
+def with_reshard(placement: MeshPlacement, *, reshard_after_forward: ReshardAfterForward | None) -> MeshPlacement:
     """The same ranks with what FSDP2's argument asks for: `None` frees after forward, 1 keeps, the group's size frees.
 
     Raises:
         ConfigError: If a number does not divide the shard group.
     """
-    size, kept_over = arrangement.size, 1
+    size, post_forward_size = placement.size, 1
     keeps = reshard_after_forward is False
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        kept_over, keeps = reshard_after_forward, reshard_after_forward == 1 < size
-        if kept_over < 1 or size % kept_over:
+        post_forward_size, keeps = reshard_after_forward, reshard_after_forward == 1 < size
+        if post_forward_size < 1 or size % post_forward_size:
             raise ConfigError(
-                f"reshard_after_forward={kept_over} does not divide the {size} ranks that parameters are sharded over",
+                f"reshard_after_forward={post_forward_size} does not divide the {size} ranks that parameters "
+                "are sharded over",
                 where="fully_shard(reshard_after_forward=...)",
                 instead=f"one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}, True or False",
             )
     reshard = Reshard.AFTER_BACKWARD if keeps else Reshard.AFTER_FORWARD
     reshard = Reshard.AUTO if reshard_after_forward == "auto" else reshard
-    return dataclasses.replace(arrangement, reshard=reshard, kept_over=1 if kept_over == size else kept_over)
+    return dataclasses.replace(
+        placement, reshard=reshard, post_forward_size=1 if post_forward_size == size else post_forward_size
+    )
 
 
-def _over(mesh: DeviceMesh) -> Arrangement:
-    return Arrangement(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None, Reshard.AFTER_FORWARD)
+def _of_mesh(mesh: DeviceMesh) -> MeshPlacement:
+    return MeshPlacement(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None, Reshard.AFTER_FORWARD)
 
 
 def hybrid_mesh(device_type: str) -> DeviceMesh:

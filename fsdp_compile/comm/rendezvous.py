@@ -63,7 +63,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class Rendezvous:
     """Where the ranks of a group meet.
 
     Attributes:

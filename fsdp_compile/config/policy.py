@@ -167,7 +167,7 @@ def compute_device(offload: Offload | None, mesh_device: str) -> str:
 
 
 def host_buffer(numel: int, dtype: torch.dtype, offload: Offload) -> torch.Tensor:
-    """A flat shard of zeros on the host.
+    """A parameter group of zeros on the host.
 
     Raises:
         ConfigError: If it is to be pinned, and there is no device to pin it for.

@@ -11,7 +11,7 @@ from fsdp_compile.cost.formulas import copy_us, share_of_others
 from fsdp_compile.cost.hardware import Hardware, Link
 from fsdp_compile.cost.sizes import result_bytes, tensor_bytes, tensors_of
 from fsdp_compile.ir.graph import Role, require, role_of
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
 
 
@@ -93,8 +93,8 @@ def communication(node: fx.Node, link: Link) -> Communication:
         return exchange(node, spec, link)
     sent_over_replicas = kind is Kind.REPLICATE
     ranks, group = (spec.replicas, spec.replicate_group) if sent_over_replicas else (spec.size, spec.group)
-    if spec.kept_over > 1 and node.args[-1] == spec.kept_group:
-        ranks, group = spec.kept_over, spec.kept_group
+    if spec.post_forward_size > 1 and node.args[-1] == spec.post_forward_group:
+        ranks, group = spec.post_forward_size, spec.post_forward_group
     link_of = group
     if kind is Kind.REDUCE:
         group = spec.scatter_group
@@ -112,7 +112,7 @@ ROUNDS = 3
 """Collectives of an exchange: how many rows each rank wants of each other, which ones, and the rows."""
 
 
-def exchange(node: fx.Node, spec: ReadSpec, link: Link) -> Communication:
+def exchange(node: fx.Node, spec: UnshardSpec, link: Link) -> Communication:
     """An exchange of rows and of their ids (8 byte each), if each rank wants as many rows of each other.
 
     Args:

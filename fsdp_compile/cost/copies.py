@@ -31,14 +31,14 @@ class Way(enum.Enum):
     OUT_OF_GATHERS = "out of gathers"
     INTO_REDUCTIONS = "into reductions"
     OUT_OF_REDUCTIONS = "out of reductions"
-    """Reduced messages that are put together to the gradient of a flat shard: a rank's share, not the whole."""
+    """Reduced messages that are put together to the gradient of a flat parameter: a rank's share, not the whole."""
 
 
 _WAYS = {
     Role.SHARD: Way.INTO_GATHERS,
     Role.COPY_OUT: Way.OUT_OF_GATHERS,
     Role.FULL: Way.OUT_OF_GATHERS,
-    Role.PART: Way.OUT_OF_GATHERS,
+    Role.POST_FORWARD_SHARD: Way.OUT_OF_GATHERS,
     Role.GRADIENT: Way.INTO_REDUCTIONS,
     Role.SHARD_GRADIENT: Way.OUT_OF_REDUCTIONS,
     Role.FLAT_GRADIENT: Way.OUT_OF_REDUCTIONS,

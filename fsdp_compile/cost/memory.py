@@ -2,7 +2,7 @@
 
 Views share the memory of what they show (by the operators' schemas), values that stay inside a fused kernel have
 none, what a kernel reads lives until it runs, and the messages of a running collective live until it is waited for.
-What lies in the memory of the host (flat shards and gradients of offloaded units) has no buffer here.
+What lies in the memory of the host (flat parameters and gradients of offloaded units) has no buffer here.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class _Walk:
     def _input(self, node: fx.Node) -> Held:
         if role_of(node) is Role.FLAT:
             return () if require(node).specs[0].compute else self._hold(node, Holder.SHARD, self.end)
-        if role_of(node) is Role.SAVED:
+        if role_of(node) is Role.SAVED_PARAM:
             return self._hold(node, Holder.UNSHARDED, 0)
         if self.step.phase is Phase.FORWARD or node.name.startswith("primals"):
             return self._hold(node, Holder.INPUT, self.end)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 
 KEY = "fsdp"
 
@@ -30,16 +30,16 @@ class Role(enum.Enum):
     """What a node is for."""
 
     FLAT = "flat"
-    """Graph input: a flat shard."""
-    HOLDER = "holder"
+    """Graph input: a flat parameter."""
+    GRAD_ACCUMULATOR = "grad_accumulator"
     """Graph input: the leaf that gradients go to which are not summed over all ranks."""
-    HELD = "held"
+    UNREDUCED_GRAD = "unreduced_grad"
     """Graph input: full gradients that wait for their reduction."""
-    PARTIAL = "partial"
+    PARTIAL_GRAD = "partial_grad"
     """Graph input: reduced gradients that wait for their sum over replicas."""
-    KEPT = "kept"
+    UNSHARDED_PARAM = "unsharded_param"
     """Graph input: a full parameter that stayed gathered since an earlier call."""
-    SAVED = "saved"
+    SAVED_PARAM = "saved_param"
     """Graph input of backward: a full parameter that forward kept because it fits (`Reshard.AUTO`)."""
     SHARD = "shard"
     """This rank's part of a message, on its way into an all-gather."""
@@ -57,7 +57,7 @@ class Role(enum.Enum):
     """A step from a gathered message to a full parameter."""
     FULL = "full"
     """A full parameter, as readers see it."""
-    PART = "part"
+    POST_FORWARD_SHARD = "post_forward_shard"
     """This rank's part of a parameter that is kept from forward to backward, or a step to it; an input of backward."""
     RESHARD = "reshard"
     """Frees gathered messages."""
@@ -67,8 +67,8 @@ class Role(enum.Enum):
     """Looks up rows of a parameter that stays sharded."""
     AVERAGE_ROWS = "average_rows"
     """Averages the gradients of such rows over all ranks."""
-    ADD_HELD = "add_held"
-    """Adds held gradients to new ones, before they are reduced."""
+    ADD_UNREDUCED = "add_unreduced"
+    """Adds unreduced gradients to new ones, before they are reduced."""
     REDUCE = "reduce"
     """Starts a reduce-scatter."""
     REDUCE_ITEM = "reduce_item"
@@ -84,35 +84,37 @@ class Role(enum.Enum):
     REPLICATE_WAIT = "replicate_wait"
     """Completes an all-reduce over replicas, or one message of a grouped one."""
     SHARD_GRADIENT = "shard_gradient"
-    """A step from a reduced message to the flat shard's gradient."""
+    """A step from a reduced message to the flat parameter's gradient."""
     OFFLOAD_OUT = "offload_out"
-    """Starts to copy a flat shard's gradient from the device to the host."""
+    """Starts to copy a flat parameter's gradient from the device to the host."""
     OFFLOAD_OUT_WAIT = "offload_out_wait"
     """Holds back what follows on the device until that copy is done; the host does not wait."""
     FLAT_GRADIENT = "flat_gradient"
-    """Graph output: the gradient of a flat shard."""
+    """Graph output: the gradient of a flat parameter."""
     UPDATE = "update"
-    """Updates a flat shard with its gradient; whatever reads the flat shard comes before."""
+    """Updates a flat parameter with its gradient; whatever reads the flat parameter comes before."""
     PARTIAL_GRADIENT = "partial_gradient"
-    """Graph output: the gradient of a flat shard before its sum over replicas."""
-    HELD_GRADIENT = "held_gradient"
-    """Graph output: the full gradients of a flat shard's parameters, not reduced."""
+    """Graph output: the gradient of a flat parameter before its sum over replicas."""
+    UNREDUCED_GRADIENT = "unreduced_gradient"
+    """Graph output: the full gradients of a flat parameter's parameters, not reduced."""
 
 
-INPUTS = frozenset({Role.FLAT, Role.HOLDER, Role.HELD, Role.PARTIAL, Role.KEPT, Role.SAVED})
+INPUTS = frozenset(
+    {Role.FLAT, Role.GRAD_ACCUMULATOR, Role.UNREDUCED_GRAD, Role.PARTIAL_GRAD, Role.UNSHARDED_PARAM, Role.SAVED_PARAM}
+)
 """Roles of graph inputs; their records are the same in both graphs, if both have them."""
-DECLARING = frozenset({Role.FLAT, Role.PART})
+DECLARING = frozenset({Role.FLAT, Role.POST_FORWARD_SHARD})
 """Roles of graph inputs that say where parameters lie, and need no other input for that."""
 SENT = (Role.SHARD, Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT)
-"""Roles of the nodes between a flat shard and its all-gather."""
+"""Roles of the nodes between a flat parameter and its all-gather."""
 ON_DEVICE = (Role.SHARD, Role.OFFLOAD_IN_WAIT)
 """Of those, the roles of the nodes behind the start of a copy from the host, if there is one."""
 MADE = (Role.GRADIENT, Role.AVERAGE_ROWS)
 """Roles of the nodes whose records tell which parameters get gradients."""
 EXCHANGES = (Role.LOOK_UP, Role.AVERAGE_ROWS)
 """Roles of nodes that communicate and compute at once: what comes after them waits for them."""
-GRADIENTS = (Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT, Role.HELD_GRADIENT)
-"""Roles of a flat shard's gradient, summed over all ranks, over the shard group, over none."""
+GRADIENTS = (Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT, Role.UNREDUCED_GRADIENT)
+"""Roles of a flat parameter's gradient, summed over all ranks, over the shard group, over none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Record:
     role: Role
     unit: str
     parameters: tuple[str, ...]
-    specs: tuple[ReadSpec, ...]
+    specs: tuple[UnshardSpec, ...]
     phase: Phase
     owners: tuple[str, ...] = ()
 

@@ -19,7 +19,7 @@ from torch import fx
 
 from fsdp_compile.ir.graph import DECLARING, Phase, Record, Role, StepGraph, record_of, require, role_of
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
-from fsdp_compile.ops.post_forward import KEEP, REGATHER
+from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD, UNSHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
 _ROOT = re.compile(r"^[LG]\['[^']*'\]")
@@ -50,15 +50,15 @@ def unit_of(path: str, units: frozenset[str]) -> str:
     return path.partition(".")[0]
 
 
-READS = (UNSHARD, REGATHER)
+READS = (UNSHARD, UNSHARD_POST_FORWARD)
 """Markers that give a full parameter."""
 GRADIENTS_OF_READS = (REDUCE_GRAD, REDUCE_ROWS)
-"""Markers that give a gradient of a flat shard."""
+"""Markers that give a gradient of a flat parameter."""
 TEXT_POSITION: Mapping[Any, int] = {
     UNSHARD: 1,
     REDUCE_GRAD: 2,
-    KEEP: 1,
-    REGATHER: 1,
+    SHARD_POST_FORWARD: 1,
+    UNSHARD_POST_FORWARD: 1,
     LOOK_UP: 2,
     REDUCE_ROWS: 3,
     AVERAGE_ROWS: 2,
@@ -73,7 +73,7 @@ def read_text(marker: fx.Node) -> str:
     return text
 
 
-def kept_value(marker: fx.Node) -> fx.Node | None:
+def unsharded_value(marker: fx.Node) -> fx.Node | None:
     """The full parameter that a read takes in place of gathering it."""
     return _node(marker, 2)
 
@@ -89,7 +89,7 @@ def _node(marker: fx.Node, position: int) -> fx.Node | None:
 
 
 class Beside:
-    """The inputs of one role, by the flat shard that they belong to; valid as long as no input is added or erased.
+    """The inputs of one role, by the flat parameter that they belong to; valid as long as no input is added or erased.
 
     Args:
         graph: The graph.
@@ -104,17 +104,17 @@ class Beside:
                 self._found.setdefault(flat_of(record), node)
 
     def of(self, flat: fx.Node) -> fx.Node | None:
-        """The input that belongs to a flat shard, or to what is laid out like it, if the graph has one."""
+        """The input that belongs to a flat parameter, or to what is laid out like it, if the graph has one."""
         return self._found.get(flat_of(require(flat)))
 
 
 def beside(flat: fx.Node, role: Role) -> fx.Node | None:
-    """The input of `role` that belongs to one flat shard, if the graph has one."""
+    """The input of `role` that belongs to one flat parameter, if the graph has one."""
     return Beside(flat.graph, role).of(flat)
 
 
 def flat_of(record: Record) -> Hashable:
-    """Equal for records of one flat shard, or of what is laid out like it."""
+    """Equal for records of one flat parameter, or of what is laid out like it."""
     return record.unit, record.parameters
 
 
@@ -183,7 +183,7 @@ def aliases(roots: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def readers(flat: fx.Node) -> list[fx.Node]:
-    """Nodes that read the memory of a flat shard, and those that wait for whoever may still be sending it.
+    """Nodes that read the memory of a flat parameter, and those that wait for whoever may still be sending it.
 
     Its update is left out.
     """

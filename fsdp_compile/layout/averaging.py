@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Scaling:
     after: float | None
 
 
-def scaling(spec: ReadSpec) -> Scaling:
+def scaling(spec: UnshardSpec) -> Scaling:
     """How gradients of a parameter are averaged.
 
     float16 has too narrow a range for a sum over many ranks: there, a power of two near the square root of the divisor

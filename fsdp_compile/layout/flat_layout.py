@@ -1,9 +1,9 @@
-"""Where each parameter of a unit lies in the unit's flat shards: a pure plan, made without touching memory.
+"""Where each parameter of a unit lies in the unit's flat parameters: a pure plan, made without touching memory.
 
-One flat shard holds the parameters of one dtype and one trainability. Every rank's flat shard has the same size, so
-ranks with fewer rows (or none) hold padding. Each slot starts at a multiple of `ALIGNMENT_BYTES` and ends at one, in
-the stored dtype as in those that are sent and reduced: misaligned message slices have been seen to run an all-gather
-12 times slower, and Inductor copies inputs that are not aligned.
+One flat parameter holds the parameters of one dtype and one trainability. Every rank's flat parameter has the same
+size, so ranks with fewer rows (or none) hold padding. Each slot starts at a multiple of `ALIGNMENT_BYTES` and ends at
+one, in the stored dtype as in those that are sent and reduced: misaligned message slices have been seen to run an
+all-gather 12 times slower, and Inductor copies inputs that are not aligned.
 
 Which rows of a parameter a rank holds: the chunks of `torch.chunk`, as DTensor's `Shard` has them.
 """
@@ -26,7 +26,7 @@ class ReduceLayout(enum.StrEnum):
     """How the gradients of a bucket are laid out in the messages of its reduction."""
 
     ALIGNED = "aligned"
-    """As flat shards are: small slots in one message, each large one in its own, padding included."""
+    """As flat parameters are: small slots in one message, each large one in its own, padding included."""
     FSDP2 = "fsdp2"
     """As FSDP2 does: one message, every parameter in the order of registration, without alignment."""
 
@@ -48,7 +48,7 @@ class ParameterShape:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One parameter's place in its flat shard; all numbers in elements of the flat shard.
+    """One parameter's place in its flat parameter; all numbers in elements of the flat parameter.
 
     Attributes:
         index: Position of the parameter in the list that was planned.
@@ -63,7 +63,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class FlatLayout:
-    """Slots of one flat shard in the order of their offsets, and its size in elements (the same on every rank)."""
+    """Slots of one flat parameter in the order of their offsets, and its size in elements (the same on every rank)."""
 
     slots: tuple[Slot, ...]
     numel: int
@@ -95,12 +95,12 @@ def plan_layout(
     Args:
         parameters: In the module's registration order, which is kept among small and among large ones.
         size: Ranks in the shard group.
-        stored: Dtype of the flat shard.
+        stored: Dtype of the flat parameter.
         sent: Dtype of gathered messages, which may be narrower.
         reduced: Dtype of reduced messages; by default `sent`.
 
     Returns:
-        The layout; its size is never 0, so that a flat shard always has an address.
+        The layout; its size is never 0, so that a flat parameter always has an address.
     """
     step = ALIGNMENT_BYTES // min(dtype.itemsize for dtype in (stored, sent, reduced or sent))
     numels = [shard_numel(p.shape, p.dim, size) for p in parameters]

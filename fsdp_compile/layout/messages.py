@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from fsdp_compile._torch.tensors import OpOverload
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -74,7 +74,7 @@ def pad_end(b: Builder[T], x: T, dim: int, amount: int) -> T:
     return b.call(aten.constant_pad_nd.default, x, [0, 0] * after + [0, amount])
 
 
-def full_parameter(b: Builder[T], gathered: T, spec: ReadSpec, *, start: int, span: int) -> T:
+def full_parameter(b: Builder[T], gathered: T, spec: UnshardSpec, *, start: int, span: int) -> T:
     """The full parameter out of a gathered message.
 
     Args:
@@ -119,7 +119,7 @@ def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def gradient_rows(b: Builder[T], grad: T, spec: ReadSpec) -> T:
+def gradient_rows(b: Builder[T], grad: T, spec: UnshardSpec) -> T:
     """The full gradient as `[size, extent]`: row r is what rank r holds after the reduction, padding zero.
 
     Args:

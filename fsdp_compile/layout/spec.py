@@ -1,6 +1,6 @@
 """What one read of a parameter needs to know, as one string constant of the graph.
 
-Dynamo guards every Python value that a getter touches, so a read carries exactly one: the text of a `ReadSpec`. It
+Dynamo guards every Python value that a getter touches, so a read carries exactly one: the text of an `UnshardSpec`. It
 holds neither the unit's nor the parameter's name, so that layers of one shape share one compiled graph, and nothing
 specific to a rank, so that all ranks compile the same text. (Units that it was told to prefetch it does name.)
 """
@@ -30,14 +30,14 @@ class Reshard(enum.Enum):
     """Kept where that fits into the memory that a plan may use, else freed (`partition/auto_reshard.py`)."""
 
 
-class Sync(enum.Enum):
+class GradPlacement(enum.Enum):
     """Which ranks a gradient is summed over when it is made."""
 
-    ALL = "all"
+    REDUCED = "reduced"
     """All of them."""
-    SHARD = "shard"
+    REDUCE_SCATTERED = "reduce_scattered"
     """The shard group alone: what each replica has is accumulated (FSDP2's `set_requires_all_reduce(False)`)."""
-    NONE = "none"
+    UNREDUCED = "unreduced"
     """None: the full gradient is accumulated (`no_sync`)."""
 
 
@@ -47,16 +47,16 @@ class Update(enum.Enum):
     AFTER_BACKWARD = "after_backward"
     """When the user calls its step."""
     IN_BACKWARD = "in_backward"
-    """As soon as the gradient of its flat shard is reduced (`step_in_backward`)."""
+    """As soon as the gradient of its flat parameter is reduced (`step_in_backward`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadSpec:
-    """Where a parameter lies in its flat shard and how its full value is made.
+class UnshardSpec:
+    """Where a parameter lies in its flat parameter and how its full value is made.
 
     Attributes:
-        offset: First element of the slot in each rank's flat shard.
-        extent: Elements of the slot in each rank's flat shard, alignment padding included.
+        offset: First element of the slot in each rank's flat parameter.
+        extent: Elements of the slot in each rank's flat parameter, alignment padding included.
         shape: Shape of the full parameter.
         dim: The dimension that is sharded; `None` for a value held whole by every rank (0-d parameters).
         size: Number of ranks in the shard group.
@@ -69,16 +69,17 @@ class ReadSpec:
         hook: Key of the user's function that reduces gradients over the group; empty for an average.
         reshard: Whether the gathered value is kept for backward.
         order: Dimensions from the outermost to the innermost in the memory that readers see (channels last, say);
-            empty for a contiguous parameter. The flat shard holds every parameter contiguously.
-        sync: Which ranks the gradient is summed over.
+            empty for a contiguous parameter. The flat parameter holds every parameter contiguously.
+        grad_placement: Which ranks the gradient is summed over.
         divide: What the sum of gradients is divided by; `None` for the number of ranks.
-        kept_over: Ranks that together keep the gathered value for backward, 1/k each; 1 if each keeps its shard alone.
-        kept_group: Alias of their group, empty if there is none.
-        compute: Type of the device that computes with it, if the flat shard lives on the host instead; else empty.
+        post_forward_size: Ranks that together keep the gathered value for backward, 1/k each; 1 if each keeps its shard
+            alone.
+        post_forward_group: Alias of their group, empty if there is none.
+        compute: Type of the device that computes with it, if the flat parameter lives on the host instead; else empty.
         reduce_group: Alias of a second group of the same ranks that gradients are reduced over; empty for `group`.
         forward_prefetch: Titles of the units whose gathers start where this one's has arrived in forward.
         backward_prefetch: The same in backward.
-        update: When an optimizer updates the flat shard.
+        update: When an optimizer updates the flat parameter.
     """
 
     offset: int
@@ -94,11 +95,11 @@ class ReadSpec:
     reshard: Reshard = Reshard.AFTER_FORWARD
     gather_dtype: torch.dtype | None = None
     order: tuple[int, ...] = ()
-    sync: Sync = Sync.ALL
+    grad_placement: GradPlacement = GradPlacement.REDUCED
     divide: float | None = None
     hook: str = ""
-    kept_over: int = 1
-    kept_group: str = ""
+    post_forward_size: int = 1
+    post_forward_group: str = ""
     compute: str = ""
     reduce_group: str = ""
     forward_prefetch: tuple[str, ...] = ()
@@ -120,9 +121,9 @@ class ReadSpec:
         return math.prod(self.shard_shape)
 
     @property
-    def kept_numel(self) -> int:
+    def post_forward_numel(self) -> int:
         """Elements of the part that one rank keeps, padding included."""
-        return self.size * self.extent // self.kept_over
+        return self.size * self.extent // self.post_forward_size
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -174,12 +175,12 @@ class ReadSpec:
     def _set_by_calls(self) -> dict[str, object]:
         """What calls on a sharded model have changed."""
         fields: dict[str, object] = {}
-        if self.sync is not Sync.ALL:
-            fields["sync"] = self.sync.value
+        if self.grad_placement is not GradPlacement.REDUCED:
+            fields["grads"] = self.grad_placement.value
         if self.divide is not None:
             fields["divide"] = repr(float(self.divide))
-        if self.kept_over > 1:
-            fields["kept"] = f"{self.kept_group}/{self.kept_over}"
+        if self.post_forward_size > 1:
+            fields["post_forward"] = f"{self.post_forward_group}/{self.post_forward_size}"
         if self.compute:
             fields["compute"] = self.compute
         if self.reduce_group:
@@ -191,19 +192,19 @@ class ReadSpec:
 
 
 @functools.cache
-def parse(text: str) -> ReadSpec:
-    """Reads the text of a `ReadSpec` back.
+def parse(text: str) -> UnshardSpec:
+    """Reads the text of an `UnshardSpec` back.
 
     Raises:
-        ValueError: If the text is not one that `ReadSpec.text` writes.
+        ValueError: If the text is not one that `UnshardSpec.text` writes.
     """
     try:
         fields = dict(item.split("=", 1) for item in text.split(" "))
         group, size = ("", "1") if fields["over"] == "none" else fields["over"].rsplit("/", 1)
         replicate_group, replicas = fields.get("replicas", "/1").rsplit("/", 1)
-        kept_group, kept_over = fields.get("kept", "/1").rsplit("/", 1)
+        post_forward_group, post_forward_size = fields.get("post_forward", "/1").rsplit("/", 1)
         shape = fields["shape"]
-        spec = ReadSpec(
+        spec = UnshardSpec(
             offset=int(fields["offset"]),
             extent=int(fields["extent"]),
             shape=() if shape == "scalar" else tuple(map(int, shape.split("x"))),
@@ -218,10 +219,10 @@ def parse(text: str) -> ReadSpec:
             reduce_dtype=_dtype(fields["reduce"]),
             reshard=Reshard(fields["reshard"]),
             order=tuple(map(int, fields["order"].split("x"))) if "order" in fields else (),
-            sync=Sync(fields.get("sync", Sync.ALL.value)),
+            grad_placement=GradPlacement(fields.get("grads", GradPlacement.REDUCED.value)),
             divide=float(fields["divide"]) if "divide" in fields else None,
-            kept_over=int(kept_over),
-            kept_group=kept_group,
+            post_forward_size=int(post_forward_size),
+            post_forward_group=post_forward_group,
             compute=fields.get("compute", ""),
             reduce_group=fields.get("reduce_over", ""),
             **{key: tuple(map(unquote, fields[key].split(","))) for key in _PREFETCH if key in fields},

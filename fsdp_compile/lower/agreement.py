@@ -19,14 +19,14 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile.comm import groups
-from fsdp_compile.comm.rendezvous import Difference, RefusedElsewhereError, Room, digest_of
+from fsdp_compile.comm.rendezvous import Difference, RefusedElsewhereError, Rendezvous, digest_of
 from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchError
 from fsdp_compile.ir.graph import EXCHANGES, Record, Role, StepGraph, require, role_of
 
 _STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE, *EXCHANGES)
 _NAMES = re.compile(r"(?<= of )(.*)(?= \()")
 """The names of parameters in a line."""
-_orders: weakref.WeakKeyDictionary[groups.MeetingPlace, set[str]] = weakref.WeakKeyDictionary()
+_orders: weakref.WeakKeyDictionary[groups.RankStore, set[str]] = weakref.WeakKeyDictionary()
 """Digests of the orders of collectives that this process has compiled for each group."""
 
 
@@ -43,7 +43,7 @@ def agree(step: StepGraph) -> None:
     """
     starts = [node for node in step.graph.nodes if node.meta.get("fsdp") and require(node).role in _STARTS]
     for alias in dict.fromkeys(group_of(node) for node in starts):
-        place = groups.meeting_place(alias)
+        place = groups.rank_store(alias)
         if place is None:
             continue
         mine = [_line(node) for node in starts if group_of(node) == alias]
@@ -66,14 +66,14 @@ def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
     order; told to ranks that compile nothing, it would meet them in their next round, which this rank would not be in.
 
     Args:
-        flats: The flat shards that the graphs would have read.
+        flats: The parameter groups that the graphs would have read.
         error: Why.
     """
     if isinstance(error, RankMismatchError | RankFailedError) and not isinstance(error, RefusedElsewhereError):
         return  # everyone has been told
     specs = [spec for record in flats for spec in record.specs]
-    aliases = [a for s in specs for a in (s.group, s.replicate_group, s.kept_group, s.reduce_group)]
-    for place in dict.fromkeys(groups.meeting_place(alias) for alias in aliases if alias):
+    aliases = [a for s in specs for a in (s.group, s.replicate_group, s.post_forward_group, s.reduce_group)]
+    for place in dict.fromkeys(groups.rank_store(alias) for alias in aliases if alias):
         if place is None:
             continue
         if isinstance(error, RefusedElsewhereError) and error.heard_in == place.prefix:
@@ -82,7 +82,7 @@ def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
         if known != set(map(_refusal, range(1, len(known) + 1))):
             continue
         known.add(_refusal(len(known) + 1))
-        _room(place).refuse(len(known), error)
+        _rendezvous(place).refuse(len(known), error)
 
 
 def _refusal(number: int) -> str:
@@ -90,8 +90,8 @@ def _refusal(number: int) -> str:
     return f"refused {number}"
 
 
-def _compare(place: groups.MeetingPlace, number: int, digest: str, mine: list[str]) -> None:
-    room = _room(place)
+def _compare(place: groups.RankStore, number: int, digest: str, mine: list[str]) -> None:
+    room = _rendezvous(place)
     try:
         difference = room.compare(number, digest, "\n".join(mine))
         if difference is not None:
@@ -99,13 +99,13 @@ def _compare(place: groups.MeetingPlace, number: int, digest: str, mine: list[st
     except RefusedElsewhereError:
         raise
     except FSDPCompileError as error:
-        for each in groups.meeting_places():
-            _room(each).tell(error)
+        for each in groups.rank_stores():
+            _rendezvous(each).tell(error)
         raise
 
 
-def _room(place: groups.MeetingPlace) -> Room:
-    return Room(place.store(), place.prefix, place.ranks, place.rank, place.timeout_s)
+def _rendezvous(place: groups.RankStore) -> Rendezvous:
+    return Rendezvous(place.store(), place.prefix, place.ranks, place.rank, place.timeout_s)
 
 
 def group_of(node: fx.Node) -> str:

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.runtime.units import FlatShard, Unit
+from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
 
 @dataclasses.dataclass(eq=False)
-class Ran:
+class CompiledRegion:
     """One compiled region.
 
     Attributes:
@@ -30,26 +30,26 @@ class Ran:
     lower: str
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
 
-    def note(self, step: StepGraph) -> None:
+    def add(self, step: StepGraph) -> None:
         """Keeps a copy of a transformed graph."""
         self.steps.append(step.copy())
 
 
 _numbers = itertools.count()
-_regions: weakref.WeakKeyDictionary[Unit, dict[tuple[int, ...], Ran]] = weakref.WeakKeyDictionary()
-"""Regions by a unit that they read, and there by the flat shards that they read."""
+_regions: weakref.WeakKeyDictionary[FSDPUnit, dict[tuple[int, ...], CompiledRegion]] = weakref.WeakKeyDictionary()
+"""Regions by a unit that they read, and there by the parameter groups that they read."""
 
 
-def remember(inputs: Sequence[object], lower: str) -> Ran:
+def register_region(inputs: Sequence[object], lower: str) -> CompiledRegion:
     """Makes a place for the graphs of a region; of several compiles of one region the last stays.
 
     Args:
-        inputs: Example inputs of Dynamo's graph; the units of its flat shards keep the region.
+        inputs: Example inputs of Dynamo's graph; the units of its parameter groups keep the region.
         lower: As in `FSDPOptions.lower`.
     """
-    found = [FlatShard.of(value) for value in inputs if isinstance(value, torch.Tensor)]
+    found = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
     flats = [flat for flat in found if flat is not None]
-    ran = Ran(next(_numbers), lower)
+    ran = CompiledRegion(next(_numbers), lower)
     key = tuple(id(flat) for flat in flats)
     for unit in {flat.unit for flat in flats}:
         held = _regions.setdefault(unit, {})
@@ -58,7 +58,7 @@ def remember(inputs: Sequence[object], lower: str) -> Ran:
     return ran
 
 
-def regions_of(units: Iterable[Unit]) -> list[Ran]:
+def regions_of(units: Iterable[FSDPUnit]) -> list[CompiledRegion]:
     """Regions that read any of `units`, each once, in the order in which they were compiled."""
     found = {ran for unit in units for ran in _regions.get(unit, {}).values() if ran.steps}
     return sorted(found, key=lambda ran: ran.number)

@@ -11,34 +11,35 @@ from torch import fx
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.graph import MADE, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import beside
-from fsdp_compile.layout.spec import Sync, Update
+from fsdp_compile.layout.spec import GradPlacement, Update
 from fsdp_compile.lower.wrappers import Compiled
 from fsdp_compile.runtime.kernels import accompany
-from fsdp_compile.runtime.units import FlatShard
+from fsdp_compile.runtime.units import FSDPParamGroup
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrival:
-    """Which gradients of one flat shard a backward graph makes.
+class GradOutput:
+    """Which gradients of one flat parameter a backward graph makes.
 
     Attributes:
-        flat: Position of the flat shard among the inputs.
+        flat: Position of the flat parameter among the inputs.
         offsets: Slots that get gradients.
-        sync: How far they are summed.
-        held: Position of the held gradients that are added to them, if there are any.
-        partial: Position of the reduced ones that are added before the sum over replicas, if there are any.
+        grad_placement: How far they are summed.
+        unsharded_accumulated_grad: Position of the unreduced gradients that are added to them, if there are any.
+        partial_reduce_output: Position of the reduced ones that are added before the sum over replicas, if there are
+            any.
         update: Where the gradients go: out of the graph, or into an update inside of it.
     """
 
     flat: int
     offsets: tuple[int, ...]
-    sync: Sync
-    held: int | None
-    partial: int | None
+    grad_placement: GradPlacement
+    unsharded_accumulated_grad: int | None
+    partial_reduce_output: int | None
     update: Update = Update.AFTER_BACKWARD
 
 
-def arrivals(step: StepGraph) -> list[Arrival]:
+def grad_outputs(step: StepGraph) -> list[GradOutput]:
     """Which slots a backward graph makes gradients for."""
     placeholders = step.graph.find_nodes(op="placeholder")
     place = {node: index for index, node in enumerate(placeholders)}
@@ -56,9 +57,9 @@ def arrivals(step: StepGraph) -> list[Arrival]:
         mine = [made[flat.unit, name] for name in flat.parameters if (flat.unit, name) in made]
         if mine:
             offsets = tuple(sorted(spec.offset for spec in mine))
-            held, partial = (_place_of(node, role, place) for role in (Role.HELD, Role.PARTIAL))
+            held, partial = (_place_of(node, role, place) for role in (Role.UNREDUCED_GRAD, Role.PARTIAL_GRAD))
             update = Update.IN_BACKWARD if index in updated else Update.AFTER_BACKWARD
-            found.append(Arrival(index, offsets, mine[0].sync, held, partial, update))
+            found.append(GradOutput(index, offsets, mine[0].grad_placement, held, partial, update))
     return found
 
 
@@ -67,38 +68,40 @@ def _place_of(flat: fx.Node, role: Role, place: dict[fx.Node, int]) -> int | Non
     return None if node is None else place[node]
 
 
-def note_arrivals(compiled: Compiled, noted: Sequence[Arrival]) -> Compiled:
+def note_grad_outputs(compiled: Compiled, noted: Sequence[GradOutput]) -> Compiled:
     """Wraps a compiled backward so that parameters without a gradient keep `None`, and held ones count once."""
 
     def run(args: list[Any]) -> Any:
-        flats = [FlatShard.of(args[each.flat]) for each in noted]
+        flats = [FSDPParamGroup.of(args[each.flat]) for each in noted]
         for flat, each in zip(flats, noted, strict=True):
             _before(args, each, flat)
         made = compiled(args)
         for flat, each in zip(flats, noted, strict=True):
             if flat is not None and each.update is Update.AFTER_BACKWARD:  # else the graph says so itself
-                flat.note_gradients(each.offsets, each.sync)
+                flat.mark_produced(each.offsets, each.grad_placement)
         return made
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
-def _before(args: list[Any], each: Arrival, flat: FlatShard | None) -> None:
+def _before(args: list[Any], each: GradOutput, flat: FSDPParamGroup | None) -> None:
     if flat is None and each.update is Update.IN_BACKWARD:
         raise _updates_a_copy()
-    if each.held is not None or each.partial is not None:
-        _take_along(args, each, flat)
+    if each.unsharded_accumulated_grad is not None or each.partial_reduce_output is not None:
+        _consume_pending(args, each, flat)
 
 
-def _take_along(args: list[Any], each: Arrival, flat: FlatShard | None) -> None:
+def _consume_pending(args: list[Any], each: GradOutput, flat: FSDPParamGroup | None) -> None:
     """Leaves among the inputs only those gradients of earlier backward passes that nobody has taken."""
-    held, partial = (None if at is None else args[at] for at in (each.held, each.partial))
+    held, partial = (
+        None if at is None else args[at] for at in (each.unsharded_accumulated_grad, each.partial_reduce_output)
+    )
     if flat is not None:
         held, partial = accompany(flat, each.offsets, held, partial)
     else:  # saved-tensor hooks gave a copy, whose owner is unknown: what it holds is reduced at the end
         held, partial = (None if value is None else value.new_zeros(value.shape) for value in (held, partial))
-    for at, value in ((each.held, held), (each.partial, partial)):
+    for at, value in ((each.unsharded_accumulated_grad, held), (each.partial_reduce_output, partial)):
         if at is not None:
             args[at] = value
 

@@ -12,7 +12,7 @@ from torch import fx
 from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
-from fsdp_compile.lower.gradient_outputs import arrivals, note_arrivals
+from fsdp_compile.lower.gradient_outputs import grad_outputs, note_grad_outputs
 from fsdp_compile.lower.wrappers import (
     Compiled,
     FlatKey,
@@ -49,13 +49,13 @@ class Region:
     """State of one compile.
 
     Attributes:
-        flats: Records of Dynamo's inputs that are flat shards, or belong to one.
+        flats: Records of Dynamo's inputs that are parameter groups, or belong to one.
         transform: Runs the passes on one graph.
         announce: Told of graphs once all of a compile are transformed: ranks compare them.
         refuse: Told of the error if there will be no such graphs.
         keep: Decides what stays unsharded from forward to backward where that was left open.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
-        again: Flat shards that are updated in backward, and that backward reads as forward does.
+        again: Parameter groups that are updated in backward, and that backward reads as forward does.
     """
 
     flats: Mapping[int, Record]
@@ -112,7 +112,7 @@ class Region:
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:
         """Compiles a transformed graph and adds what has to run around it."""
         step = StepGraph(gm, phase)
-        noted = arrivals(step) if phase is Phase.BACKWARD else []
+        noted = grad_outputs(step) if phase is Phase.BACKWARD else []
         inputs = flat_inputs(step) if phase is Phase.FORWARD else []
         copies_from = host_copies_from(step)
         updates = runs_optimizers(step)
@@ -124,7 +124,7 @@ class Region:
         if copies_from:
             compiled = wait_for_host_copies(compiled, copies_from)
         if noted:
-            compiled = note_arrivals(compiled, noted)
+            compiled = note_grad_outputs(compiled, noted)
         if self.again:
             compiled = count_reads(compiled, step, self.again)
         return check_inputs(compiled, inputs) if inputs else compiled

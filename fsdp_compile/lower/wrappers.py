@@ -1,4 +1,4 @@
-"""What runs around a compiled graph at every step: two look-ups per flat shard, and little else."""
+"""What runs around a compiled graph at every step: two look-ups per parameter group, and little else."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.modules.forward import in_forward
 from fsdp_compile.runtime import update_in_backward
-from fsdp_compile.runtime.units import FlatShard
-from fsdp_compile.runtime.unshard import is_stale, refresh
+from fsdp_compile.runtime.units import FSDPParamGroup
+from fsdp_compile.runtime.unshard import is_outdated, unshard_again
 from fsdp_compile.sharding.views import check_inside_graph
 
 Compiled = Callable[[list[Any]], Any]
 FlatKey = tuple[str, tuple[str, ...]]
-"""Unit and parameters: which flat shard of a region a node stands for, in either graph."""
+"""Unit and parameters: which parameter group of a region a node stands for, in either graph."""
 
 
 def flat_key(record: Record) -> FlatKey:
-    """Which flat shard a record belongs to."""
+    """Which parameter group a record belongs to."""
     return record.unit, record.parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatInput:
-    """A flat shard among the inputs of a forward graph.
+    """A parameter group among the inputs of a forward graph.
 
     Attributes:
         position: Its place.
@@ -41,9 +41,9 @@ class FlatInput:
 
 
 def flat_inputs(step: StepGraph) -> list[FlatInput]:
-    """The flat shards among a graph's inputs."""
+    """The parameter groups among a graph's inputs."""
     placeholders = step.graph.find_nodes(op="placeholder")
-    kept = [(i, require(node)) for i, node in enumerate(placeholders) if role_of(node) is Role.KEPT]
+    kept = [(i, require(node)) for i, node in enumerate(placeholders) if role_of(node) is Role.UNSHARDED_PARAM]
     found = []
     for index, node in enumerate(placeholders):
         if role_of(node) is Role.FLAT:
@@ -59,7 +59,7 @@ def check_inputs(compiled: Compiled, inputs: Sequence[FlatInput]) -> Compiled:
     def run(args: list[Any]) -> Any:
         if not in_forward():
             for each in inputs:
-                flat = FlatShard.of(args[each.position])
+                flat = FSDPParamGroup.of(args[each.position])
                 if flat is not None:
                     check_inside_graph(flat)
                     if backward_in_progress() == -1:
@@ -71,16 +71,16 @@ def check_inputs(compiled: Compiled, inputs: Sequence[FlatInput]) -> Compiled:
     return run
 
 
-def _replace_stale(args: list[Any], flat: FlatShard, at: FlatInput) -> None:
-    if at.kept and is_stale(flat):
-        refresh(flat)
-        assert flat.kept is not None
+def _replace_stale(args: list[Any], flat: FSDPParamGroup, at: FlatInput) -> None:
+    if at.kept and is_outdated(flat):
+        unshard_again(flat)
+        assert flat.unsharded_params is not None
         for offset, position in at.kept:
-            args[position] = flat.kept.values[offset]
+            args[position] = flat.unsharded_params.values[offset]
 
 
 def read_again(forward: StepGraph, backward: StepGraph) -> frozenset[FlatKey]:
-    """Flat shards that both graphs of a region read, and that are updated in backward."""
+    """Parameter groups that both graphs of a region read, and that are updated in backward."""
     return _updated(forward) & _updated(backward)
 
 
@@ -103,7 +103,7 @@ def count_reads(compiled: Compiled, step: StepGraph, flats: frozenset[FlatKey]) 
 
     def run(args: list[Any]) -> Any:
         for position in positions:
-            flat = FlatShard.of(args[position])
+            flat = FSDPParamGroup.of(args[position])
             if flat is not None:
                 note(flat)
         return compiled(args)

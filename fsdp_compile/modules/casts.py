@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class When(enum.Enum):
+class CastWhen(enum.Enum):
     """In which mode of the module its inputs are cast."""
 
     ALWAYS = "always"
@@ -30,7 +30,7 @@ class When(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Boundary:
+class ForwardCasts:
     """What is cast at a module that a policy was set on.
 
     Attributes:
@@ -41,11 +41,11 @@ class Boundary:
 
     inputs: torch.dtype | None
     output: torch.dtype | None
-    when: When = When.ALWAYS
+    when: CastWhen = CastWhen.ALWAYS
 
 
 @dataclasses.dataclass(frozen=True)
-class Island:
+class FullPrecision:
     """A module that computes in its own dtype whatever is around it: outputs get the dtype that its inputs had.
 
     Attributes:
@@ -55,16 +55,16 @@ class Island:
     dtype: torch.dtype
 
 
-def cast_inputs(at: Boundary | Island, module: nn.Module, arguments: Arguments) -> Arguments:
+def cast_inputs(at: ForwardCasts | FullPrecision, module: nn.Module, arguments: Arguments) -> Arguments:
     """Arguments of `module`, cast as its boundary says."""
-    if isinstance(at, Island):
+    if isinstance(at, FullPrecision):
         return cast(arguments, at.dtype)
-    if at.inputs is None or (at.when is When.TRAINING and not module.training):
+    if at.inputs is None or (at.when is CastWhen.TRAINING and not module.training):
         return arguments
     return cast(arguments, at.inputs)
 
 
-def cast_output(at: Boundary | Island, arguments: Arguments, output: Any) -> Any:
+def cast_output(at: ForwardCasts | FullPrecision, arguments: Arguments, output: Any) -> Any:
     """What a module returns, cast as its boundary says.
 
     Args:
@@ -72,7 +72,7 @@ def cast_output(at: Boundary | Island, arguments: Arguments, output: Any) -> Any
         arguments: What the module was called with, before any cast.
         output: What it returned.
     """
-    dtype = _dtype_of(arguments) if isinstance(at, Island) else at.output
+    dtype = _dtype_of(arguments) if isinstance(at, FullPrecision) else at.output
     return output if dtype is None else cast(output, dtype)
 
 

@@ -20,14 +20,14 @@ from torch import nn
 
 from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.layout.spec import ReadSpec, Reshard, Update
+from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
 from fsdp_compile.modules import casts
 from fsdp_compile.modules.forward import OWN_FORWARD, _forward, _own_forward, in_forward
 from fsdp_compile.modules.param_views import give_storages
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.reduce_queue import reduce_alias
-from fsdp_compile.runtime.units import EVAL_READS, READS, VARIANTS, FlatShard, Unit, note_layout, titles
-from fsdp_compile.runtime.unshard_args import Variant, publish, set_variant
+from fsdp_compile.runtime.units import EVAL_READS, READS, UNSHARD_ARGS, FSDPParamGroup, FSDPUnit, note_layout, titles
+from fsdp_compile.runtime.unshard_args import UnshardArgs, refresh_unshard_args, set_unshard_args
 
 _MIXIN = "_fsdp_mixin"
 """Attribute of a module: the class whose methods it was given."""
@@ -56,20 +56,20 @@ def with_methods(cls: type[nn.Module], module: nn.Module) -> type[nn.Module]:
     return _made[cls, mixin]
 
 
-Read = tuple[nn.Parameter, str, FlatShard]
+Read = tuple[nn.Parameter, str, FSDPParamGroup]
 _LEAF = "_fsdp_leaf_"
 """Start of the attributes of a module that are the leaves which its parameters are gathered from, each once."""
 _READINGS, _ORIGINAL = "_fsdp_readings", "_fsdp_original_class"
-_classes: dict[tuple[type[nn.Module], tuple[Reading, ...]], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], tuple[ParamRead, ...]], type[nn.Module]] = {}
 
 
-class Reading(NamedTuple):
+class ParamRead(NamedTuple):
     """How a class of modules reads one parameter: the same for all layers that are laid out alike.
 
     Attributes:
         name: Its attribute.
         leaf: Number of the leaf among those of a module.
-        text: Of its `ReadSpec`.
+        text: Of its `UnshardSpec`.
         eval_text: The same for eval mode, where that is another.
     """
 
@@ -84,27 +84,28 @@ def gather_on_read(module: nn.Module, reads: Mapping[str, Read], in_eval: Mappin
 
     Args:
         module: The module; its class is replaced by a subclass.
-        reads: For each parameter name, the leaf that it is gathered from, the text of its `ReadSpec`, the flat shard.
-        in_eval: For those of `reads` that are read otherwise in eval mode, the text of that `ReadSpec`.
+        reads: For each parameter name, the leaf that it is gathered from, the text of its `UnshardSpec`, the parameter
+            group.
+        in_eval: For those of `reads` that are read otherwise in eval mode, the text of that `UnshardSpec`.
     """
     kept_in_eval = {n: t for n, t in module.__dict__.get(EVAL_READS, {}).items() if n not in reads}
     object.__setattr__(module, READS, {**module.__dict__.get(READS, {}), **reads})
     object.__setattr__(module, EVAL_READS, {**kept_in_eval, **(in_eval or {})})
     for name in reads:
-        set_variant(module, name, None)
+        set_unshard_args(module, name, None)
     note_layout()
     read_as_written(module)
     enter_own_forward(module)
 
 
-def gather_slots(flats: Iterable[FlatShard]) -> None:
-    """Makes the modules that hold parameters of some flat shards gather them from there."""
+def gather_slots(flats: Iterable[FSDPParamGroup]) -> None:
+    """Makes the modules that hold parameters of some parameter groups gather them from there."""
     modules: dict[nn.Module, tuple[dict[str, Read], dict[str, str]]] = {}
     for flat in flats:
         for slot in flat.slots:
-            for module, attribute in slot.owners:
+            for module, attribute in slot.module_refs:
                 reads, in_eval = modules.setdefault(module, ({}, {}))
-                reads[attribute] = (flat.leaf, slot.spec.text, flat)
+                reads[attribute] = (flat.flat_param, slot.spec.text, flat)
                 in_eval.update(slot.eval_read(attribute))
     for module, (reads, in_eval) in modules.items():
         gather_on_read(module, reads, in_eval)
@@ -114,7 +115,7 @@ def read_as_written(module: nn.Module) -> None:
     """Gives a module the class whose properties read as the module's `READS` and `EVAL_READS` say.
 
     What they say is part of the class, and the leaves are attributes, each once: so Dynamo guards on the class and on
-    one attribute for each flat shard, not on what it looks up for each parameter.
+    one attribute for each parameter group, not on what it looks up for each parameter.
     """
     reads, in_eval = module.__dict__[READS], module.__dict__[EVAL_READS]
     number = {leaf: i for i, leaf in enumerate(dict.fromkeys(leaf for leaf, _, _ in reads.values()))}
@@ -122,12 +123,12 @@ def read_as_written(module: nn.Module) -> None:
         object.__delattr__(module, attribute)
     for leaf, i in number.items():
         object.__setattr__(module, f"{_LEAF}{i}", leaf)
-    readings = tuple(sorted(Reading(n, number[leaf], text, in_eval.get(n)) for n, (leaf, text, _) in reads.items()))
+    readings = tuple(sorted(ParamRead(n, number[leaf], text, in_eval.get(n)) for n, (leaf, text, _) in reads.items()))
     if getattr(type(module), _READINGS, None) != readings:
         module.__class__ = _class_that_reads(module, readings)
 
 
-def _class_that_reads(module: nn.Module, readings: tuple[Reading, ...]) -> type[nn.Module]:
+def _class_that_reads(module: nn.Module, readings: tuple[ParamRead, ...]) -> type[nn.Module]:
     """The subclass for a module: of its original class, or of the one that somebody has given it since."""
     now = type(module)
     is_own = now is original_class(module) or _ORIGINAL in vars(now)
@@ -151,7 +152,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_fsdp_original_class", type(module))
 
 
-def _make_class(original: type[nn.Module], readings: tuple[Reading, ...]) -> type[nn.Module]:
+def _make_class(original: type[nn.Module], readings: tuple[ParamRead, ...]) -> type[nn.Module]:
     members = _read_members(readings) | {
         "train": _train,
         "__deepcopy__": _refuse_deepcopy,
@@ -159,7 +160,7 @@ def _make_class(original: type[nn.Module], readings: tuple[Reading, ...]) -> typ
         "get_parameter": _get_parameter,
         "_save_to_state_dict": _save_to_state_dict,
         "_load_from_state_dict": _load_from_state_dict,
-        VARIANTS: None,
+        UNSHARD_ARGS: None,
         _ORIGINAL: original,
         "_fsdp_original_forward": original.forward,
         "_fsdp_outermost_forward": _outermost_forward(original),
@@ -174,13 +175,13 @@ def _make_class(original: type[nn.Module], readings: tuple[Reading, ...]) -> typ
     return type(original.__name__, (original,), members)
 
 
-def _make_class_over(given: type[nn.Module], readings: tuple[Reading, ...]) -> type[nn.Module]:
+def _make_class_over(given: type[nn.Module], readings: tuple[ParamRead, ...]) -> type[nn.Module]:
     """The subclass of a class over one of ours, which somebody gave a module: `parametrize` does, for one."""
     named = {"__module__": given.__module__, "__qualname__": given.__qualname__, "__doc__": given.__doc__}
     return type(given.__name__, (given,), _read_members(readings) | named)
 
 
-def _read_members(readings: tuple[Reading, ...]) -> dict[str, Any]:
+def _read_members(readings: tuple[ParamRead, ...]) -> dict[str, Any]:
     return {_READINGS: readings, **{reading.name: _read_property(reading) for reading in readings}}
 
 
@@ -201,14 +202,14 @@ def _call_original(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # no
     return self._fsdp_original_forward(*args, **kwargs)
 
 
-def _read_property(reading: Reading) -> property:
+def _read_property(reading: ParamRead) -> property:
     name, leaf, text, eval_text = reading.name, f"{_LEAF}{reading.leaf}", reading.text, reading.eval_text
 
     def read(module: nn.Module) -> torch.Tensor | None:
         if torch.compiler.is_compiling() or in_forward() or calls_are_compiled():
             if eval_text is not None and not module.training:
                 return torch.ops.fsdp.unshard(getattr(module, leaf), eval_text)
-            variants = getattr(module, VARIANTS)
+            variants = getattr(module, UNSHARD_ARGS)
             if variants is None or name not in variants:
                 return torch.ops.fsdp.unshard(getattr(module, leaf), text)
             return torch.ops.fsdp.unshard(getattr(module, leaf), *_arguments(text, variants[name]))
@@ -220,11 +221,11 @@ def _read_property(reading: Reading) -> property:
     return property(read)
 
 
-def _arguments(text: str, variant: Variant) -> tuple[str | torch.Tensor | None, ...]:
-    """What a read takes besides the flat shard; each tensor that is there, and the text, is a variant to Dynamo."""
+def _arguments(text: str, args: UnshardArgs) -> tuple[str | torch.Tensor | None, ...]:
+    """What a read takes besides the parameter group; each tensor, and the text, is a variant to Dynamo."""
     if torch.is_grad_enabled():
-        return variant
-    return (text,) if variant[1] is None else (text, variant[1])
+        return args
+    return (text,) if args[1] is None else (text, args[1])
 
 
 def _named_parameters(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
@@ -276,41 +277,41 @@ def _load_from_state_dict(module: nn.Module, *args: Any) -> None:
 
 def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
     raise UnsupportedModelError(
-        "a sharded module cannot be deep-copied: the copy would share process groups and flat shards with it",
+        "a sharded module cannot be deep-copied: the copy would share process groups and parameter groups with it",
         where=type(module).__name__,
         instead="copy.deepcopy(model) before it is sharded, and move values with state_dict() and load_state_dict()",
     )
 
 
-def respecify(unit: Unit) -> None:
+def rebuild_specs(unit: FSDPUnit) -> None:
     """Writes what a unit's policy, accumulation and optimizers say into its slots' specs and into the next reads."""
     for flat in unit.flats:
-        update = flat.progress.update = update_in_backward.wanted(flat)
+        update = flat.update_state.update = update_in_backward.wanted(flat)
         for slot in flat.slots:
-            slot.spec = _respecified(slot.spec, unit, update)
+            slot.spec = _rebuilt(slot.spec, unit, update)
             if slot.eval_spec is not None:
-                slot.eval_spec = _respecified(slot.eval_spec, unit, update)
-            for module, attribute in slot.owners:
-                module.__dict__[READS][attribute] = (flat.leaf, slot.spec.text, flat)
+                slot.eval_spec = _rebuilt(slot.eval_spec, unit, update)
+            for module, attribute in slot.module_refs:
+                module.__dict__[READS][attribute] = (flat.flat_param, slot.spec.text, flat)
                 module.__dict__[EVAL_READS].update(slot.eval_read(attribute))
-        publish(flat)
-    for module in {module: None for slot in unit.slots for module, _ in slot.owners}:
+        refresh_unshard_args(flat)
+    for module in {module: None for slot in unit.slots for module, _ in slot.module_refs}:
         if original_class(module) is not type(module):  # else `full_params` gives the class back
             read_as_written(module)
 
 
-def _respecified(spec: ReadSpec, unit: Unit, update: Update) -> ReadSpec:
-    where = unit.policy.arrangement
-    group = spec.kept_group if where.kept_over > 1 else ""
+def _rebuilt(spec: UnshardSpec, unit: FSDPUnit, update: Update) -> UnshardSpec:
+    where = unit.policy.mesh_placement
+    group = spec.post_forward_group if where.post_forward_size > 1 else ""
     reshard = where.reshard
     if spec.size == 1 and update is Update.IN_BACKWARD:
-        # A read of the only rank is a view of the flat shard: backward must see who reads it before the update.
+        # A read of the only rank is a view of the flat parameter: backward must see who reads it before the update.
         reshard = Reshard.AFTER_FORWARD
     return dataclasses.replace(
         spec,
         reshard=reshard,
-        kept_over=where.kept_over,
-        kept_group=group,
+        post_forward_size=where.post_forward_size,
+        post_forward_group=group,
         divide=unit.divide,
         reduce_group=reduce_alias(unit),
         forward_prefetch=titles(unit.forward_prefetch),

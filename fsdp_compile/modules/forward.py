@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compile._torch.dynamo import skip_code
-from fsdp_compile.modules.casts import Arguments, Boundary, Island, cast_inputs, cast_output
+from fsdp_compile.modules.casts import Arguments, ForwardCasts, FullPrecision, cast_inputs, cast_output
 
 _forward_depth = threading.local()
 _first_call = threading.local()
@@ -53,8 +53,8 @@ def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 skip_code(call_in_forward.__code__)
-BOUNDARY = "_fsdp_boundary"
-"""Attribute of a module whose inputs and outputs are cast: its `Boundary` or `Island`."""
+FORWARD_CASTS = "_fsdp_boundary"
+"""Attribute of a module whose inputs and outputs are cast: its `ForwardCasts` or `FullPrecision`."""
 OWN_FORWARD = "_fsdp_own_forward"
 
 
@@ -71,7 +71,7 @@ def _own_forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa
 
 
 def _trace(self, forward, args, kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    boundary = self.__dict__.get(BOUNDARY)
+    boundary = self.__dict__.get(FORWARD_CASTS)
     if boundary is None:
         return forward(*args, **kwargs)
     cast_args, cast_kwargs = cast_inputs(boundary, self, (args, kwargs))
@@ -83,7 +83,7 @@ def run_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     outermost = not in_forward()
     if outermost:
         before_step(module)
-    boundary: Boundary | Island | None = module.__dict__.get(BOUNDARY)
+    boundary: ForwardCasts | FullPrecision | None = module.__dict__.get(FORWARD_CASTS)
     given: Arguments = (args, kwargs)
     if boundary is not None:
         args, kwargs = torch.compiler.disable(cast_inputs)(boundary, module, given)
@@ -104,8 +104,8 @@ skip_code(run_eagerly.__code__)
 
 @torch.compiler.disable
 def before_step(module: nn.Module) -> None:
-    """Restores the parameters below `module` that are no longer views of their flat shards."""
+    """Restores the parameters below `module` that are no longer views of their flat parameters."""
     from fsdp_compile.runtime import unshard
     from fsdp_compile.sharding import views  # they lay units out anew, which needs this module
 
-    unshard.before_forward(views.units_in_place(module))
+    unshard.before_forward(views.units_with_intact_views(module))

@@ -12,17 +12,17 @@ from torch import nn
 from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile.comm.mesh import with_reshard
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.modules.classes import respecify
+from fsdp_compile.modules.classes import rebuild_specs
 from fsdp_compile.runtime import accumulation, post_backward
-from fsdp_compile.runtime.group_state import ReduceQueue
+from fsdp_compile.runtime.group_state import ReduceGroup
 from fsdp_compile.runtime.module_state import is_sharded, units, units_of_call
-from fsdp_compile.runtime.reduce_queue import set_queue
-from fsdp_compile.runtime.units import Unit
+from fsdp_compile.runtime.reduce_queue import set_reduce_group
+from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.runtime.unshard import UnshardHandle, reshard, unshard
 
 
-def set_division(units: Iterable[Unit], **settings: float | bool | None) -> None:
-    """Sets `divide` or `sum_only` of `Accumulation`.
+def set_division(units: Iterable[FSDPUnit], **settings: float | bool | None) -> None:
+    """Sets `divide` or `sum_only` of `CommSettings`.
 
     Raises:
         ConfigError: If the user's own function reduces the gradients, and so divides them.
@@ -34,10 +34,10 @@ def set_division(units: Iterable[Unit], **settings: float | bool | None) -> None
                 where=f"{', '.join(settings)} of unit {unit.title}",
                 instead="divide in the hook",
             )
-        changed = dataclasses.replace(unit.accumulation, **settings)  # type: ignore[arg-type]
-        if changed != unit.accumulation:
-            unit.accumulation = changed
-            respecify(unit)
+        changed = dataclasses.replace(unit.comm_settings, **settings)  # type: ignore[arg-type]
+        if changed != unit.comm_settings:
+            unit.comm_settings = changed
+            rebuild_specs(unit)
 
 
 class ShardedModule:
@@ -88,19 +88,19 @@ class ShardedModule:
         """
         flag = _flag(reshard_after_forward, "set_reshard_after_forward")
         for unit in _units(self, recurse=recurse):
-            arrangement = with_reshard(unit.policy.arrangement, reshard_after_forward=flag)
-            if arrangement != unit.policy.arrangement:
-                unit.policy = dataclasses.replace(unit.policy, arrangement=arrangement)
-                respecify(unit)
+            placement = with_reshard(unit.policy.mesh_placement, reshard_after_forward=flag)
+            if placement != unit.policy.mesh_placement:
+                unit.policy = dataclasses.replace(unit.policy, mesh_placement=placement)
+                rebuild_specs(unit)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:  # noqa: FBT001, FBT002
         """Sets whether gradients are reduced on a process group of their own, beside the one that gathers parameters.
 
         All ranks call it together: the group is made at the first call for a mesh.
         """
-        queue = ReduceQueue.OWN if _flag(enable, "set_separate_reduce_scatter_group") else ReduceQueue.SHARED
-        for unit in set_queue(_units(self, recurse=recurse), queue):
-            respecify(unit)
+        queue = ReduceGroup.OWN if _flag(enable, "set_separate_reduce_scatter_group") else ReduceGroup.SHARED
+        for unit in set_reduce_group(_units(self, recurse=recurse), queue):
+            rebuild_specs(unit)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Sets whose parameters are gathered while this module's forward runs: they start where its own have arrived.
@@ -149,7 +149,7 @@ class ShardedModule:
         if backward_in_progress() != -1:  # it ends before the next forward, which may never come
             for unit in own:
                 for flat in unit.flats:
-                    post_backward.expect(flat)
+                    post_backward.queue_post_backward(flat)
         if _flag(async_op, "unshard"):
             return handle
         handle.wait()
@@ -164,12 +164,12 @@ class ShardedModule:
         own = list(_units(self, recurse=True))
         for unit in own:
             for flat in unit.flats:
-                flat.held.clear()
-                flat.partial.clear()
-                flat.leaf.grad = None
-                flat.undelivered.clear()
-                flat.progress.readers, flat.progress.is_due = 0, False
-            respecify(unit)
+                flat.unsharded_accumulated_grad.clear()
+                flat.partial_reduce_output.clear()
+                flat.flat_param.grad = None
+                flat.unwritten.clear()
+                flat.update_state.open_forwards, flat.update_state.has_new_grads = 0, False
+            rebuild_specs(unit)
         reshard(own)
 
 
@@ -187,10 +187,10 @@ def _set_prefetch(self: object, modules: Sequence[nn.Module], field: str) -> Non
         )
     named = [unit for module in modules for unit in _unit_of(module, self, where)]
     setattr(own, field, tuple(dict.fromkeys(named)))
-    respecify(own)
+    rebuild_specs(own)
 
 
-def _unit_of(module: object, owner: nn.Module, where: str) -> list[Unit]:
+def _unit_of(module: object, owner: nn.Module, where: str) -> list[FSDPUnit]:
     """The unit of a module; none if all of its parameters are in units of modules below it."""
     if module is owner:
         raise ConfigError("a module cannot prefetch itself", where=where, instead="modules that run after it")
@@ -207,7 +207,7 @@ def _unit_of(module: object, owner: nn.Module, where: str) -> list[Unit]:
     return found
 
 
-def _units(module: object, *, recurse: bool) -> Iterator[Unit]:
+def _units(module: object, *, recurse: bool) -> Iterator[FSDPUnit]:
     assert isinstance(module, nn.Module)
     for part in module.modules() if recurse else (module,):
         yield from units_of_call(part)

@@ -5,8 +5,8 @@ follow the last use; the marker says in the graph where that is, so that people 
 
 `fsdp::update`: by which a compiled backward offers a flat gradient for the update, in the middle of the graph.
 
-It writes to the flat shard, and says so: what reads the flat shard stays before it, and no compiler takes it away. The
-gradient is the graph's own memory, which may be used again afterwards: who keeps it longer keeps a copy.
+It writes to the flat parameter, and says so: what reads the flat parameter stays before it, and no compiler takes it
+away. The gradient is the graph's own memory, which may be used again afterwards: who keeps it longer keeps a copy.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from fsdp_compile.layout.averaging import scaling
-from fsdp_compile.layout.spec import ReadSpec, parse
+from fsdp_compile.layout.spec import UnshardSpec, parse
 from fsdp_compile.ops.row_exchange import RowExchange
 from fsdp_compile.ops.unshard import sum_over_replicas
 
@@ -30,9 +30,9 @@ def look_up(
     """Looks up rows of an embedding that stays sharded.
 
     Args:
-        flat: This rank's flat shard, `[numel]`.
+        flat: This rank's flat parameter, `[numel]`.
         ids: Row numbers, of any integer dtype and shape.
-        spec: Text of a `ReadSpec` of the weight, `[rows, width]`, sharded on dimension 0.
+        spec: Text of an `UnshardSpec` of the weight, `[rows, width]`, sharded on dimension 0.
         padding_idx: The row that gets no gradient, -1 for none.
         scale_grad_by_freq: Whether gradients are divided by how often this rank looks up their row.
 
@@ -121,7 +121,7 @@ def _without_padding(grad: torch.Tensor, ids: torch.Tensor, padding_idx: int) ->
     return grad if padding_idx < 0 else grad.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
 
 
-def _sum(rows: torch.Tensor, exchange: RowExchange, read: ReadSpec, *, scale_by_frequency: bool) -> torch.Tensor:
+def _sum(rows: torch.Tensor, exchange: RowExchange, read: UnshardSpec, *, scale_by_frequency: bool) -> torch.Tensor:
     """The sum of all ranks' gradients of this rank's rows, `[rows, width]` in the dtype of reductions.
 
     As in a reduction of full gradients: each rank's own are summed first, and then the ranks', in their order.

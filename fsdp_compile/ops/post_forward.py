@@ -4,9 +4,9 @@ The ranks of a shard group form runs of k neighbours. A gathered message, rank a
 i-th rank of each run keeps the i-th part, so that a run holds all of it and backward gathers over k ranks alone. The
 parts come in rank order, so what backward gathers is the message that forward had.
 
-    fsdp.own_part(message, k, group)     this rank's part of a gathered message
-    fsdp.keep(full, spec)                the marker for it in a captured graph
-    fsdp.regather(part, spec)            the marker for the gather out of the parts
+    fsdp.post_forward_part(message, k, group)     this rank's part of a gathered message
+    fsdp.shard_post_forward(full, spec)                the marker for it in a captured graph
+    fsdp.unshard_post_forward(part, spec)            the marker for the gather out of the parts
 
 Which part is a rank's own is looked up when the operator runs: a graph names the group alone, alike on every rank.
 """
@@ -22,8 +22,8 @@ from fsdp_compile.layout.spec import parse
 _EAGER = EagerBuilder()
 
 
-@torch.library.custom_op("fsdp::own_part", mutates_args=())
-def own_part(message: torch.Tensor, parts: int, group: str) -> torch.Tensor:
+@torch.library.custom_op("fsdp::post_forward_part", mutates_args=())
+def post_forward_part(message: torch.Tensor, parts: int, group: str) -> torch.Tensor:
     """Copies this rank's part out of a gathered message.
 
     Args:
@@ -39,53 +39,53 @@ def own_part(message: torch.Tensor, parts: int, group: str) -> torch.Tensor:
     return message.chunk(parts)[held.rank()].clone()
 
 
-@own_part.register_fake
+@post_forward_part.register_fake
 def _(message: torch.Tensor, parts: int, group: str) -> torch.Tensor:  # noqa: ARG001
     return message.new_empty(message.shape[0] // parts)
 
 
-@torch.library.custom_op("fsdp::keep", mutates_args=())
-def keep(full: torch.Tensor, spec: str) -> torch.Tensor:
+@torch.library.custom_op("fsdp::shard_post_forward", mutates_args=())
+def shard_post_forward(full: torch.Tensor, spec: str) -> torch.Tensor:
     """This rank's part of a parameter, padding included.
 
     Args:
         full: The full parameter.
-        spec: Text of a `ReadSpec` with `kept_over` > 1.
+        spec: Text of an `UnshardSpec` with `post_forward_size` > 1.
 
     Returns:
-        `[kept_numel]`.
+        `[post_forward_numel]`.
     """
     read = parse(spec)
     message = gradient_rows(_EAGER, full, read).reshape(-1)  # the rows of each rank, as they are gathered
-    return torch.ops.fsdp.own_part(message, read.kept_over, read.kept_group)
+    return torch.ops.fsdp.post_forward_part(message, read.post_forward_size, read.post_forward_group)
 
 
-@keep.register_fake
+@shard_post_forward.register_fake
 def _(full: torch.Tensor, spec: str) -> torch.Tensor:
-    return full.new_empty(parse(spec).kept_numel)
+    return full.new_empty(parse(spec).post_forward_numel)
 
 
-@torch.library.custom_op("fsdp::regather", mutates_args=())
-def regather(part: torch.Tensor, spec: str) -> torch.Tensor:
+@torch.library.custom_op("fsdp::unshard_post_forward", mutates_args=())
+def unshard_post_forward(part: torch.Tensor, spec: str) -> torch.Tensor:
     """Gathers a parameter out of the parts that a run of ranks has kept.
 
     Args:
-        part: `[kept_numel]`.
-        spec: Text of a `ReadSpec` with `kept_over` > 1.
+        part: `[post_forward_numel]`.
+        spec: Text of an `UnshardSpec` with `post_forward_size` > 1.
 
     Returns:
         The full parameter.
     """
     read = parse(spec)
-    message = collectives.all_gather_into_tensor(part, read.kept_over, read.kept_group)
+    message = collectives.all_gather_into_tensor(part, read.post_forward_size, read.post_forward_group)
     return full_parameter(_EAGER, collectives.wait_tensor(message), read, start=0, span=read.extent).clone()
 
 
-@regather.register_fake
+@unshard_post_forward.register_fake
 def _(part: torch.Tensor, spec: str) -> torch.Tensor:
     return part.new_empty(parse(spec).shape)
 
 
-OWN_PART = torch.ops.fsdp.own_part.default
-KEEP = torch.ops.fsdp.keep.default
-REGATHER = torch.ops.fsdp.regather.default
+OWN_PART = torch.ops.fsdp.post_forward_part.default
+SHARD_POST_FORWARD = torch.ops.fsdp.shard_post_forward.default
+UNSHARD_POST_FORWARD = torch.ops.fsdp.unshard_post_forward.default

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compile._torch.distributed import resolve_group
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 
 _BAD_IDS = -1
 """Told in place of a number of rows by a rank whose ids are out of range: then all ranks fail, and none waits."""
@@ -42,7 +42,7 @@ class RowExchange:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, ids: torch.Tensor, spec: ReadSpec) -> RowExchange:
+    def of(cls, ids: torch.Tensor, spec: UnshardSpec) -> RowExchange:
         """Lets all ranks of the shard group know what each of them wants; all of them call this together.
 
         Args:
@@ -112,7 +112,7 @@ def _exchanged(
     return arrived
 
 
-def _refuse_bad_ids(ids: torch.Tensor, spec: ReadSpec, wanted: Sequence[int], group: dist.ProcessGroup) -> None:
+def _refuse_bad_ids(ids: torch.Tensor, spec: UnshardSpec, wanted: Sequence[int], group: dist.ProcessGroup) -> None:
     bad = [rank for rank, number in enumerate(wanted) if number == _BAD_IDS]
     if group.rank() in bad:
         raise IndexError(

@@ -11,7 +11,7 @@ import torch
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.layout.averaging import scaling
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows, inverse
-from fsdp_compile.layout.spec import ReadSpec, Sync, parse
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops import comm_hook, quantize
 
 _EAGER = EagerBuilder()
@@ -21,27 +21,29 @@ _EAGER = EagerBuilder()
 def unshard(
     flat: torch.Tensor,
     spec: str,
-    kept: torch.Tensor | None = None,
-    into: torch.Tensor | None = None,  # noqa: ARG001  autograd's
-    held: torch.Tensor | None = None,  # noqa: ARG001  backward's
-    partial: torch.Tensor | None = None,  # noqa: ARG001  backward's
+    unsharded_param: torch.Tensor | None = None,
+    grad_accumulator: torch.Tensor | None = None,  # noqa: ARG001  autograd's
+    unsharded_accumulated_grad: torch.Tensor | None = None,  # noqa: ARG001  backward's
+    partial_reduce_output: torch.Tensor | None = None,  # noqa: ARG001  backward's
 ) -> torch.Tensor:
     """Gathers one parameter.
 
     Args:
-        flat: This rank's flat shard, `[numel]`.
-        spec: Text of a `ReadSpec`.
-        kept: The full parameter, if it was gathered before and is still there.
-        into: The leaf that the gradient goes to in place of `flat`, if it is not summed over all ranks.
-        held: Full gradients that wait for their reduction, `[size * numel]`: backward adds them to its own.
-        partial: Gradients that wait for their sum over replicas, `[numel]`: backward adds them to its own.
+        flat: This rank's flat parameter, `[numel]`.
+        spec: Text of an `UnshardSpec`.
+        unsharded_param: The full parameter, if it was gathered before and is still there.
+        grad_accumulator: The leaf that the gradient goes to in place of `flat`, if it is not summed over all ranks.
+        unsharded_accumulated_grad: Full gradients that wait for their reduction, `[size * numel]`: backward adds them
+            to its own.
+        partial_reduce_output: Gradients that wait for their sum over replicas, `[numel]`: backward adds them to its
+            own.
 
     Returns:
         The full parameter, of the spec's shape and `param_dtype`.
     """
     read = parse(spec)
-    if kept is not None:
-        return kept.clone()  # a custom operator may not return its input
+    if unsharded_param is not None:
+        return unsharded_param.clone()  # a custom operator may not return its input
     piece = flat[read.offset : read.offset + read.extent]
     if read.compute:
         piece = piece.to(read.compute)
@@ -56,7 +58,7 @@ def unshard(
     return full.clone() if read.size == 1 else full
 
 
-def _gathered(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
+def _gathered(message: torch.Tensor, read: UnshardSpec) -> torch.Tensor:
     if read.size == 1:
         return message
     return collectives.wait_tensor(collectives.all_gather_into_tensor(message, read.size, read.group))
@@ -74,7 +76,8 @@ def _(flat: torch.Tensor, spec: str, *_: torch.Tensor | None) -> torch.Tensor:
 
 _LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
 _LIBRARY.define(
-    "reduce_grad(Tensor flat, Tensor grad, str spec, Tensor? held=None, Tensor? partial=None) -> Tensor",
+    "reduce_grad(Tensor flat, Tensor grad, str spec, Tensor? unsharded_accumulated_grad=None, "
+    "Tensor? partial_reduce_output=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -82,31 +85,34 @@ _LIBRARY.define(
 def reduced_gradient(
     flat: torch.Tensor,
     grad: torch.Tensor,
-    read: ReadSpec,
-    held: torch.Tensor | None = None,
-    partial: torch.Tensor | None = None,
+    read: UnshardSpec,
+    unsharded_accumulated_grad: torch.Tensor | None = None,
+    partial_reduce_output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What `fsdp::reduce_grad` computes: one read's gradient, averaged over the ranks that its spec says.
 
     Args:
-        flat: The flat shard that was read, `[numel]`.
+        flat: The flat parameter that was read, `[numel]`.
         grad: Gradient of the full parameter, of the spec's shape.
         read: The spec.
-        held: Full gradients to add before the reduction, `[size * numel]`.
-        partial: Gradients to add before the sum over replicas, `[numel]`.
+        unsharded_accumulated_grad: Full gradients to add before the reduction, `[size * numel]`.
+        partial_reduce_output: Gradients to add before the sum over replicas, `[numel]`.
 
     Returns:
-        This rank's part of the gradient in the parameter's slot, zeros elsewhere: for `Sync.ALL` a tensor like `flat`;
-        for `Sync.SHARD` `[numel]`, and for `Sync.NONE` `[size * numel]`, in the dtype of reductions.
+        This rank's part of the gradient in the parameter's slot, zeros elsewhere: for `GradPlacement.REDUCED` a tensor
+        like `flat`; for `GradPlacement.REDUCE_SCATTERED` `[numel]`, and for `GradPlacement.UNREDUCED` `[size * numel]`,
+        in the dtype of reductions.
     """
     rows = gradient_rows(_EAGER, grad, read).to(read.reduce_dtype)
-    if read.sync is Sync.NONE:
+    if read.grad_placement is GradPlacement.UNREDUCED:
         return _placed(rows, rows.new_zeros((read.size, flat.numel())), read)
-    if held is not None:
-        rows = _slot(held.view(read.size, -1), read) + rows
+    if unsharded_accumulated_grad is not None:
+        rows = _slot(unsharded_accumulated_grad.view(read.size, -1), read) + rows
     gradient = sum_over_shards(rows.reshape(-1), read)
-    if read.sync is Sync.ALL:
-        gradient = sum_over_replicas(gradient if partial is None else _slot(partial, read) + gradient, read)
+    if read.grad_placement is GradPlacement.REDUCED:
+        gradient = sum_over_replicas(
+            gradient if partial_reduce_output is None else _slot(partial_reduce_output, read) + gradient, read
+        )
         return _placed(gradient, torch.zeros_like(flat), read)
     return _placed(gradient, gradient.new_zeros(flat.numel()), read)
 
@@ -114,32 +120,32 @@ def reduced_gradient(
 @torch.library.register_fake("fsdp::reduce_grad", lib=_LIBRARY)
 def _(flat: torch.Tensor, grad: torch.Tensor, spec: str, *_: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG001
     read = parse(spec)
-    if read.sync is Sync.ALL:
+    if read.grad_placement is GradPlacement.REDUCED:
         return torch.empty_like(flat)
     numel = gradient_numel(flat.numel(), read)
     return flat.new_empty(numel, dtype=read.reduce_dtype, device=read.compute or flat.device)
 
 
-def gradient_numel(numel: int, spec: ReadSpec) -> int:
-    """Elements of what a gradient is accumulated into, for a flat shard of `numel`."""
-    return numel * spec.size if spec.sync is Sync.NONE else numel
+def gradient_numel(numel: int, spec: UnshardSpec) -> int:
+    """Elements of what a gradient is accumulated into, for a flat parameter of `numel`."""
+    return numel * spec.size if spec.grad_placement is GradPlacement.UNREDUCED else numel
 
 
-def _slot(value: torch.Tensor, read: ReadSpec) -> torch.Tensor:
+def _slot(value: torch.Tensor, read: UnshardSpec) -> torch.Tensor:
     return value[..., read.offset : read.offset + read.extent]
 
 
-def _placed(slot: torch.Tensor, out: torch.Tensor, read: ReadSpec) -> torch.Tensor:
+def _placed(slot: torch.Tensor, out: torch.Tensor, read: UnshardSpec) -> torch.Tensor:
     _slot(out, read).copy_(slot)
     return out.view(-1)
 
 
-def sum_over_shards(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
+def sum_over_shards(message: torch.Tensor, read: UnshardSpec) -> torch.Tensor:
     """The first half of a reduction.
 
     Args:
         message: `[size * n]`, in the dtype of reductions.
-        read: The slot, or any of a flat shard.
+        read: The slot, or any of a flat parameter.
 
     Returns:
         This rank's `[n]` of what its replica has.
@@ -157,7 +163,7 @@ def sum_over_shards(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
     return message
 
 
-def sum_over_replicas(message: torch.Tensor, read: ReadSpec) -> torch.Tensor:
+def sum_over_replicas(message: torch.Tensor, read: UnshardSpec) -> torch.Tensor:
     """The second half of a reduction: the average of what the replicas have, `[n]`."""
     if read.hook and read.size == 1:
         return comm_hook.hook_reduce(message, read.hook)

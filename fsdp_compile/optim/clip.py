@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_mul_, foreach_norm, local_tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime import update_in_backward
-from fsdp_compile.runtime.replaced_params import successor
+from fsdp_compile.runtime.replaced_params import current
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _parameters(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> lis
         given = given.parameters()
     elif isinstance(given, torch.Tensor):
         given = [given]
-    return list(dict.fromkeys(successor(parameter) for parameter in given))
+    return list(dict.fromkeys(current(parameter) for parameter in given))
 
 
 def _total_norm(parameters: Sequence[torch.Tensor], p: float) -> torch.Tensor:

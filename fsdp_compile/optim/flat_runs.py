@@ -1,4 +1,4 @@
-"""Neighbouring slots of a flat shard that an optimizer can update as one plain tensor."""
+"""Neighbouring slots of a flat parameter that an optimizer can update as one plain tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, memory_id
 from fsdp_compile.runtime.replaced_params import SCALARS
-from fsdp_compile.runtime.units import FlatShard, ParameterSlot
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 State = MutableMapping[Any, Any]
 
@@ -24,17 +24,17 @@ class Run:
     its gradient, and elementwise updates keep it so.
 
     Attributes:
-        slots: The slots, neighbours in one flat shard; a single one may be updated by any contiguous gradient.
-        tensor: What is updated: a plain tensor in the memory of the flat shard.
+        slots: The slots, neighbours in one flat parameter; a single one may be updated by any contiguous gradient.
+        tensor: What is updated: a plain tensor in the memory of the flat parameter.
         state: What the optimizer knows of it.
     """
 
-    def __init__(self, slots: Sequence[ParameterSlot], known: State) -> None:
+    def __init__(self, slots: Sequence[FSDPParam], known: State) -> None:
         self.slots = tuple(slots)
         first, last = self.slots[0].spec, self.slots[-1].spec
         self._begin, self._end = first.offset, last.offset + last.extent
-        # Not `flat.leaf`: writing to what shares its version would fail a backward that has saved it.
-        self.tensor = self.slots[0].local.detach()
+        # Not `flat.flat_param`: writing to what shares its version would fail a backward that has saved it.
+        self.tensor = self.slots[0].sharded_view.detach()
         if len(self.slots) > 1:
             self.tensor = self._span_of(self.tensor)
         self.state: dict[Any, Any] = self._joined([known.get(s.parameter, {}) for s in self.slots])
@@ -44,7 +44,7 @@ class Run:
 
     def is_known(self, state: State) -> bool:
         """Whether the memory of each parameter is its slot's, and its state what `show` gave it."""
-        if any(local_tensor(slot.dtensor) is not slot.local for slot in self.slots):
+        if any(local_tensor(slot.dtensor) is not slot.sharded_view for slot in self.slots):
             return False
         if not self._given:
             return not any(state.get(slot.parameter) for slot in self.slots)
@@ -95,14 +95,14 @@ class Run:
         """All elements from the first slot's first to the last slot's end, padding included."""
         return first.as_strided((self._end - self._begin,), (1,), first.storage_offset())
 
-    def _view(self, key: str, value: Any, slot: ParameterSlot) -> Any:
+    def _view(self, key: str, value: Any, slot: FSDPParam) -> Any:
         """One parameter's part of a value of the run's state."""
         if not isinstance(value, torch.Tensor) or value.shape != self.tensor.shape or key in SCALARS:
             return value
         if len(self.slots) > 1:
             start = slot.spec.offset - self._begin
             # With a storage of its own: a DTensor cannot be copied whose storage begins before it does.
-            value = torch.from_dlpack(value[start : start + slot.local.numel()].view(slot.local_shape))
+            value = torch.from_dlpack(value[start : start + slot.sharded_view.numel()].view(slot.sharded_size))
         return make_dtensor(value, slot.dtensor)
 
     def _joined(self, states: Sequence[State]) -> dict[Any, Any]:
@@ -118,20 +118,20 @@ class Run:
                 whole = torch.zeros_like(self.tensor, dtype=value.dtype)
                 for slot, state in zip(self.slots, states, strict=True):
                     start = slot.spec.offset - self._begin
-                    whole[start : start + slot.local.numel()] = local_tensor(state[key]).reshape(-1)
+                    whole[start : start + slot.sharded_view.numel()] = local_tensor(state[key]).reshape(-1)
                 joined[key] = whole
         return joined
 
 
-def neighbours(slots: Sequence[tuple[FlatShard, ParameterSlot]], state: State) -> Iterator[Sequence[ParameterSlot]]:
-    """Cuts slots, in the order in which they lie in their flat shards, where a run has to end.
+def neighbours(slots: Sequence[tuple[FSDPParamGroup, FSDPParam]], state: State) -> Iterator[Sequence[FSDPParam]]:
+    """Cuts slots, in the order in which they lie in their flat parameters, where a run has to end.
 
     Args:
-        slots: Slots with their flat shards, by flat shard and offset.
+        slots: Slots with their flat parameters, by flat parameter and offset.
         state: The optimizer's state by parameter: a run has one count of steps.
     """
-    run: list[ParameterSlot] = []
-    before: FlatShard | None = None
+    run: list[FSDPParam] = []
+    before: FSDPParamGroup | None = None
     for flat, slot in slots:
         fits = run and flat is before and run[-1].spec.offset + run[-1].spec.extent == slot.spec.offset
         if fits and _same_numbers(state.get(run[-1].parameter, {}), state.get(slot.parameter, {})):

@@ -1,4 +1,4 @@
-"""`flat_step`: an optimizer that updates flat shards, not one parameter after the other.
+"""`flat_step`: an optimizer that updates flat parameters, not one parameter after the other.
 
 torch's optimizers treat each DTensor by itself, and every operator on it goes through DTensor's dispatch. Optimizers
 whose update looks at one element at a time need not know where a parameter ends: for the time of a step they are shown
@@ -20,7 +20,7 @@ from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.optim.flat_runs import Run, State, neighbours
 from fsdp_compile.runtime.replaced_params import update_optimizer
-from fsdp_compile.runtime.units import FlatShard, ParameterSlot
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 ELEMENTWISE = (
     optim.SGD,
@@ -40,9 +40,9 @@ Chosen = TypeVar("Chosen", bound=optim.Optimizer)
 
 
 def flat_step(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
-    """Makes `optimizer.step()` update whole flat shards: the same bits, in a fraction of the time for small parameters.
+    """Makes `optimizer.step()` update whole flat parameters: the same bits, in less time for small parameters.
 
-    Groups keep their settings: neighbours in one flat shard are updated together if they are in one group and have
+    Groups keep their settings: neighbours in one flat parameter are updated together if they are in one group and have
     gradients. Parameters, `param_groups`, `state` and state dicts stay as they are, with each parameter's state a
     DTensor; hooks of the optimizer's step see the plain tensors. Parameters that are not sharded are left alone.
 
@@ -81,7 +81,7 @@ def flat_step_of(optimizer: optim.Optimizer) -> FlatStep:
     return found
 
 
-Places = list[tuple[FlatShard, ParameterSlot]]
+Places = list[tuple[FSDPParamGroup, FSDPParam]]
 Shown = list[tuple[list[Run], list[nn.Parameter]]]
 """For each group, what stands for its sharded parameters, and its other ones."""
 
@@ -97,7 +97,7 @@ class FlatStep:
         self._inner = inner
         # Of units on the host and on a device, autograd's threads for both run updates.
         self._lock = threading.RLock()
-        self._runs: dict[tuple[int, FlatShard | None], tuple[tuple[int, ...], list[Run]]] = {}
+        self._runs: dict[tuple[int, FSDPParamGroup | None], tuple[tuple[int, ...], list[Run]]] = {}
         self._places: list[tuple[tuple[int, ...], Places]] = []
         self._groups: tuple[list[list[nn.Parameter]], list[int], dict[nn.Parameter, int]] = ([], [], {})
 
@@ -116,8 +116,8 @@ class FlatStep:
             self._run(optimizer, shown, {p: s for p, s in state.items() if p not in hidden})
         return loss
 
-    def update(self, optimizer: optim.Optimizer, flat: FlatShard) -> list[ParameterSlot]:
-        """Steps the parameters of one flat shard that have gradients.
+    def update(self, optimizer: optim.Optimizer, flat: FSDPParamGroup) -> list[FSDPParam]:
+        """Steps the parameters of one flat parameter that have gradients.
 
         Returns:
             Their slots.
@@ -170,7 +170,7 @@ class FlatStep:
         trained = [(flat, slot) for flat, slot in places if slot.parameter.grad is not None]
         return self._cut((number, None), trained, state), [p for p in parameters if p not in sharded]
 
-    def _cut(self, place: tuple[int, FlatShard | None], trained: Places, state: State) -> list[Run]:
+    def _cut(self, place: tuple[int, FSDPParamGroup | None], trained: Places, state: State) -> list[Run]:
         """Runs of slots that have gradients: those of the last time if nothing has changed at this place."""
         key = tuple(id(slot) for _, slot in trained)
         before, runs = self._runs.get(place, ((), []))
@@ -185,7 +185,7 @@ class FlatStep:
         return runs
 
     def _forget_old_shards(self) -> None:
-        """Drops runs of flat shards whose unit was laid out anew."""
+        """Drops runs of flat parameters whose unit was laid out anew."""
         for place in [place for place in self._runs if place[1] is not None and place[1] not in place[1].unit.flats]:
             del self._runs[place]
 
@@ -200,16 +200,16 @@ class FlatStep:
         return numbers
 
     def _places_of(self, number: int, parameters: Sequence[nn.Parameter]) -> Places:
-        """Flat shards and slots of a group's parameters, as they lie in memory."""
+        """Flat parameters and slots of a group's parameters, as they lie in memory."""
         key = tuple(map(id, parameters))
         while len(self._places) <= number:
             self._places.append(((), []))
         before, places = self._places[number]
-        if before != key or any(local_tensor(slot.dtensor) is not slot.local for _, slot in places):
+        if before != key or any(local_tensor(slot.dtensor) is not slot.sharded_view for _, slot in places):
             wanted = {p: i for i, p in enumerate(parameters)}
-            in_use = [flat for flat in FlatShard.alive() if flat in flat.unit.flats]
+            in_use = [flat for flat in FSDPParamGroup.alive() if flat in flat.unit.flats]
             found = [(flat, slot) for flat in in_use for slot in flat.slots if slot.parameter in wanted]
-            first: dict[FlatShard, int] = {}
+            first: dict[FSDPParamGroup, int] = {}
             for flat, _ in sorted(found, key=lambda place: wanted[place[1].parameter]):
                 first.setdefault(flat, len(first))
             places = sorted(found, key=lambda place: (first[place[0]], place[1].spec.offset))

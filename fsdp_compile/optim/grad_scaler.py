@@ -13,7 +13,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.optim.clip import local_of
 from fsdp_compile.runtime import update_in_backward
-from fsdp_compile.runtime.units import FlatShard
+from fsdp_compile.runtime.units import FSDPParamGroup
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -39,7 +39,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             ConfigError: If an optimizer updates parameters in backward: it would take gradients of the scaled loss.
         """
-        if self.is_enabled() and any(flat.progress.update is Update.IN_BACKWARD for flat in FlatShard.alive()):
+        if self.is_enabled() and any(flat.update_state.update is Update.IN_BACKWARD for flat in FSDPParamGroup.alive()):
             raise ConfigError(
                 "a GradScaler scales a loss, and an update in backward would take the scaled gradients",
                 where="GradScaler.scale() with step_in_backward()",

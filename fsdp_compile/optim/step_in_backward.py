@@ -6,11 +6,11 @@ import torch
 from torch import optim
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.modules.classes import respecify
+from fsdp_compile.modules.classes import rebuild_specs
 from fsdp_compile.optim.flat_step import Chosen, flat_step, flat_step_of
 from fsdp_compile.runtime import update_in_backward
-from fsdp_compile.runtime.replaced_params import successor
-from fsdp_compile.runtime.units import FlatShard
+from fsdp_compile.runtime.replaced_params import current
+from fsdp_compile.runtime.units import FSDPParamGroup
 
 _WHERE = "step_in_backward(optimizer)"
 
@@ -34,16 +34,16 @@ def step_in_backward(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
         ConfigError: As `flat_step`; or if another optimizer updates a parameter in backward.
     """
     flat_step(optimizer, elementwise=elementwise)
-    parameters = [successor(p) for group in optimizer.param_groups for p in group["params"]]
+    parameters = [current(p) for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
         _refuse(optimizer, parameter)
     updater = _InBackward(optimizer)
     for parameter in parameters:
-        update_in_backward.mark(parameter, updater)
+        update_in_backward.set_updater(parameter, updater)
     for unit in dict.fromkeys(
-        f.unit for f in FlatShard.alive() if update_in_backward.wanted(f) is not f.slots[0].spec.update
+        f.unit for f in FSDPParamGroup.alive() if update_in_backward.wanted(f) is not f.slots[0].spec.update
     ):
-        respecify(unit)
+        rebuild_specs(unit)
     return optimizer
 
 
@@ -63,7 +63,7 @@ class _InBackward:
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
 
-    def update(self, flat: FlatShard) -> None:
-        """Steps those parameters of a flat shard that are the optimizer's, and forgets their gradients."""
+    def update(self, flat: FSDPParamGroup) -> None:
+        """Steps those parameters of a parameter group that are the optimizer's, and forgets their gradients."""
         for slot in flat_step_of(self.optimizer).update(self.optimizer, flat):
             slot.parameter.grad = None

@@ -3,9 +3,9 @@
     forward:   %w = fsdp.unshard(%flat, spec) ... return (%y, %saved)   ->   return (%y, %w, %saved)
     backward:  %w = fsdp.unshard(%flat, spec)                           ->   %w is an input
 
-`planner/auto_reshard.py` says of which flat shards. The choice is made after the partition, for it takes both graphs; only
-where one graph is the whole model, for several would each hold what was promised for all; and only where schedules
-are planned.
+`planner/auto_reshard.py` says of which flat parameters. The choice is made after the partition, for it takes both
+graphs; only where one graph is the whole model, for several would each hold what was promised for all; and only where
+schedules are planned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_compile._torch.dynamo import SavedForBackwardsAOTOutput
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph, require
-from fsdp_compile.ir.queries import kept_value, read_text
+from fsdp_compile.ir.queries import read_text, unsharded_value
 from fsdp_compile.layout.spec import Reshard, parse
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.planner.auto_reshard import Halves, Pair, keep
@@ -68,11 +68,11 @@ def keep_unsharded(
 
 
 def _is_open(read: fx.Node) -> bool:
-    return kept_value(read) is None and parse(read_text(read)).reshard is Reshard.AUTO
+    return unsharded_value(read) is None and parse(read_text(read)).reshard is Reshard.AUTO
 
 
 def _pairs(forward: StepGraph, backward: StepGraph, first: Outlined, second: Outlined) -> tuple[Pair, ...]:
-    """Flat shards that both graphs gather, and for whose parameters that backward reads the choice is open."""
+    """Flat parameters that both graphs gather, and for whose parameters that backward reads the choice is open."""
     again = {name: number for number, name in enumerate(second.flats)}
     both = [(number, name) for number, name in enumerate(first.flats) if name in again]
     return tuple(
@@ -88,12 +88,12 @@ def _input(step: StepGraph, name: str) -> fx.Node:
 
 
 def _reads(step: StepGraph, flat: str) -> list[fx.Node]:
-    """Reads of a flat shard in graph order."""
-    return [node for node in _input(step, flat).users if node.target is UNSHARD and kept_value(node) is None]
+    """Reads of a flat parameter in graph order."""
+    return [node for node in _input(step, flat).users if node.target is UNSHARD and unsharded_value(node) is None]
 
 
 def _keep(forward: StepGraph, backward: StepGraph, flat: str) -> None:
-    """Saves the parameters of one flat shard that backward reads."""
+    """Saves the parameters of one flat parameter that backward reads."""
     there = {read_text(read): read for read in reversed(_reads(forward, flat))}
     again: dict[str, list[fx.Node]] = {}
     for read in _reads(backward, flat):
@@ -106,7 +106,7 @@ def _keep(forward: StepGraph, backward: StepGraph, flat: str) -> None:
 def _record(step: StepGraph, flat: str, text: str) -> Record:
     record, spec = require(_input(step, flat)), parse(text)
     name = record.parameters[[held.offset for held in record.specs].index(spec.offset)]
-    return dataclasses.replace(record, role=Role.SAVED, parameters=(name,), specs=(spec,), phase=Phase.BACKWARD)
+    return dataclasses.replace(record, role=Role.SAVED_PARAM, parameters=(name,), specs=(spec,), phase=Phase.BACKWARD)
 
 
 def _save(forward: StepGraph, value: fx.Node) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 from torch import fx
 
 from fsdp_compile._torch.dynamo import CheckpointPolicy, min_cut_rematerialization_partition
-from fsdp_compile.ir.queries import kept_value, parameter_only, read_text
+from fsdp_compile.ir.queries import parameter_only, read_text, unsharded_value
 from fsdp_compile.layout.spec import Reshard, parse
-from fsdp_compile.ops.post_forward import KEEP
+from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import UNSHARD
-from fsdp_compile.partition.post_forward import keep_parts
+from fsdp_compile.partition.post_forward import shard_post_forward
 
 _LAST_REGION = 1 << 60
 """Later than any checkpointed region: a result that crosses into a later region would be saved (AC's own rule)."""
@@ -27,10 +27,10 @@ def mark_reads(joint: fx.Graph) -> None:
     for node in parameter_only(joint):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _LAST_REGION
-        gathers = node.target is UNSHARD and kept_value(node) is None
+        gathers = node.target is UNSHARD and unsharded_value(node) is None
         if gathers and parse(read_text(node)).reshard is Reshard.AFTER_BACKWARD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        if node.target is KEEP:
+        if node.target is SHARD_POST_FORWARD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
@@ -42,7 +42,7 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
         inputs: As AOTAutograd passes them.
         kwargs: As AOTAutograd passes them.
     """
-    keep_parts(joint.graph)
+    shard_post_forward(joint.graph)
     mark_reads(joint.graph)
     kwargs.setdefault("compiler", "inductor")
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)

@@ -2,9 +2,9 @@
 
     wait(all_gather(%w)), wait(all_gather(%b))  ->  all_gather_coalesced([%w, %b]), then a wait per message
 
-Small parameters lie side by side in the flat shard and travel as one packed message; every large one is a message of
-its own that lands in its own contiguous memory, so that a matmul reads it in place (or packed, if that takes less time:
-`choosing.py`). Nothing is copied before a gather.
+Small parameters lie side by side in the flat parameter and travel as one packed message; every large one is a message
+of its own that lands in its own contiguous memory, so that a matmul reads it in place (or packed, if that takes less
+time: `choosing.py`). Nothing is copied before a gather.
 The gather starts where the unit is read first, the reduction where its last gradient is ready. Units that are so small
 that a collective's latency takes most of its time share one (`joining.py`).
 """
@@ -28,10 +28,17 @@ from fsdp_compile.passes.bucketing.choose_layout import cheapest_bucket
 from fsdp_compile.passes.bucketing.copy_out import copy_together
 from fsdp_compile.passes.bucketing.fsdp2_layout import Reduced, write_packed_reduction
 from fsdp_compile.passes.bucketing.join_small import join_gathers, join_reductions
-from fsdp_compile.passes.bucketing.messages import Bucket, Piece, Single, by_unit, joint_record, start_grouped
+from fsdp_compile.passes.bucketing.messages import (
+    Bucket,
+    Message,
+    ParamCollective,
+    by_unit,
+    joint_record,
+    start_grouped,
+)
 from fsdp_compile.passes.bucketing.split_edges import edges_of
 from fsdp_compile.passes.emit import all_gather
-from fsdp_compile.passes.emit.all_gather import full_node, own_part
+from fsdp_compile.passes.emit.all_gather import full_node, post_forward_part
 from fsdp_compile.passes.emit.reduce import ON_THE_WAY, STARTS, add_partial, scale_after, stages
 from fsdp_compile.passes.insert_collectives import join_pieces
 
@@ -64,7 +71,7 @@ class BucketCollectives:
 
     def plan(self, step: StepGraph) -> BucketPlan:
         """One bucket per unit, groups and dtype of the message; several at the edges, one for several tiny units."""
-        flats, partials = Beside(step.graph, Role.FLAT), Beside(step.graph, Role.PARTIAL)
+        flats, partials = Beside(step.graph, Role.FLAT), Beside(step.graph, Role.PARTIAL_GRAD)
         gathers = by_unit(_gather_single(node) for node in step.nodes(Role.GATHER))
         reductions = by_unit(_reduce_single(node, flats) for node in step.nodes(*STARTS) if _sends_a_gradient(node))
         gathers = join_gathers(gathers, self.join_bytes, partials)
@@ -90,14 +97,14 @@ class BucketCollectives:
             _write_reductions(step, plan.reductions, order, self.reduce_layout)
 
 
-def _gather_single(start: fx.Node) -> Single:
+def _gather_single(start: fx.Node) -> ParamCollective:
     shard = start.all_input_nodes[0]
     while require(shard).role in SENT:
         shard = shard.all_input_nodes[0]
     end = start
     while require(end).role is not Role.FULL:
         end = _next(end)
-    return Single(start, shard, end)
+    return ParamCollective(start, shard, end)
 
 
 def _next(node: fx.Node) -> fx.Node:
@@ -111,7 +118,7 @@ def _sends_a_gradient(start: fx.Node) -> bool:
     return role_of(start.all_input_nodes[0]) is Role.GRADIENT
 
 
-def _reduce_single(start: fx.Node, flats: Beside) -> Single:
+def _reduce_single(start: fx.Node, flats: Beside) -> ParamCollective:
     end = start
     while require(after := next(iter(end.users))).role in ON_THE_WAY:
         end = after
@@ -120,7 +127,7 @@ def _reduce_single(start: fx.Node, flats: Beside) -> Single:
         joined = next(iter(joined.users))
     flat = flats.of(joined)
     assert flat is not None
-    return Single(start, flat, end)
+    return ParamCollective(start, flat, end)
 
 
 def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) -> None:
@@ -141,7 +148,7 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
         for single in piece.singles:
             b = GraphBuilder(step.graph, joint_record([single], Role.FULL), single.start)
             with step.graph.inserting_before(single.end):
-                message = arrived[0] if single.is_part else all_gather.received(b, arrived, single.spec)
+                message = arrived[0] if single.is_post_forward else all_gather.received(b, arrived, single.spec)
                 if single in parts:
                     full = b.call(aten.view.default, parts[single], list(single.spec.shape))
                 else:
@@ -152,40 +159,40 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
         _erase_chain(single)
 
 
-def _rewrite_parts(step: StepGraph, piece: Piece, message: fx.Node, order: dict[fx.Node, int]) -> None:
+def _rewrite_parts(step: StepGraph, piece: Message, message: fx.Node, order: dict[fx.Node, int]) -> None:
     """Takes what this rank keeps of a piece out of its message at once, and of that the part of each parameter."""
     kept = {single: node for single in piece.singles for node in _part_of(single)}
     if not kept:
         return
     first = first_of(kept.values(), order)
-    b = GraphBuilder(step.graph, piece.record(Role.PART), first)
+    b = GraphBuilder(step.graph, piece.record(Role.POST_FORWARD_SHARD), first)
     with step.graph.inserting_before(first):
-        part = own_part(b, message)
+        part = post_forward_part(b, message)
     for single, node in kept.items():
         spec, begin = single.spec, piece.starts[single]
-        b.record = joint_record([single], Role.PART)
+        b.record = joint_record([single], Role.POST_FORWARD_SHARD)
         with step.graph.inserting_before(node):
             mine = part
             if len(piece.singles) > 1:
-                rows = view(b, part, [spec.size // spec.kept_over, piece.span])
-                mine = view(b, narrow(b, rows, 1, begin, begin + spec.extent), [spec.kept_numel])
+                rows = view(b, part, [spec.size // spec.post_forward_size, piece.span])
+                mine = view(b, narrow(b, rows, 1, begin, begin + spec.extent), [spec.post_forward_numel])
             node.replace_all_uses_with(mine)
         step.graph.erase_node(node)
 
 
-def _part_of(single: Single) -> Iterator[fx.Node]:
+def _part_of(single: ParamCollective) -> Iterator[fx.Node]:
     """The part that this rank keeps of a single parameter, if it does."""
     node = single.start
     while node is not single.end:
-        yield from (user for user in node.users if role_of(user) is Role.PART)
+        yield from (user for user in node.users if role_of(user) is Role.POST_FORWARD_SHARD)
         node = _next(node)
 
 
-def _shard_messages(b: GraphBuilder, piece: Piece) -> list[fx.Node]:
-    if piece.singles[0].is_part:
+def _shard_messages(b: GraphBuilder, piece: Message) -> list[fx.Node]:
+    if piece.singles[0].is_post_forward:
         return [piece.flat]  # a message as it is
     messages = []
-    for run in piece.runs:
+    for run in piece.adjacent:
         b.record = run.record(Role.SHARD)
         messages.append(all_gather.messages_of(b, run.flat, run.begin, run.span, run.singles[0].spec))
     if len(messages) == 1:
@@ -198,7 +205,7 @@ def _write_reductions(
     step: StepGraph, planned: Sequence[Bucket], order: dict[fx.Node, int], layout: ReduceLayout
 ) -> None:
     write = _write_reduction if layout is ReduceLayout.ALIGNED else write_packed_reduction
-    partials = Beside(step.graph, Role.PARTIAL)
+    partials = Beside(step.graph, Role.PARTIAL_GRAD)
     reduced: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
     for bucket in planned:
         for flat, begin, shard in write(step, bucket, order, partials):
@@ -232,17 +239,17 @@ def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int],
         return [reduced for piece, shard in finished for reduced in _finished(b, piece, shard)]
 
 
-def _finished(b: GraphBuilder, piece: Piece, shard: fx.Node) -> Iterator[Reduced]:
-    """The average, flat shard by flat shard."""
+def _finished(b: GraphBuilder, piece: Message, shard: fx.Node) -> Iterator[Reduced]:
+    """The average, flat parameter by flat parameter."""
     b.record = piece.record(Role.SHARD_GRADIENT)
     shard = scale_after(b, shard, piece.singles[0].spec)
-    for run in piece.runs:
+    for run in piece.adjacent:
         start = piece.starts[run.singles[0]]
         b.record = run.record(Role.SHARD_GRADIENT)
         yield run.flat, run.begin, narrow(b, shard, 0, start, start + run.span)
 
 
-def _with_partial(b: GraphBuilder, piece: Piece, partial: fx.Node | None, shard: fx.Node) -> fx.Node:
+def _with_partial(b: GraphBuilder, piece: Message, partial: fx.Node | None, shard: fx.Node) -> fx.Node:
     """What the replica has of a piece, with what it had before if that was held back."""
     if partial is None:
         return shard
@@ -250,7 +257,7 @@ def _with_partial(b: GraphBuilder, piece: Piece, partial: fx.Node | None, shard:
     return add_partial(b, partial, piece.begin, shard)
 
 
-def _gradient_message(b: GraphBuilder, piece: Piece) -> fx.Node:
+def _gradient_message(b: GraphBuilder, piece: Message) -> fx.Node:
     """`[size * span]`: rank after rank, each with its rows of every gradient in the piece."""
     b.record = piece.record(Role.GRADIENT)
     if len(piece.singles) == 1:
@@ -277,7 +284,7 @@ def _averages(*parts: fx.Node) -> list[tuple[int, fx.Node]]:
     return [(require(node).specs[0].offset, node) for node in found]
 
 
-def _erase_chain(single: Single) -> None:
+def _erase_chain(single: ParamCollective) -> None:
     """Erases a single collective, from its unused end back to what it was made of."""
     node: fx.Node = single.end
     gathers = {*SENT, Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT, Role.COPY_OUT, Role.FULL}

@@ -66,7 +66,7 @@ class DelayPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class DelayGradients:
+class DelayWeightGradients:
     """The pass; see the module's docstring.
 
     Attributes:
@@ -76,7 +76,7 @@ class DelayGradients:
 
     hardware: Hardware = dataclasses.field(default_factory=named_hardware)
     fusion: Fusion = Fusion.KERNELS
-    name = "delay-gradients"
+    name = "delay-weight-gradients"
 
     def plan(self, step: StepGraph) -> DelayPlan:
         """Counts back from the last reduction to where delaying one more would not help."""

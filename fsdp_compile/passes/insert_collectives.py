@@ -6,10 +6,10 @@
 
 A parameter that is read twice is gathered once, and its gradients are summed before they are reduced once. Reads are
 moved down to their first use, so that a gather knows when it is needed. In a world of one rank nothing is gathered:
-a read is a view of the flat shard.
+a read is a view of the flat parameter.
 
-A parameter of which each rank keeps a part (`ops/post_forward.py`) is gathered from the flat shards in forward, where
-the part is copied out of the message, and from the parts in backward. What is looked up where it is
+A parameter of which each rank keeps a part (`ops/post_forward.py`) is gathered from the flat parameters in forward,
+where the part is copied out of the message, and from the parts in backward. What is looked up where it is
 (`capture/shard_embeddings.py`) is not gathered.
 """
 
@@ -29,21 +29,25 @@ from fsdp_compile.ir.queries import (
     GRADIENTS_OF_READS,
     READS,
     added_gradients,
-    kept_value,
     last_of,
     parameter_only,
     read_text,
+    unsharded_value,
 )
 from fsdp_compile.layout.messages import cast, gradient_rows, narrow, view
-from fsdp_compile.layout.spec import ReadSpec, Sync, parse
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
-from fsdp_compile.ops.post_forward import KEEP
+from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
 from fsdp_compile.passes.emit import all_gather
 from fsdp_compile.passes.emit.host_copy import copy_out
 from fsdp_compile.passes.emit.reduce import reduce_one, scale_before
 
 aten = torch.ops.aten
-_ROLE_OF_SYNC = {Sync.ALL: Role.FLAT_GRADIENT, Sync.SHARD: Role.PARTIAL_GRADIENT, Sync.NONE: Role.HELD_GRADIENT}
+_ROLE_OF_PLACEMENT = {
+    GradPlacement.REDUCED: Role.FLAT_GRADIENT,
+    GradPlacement.REDUCE_SCATTERED: Role.PARTIAL_GRADIENT,
+    GradPlacement.UNREDUCED: Role.UNREDUCED_GRADIENT,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Read:
     """Markers that read one parameter, in graph order; the first one's place is where it is gathered."""
 
     markers: tuple[fx.Node, ...]
-    spec: ReadSpec
+    spec: UnshardSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Reduction:
 
     markers: tuple[fx.Node, ...]
     last_marker: fx.Node
-    spec: ReadSpec
+    spec: UnshardSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +94,7 @@ class InsertCollectives:
         order = step.order()
         reads: dict[tuple[fx.Node, str], list[fx.Node]] = {}
         for node in step.graph.nodes:
-            if node.target in READS and node.args[0].target is not KEEP:
+            if node.target in READS and node.args[0].target is not SHARD_POST_FORWARD:
                 reads.setdefault((node.args[0], read_text(node)), []).append(node)
         sums = _gradient_sums(step)
         return InsertPlan(
@@ -110,8 +114,8 @@ class InsertCollectives:
             _insert_reductions(step, flat_gradient, order)
 
 
-def _parameter_record(flat: fx.Node, spec: ReadSpec, role: Role, step: StepGraph) -> Record:
-    """The record of a node that serves one parameter of a flat shard, or the one of which `flat` is a part."""
+def _parameter_record(flat: fx.Node, spec: UnshardSpec, role: Role, step: StepGraph) -> Record:
+    """The record of a node that serves one parameter of a flat parameter, or the one of which `flat` is a part."""
     record = require(flat)
     name = record.parameters[[held.offset for held in record.specs].index(spec.offset)]
     return Record(role, record.unit, (name,), (spec,), step.phase)
@@ -123,16 +127,16 @@ def _insert_gather(step: StepGraph, read: Read, order: dict[fx.Node, int]) -> No
     flat = marker.args[0]
     assert isinstance(flat, fx.Node)
     b = GraphBuilder(step.graph, _parameter_record(flat, spec, Role.SHARD, step), marker)
-    kept = kept_value(marker)
+    kept = unsharded_value(marker)
     with step.graph.inserting_before(marker):
         if kept is None:
             message = all_gather.message_of(b, marker, spec)
             full = all_gather.full_node(b, message, spec, start=0, span=spec.extent)
         else:
-            full = message = all_gather.view_of_kept(b, kept, spec)
+            full = message = all_gather.view_of_unsharded(b, kept, spec)
     for node in read.markers:
-        for part in [user for user in node.users if user.target is KEEP]:
-            all_gather.keep_part(b, part, message, full)
+        for part in [user for user in node.users if user.target is SHARD_POST_FORWARD]:
+            all_gather.shard_post_forward(b, part, message, full)
         node.replace_all_uses_with(full)
         step.graph.erase_node(node)
 
@@ -152,7 +156,7 @@ def _gradient_sums(step: StepGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
 def _plan_flat_gradient(output: fx.Node, markers: Sequence[fx.Node], order: dict[fx.Node, int]) -> FlatGradient:
     flats = {m.args[0] for m in markers}
     if len(flats) != 1:
-        raise UnsupportedModelError("the gradients of two flat shards are added to one another", where=str(output))
+        raise UnsupportedModelError("the gradients of two flat parameters are added to one another", where=str(output))
     by_spec: dict[str, list[fx.Node]] = {}
     for marker in markers:
         by_spec.setdefault(read_text(marker), []).append(marker)
@@ -170,20 +174,20 @@ def _insert_reductions(step: StepGraph, planned: FlatGradient, order: dict[fx.No
         with step.graph.inserting_before(marker):
             piece = _insert_average(b, reduction) if stays else _insert_reduction(b, reduction)
         pieces.append((reduction.spec.offset, piece))
-    sync = planned.reductions[0].spec.sync
+    placement = planned.reductions[0].spec.grad_placement
     flat_record = dataclasses.replace(require(planned.flat), role=Role.SHARD_GRADIENT, phase=step.phase)
     # Where all pieces exist: at the sum that the flat gradient replaces, or at the last marker.
     with step.graph.inserting_before(last_of([planned.output, *(r.last_marker for r in planned.reductions)], order)):
         b = GraphBuilder(step.graph, flat_record, planned.output)
         flat_gradient = join_pieces(b, planned.output, pieces, parts=_parts(planned.reductions[0].spec))
-    flat_gradient.meta["fsdp"] = dataclasses.replace(flat_record, role=_ROLE_OF_SYNC[sync])
+    flat_gradient.meta["fsdp"] = dataclasses.replace(flat_record, role=_ROLE_OF_PLACEMENT[placement])
     planned.output.replace_all_uses_with(flat_gradient)
     _erase_sums(planned.output)
 
 
-def _parts(spec: ReadSpec) -> int:
-    """Into how many parts of the flat shard's size its gradient is divided: one for each rank that has rows in it."""
-    return spec.size if spec.sync is Sync.NONE else 1
+def _parts(spec: UnshardSpec) -> int:
+    """Into how many parts of the flat parameter's size its gradient is divided: one per rank that has rows in it."""
+    return spec.size if spec.grad_placement is GradPlacement.UNREDUCED else 1
 
 
 def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
@@ -201,8 +205,8 @@ def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
     rows = cast(b, gradient_rows(b, gradient, spec), spec.reduce_dtype)
     held, partial = added_gradients(reduction.last_marker)
     if held is not None:
-        rows = _add_held(b, held, rows, spec)
-    if spec.sync is Sync.NONE:
+        rows = _add_unreduced(b, held, rows, spec)
+    if spec.grad_placement is GradPlacement.UNREDUCED:
         return rows
     message = scale_before(b, view(b, rows, [spec.size * spec.extent]), spec)
     return reduce_one(b, message, spec, partial)
@@ -224,20 +228,20 @@ def _joined_rows(b: GraphBuilder, parts: Sequence[Any], shape: list[int]) -> fx.
         return b.call(aten.cat.default, [b.call(aten.reshape.default, part, shape) for part in parts])
 
 
-def _add_held(b: GraphBuilder, held: fx.Node, rows: fx.Node, spec: ReadSpec) -> fx.Node:
-    with b.as_role(Role.ADD_HELD):
+def _add_unreduced(b: GraphBuilder, held: fx.Node, rows: fx.Node, spec: UnshardSpec) -> fx.Node:
+    with b.as_role(Role.ADD_UNREDUCED):
         every = view(b, held, [spec.size, b.value(held).shape[0] // spec.size])
         return b.call(aten.add.Tensor, narrow(b, every, 1, spec.offset, spec.offset + spec.extent), rows)
 
 
 def join_pieces(b: GraphBuilder, like: fx.Node, pieces: Iterable[tuple[int, fx.Node]], *, parts: int = 1) -> fx.Node:
-    """Records a flat shard's gradient: pieces at their offsets, zeros where nothing arrived.
+    """Records a flat parameter's gradient: pieces at their offsets, zeros where nothing arrived.
 
     Args:
         b: Writes at one place.
         like: A tensor of the size, dtype and device of the gradient.
-        pieces: Offsets in the flat shard, and `[n]` elements from there on; or `[parts, n]`.
-        parts: Into how many parts of the flat shard's size the gradient is divided.
+        pieces: Offsets in the flat parameter, and `[n]` elements from there on; or `[parts, n]`.
+        parts: Into how many parts of the flat parameter's size the gradient is divided.
     """
     value = b.value(like)
     ordered = sorted(pieces, key=lambda item: item[0])

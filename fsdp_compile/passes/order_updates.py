@@ -1,4 +1,4 @@
-"""Moves updates behind the last node that reads their flat shard, where a schedule has put them before it.
+"""Moves updates behind the last node that reads their flat parameter, where a schedule has put them before it.
 
     reduce %w, wait, fsdp.update(%flat, ...), gather %w   ->   reduce %w, wait, gather %w, wait, fsdp.update(%flat, ...)
 
@@ -18,7 +18,7 @@ from fsdp_compile.ir.queries import last_of, readers
 
 
 @dataclasses.dataclass(frozen=True)
-class Settled:
+class Ordered:
     """Move `update` right behind `anchor`."""
 
     update: fx.Node
@@ -26,19 +26,19 @@ class Settled:
 
 
 @dataclasses.dataclass(frozen=True)
-class SettlePlan:
+class OrderPlan:
     """The updates that come too early."""
 
-    moves: tuple[Settled, ...]
+    moves: tuple[Ordered, ...]
 
 
-class SettleUpdates:
+class OrderUpdates:
     """The pass; see the module's docstring."""
 
-    name = "settle-updates"
+    name = "order-updates"
 
-    def plan(self, step: StepGraph) -> SettlePlan:
-        """Compares each update with the last node that reads its flat shard."""
+    def plan(self, step: StepGraph) -> OrderPlan:
+        """Compares each update with the last node that reads its flat parameter."""
         order = step.order()
         found = []
         for update in step.nodes(Role.UPDATE):
@@ -46,10 +46,10 @@ class SettleUpdates:
             assert isinstance(flat, fx.Node)
             anchor = last_of([update, *readers(flat)], order)
             if anchor is not update:
-                found.append(Settled(update, anchor))
-        return SettlePlan(tuple(found))
+                found.append(Ordered(update, anchor))
+        return OrderPlan(tuple(found))
 
-    def apply(self, step: StepGraph, plan: SettlePlan) -> None:  # noqa: ARG002
+    def apply(self, step: StepGraph, plan: OrderPlan) -> None:  # noqa: ARG002
         """Moves them."""
         for one in plan.moves:
             move_after([one.update], one.anchor)

@@ -72,7 +72,7 @@ class SchedulePlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class ScheduleAuto:
     """The pass; see the module's docstring.
 
     Attributes:
@@ -86,7 +86,7 @@ class Schedule:
     hardware: Hardware = dataclasses.field(default_factory=named_hardware)
     budget_bytes: int | None = None
     fusion: Fusion = Fusion.KERNELS
-    name = "schedule"
+    name = "schedule-auto"
 
     def plan(self, step: StepGraph) -> SchedulePlan:
         """Poses the problem, has it solved, and says where each node goes.

@@ -37,7 +37,7 @@ from fsdp_compile.passes.schedule_reduce import chains_of, first_message_node, f
 
 
 @dataclasses.dataclass(frozen=True)
-class ScheduleRules:
+class ScheduleFSDP1:
     """The pass; see the module's docstring.
 
     Attributes:
@@ -47,7 +47,7 @@ class ScheduleRules:
 
     forward: Ahead = Ahead.AT_NEED
     backward: Ahead = Ahead.BEFORE_COMPUTE
-    name = "schedule-rules"
+    name = "schedule-fsdp1"
 
     def plan(self, step: StepGraph) -> PrefetchPlan:
         """Finds the anchor of each gather that does not stay where it is needed."""

@@ -1,9 +1,9 @@
-"""Updates each flat shard as soon as its gradient is there, so that no gradient leaves the graph.
+"""Updates each flat parameter as soon as its gradient is there, so that no gradient leaves the graph.
 
     %grad = cat(%reduced, ...); ...; return (%grad, ...)   ->   %grad = cat(%reduced, ...); fsdp.update(%flat, %grad)
 
-Only flat shards whose optimizer asked for it (`step_in_backward`), and only on their device: gradients that go to the
-host leave as they do without. Nothing that reads a flat shard comes after its update (`settle_updates.py`).
+Only flat parameters whose optimizer asked for it (`step_in_backward`), and only on their device: gradients that go to
+the host leave as they do without. Nothing that reads a flat parameter comes after its update (`settle_updates.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FlatUpdate:
     """Update `flat` with `gradient`, which is joined out of `pieces`, right after `anchor`.
 
     Attributes:
-        flat: The flat shard.
+        flat: The flat parameter.
         gradient: Its gradient, so far returned.
         pieces: Nodes that join the gradient, in graph order; they move along.
         anchor: The last node that has to come before.

@@ -150,9 +150,9 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
 
 
 def _saved(step: StepGraph, positions: Mapping[fx.Node, int]) -> tuple[Saved, ...]:
-    """The buckets that forward kept, one for each flat shard."""
+    """The buckets that forward kept, one for each flat parameter."""
     found: dict[str, list[fx.Node]] = {}
-    for node in step.nodes(Role.SAVED):
+    for node in step.nodes(Role.SAVED_PARAM):
         found.setdefault(require(node).unit, []).append(node)
     saved = []
     for inputs in found.values():

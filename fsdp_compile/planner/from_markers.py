@@ -1,4 +1,4 @@
-"""The planning problem of a graph before the passes: reads and gradients are markers, one bucket for each flat shard.
+"""The planning problem of a graph before the passes: reads and gradients are markers, a bucket per flat parameter.
 
 It is what `from_graph.py` will read off the graph after the passes, but for what they add: copies into messages,
 pieces, joined buckets.
@@ -20,8 +20,8 @@ from fsdp_compile.cost.hardware import Hardware, Link
 from fsdp_compile.cost.memory import memory_of
 from fsdp_compile.ir.edit import sink
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.queries import aliases, kept_value, parameter_only, read_text
-from fsdp_compile.layout.spec import ReadSpec, Sync, parse
+from fsdp_compile.ir.queries import aliases, parameter_only, read_text, unsharded_value
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 from fsdp_compile.planner.problem import Gather, Problem, Reduction
 
@@ -32,7 +32,7 @@ class Outlined:
 
     Attributes:
         problem: The numbers.
-        flats: For each gather the name of the flat shard's input.
+        flats: For each gather the name of the flat parameter's input.
     """
 
     problem: Problem
@@ -91,14 +91,16 @@ def _by_flat(markers: Iterable[fx.Node]) -> Mapping[fx.Node, list[fx.Node]]:
     return found
 
 
-def _specs(markers: Iterable[fx.Node]) -> list[ReadSpec]:
+def _specs(markers: Iterable[fx.Node]) -> list[UnshardSpec]:
     return [parse(text) for text in dict.fromkeys(map(read_text, markers))]
 
 
 def _gathers(
     step: StepGraph, positions: Mapping[fx.Node, int], values: frozenset[fx.Node], link: Link
 ) -> Iterable[tuple[Gather, str]]:
-    reads = (node for node in step.graph.find_nodes(op="call_function", target=UNSHARD) if kept_value(node) is None)
+    reads = (
+        node for node in step.graph.find_nodes(op="call_function", target=UNSHARD) if unsharded_value(node) is None
+    )
     for flat, markers in _by_flat(reads).items():
         specs = _specs(markers)
         ranks = specs[0].size
@@ -131,10 +133,10 @@ def _reductions(step: StepGraph, positions: Mapping[fx.Node, int], link: Link) -
         first = specs[0]
         size_bytes = sum(spec.size * spec.extent * spec.reduce_dtype.itemsize for spec in specs)
         stages = []
-        if first.size > 1 and first.sync is not Sync.NONE:
+        if first.size > 1 and first.grad_placement is not GradPlacement.UNREDUCED:
             sent_bytes = size_bytes * share_of_others(first.size)
             stages.append(link.collective_us(Kind.REDUCE.value, sent_bytes, first.size))
-        if first.replicas > 1 and first.sync is Sync.ALL:
+        if first.replicas > 1 and first.grad_placement is GradPlacement.REDUCED:
             shard_bytes = size_bytes / first.size
             sent_bytes = 2 * shard_bytes * share_of_others(first.replicas)
             stages.append(link.collective_us(Kind.REPLICATE.value, sent_bytes, first.replicas))

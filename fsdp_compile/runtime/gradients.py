@@ -1,7 +1,7 @@
-"""From the gradient of a flat shard to the `.grad` of its parameters.
+"""From the gradient of a flat parameter to the `.grad` of its parameters.
 
-Autograd accumulates one gradient per flat shard. After it has, the parameters get their parts as DTensors, their own
-hooks run, and the flat gradient is forgotten, so that `zero_grad`, clipping and optimizers see parameters only.
+Autograd accumulates one gradient per parameter group. After it has, the parameters get their parts as DTensors, their
+own hooks run, and the flat gradient is forgotten, so that `zero_grad`, clipping and optimizers see parameters only.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ from torch import nn
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
 from fsdp_compile._torch.tensors import make_dtensor, views_of
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.layout.spec import Sync, Update
+from fsdp_compile.layout.spec import GradPlacement, Update
 from fsdp_compile.runtime import update_in_backward
-from fsdp_compile.runtime.units import FlatShard, ParameterSlot
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 
-def arrived(flat: FlatShard) -> None:
-    """Notes that `flat.leaf` has a gradient; in the last backward of a step, hands it over to the parameters.
+def on_flat_grad(flat: FSDPParamGroup) -> None:
+    """Notes that `flat.flat_param` has a gradient; the last backward of a step writes it to the parameters' `.grad`.
 
     Autograd calls this when everything in this backward that read the leaf has run, so it may be updated.
     """
-    if flat.progress.is_done:
-        flat.leaf.grad = None  # or the next step would add it
-        flat.noted_gradients(Sync.ALL)
+    if flat.update_state.is_updated:
+        flat.flat_param.grad = None  # or the next step would add it
+        flat.take_produced(GradPlacement.REDUCED)
         update_in_backward.refuse_second(flat)
-    flat.held.confirm()
-    flat.partial.confirm()
-    flat.undelivered |= flat.noted_gradients(Sync.ALL)
-    if flat.unit.accumulation.last_backward:
-        hand_over(flat)
-    if flat.progress.is_due and update_in_backward.is_complete(flat):
+    flat.unsharded_accumulated_grad.commit()
+    flat.partial_reduce_output.commit()
+    flat.unwritten |= flat.take_produced(GradPlacement.REDUCED)
+    if flat.unit.comm_settings.last_backward:
+        write_sharded_grads(flat)
+    if flat.update_state.has_new_grads and update_in_backward.is_complete(flat):
         update_in_backward.run(flat)
 
 
-def hand_over(flat: FlatShard) -> None:
-    """Moves the gradient of `flat.leaf` into the parameters whose gradients arrived, and clears it."""
-    gradient, flat.leaf.grad = flat.leaf.grad, None
-    offsets, flat.undelivered = flat.undelivered, set()
+def write_sharded_grads(flat: FSDPParamGroup) -> None:
+    """Moves the gradient of `flat.flat_param` into the parameters whose gradients arrived, and clears it."""
+    gradient, flat.flat_param.grad = flat.flat_param.grad, None
+    offsets, flat.unwritten = flat.unwritten, set()
     if gradient is None:
         return
     refuse_double_backward(flat, gradient)
-    deliver(flat, gradient, offsets)
+    accumulate_sharded_grads(flat, gradient, offsets)
 
 
-def deliver(flat: FlatShard, gradient: torch.Tensor, offsets: Collection[int]) -> None:
-    """Adds a gradient, laid out and typed as the flat shard, to the `.grad` of the slots at `offsets`."""
+def accumulate_sharded_grads(flat: FSDPParamGroup, gradient: torch.Tensor, offsets: Collection[int]) -> None:
+    """Adds a gradient, laid out and typed as the flat parameter, to the `.grad` of the slots at `offsets`."""
     slots = flat.slots_at(offsets)
     parts = views_of(gradient, [slot.place for slot in slots])
     for slot, part in zip(slots, parts, strict=True):
         accumulate(slot, make_dtensor(part, slot.dtensor))
-    flat.progress.is_due = flat.progress.update is Update.IN_BACKWARD
+    flat.update_state.has_new_grads = flat.update_state.update is Update.IN_BACKWARD
 
 
-def refuse_double_backward(flat: FlatShard, gradient: torch.Tensor) -> None:
+def refuse_double_backward(flat: FSDPParamGroup, gradient: torch.Tensor) -> None:
     """Refuses a gradient that has a history.
 
     Raises:
@@ -71,7 +71,7 @@ def refuse_double_backward(flat: FlatShard, gradient: torch.Tensor) -> None:
         )
 
 
-def accumulate(slot: ParameterSlot, gradient: torch.Tensor) -> None:
+def accumulate(slot: FSDPParam, gradient: torch.Tensor) -> None:
     """Adds a gradient in the parameter's dtype; what is kept may be narrower (`keep_low_precision_grads`)."""
     parameter = slot.parameter
     # This runs once per parameter in every step, so what few parameters have is asked for before it is looked at.
@@ -79,8 +79,8 @@ def accumulate(slot: ParameterSlot, gradient: torch.Tensor) -> None:
         for hook in parameter._backward_hooks.values():
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced
-    if slot.kept_gradient_dtype is not None:
-        _add_in(slot.kept_gradient_dtype, parameter, gradient)
+    if slot.grad_dtype is not None:
+        _add_in(slot.grad_dtype, parameter, gradient)
     elif parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from fsdp_compile.layout.spec import ReadSpec, Update
+from fsdp_compile.layout.spec import UnshardSpec, Update
 
 
 @dataclasses.dataclass
-class Accumulation:
+class CommSettings:
     """What the next forward and backward passes do with gradients and parameters; users change it between steps.
 
     Attributes:
         reduce_gradients: Whether gradients are summed over ranks at all.
         all_reduce: Whether they are summed over replicas.
-        last_backward: Whether the next backward hands gradients over to the parameters.
+        last_backward: Whether the next backward writes gradients to the parameters' `.grad`.
         reshard_after_backward: Whether gathered parameters are freed after backward.
         divide: What the sum of gradients is divided by; `None` for the number of ranks.
         sum_only: Whether collectives may only sum, so that the division is a step of its own.
@@ -32,7 +32,7 @@ class Accumulation:
     sum_only: bool = False
 
 
-class Origin(enum.Enum):
+class WrapSource(enum.Enum):
     """Why a unit exists."""
 
     CALL = "call"
@@ -41,7 +41,7 @@ class Origin(enum.Enum):
     """The automatic split of a larger model made it."""
 
 
-class ReduceQueue(enum.Enum):
+class ReduceGroup(enum.Enum):
     """Which process group reduce-scatters gradients; collectives of one group wait for each other."""
 
     SHARED = "shared"
@@ -50,72 +50,72 @@ class ReduceQueue(enum.Enum):
     """A second one of the same ranks."""
 
 
-class Holding(enum.Enum):
+class ParamState(enum.Enum):
     """What the modules of a unit hold."""
 
-    SHARDS = "shards"
-    """DTensors, views of the unit's flat shards."""
-    FULL = "full"
+    SHARDED = "sharded"
+    """DTensors, views of the unit's parameter groups."""
+    UNSHARDED = "unsharded"
     """Plain, full parameters, inside of `full_params`."""
 
 
 @dataclasses.dataclass
-class HeldGradient:
-    """Gradients of some slots of one flat shard.
+class AccumulatedGrad:
+    """Gradients of some slots of one flat parameter.
 
     Attributes:
         value: `[parts * numel]`: rank after rank, each with the rows that it will keep; one part for partial results.
         offsets: The slots that have gradients in it.
-        taken: Slots whose gradients are still in `value` and no longer count.
+        consumed: Slots whose gradients are still in `value` and no longer count.
     """
 
     value: torch.Tensor
     offsets: set[int]
-    taken: set[int] = dataclasses.field(default_factory=set)
+    consumed: set[int] = dataclasses.field(default_factory=set)
 
 
-class HeldGradients:
-    """The place of one flat shard's held gradients.
+class PendingGrads:
+    """The place of one flat parameter's unreduced gradients.
 
     Args:
         specs: The slots.
-        parts: Into how many parts of the flat shard's size the value is divided.
+        parts: Into how many parts of the flat parameter's size the value is divided.
     """
 
-    def __init__(self, specs: Iterable[ReadSpec], parts: int) -> None:
-        self._specs: Mapping[int, ReadSpec] = {spec.offset: spec for spec in specs}
+    def __init__(self, specs: Iterable[UnshardSpec], parts: int) -> None:
+        self._specs: Mapping[int, UnshardSpec] = {spec.offset: spec for spec in specs}
         self._parts = parts
-        self._held: HeldGradient | None = None
-        self._unconfirmed: list[tuple[torch.Tensor, set[int]]] = []
+        self._grad: AccumulatedGrad | None = None
+        self._uncommitted: list[tuple[torch.Tensor, set[int]]] = []
 
     def __bool__(self) -> bool:
-        return self._held is not None
+        return self._grad is not None
 
     @property
-    def owes(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether something is held, or was taken and has not arrived."""
-        return self._held is not None or bool(self._unconfirmed)
+        return self._grad is not None or bool(self._uncommitted)
 
     @property
     def value(self) -> torch.Tensor | None:
         """What is held, for a graph to borrow."""
-        return None if self._held is None else self._held.value
+        return None if self._grad is None else self._grad.value
 
     def add(self, gradient: torch.Tensor, offsets: Iterable[int]) -> None:
         """Accumulates a gradient that covers the slots at `offsets`, and is zero elsewhere.
 
         Args:
             gradient: `[parts * numel]`, in the dtype of reductions; it is kept.
-            offsets: Slots of the flat shard.
+            offsets: Slots of the parameter group.
         """
-        held = self._held
-        if held is None:
-            self._held = HeldGradient(gradient, set(offsets))
+        pending = self._grad
+        if pending is None:
+            self._grad = AccumulatedGrad(gradient, set(offsets))
         else:
-            value = self._without(held.value, held.taken) + gradient
-            self._held = HeldGradient(value, held.offsets | set(offsets))
+            value = self._without(pending.value, pending.consumed) + gradient
+            self._grad = AccumulatedGrad(value, pending.offsets | set(offsets))
 
-    def take(self, borrowed: torch.Tensor, offsets: Iterable[int]) -> torch.Tensor:
+    def consume(self, borrowed: torch.Tensor, offsets: Iterable[int]) -> torch.Tensor:
         """Gives away what is held of some slots.
 
         Args:
@@ -125,45 +125,45 @@ class HeldGradients:
         Returns:
             A tensor like `borrowed`: the gradients of these slots, zeros for those that were taken before.
         """
-        held, wanted = self._held, set(offsets)
-        if held is None or held.value.data_ptr() != borrowed.data_ptr():
+        pending, wanted = self._grad, set(offsets)
+        if pending is None or pending.value.data_ptr() != borrowed.data_ptr():
             return torch.zeros_like(borrowed)
-        value = self._without(borrowed, wanted & held.taken)
-        self._unconfirmed.append((held.value, wanted & held.offsets))
-        held.taken |= wanted & held.offsets
-        held.offsets -= wanted
-        if not held.offsets:
-            self._held = None
+        value = self._without(borrowed, wanted & pending.consumed)
+        self._uncommitted.append((pending.value, wanted & pending.offsets))
+        pending.consumed |= wanted & pending.offsets
+        pending.offsets -= wanted
+        if not pending.offsets:
+            self._grad = None
         return value
 
-    def confirm(self) -> None:
+    def commit(self) -> None:
         """Notes that what was taken has arrived where it was to go."""
-        self._unconfirmed.clear()
+        self._uncommitted.clear()
 
-    def give_back(self) -> bool:
+    def roll_back(self) -> bool:
         """Holds again what was taken and never arrived: `torch.autograd.grad` drops gradients that nobody asked for.
 
         Returns:
             Whether there was anything.
         """
-        lost, self._unconfirmed = self._unconfirmed, []
+        lost, self._uncommitted = self._uncommitted, []
         for value, offsets in lost:
-            if self._held is not None and self._held.value is value:
-                self._held.offsets |= offsets
-                self._held.taken -= offsets
+            if self._grad is not None and self._grad.value is value:
+                self._grad.offsets |= offsets
+                self._grad.consumed -= offsets
             else:
                 self.add(self._without(value, self._specs.keys() - offsets), offsets)
         return bool(lost)
 
-    def take_all(self) -> HeldGradient | None:
+    def drain(self) -> AccumulatedGrad | None:
         """Gives away everything."""
-        held, self._held = self._held, None
-        return held and HeldGradient(self._without(held.value, held.taken), held.offsets)
+        pending, self._grad = self._grad, None
+        return pending and AccumulatedGrad(self._without(pending.value, pending.consumed), pending.offsets)
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._held = None
-        self._unconfirmed.clear()
+        self._grad = None
+        self._uncommitted.clear()
 
     def _without(self, value: torch.Tensor, offsets: Iterable[int]) -> torch.Tensor:
         """`value` with zeros in the slots at `offsets`."""
@@ -177,46 +177,46 @@ class HeldGradients:
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptParameters:
-    """Full parameters, and the moment at which they were those of the flat shard.
+class UnshardedParams:
+    """Full parameters, and the moment at which they were those of the parameter group.
 
     Attributes:
         values: The full parameter of each slot, by offset.
-        stamp: Counters that change with the parameters.
+        version: Counters that change with the parameters.
     """
 
     values: Mapping[int, torch.Tensor]
-    stamp: tuple[int, ...]
+    version: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class RunningGather:
-    """All-gathers of all slots of a flat shard that were started and not yet waited for.
+class PendingAllGather:
+    """All-gathers of all slots of a flat parameter that were started and not yet waited for.
 
     Attributes:
         messages: For each slot, its message; of a quantized parameter its elements, then its scales.
-        stamp: Counters that change with the parameters.
+        version: Counters that change with the parameters.
     """
 
     messages: tuple[tuple[torch.Tensor, ...], ...]
-    stamp: tuple[int, ...]
+    version: tuple[int, ...]
 
 
 @dataclasses.dataclass
-class Progress:
-    """How far the update of one flat shard is.
+class UpdateState:
+    """How far the update of one parameter group is.
 
     Attributes:
         update: When it is updated, as the specs of its slots have it.
-        readers: Compiled forwards that have read it and whose backward has not run; reads outside of compiled graphs
-            count until the update.
-        is_due: Whether parameters were given gradients since the last update.
-        is_done: Whether it was updated since the last forward.
-        has_late: Whether code that read a parameter before it was sharded may still send it a gradient.
+        open_forwards: Compiled forwards that have read it and whose backward has not run; reads outside of compiled
+            graphs count until the update.
+        has_new_grads: Whether parameters were given gradients since the last update.
+        is_updated: Whether it was updated since the last forward.
+        expects_late_grad: Whether code that read a parameter before it was sharded may still send it a gradient.
     """
 
     update: Update = Update.AFTER_BACKWARD
-    readers: int = 0
-    is_due: bool = False
-    is_done: bool = False
-    has_late: bool = False
+    open_forwards: int = 0
+    has_new_grads: bool = False
+    is_updated: bool = False
+    expects_late_grad: bool = False

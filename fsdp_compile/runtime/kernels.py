@@ -10,34 +10,43 @@ import torch
 from fsdp_compile._torch.autograd import has_gradient_hooks, is_accumulated_in_this_backward
 from fsdp_compile._torch.dynamo import skip_code
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.layout.spec import Sync, Update, parse
+from fsdp_compile.layout.spec import GradPlacement, Update, parse
 from fsdp_compile.ops.embedding import reduced_rows
 from fsdp_compile.ops.unshard import reduced_gradient
 from fsdp_compile.runtime import gradients, post_backward, update_in_backward
-from fsdp_compile.runtime.units import FlatShard
-from fsdp_compile.runtime.unshard_args import publish
+from fsdp_compile.runtime.units import FSDPParamGroup
+from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 
 _LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
 
 
 def accompany(
-    flat: FlatShard, offsets: Sequence[int], held: torch.Tensor | None, partial: torch.Tensor | None
+    flat: FSDPParamGroup,
+    offsets: Sequence[int],
+    unsharded_accumulated_grad: torch.Tensor | None,
+    partial_reduce_output: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What may really be added to gradients of the slots at `offsets`: nothing that has been reduced before.
 
     Args:
-        flat: The flat shard.
+        flat: The parameter group.
         offsets: Slots that get gradients.
-        held: What their reads were given to add before the reduction.
-        partial: What their reads were given to add before the sum over replicas.
+        unsharded_accumulated_grad: What their reads were given to add before the reduction.
+        partial_reduce_output: What their reads were given to add before the sum over replicas.
     """
-    if held is None and partial is None:
+    if unsharded_accumulated_grad is None and partial_reduce_output is None:
         return None, None
-    held = None if held is None else flat.held.take(held, offsets)
-    partial = None if partial is None else flat.partial.take(partial, offsets)
-    publish(flat)
-    post_backward.expect(flat)
-    return held, partial
+    unsharded_accumulated_grad = (
+        None
+        if unsharded_accumulated_grad is None
+        else flat.unsharded_accumulated_grad.consume(unsharded_accumulated_grad, offsets)
+    )
+    partial_reduce_output = (
+        None if partial_reduce_output is None else flat.partial_reduce_output.consume(partial_reduce_output, offsets)
+    )
+    refresh_unshard_args(flat)
+    post_backward.queue_post_backward(flat)
+    return unsharded_accumulated_grad, partial_reduce_output
 
 
 @torch.library.impl("fsdp::reduce_grad", "CompositeExplicitAutograd", lib=_LIBRARY)
@@ -46,15 +55,17 @@ def _reduce_grad(
     flat: torch.Tensor,
     grad: torch.Tensor,
     spec: str,
-    held: torch.Tensor | None = None,
-    partial: torch.Tensor | None = None,
+    unsharded_accumulated_grad: torch.Tensor | None = None,
+    partial_reduce_output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     read = parse(spec)
-    owner = FlatShard.of(flat)
+    owner = FSDPParamGroup.of(flat)
     if owner is not None:
-        owner.note_gradients([read.offset], read.sync)
-        held, partial = accompany(owner, [read.offset], held, partial)
-    return reduced_gradient(flat, grad, read, held, partial)
+        owner.mark_produced([read.offset], read.grad_placement)
+        unsharded_accumulated_grad, partial_reduce_output = accompany(
+            owner, [read.offset], unsharded_accumulated_grad, partial_reduce_output
+        )
+    return reduced_gradient(flat, grad, read, unsharded_accumulated_grad, partial_reduce_output)
 
 
 @torch.library.impl("fsdp::reduce_rows", "CompositeExplicitAutograd", lib=_LIBRARY)
@@ -68,9 +79,9 @@ def _reduce_rows(
     scale_grad_by_freq: bool,  # noqa: FBT001
 ) -> torch.Tensor:
     read = parse(spec)
-    owner = FlatShard.of(flat)
+    owner = FSDPParamGroup.of(flat)
     if owner is not None:
-        owner.note_gradients([read.offset], read.sync)
+        owner.mark_produced([read.offset], read.grad_placement)
     return reduced_rows(flat, grad, ids, spec, padding_idx, scale_grad_by_freq)
 
 
@@ -79,41 +90,43 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) 
     """Updates parameters, or leaves their gradients for a later graph of this backward, or for its end.
 
     Args:
-        flat: The flat shard, `[numel]`.
+        flat: The flat parameter, `[numel]`.
         gradient: Its gradient, summed over all ranks, `[numel]`.
         offsets: Slots that have gradients in it.
     """
-    owner = FlatShard.of(flat)
+    owner = FSDPParamGroup.of(flat)
     assert owner is not None  # `lower/wrappers.py` has looked
-    if not is_accumulated_in_this_backward(owner.leaf):
+    if not is_accumulated_in_this_backward(owner.flat_param):
         return  # `torch.autograd.grad` asks for other gradients
     update_in_backward.refuse_second(owner)
-    owner.held.confirm()
-    owner.partial.confirm()
-    post_backward.expect(owner)
-    is_last = update_in_backward.is_complete(owner) and owner.progress.readers == 0
-    waiting = owner.leaf.grad
+    owner.unsharded_accumulated_grad.commit()
+    owner.partial_reduce_output.commit()
+    post_backward.queue_post_backward(owner)
+    is_last = update_in_backward.is_complete(owner) and owner.update_state.open_forwards == 0
+    waiting = owner.flat_param.grad
     if waiting is not None:
         gradient = waiting + gradient
     elif not is_last or _is_kept(owner, offsets):
         gradient = gradient.clone()
-    owner.leaf.grad = gradient
-    owner.undelivered |= set(offsets)
+    owner.flat_param.grad = gradient
+    owner.unwritten |= set(offsets)
     if is_last:
-        gradients.hand_over(owner)
+        gradients.write_sharded_grads(owner)
         update_in_backward.run(owner)
     else:
-        owner.note_gradients(offsets, Sync.ALL)  # for the leaf's hook, which autograd calls although it adds nothing
+        # For the hook of the flat parameter, which autograd calls although it adds nothing.
+        owner.mark_produced(offsets, GradPlacement.REDUCED)
 
 
-def _is_kept(flat: FlatShard, offsets: Sequence[int]) -> bool:
+def _is_kept(flat: FSDPParamGroup, offsets: Sequence[int]) -> bool:
     """Whether somebody may keep a gradient longer than the update: a hook, or an optimizer that steps later."""
     trained = [slot.parameter for slot in flat.slots_at(offsets)]
     return any(update_in_backward.updater_of(p) is None or has_gradient_hooks(p) for p in trained)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    # Not through save_for_backward(): saved-tensor hooks may hand back a copy, and a copy does not tell its flat shard.
+    # Not through save_for_backward(): saved-tensor hooks may hand back a copy, and a copy does not tell its parameter
+    # group.
     ctx.flat, ctx.spec, _, _, ctx.held, ctx.partial = inputs
     note_read(ctx.flat, ctx.spec)
 
@@ -132,14 +145,14 @@ skip_code(note_read.__code__)
 
 @torch.compiler.disable
 def _note_read(flat: torch.Tensor) -> None:
-    owner = FlatShard.of(flat)
+    owner = FSDPParamGroup.of(flat)
     if owner is not None:
         update_in_backward.note_read(owner)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gradient = torch.ops.fsdp.reduce_grad(ctx.flat, grad, ctx.spec, ctx.held, ctx.partial)
-    if parse(ctx.spec).sync is Sync.ALL:
+    if parse(ctx.spec).grad_placement is GradPlacement.REDUCED:
         return gradient, None, None, None, None, None
     return None, None, None, gradient, None, None
 
@@ -155,7 +168,7 @@ def refuse_double_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  #
 
 
 def _save_look_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    # The flat shard not through save_for_backward(): see fsdp::unshard.
+    # The parameter group not through save_for_backward(): see fsdp::unshard.
     ctx.flat, ids, *ctx.settings = inputs
     ctx.save_for_backward(ids)
     note_read(ctx.flat, ctx.settings[0])

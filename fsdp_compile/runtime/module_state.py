@@ -9,19 +9,19 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from fsdp_compile.config.policy import MixedPrecision
-from fsdp_compile.runtime.units import READS, ParameterSlot, Unit
+from fsdp_compile.runtime.units import READS, FSDPParam, FSDPUnit
 
 
-def units_below(module: nn.Module) -> list[Unit]:
+def units_below(module: nn.Module) -> list[FSDPUnit]:
     """Units that modules at and below `module` read from."""
     reads = [read for m in module.modules() for read in m.__dict__.get(READS, {}).values()]
     return list(dict.fromkeys(flat.unit for _, _, flat in reads))
 
 
-def slots_in(module: nn.Module, unit: Unit) -> Iterator[ParameterSlot]:
+def slots_in(module: nn.Module, unit: FSDPUnit) -> Iterator[FSDPParam]:
     """The parameters of a unit that modules at and below `module` hold."""
     inside = set(module.modules())
-    return (slot for slot in unit.slots if any(owner in inside for owner, _ in slot.owners))
+    return (slot for slot in unit.slots if any(owner in inside for owner, _ in slot.module_refs))
 
 
 class Nesting(enum.Enum):
@@ -46,16 +46,16 @@ class Sharding:
         units: Units that this call made, in registration order of their roots.
         ignored: `id`s of parameters that the call was told to leave alone.
         precision: The dtypes that it was called with.
-        place: Whether a call on a module above it has followed.
+        nesting: Whether a call on a module above it has followed.
     """
 
-    units: list[Unit]
+    units: list[FSDPUnit]
     ignored: set[int]
     precision: MixedPrecision
-    place: Nesting = Nesting.OUTERMOST
+    nesting: Nesting = Nesting.OUTERMOST
 
 
-def units(model: nn.Module) -> list[Unit]:
+def units(model: nn.Module) -> list[FSDPUnit]:
     """The units of a model, in registration order of their root modules; empty if nothing in it is sharded."""
     model = getattr(model, "_orig_mod", model)
     return [unit for m in _modules_below(model) if _STATE in m.__dict__ for unit in m.__dict__[_STATE].units]
@@ -73,7 +73,7 @@ def _modules_below(root: nn.Module) -> Iterable[nn.Module]:
     return found
 
 
-def units_of_call(module: nn.Module) -> list[Unit]:
+def units_of_call(module: nn.Module) -> list[FSDPUnit]:
     """The units that the call of `fully_shard` on this very module made."""
     return list(module.__dict__[_STATE].units) if _STATE in module.__dict__ else []
 
@@ -86,7 +86,7 @@ def is_ignored(root: nn.Module, parameter: nn.Parameter) -> bool:
 def is_inside(module: nn.Module) -> bool:
     """Whether `module` is a part of a model of which a module above it is sharded, too."""
     asked = [module] if is_sharded(module) else [m for m in module.modules() if is_sharded(m)]
-    return any(m.__dict__[_STATE].place is Nesting.INSIDE for m in asked)
+    return any(m.__dict__[_STATE].nesting is Nesting.INSIDE for m in asked)
 
 
 def is_sharded(module: nn.Module) -> bool:

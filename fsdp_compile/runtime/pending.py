@@ -1,7 +1,7 @@
-"""Flat shards with something left to do when a backward ends or the next forward starts.
+"""Parameter groups with something left to do when a backward ends or the next forward starts.
 
-Gradients that are owed, parameters that stay gathered, updates: most flat shards of most steps have none of it. Whoever
-starts such a thing notes it here, so that steps need not look through all units for it.
+Gradients that are owed, parameters that stay gathered, updates: most parameter groups of most steps have none of it.
+Whoever starts such a thing notes it here, so that steps need not look through all units for it.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fsdp_compile.runtime.units import FlatShard, Unit
+    from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
-_noted: weakref.WeakSet[FlatShard] = weakref.WeakSet()
+_pending: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
 _lock = threading.RLock()
 """Autograd runs hooks on a thread of each device, and models may be trained on several threads."""
 
 
-def note(flat: FlatShard) -> None:
-    """Says that there may be something left to do for a flat shard."""
+def mark_pending(flat: FSDPParamGroup) -> None:
+    """Says that there may be something left to do for a parameter group."""
     with _lock:
-        _noted.add(flat)
+        _pending.add(flat)
 
 
-def is_anything() -> bool:
-    """Whether there is something left to do for any flat shard of the process."""
+def is_any_pending() -> bool:
+    """Whether there is something left to do for any parameter group of the process."""
     with _lock:
-        if _noted:
-            for flat in [flat for flat in _noted if flat.is_settled]:
-                _noted.discard(flat)
-        return bool(_noted)
+        if _pending:
+            for flat in [flat for flat in _pending if flat.is_idle]:
+                _pending.discard(flat)
+        return bool(_pending)
 
 
-def among(units: Iterable[Unit]) -> Sequence[FlatShard]:
-    """The flat shards of some units for which something is left to do, in the units' order: alike on all ranks."""
+def pending_in(units: Iterable[FSDPUnit]) -> Sequence[FSDPParamGroup]:
+    """The parameter groups of some units for which something is left to do, in the units' order: alike on all ranks."""
     with _lock:
-        return [flat for unit in units for flat in unit.flats if flat in _noted] if is_anything() else []
+        return [flat for unit in units for flat in unit.flats if flat in _pending] if is_any_pending() else []
 
 
-def are_settled(flats: Iterable[FlatShard]) -> bool:
-    """Whether nothing is left to do for any of some flat shards."""
+def are_idle(flats: Iterable[FSDPParamGroup]) -> bool:
+    """Whether nothing is left to do for any of some parameter groups."""
     with _lock:
-        return not is_anything() or _noted.isdisjoint(flats)
+        return not is_any_pending() or _pending.isdisjoint(flats)

@@ -15,51 +15,51 @@ from torch import nn
 from fsdp_compile._torch.autograd import after_this_backward, backward_in_progress, clear_own_gradient, own_gradient
 from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
 from fsdp_compile._torch.tensors import make_dtensor, views_of
-from fsdp_compile.layout.spec import Sync, Update
+from fsdp_compile.layout.spec import GradPlacement, Update
 from fsdp_compile.runtime import accumulation, gradients, pending, unshard, update_in_backward
-from fsdp_compile.runtime.units import READS, FlatShard, ParameterSlot, Unit
-from fsdp_compile.runtime.unshard_args import publish, sync_of
+from fsdp_compile.runtime.units import READS, FSDPParam, FSDPParamGroup, FSDPUnit
+from fsdp_compile.runtime.unshard_args import grad_placement_of, refresh_unshard_args
 
-_expected: set[int] = set()
-"""Outermost modules, by `id`, whose end is asked for in the backward pass `_of[0]`."""
-_of = [-1]
+_queued: set[int] = set()
+"""Outermost modules, by `id`, whose end is asked for in the backward pass `_queued_in[0]`."""
+_queued_in = [-1]
 
 
-def expect(flat: FlatShard) -> None:
+def queue_post_backward(flat: FSDPParamGroup) -> None:
     """Asks for the end of this backward pass to be noticed, once for all units of a model, if it has work to do.
 
     Args:
-        flat: A flat shard that something was done for.
+        flat: A parameter group that something was done for.
     """
-    if _of[0] != backward_in_progress():
-        _expected.clear()
-        _of[0] = backward_in_progress()
-    pending.note(flat)
+    if _queued_in[0] != backward_in_progress():
+        _queued.clear()
+        _queued_in[0] = backward_in_progress()
+    pending.mark_pending(flat)
     outermost = flat.unit.outermost
     assert outermost is not None
-    if id(outermost) not in _expected and pending.is_anything():
-        _expected.add(id(outermost))
-        after_this_backward(functools.partial(_finish, flat.unit.of_model))
+    if id(outermost) not in _queued and pending.is_any_pending():
+        _queued.add(id(outermost))
+        after_this_backward(functools.partial(post_backward_final_callback, flat.unit.of_model))
 
 
 @torch.compiler.disable
-def _finish(units: Sequence[Unit]) -> None:
+def post_backward_final_callback(units: Sequence[FSDPUnit]) -> None:
     """Delivers and reduces what waited for this backward, unit by unit in the same order on every rank."""
-    waiting = [flat for flat in pending.among(units) if flat.owes_gradients]
+    waiting = [flat for flat in pending.pending_in(units) if flat.has_pending_grads]
     for flat in waiting:
-        if any([flat.held.give_back(), flat.partial.give_back()]):
-            publish(flat)
+        if any([flat.unsharded_accumulated_grad.roll_back(), flat.partial_reduce_output.roll_back()]):
+            refresh_unshard_args(flat)
     for flat in waiting:
-        if flat.unit.accumulation.last_backward:
-            gradients.hand_over(flat)
+        if flat.unit.comm_settings.last_backward:
+            gradients.write_sharded_grads(flat)
             accumulation.reduce_rest(flat)
-            flat.progress.has_late = False
+            flat.update_state.expects_late_grad = False
             update_in_backward.run(flat)
-    unshard.after_backward(flat for flat in pending.among(units) if flat.unit.accumulation.last_backward)
+    unshard.after_backward(flat for flat in pending.pending_in(units) if flat.unit.comm_settings.last_backward)
 
 
-def install_grad_hooks(flat: FlatShard) -> None:
-    """Makes every gradient that autograd accumulates into `flat.leaf` reach the parameters."""
+def install_grad_hooks(flat: FSDPParamGroup) -> None:
+    """Makes every gradient that autograd accumulates into `flat.flat_param` reach the parameters."""
     reference = weakref.ref(flat)
 
     def after_accumulation(leaf: torch.Tensor) -> None:
@@ -71,68 +71,70 @@ def install_grad_hooks(flat: FlatShard) -> None:
             (_on_gradient_beside_dynamo if calls_are_compiled() else _on_gradient)(owner)
 
     skip_code(after_accumulation.__code__)
-    if flat.leaf.requires_grad:
-        flat.leaf.register_post_accumulate_grad_hook(after_accumulation)
+    if flat.flat_param.requires_grad:
+        flat.flat_param.register_post_accumulate_grad_hook(after_accumulation)
 
 
-def _on_gradient(flat: FlatShard) -> None:
-    gradients.arrived(flat)
-    expect(flat)
+def _on_gradient(flat: FSDPParamGroup) -> None:
+    gradients.on_flat_grad(flat)
+    queue_post_backward(flat)
 
 
 _on_gradient_beside_dynamo = torch.compiler.disable(_on_gradient)
 
 
-def install_grad_accumulators(flat: FlatShard) -> None:
-    """Makes the leaves that gradients of a flat shard go to which are not summed over all ranks.
+def install_grad_accumulators(flat: FSDPParamGroup) -> None:
+    """Makes the leaves that gradients of a flat parameter go to which are not summed over all ranks.
 
     A leaf has the shape of what is accumulated, `[size * numel]` or `[numel]`, and no memory: its stride is 0.
     """
-    if not flat.leaf.requires_grad:
+    if not flat.flat_param.requires_grad:
         return
     spec = flat.slots[0].spec
-    for sync, parts in ((Sync.NONE, spec.size), (Sync.SHARD, 1)):
-        element = torch.zeros(1, dtype=spec.reduce_dtype, device=spec.compute or flat.leaf.device)
-        holder = element.expand(flat.leaf.numel() * parts).requires_grad_()
-        holder.register_post_accumulate_grad_hook(functools.partial(_collect, weakref.ref(flat), sync))
-        flat.holders[sync] = holder
+    for sync, parts in ((GradPlacement.UNREDUCED, spec.size), (GradPlacement.REDUCE_SCATTERED, 1)):
+        element = torch.zeros(1, dtype=spec.reduce_dtype, device=spec.compute or flat.flat_param.device)
+        holder = element.expand(flat.flat_param.numel() * parts).requires_grad_()
+        holder.register_post_accumulate_grad_hook(functools.partial(_on_accumulated_grad, weakref.ref(flat), sync))
+        flat.grad_accumulators[sync] = holder
 
 
 @torch.compiler.disable
-def _collect(reference: weakref.ref[FlatShard], sync: Sync, holder: torch.Tensor) -> None:
+def _on_accumulated_grad(
+    reference: weakref.ref[FSDPParamGroup], placement: GradPlacement, accumulator: torch.Tensor
+) -> None:
     flat = reference()
-    gradient, holder.grad = holder.grad, None
+    gradient, accumulator.grad = accumulator.grad, None
     if flat is None or gradient is None:
         return
     gradients.refuse_double_backward(flat, gradient)
     update_in_backward.refuse_second(flat)
-    if sync is Sync.SHARD:
-        flat.held.confirm()
-    accumulation.place_of(flat, sync).add(gradient, flat.noted_gradients(sync))
-    if sync_of(flat) is not sync:  # the next reads may be such that take it along
-        publish(flat)
-    expect(flat)
+    if placement is GradPlacement.REDUCE_SCATTERED:
+        flat.unsharded_accumulated_grad.commit()
+    accumulation.pending_grads_of(flat, placement).add(gradient, flat.take_produced(placement))
+    if grad_placement_of(flat) is not placement:  # the next reads may be such that take it along
+        refresh_unshard_args(flat)
+    queue_post_backward(flat)
 
 
-def await_late_gradient(parameter: nn.Parameter, slot: ParameterSlot) -> None:
+def await_late_gradient(parameter: nn.Parameter, slot: FSDPParam) -> None:
     """Sees to it that the gradient of a plain parameter that was read before it was sharded reaches its successor.
 
     The first call of a compiled model may run code that Dynamo leaves to Python before the first graph is compiled, and
     with it before anything is sharded. Autograd will then accumulate a full gradient, of this rank alone, into the old
-    parameter; it is averaged over the ranks and handed over like any other.
+    parameter; it is averaged over the ranks and accumulated like any other.
     """
 
     def reduce(old: torch.Tensor) -> None:
         gradient = own_gradient(old)
         if gradient is not None:
             clear_own_gradient(old)
-            module, attribute = slot.owners[0]
+            module, attribute = slot.module_refs[0]
             leaf, text, flat = getattr(module, READS)[attribute]  # the text by which gradients are reduced at once
             with torch.no_grad():
                 reduced = torch.ops.fsdp.reduce_grad(leaf, gradient.to(slot.spec.param_dtype), text)
                 gradients.accumulate(slot, make_dtensor(views_of(reduced, [slot.place])[0], slot.dtensor))
-            flat.progress.is_due = flat.progress.update is Update.IN_BACKWARD
-            expect(flat)
+            flat.update_state.has_new_grads = flat.update_state.update is Update.IN_BACKWARD
+            queue_post_backward(flat)
 
     slot.is_read_before = True
     parameter.register_post_accumulate_grad_hook(reduce)

@@ -1,8 +1,8 @@
 """What becomes of a plain parameter that was sharded while others still hold it.
 
-Its memory is released and it turns into a `MovedParameter` that knows its successor. Optimizers that hold it are given
-the successor at the start of their next step, with their state sharded; lists of parameters that users kept still find
-the gradients.
+Its memory is released and it turns into a `ReplacedParameter` that knows its successor. Optimizers that hold it are
+given the successor at the start of their next step, with their state sharded; lists of parameters that users kept still
+find the gradients.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fsdp_compile._torch.autograd import is_saved_by_autograd
 from fsdp_compile._torch.tensors import make_dtensor, plain_torch_functions
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
-from fsdp_compile.runtime.units import ParameterSlot
+from fsdp_compile.runtime.units import FSDPParam
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """State of torch's optimizers that is one number; a 0-d parameter's other state looks the same."""
 
 
-class MovedParameter(nn.Parameter):
+class ReplacedParameter(nn.Parameter):
     """A plain parameter after it was sharded: `.grad` is its successor's, any computation with it is an error."""
 
-    slot: ParameterSlot
+    slot: FSDPParam
     full_shape: torch.Size
 
     @property
@@ -48,7 +48,7 @@ class MovedParameter(nn.Parameter):
         if getattr(func, "__name__", "") in ("__get__", "__set__", "__hash__", "__repr__"):
             with plain_torch_functions():
                 return func(*args, **(kwargs or {}))
-        moved = next((a for a in args if isinstance(a, MovedParameter)), None)
+        moved = next((a for a in args if isinstance(a, ReplacedParameter)), None)
         raise ConfigError(
             f"the parameter was sharded since you took it, and {getattr(func, '__name__', func)} needs its old memory",
             where=moved.slot.name if moved is not None else None,
@@ -56,20 +56,20 @@ class MovedParameter(nn.Parameter):
         )
 
 
-def retire(parameter: nn.Parameter, slot: ParameterSlot) -> None:
+def mark_replaced(parameter: nn.Parameter, slot: FSDPParam) -> None:
     """Makes a plain parameter point at its sharded successor, and releases its memory if no graph still needs it."""
     shape = parameter.shape
     parameter.grad = None
     if not is_saved_by_autograd(parameter):
         parameter.data = parameter.data.new_empty(0)
-    parameter.__class__ = MovedParameter
-    assert isinstance(parameter, MovedParameter)
+    parameter.__class__ = ReplacedParameter
+    assert isinstance(parameter, ReplacedParameter)
     parameter.slot, parameter.full_shape = slot, shape
 
 
-def successor(parameter: torch.Tensor) -> torch.Tensor:
+def current(parameter: torch.Tensor) -> torch.Tensor:
     """The sharded parameter that took the place of `parameter`, or `parameter` itself."""
-    return parameter.slot.parameter if isinstance(parameter, MovedParameter) else parameter
+    return parameter.slot.parameter if isinstance(parameter, ReplacedParameter) else parameter
 
 
 @functools.cache
@@ -84,18 +84,18 @@ def update_optimizer(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: If it holds state that cannot be sharded; it is left as it was then.
     """
-    retired = [p for group in optimizer.param_groups for p in group["params"] if type(p) is MovedParameter]
+    retired = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ReplacedParameter]
     if not retired:
         return
     state = {p: _shard_state(optimizer.state[p], p) for p in retired if p in optimizer.state}
     for group in optimizer.param_groups:
-        group["params"] = [successor(p) for p in group["params"]]
+        group["params"] = [current(p) for p in group["params"]]
     for parameter, value in state.items():
         del optimizer.state[parameter]
-        optimizer.state[successor(parameter)] = value
+        optimizer.state[current(parameter)] = value
 
 
-def _shard_state(state: Any, parameter: MovedParameter) -> Any:
+def _shard_state(state: Any, parameter: ReplacedParameter) -> Any:
     if not isinstance(state, dict):
         raise ConfigError(
             f"an optimizer holds state of type {type(state).__name__}, which cannot be sharded",
@@ -106,7 +106,7 @@ def _shard_state(state: Any, parameter: MovedParameter) -> Any:
     return {key: _shard_value(key, value, parameter) for key, value in state.items()}
 
 
-def _shard_value(key: str, value: Any, parameter: MovedParameter) -> Any:
+def _shard_value(key: str, value: Any, parameter: ReplacedParameter) -> Any:
     tensors = [v for v in tree_leaves(value) if isinstance(v, torch.Tensor) and not isinstance(v, DTensor)]
     if not tensors or key in SCALARS:
         return value
@@ -121,7 +121,7 @@ def _shard_value(key: str, value: Any, parameter: MovedParameter) -> Any:
     )
 
 
-def shard_like(value: torch.Tensor, slot: ParameterSlot) -> DTensor:
+def shard_like(value: torch.Tensor, slot: FSDPParam) -> DTensor:
     """Keeps this rank's part of a full tensor that every rank holds, laid out as the parameter is; no communication."""
     part = local_part(value, slot.spec.dim, slot.spec.size, slot.rank)
     return make_dtensor(part.clone(memory_format=torch.contiguous_format), slot.dtensor)

@@ -1,4 +1,4 @@
-"""What reads of a flat shard take besides it: which gradients, which gathered values.
+"""What reads of a parameter group take besides it: which gradients, which gathered values.
 
 By default nothing. While gradients are held back, a leaf that they go to; once some are held, the held ones, which
 backward adds to its own before it reduces both; while parameters stay gathered, their full values. Each combination is
@@ -12,41 +12,49 @@ import dataclasses
 import torch
 from torch import nn
 
-from fsdp_compile.layout.spec import Sync
+from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.runtime import pending
-from fsdp_compile.runtime.units import VARIANTS, FlatShard
+from fsdp_compile.runtime.units import UNSHARD_ARGS, FSDPParamGroup
 
-Variant = tuple[str, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Arguments of a read besides the flat shard: `variants.py`."""
+UnshardArgs = tuple[str, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Arguments of a read besides the parameter group: `variants.py`."""
 
 
-def set_variant(module: nn.Module, name: str, variant: Variant | None) -> None:
-    """Sets what reads of a parameter take besides the flat shard, or that they take nothing."""
-    variants = {**module.__dict__.get(VARIANTS, {}), name: variant}
+def set_unshard_args(module: nn.Module, name: str, args: UnshardArgs | None) -> None:
+    """Sets what reads of a parameter take besides the parameter group, or that they take nothing."""
+    variants = {**module.__dict__.get(UNSHARD_ARGS, {}), name: args}
     present = {n: v for n, v in variants.items() if v is not None}
     if present:
-        object.__setattr__(module, VARIANTS, present)
-    elif VARIANTS in module.__dict__:
-        object.__delattr__(module, VARIANTS)
+        object.__setattr__(module, UNSHARD_ARGS, present)
+    elif UNSHARD_ARGS in module.__dict__:
+        object.__delattr__(module, UNSHARD_ARGS)
 
 
-def publish(flat: FlatShard) -> None:
-    """Makes the next reads of a flat shard what its unit asks for now."""
-    pending.note(flat)
-    sync = sync_of(flat)
-    into = None if sync is Sync.ALL else flat.holders[sync]
-    held = None if sync is Sync.NONE else flat.held.value
-    partial = flat.partial.value if sync is Sync.ALL else None
-    is_default = sync is Sync.ALL and held is None and partial is None and flat.kept is None
+def refresh_unshard_args(flat: FSDPParamGroup) -> None:
+    """Makes the next reads of a parameter group what its unit asks for now."""
+    pending.mark_pending(flat)
+    placement = grad_placement_of(flat)
+    into = None if placement is GradPlacement.REDUCED else flat.grad_accumulators[placement]
+    accumulated = None if placement is GradPlacement.UNREDUCED else flat.unsharded_accumulated_grad.value
+    partial = flat.partial_reduce_output.value if placement is GradPlacement.REDUCED else None
+    is_default = (
+        placement is GradPlacement.REDUCED and accumulated is None and partial is None and flat.unsharded_params is None
+    )
     for slot in flat.slots:
-        variant = None
+        args = None
         if not is_default:
-            kept = None if flat.kept is None else flat.kept.values[slot.spec.offset]
-            variant = (dataclasses.replace(slot.spec, sync=sync).text, kept, into, held, partial)
-        for module, attribute in slot.owners:
-            set_variant(module, attribute, variant)
+            unsharded = None if flat.unsharded_params is None else flat.unsharded_params.values[slot.spec.offset]
+            args = (
+                dataclasses.replace(slot.spec, grad_placement=placement).text,
+                unsharded,
+                into,
+                accumulated,
+                partial,
+            )
+        for module, attribute in slot.module_refs:
+            set_unshard_args(module, attribute, args)
 
 
-def sync_of(flat: FlatShard) -> Sync:
-    """Over which ranks the gradients of a flat shard are summed now; frozen ones have none to hold back."""
-    return flat.unit.sync if flat.leaf.requires_grad else Sync.ALL
+def grad_placement_of(flat: FSDPParamGroup) -> GradPlacement:
+    """Over which ranks the gradients of a flat parameter are summed now; frozen ones have none to hold back."""
+    return flat.unit.grad_placement if flat.flat_param.requires_grad else GradPlacement.REDUCED

@@ -1,9 +1,9 @@
-"""Updates in backward: whose optimizer asked for them, and when a flat shard may be updated.
+"""Updates in backward: whose optimizer asked for them, and when a parameter group may be updated.
 
-A flat shard is updated once per backward: when its gradient is complete, and nothing in this backward reads it any
-more. A compiled graph reads its flat shards for the last time before it offers their gradients; so what has to be known
-of other graphs is how many forwards have read a flat shard whose backward has not run. If there are any, gradients wait
-in the leaf, for the last of these graphs or for the end of the backward.
+A parameter group is updated once per backward: when its gradient is complete, and nothing in this backward reads it any
+more. A compiled graph reads its flat parameters for the last time before it offers their gradients; so what has to be
+known of other graphs is how many forwards have read a parameter group whose backward has not run. If there are any,
+gradients wait in the leaf, for the last of these graphs or for the end of the backward.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.layout.spec import Update
 
 if TYPE_CHECKING:
-    from fsdp_compile.runtime.units import FlatShard
+    from fsdp_compile.runtime.units import FSDPParamGroup
 
-_MARK = "_fsdp_updater"
+_UPDATER = "_fsdp_updater"
 """Attribute of a parameter that an optimizer updates in backward; it survives sharding, as all attributes do."""
 _INSTEAD = (
     "add the losses and call backward once, accumulate all backwards but the last under no_sync(), or leave "
@@ -37,47 +37,47 @@ WITHOUT_SCALER = (
 class Updater(Protocol):
     """Who updates parameters in backward."""
 
-    def update(self, flat: FlatShard) -> None:
-        """Steps the parameters of a flat shard that have gradients and are its own, and forgets these gradients."""
+    def update(self, flat: FSDPParamGroup) -> None:
+        """Steps the parameters of a group that have gradients and are its own, and forgets these gradients."""
         ...
 
 
-def mark(parameter: torch.Tensor, updater: Updater) -> None:
+def set_updater(parameter: torch.Tensor, updater: Updater) -> None:
     """Notes that `updater` updates a parameter, sharded or not yet, in backward."""
-    setattr(parameter, _MARK, updater)
+    setattr(parameter, _UPDATER, updater)
 
 
 def updater_of(parameter: torch.Tensor) -> Updater | None:
     """Who updates a parameter in backward."""
-    return getattr(parameter, _MARK, None)
+    return getattr(parameter, _UPDATER, None)
 
 
-def move_mark(old: nn.Parameter, new: nn.Parameter) -> None:
+def move_updater(old: nn.Parameter, new: nn.Parameter) -> None:
     """Gives `new` the updater of `old`."""
-    if _MARK in vars(old):
-        setattr(new, _MARK, vars(old)[_MARK])
+    if _UPDATER in vars(old):
+        setattr(new, _UPDATER, vars(old)[_UPDATER])
 
 
-def wanted(flat: FlatShard) -> Update:
-    """When the parameters of a flat shard are to be updated: in backward if any of them is."""
-    marked = flat.leaf.requires_grad and any(updater_of(slot.parameter) is not None for slot in flat.slots)
+def wanted(flat: FSDPParamGroup) -> Update:
+    """When the parameters of a parameter group are to be updated: in backward if any of them is."""
+    marked = flat.flat_param.requires_grad and any(updater_of(slot.parameter) is not None for slot in flat.slots)
     return Update.IN_BACKWARD if marked else Update.AFTER_BACKWARD
 
 
-def begin(flat: FlatShard) -> None:
+def begin(flat: FSDPParamGroup) -> None:
     """Notes that a forward starts: gradients that arrive from now on are of another step."""
-    flat.progress.is_done = False
+    flat.update_state.is_updated = False
 
 
-def note_read(flat: FlatShard) -> None:
-    """Counts a forward that will read a flat shard, or its copy that backward runs again, which reads the same.
+def note_read(flat: FSDPParamGroup) -> None:
+    """Counts a forward that will read a parameter group, or its copy that backward runs again, which reads the same.
 
     Raises:
-        UnsupportedModelError: If this backward has updated the flat shard already.
+        UnsupportedModelError: If this backward has updated the parameter group already.
     """
     if backward_in_progress() == -1:
-        flat.progress.readers += 1
-    elif flat.progress.is_done:
+        flat.update_state.open_forwards += 1
+    elif flat.update_state.is_updated:
         raise UnsupportedModelError(
             "a forward that runs again in backward reads parameters which this backward has updated already",
             where=f"step_in_backward(), unit {flat.unit.title}",
@@ -85,24 +85,24 @@ def note_read(flat: FlatShard) -> None:
         )
 
 
-def note_backward(flat: FlatShard) -> None:
-    """Counts a backward that reads a flat shard, and is about to run."""
-    flat.progress.readers = max(0, flat.progress.readers - 1)
+def note_backward(flat: FSDPParamGroup) -> None:
+    """Counts a backward that reads a parameter group, and is about to run."""
+    flat.update_state.open_forwards = max(0, flat.update_state.open_forwards - 1)
 
 
-def is_complete(flat: FlatShard) -> bool:
-    """Whether the gradient that is there now is the last that this step adds to a flat shard."""
-    waits = flat.held or flat.partial or flat.progress.has_late
-    return flat.unit.accumulation.last_backward and not waits
+def is_complete(flat: FSDPParamGroup) -> bool:
+    """Whether the gradient that is there now is the last that this step adds to a parameter group."""
+    waits = flat.unsharded_accumulated_grad or flat.partial_reduce_output or flat.update_state.expects_late_grad
+    return flat.unit.comm_settings.last_backward and not waits
 
 
-def refuse_second(flat: FlatShard) -> None:
+def refuse_second(flat: FSDPParamGroup) -> None:
     """Refuses a gradient of a forward that ran before the update.
 
     Raises:
-        UnsupportedModelError: If a flat shard was updated, and no forward ran since.
+        UnsupportedModelError: If a parameter group was updated, and no forward ran since.
     """
-    if flat.progress.is_done:
+    if flat.update_state.is_updated:
         raise UnsupportedModelError(
             "a gradient arrives after the parameters that it belongs to were updated",
             where=f"step_in_backward(), unit {flat.unit.title}",
@@ -129,16 +129,16 @@ def refuse_whole_gradients(parameters: Iterable[torch.Tensor], *, where: str, in
         )
 
 
-def run(flat: FlatShard) -> None:
-    """Updates the parameters of a flat shard that were given gradients since the last time."""
-    if not flat.progress.is_due:
+def run(flat: FSDPParamGroup) -> None:
+    """Updates the parameters of a parameter group that were given gradients since the last time."""
+    if not flat.update_state.has_new_grads:
         return
-    flat.progress.is_due = False
+    flat.update_state.has_new_grads = False
     trained = [slot.parameter for slot in flat.slots if slot.parameter.grad is not None]
     updaters = dict.fromkeys(updater for p in trained if (updater := updater_of(p)) is not None)
     for updater in updaters:
         updater.update(flat)
     if updaters:
-        flat.progress.readers, flat.progress.is_done = 0, True
+        flat.update_state.open_forwards, flat.update_state.is_updated = 0, True
         # Autograd refuses a backward through a graph that has saved it, whatever the optimizer told the counter.
-        torch.autograd.graph.increment_version(flat.leaf)
+        torch.autograd.graph.increment_version(flat.flat_param)

@@ -1,4 +1,4 @@
-"""Building a unit's flat shards out of what its modules hold: full parameters, or shards of an earlier layout."""
+"""Building a unit's parameter groups out of what its modules hold: full parameters, or shards of an earlier layout."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from fsdp_compile.config.policy import compute_device, host_buffer, refuse_devic
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout import flat_layout
 from fsdp_compile.layout.flat_layout import local_part, local_shape
-from fsdp_compile.layout.spec import ReadSpec
-from fsdp_compile.modules.casts import Island
-from fsdp_compile.modules.classes import gather_slots, respecify
-from fsdp_compile.modules.forward import BOUNDARY
+from fsdp_compile.layout.spec import UnshardSpec
+from fsdp_compile.modules.casts import FullPrecision
+from fsdp_compile.modules.classes import gather_slots, rebuild_specs
+from fsdp_compile.modules.forward import FORWARD_CASTS
 from fsdp_compile.runtime import post_backward, replaced_params, update_in_backward
 from fsdp_compile.runtime.reduce_queue import reduce_alias
-from fsdp_compile.runtime.units import FlatShard, ParameterSlot, Unit, UnitPolicy, titles
-from fsdp_compile.runtime.unshard_args import publish
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, UnitPolicy, titles
+from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 
 
 @dataclasses.dataclass
-class Member:
+class ParamToShard:
     """A parameter on its way into a unit.
 
     Attributes:
         name: Name relative to the unit's root.
-        owners: Every (module, attribute) that holds it.
+        module_refs: Every (module, attribute) that holds it.
         parameter: What they hold: a full parameter, or a DTensor one that is already sharded on `dim`.
         dim: The dimension to shard; `None` for a 0-d parameter.
-        order: As in `ReadSpec`, if the parameter is a DTensor, which does not tell.
+        order: As in `UnshardSpec`, if the parameter is a DTensor, which does not tell.
         device: Where its shard goes, if not to where the parameter is.
     """
 
     name: str
-    owners: list[tuple[nn.Module, str]]
+    module_refs: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
     dim: int | None
     order: tuple[int, ...] = ()
@@ -58,8 +58,8 @@ class Member:
         return local_tensor(self.parameter).device if is_sharded else self.parameter.device  # type: ignore[arg-type]
 
 
-def fill(unit: Unit, members: Sequence[Member]) -> None:
-    """Lays `members` out in new flat shards of `unit`, and makes their modules read from there.
+def allocate_flat_params(unit: FSDPUnit, members: Sequence[ParamToShard]) -> None:
+    """Lays `members` out in new parameter groups of `unit`, and makes their modules read from there.
 
     A parameter that is a DTensor already keeps its identity. A full one is retired.
     """
@@ -69,23 +69,23 @@ def fill(unit: Unit, members: Sequence[Member]) -> None:
     _refuse_to_lose_gradients(unit)
     groups = [list(group) for _, group in itertools.groupby(sorted(members, key=key), key)]
     order = {id(m): i for i, m in enumerate(members)}
-    unit.flats = [_flat_shard(unit, sorted(group, key=lambda m: order[id(m)])) for group in groups]
+    unit.flats = [_param_group(unit, sorted(group, key=lambda m: order[id(m)])) for group in groups]
     gather_slots(unit.flats)
     for flat in unit.flats:
-        publish(flat)
+        refresh_unshard_args(flat)
     follow_updaters(unit)
 
 
-def follow_updaters(unit: Unit) -> None:
+def follow_updaters(unit: FSDPUnit) -> None:
     """Writes into a unit's specs when its parameters, which may be others now, are to be updated."""
     for flat in unit.flats:
-        flat.progress.has_late |= any(slot.is_read_before for slot in flat.slots)
+        flat.update_state.expects_late_grad |= any(slot.is_read_before for slot in flat.slots)
     if any(update_in_backward.wanted(flat) is not flat.slots[0].spec.update for flat in unit.flats):
-        respecify(unit)
+        rebuild_specs(unit)
 
 
-def _refuse_to_lose_gradients(unit: Unit) -> None:
-    if any(flat.owes_gradients for flat in unit.flats):
+def _refuse_to_lose_gradients(unit: FSDPUnit) -> None:
+    if any(flat.has_pending_grads for flat in unit.flats):
         raise ConfigError(
             "parameters changed their dtype, device, shape or requires_grad while gradients of them wait for their "
             "reduction",
@@ -95,7 +95,7 @@ def _refuse_to_lose_gradients(unit: Unit) -> None:
         )
 
 
-def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
+def _param_group(unit: FSDPUnit, members: list[ParamToShard]) -> FSDPParamGroup:
     first = members[0].parameter
     policy = unit.policy
     dtypes = _dtypes(policy, members[0])
@@ -105,13 +105,13 @@ def _flat_shard(unit: Unit, members: list[Member]) -> FlatShard:
     )
     buffer = _buffer(unit, members, planned.numel)
     slots = [_slot(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
-    flat = FlatShard(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), slots)
+    flat = FSDPParamGroup(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), slots)
     post_backward.install_grad_hooks(flat)
     post_backward.install_grad_accumulators(flat)
     return flat
 
 
-def _buffer(unit: Unit, members: Sequence[Member], numel: int) -> torch.Tensor:
+def _buffer(unit: FSDPUnit, members: Sequence[ParamToShard], numel: int) -> torch.Tensor:
     first, offload = members[0].parameter, unit.policy.offload
     device = members[0].target
     if offload is None or device.type == "meta" or not compute_device(offload, unit.policy.mesh.device_type):
@@ -124,7 +124,7 @@ def _buffer(unit: Unit, members: Sequence[Member], numel: int) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Dtypes:
-    """Of the parameters of one flat shard: as stored, as read, as reduced, and in 8 bits if large ones travel so."""
+    """Of one parameter group: as stored, as read, as reduced, and in 8 bits if large ones travel so."""
 
     stored: torch.dtype
     sent: torch.dtype
@@ -132,7 +132,7 @@ class _Dtypes:
     quantized: torch.dtype | None = None
 
 
-def _dtypes(policy: UnitPolicy, member: Member) -> _Dtypes:
+def _dtypes(policy: UnitPolicy, member: ParamToShard) -> _Dtypes:
     """Integer parameters, and those of modules that are kept in full precision, are sent and reduced as stored."""
     stored, asked = member.parameter.dtype, policy.mixed_precision
     if keeps_own_dtype(member):
@@ -142,32 +142,34 @@ def _dtypes(policy: UnitPolicy, member: Member) -> _Dtypes:
     return _Dtypes(stored, sent, asked.reduce_dtype or sent, quantized)
 
 
-def keeps_own_dtype(member: Member) -> bool:
+def keeps_own_dtype(member: ParamToShard) -> bool:
     """Whether some module that holds the parameter is, or is inside, one that is kept in full precision."""
-    return any(isinstance(module.__dict__.get(BOUNDARY), Island) for module, _ in member.owners)
+    return any(isinstance(module.__dict__.get(FORWARD_CASTS), FullPrecision) for module, _ in member.module_refs)
 
 
-def _slot(unit: Unit, member: Member, place: flat_layout.Slot, buffer: torch.Tensor, dtypes: _Dtypes) -> ParameterSlot:
+def _slot(
+    unit: FSDPUnit, member: ParamToShard, place: flat_layout.Slot, buffer: torch.Tensor, dtypes: _Dtypes
+) -> FSDPParam:
     policy, parameter = unit.policy, member.parameter
     shape = tuple(parameter.shape)
-    spec = ReadSpec(
+    spec = UnshardSpec(
         offset=place.offset,
         extent=place.extent,
         shape=shape,
         dim=member.dim,
         size=policy.size,
-        group=_alias(policy, policy.arrangement.shard_dim, "shard"),
-        replicas=policy.arrangement.replicas,
-        replicate_group=_alias(policy, policy.arrangement.replicate_dim, "replicate"),
+        group=_alias(policy, policy.mesh_placement.shard_dim, "shard"),
+        replicas=policy.mesh_placement.replicas,
+        replicate_group=_alias(policy, policy.mesh_placement.replicate_dim, "replicate"),
         param_dtype=dtypes.sent,
         reduce_dtype=dtypes.reduced,
         hook=unit.hook.key if unit.hook is not None and parameter.requires_grad else "",
         gather_dtype=dtypes.quantized if flat_layout.is_large(shape, member.dim, policy.size, dtypes.stored) else None,
-        reshard=policy.arrangement.reshard,
+        reshard=policy.mesh_placement.reshard,
         order=member.order or memory_order(parameter),
         divide=unit.divide,
-        kept_over=policy.arrangement.kept_over,
-        kept_group=_kept_alias(policy),
+        post_forward_size=policy.mesh_placement.post_forward_size,
+        post_forward_group=_post_forward_alias(policy),
         compute=compute_device(policy.offload, policy.mesh.device_type),
         reduce_group=reduce_alias(unit),
         forward_prefetch=titles(unit.forward_prefetch),
@@ -176,13 +178,13 @@ def _slot(unit: Unit, member: Member, place: flat_layout.Slot, buffer: torch.Ten
     held = local_shape(shape, member.dim, policy.size, policy.rank)
     numel = torch.Size(held).numel()
     local = buffer[place.offset : place.offset + numel].view(held)
-    slot = ParameterSlot(member.name, member.owners, parameter, spec, policy.rank, held, local, position=place.index)
+    slot = FSDPParam(member.name, member.module_refs, parameter, spec, policy.rank, held, local, position=place.index)
     in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_dtype=None)
     if policy.mixed_precision.full_precision_in_eval and in_eval != spec:
         slot.eval_spec = in_eval
     if policy.mixed_precision.keep_low_precision_grads and dtypes.sent is not dtypes.stored:
-        slot.kept_gradient_dtype = dtypes.sent
-    adopt(slot, parameter, policy)
+        slot.grad_dtype = dtypes.sent
+    bind(slot, parameter, policy)
     return slot
 
 
@@ -205,14 +207,14 @@ def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(order) if parameter.permute(order).is_contiguous() else ()
 
 
-def _kept_alias(policy: UnitPolicy) -> str:
-    arrangement = policy.arrangement
-    if arrangement.kept_over == 1:
+def _post_forward_alias(policy: UnitPolicy) -> str:
+    placement = policy.mesh_placement
+    if placement.post_forward_size == 1:
         return ""
-    return alias_of(run_of(policy.mesh.get_group(arrangement.shard_dim), arrangement.kept_over), "kept")
+    return alias_of(run_of(policy.mesh.get_group(placement.shard_dim), placement.post_forward_size), "post_forward")
 
 
-def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> None:
+def bind(slot: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
     """Copies a parameter's values into its slot, and makes the slot's modules hold a DTensor that is a view of it.
 
     Args:
@@ -223,8 +225,8 @@ def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> N
     Raises:
         ConfigError: If the parameter is a DTensor of another mesh or placement.
     """
-    placements = policy.arrangement.placements(slot.spec.dim)
-    _part_with(slot, parameter)
+    placements = policy.mesh_placement.placements(slot.spec.dim)
+    _detach_from_flat(slot, parameter)
     if isinstance(parameter, DTensor):
         if parameter.device_mesh != policy.mesh or tuple(parameter.placements) != placements:
             raise ConfigError(
@@ -232,33 +234,33 @@ def adopt(slot: ParameterSlot, parameter: nn.Parameter, policy: UnitPolicy) -> N
                 where=slot.name,
                 instead=f"a full tensor, or one with placements {placements} on {policy.mesh}",
             )
-        slot.local.copy_(local_tensor(parameter).detach())
-        set_local_tensor(parameter, slot.local)
+        slot.sharded_view.copy_(local_tensor(parameter).detach())
+        set_local_tensor(parameter, slot.sharded_view)
         slot.parameter = parameter
     else:
         with torch.no_grad():
-            slot.local.copy_(local_part(parameter, slot.spec.dim, policy.size, policy.rank))
-        slot.parameter = _sharded_parameter(parameter, slot.local, policy, placements)
+            slot.sharded_view.copy_(local_part(parameter, slot.spec.dim, policy.size, policy.rank))
+        slot.parameter = _sharded_parameter(parameter, slot.sharded_view, policy, placements)
         if parameter.requires_grad and is_saved_by_autograd(parameter):
             post_backward.await_late_gradient(parameter, slot)
-        replaced_params.retire(parameter, slot)
-    slot.shell = slot.parameter.untyped_storage()
-    for module, attribute in slot.owners:
+        replaced_params.mark_replaced(parameter, slot)
+    slot.dtensor_storage = slot.parameter.untyped_storage()
+    for module, attribute in slot.module_refs:
         module._parameters[attribute] = slot.parameter
 
 
-def give_memory(slot: ParameterSlot, policy: UnitPolicy, device: torch.device) -> None:
+def give_memory(slot: FSDPParam, policy: UnitPolicy, device: torch.device) -> None:
     """Gives a parameter on meta uninitialized memory on `device`; it keeps its identity, for optimizers' sake."""
-    local = torch.empty(slot.local_shape, dtype=slot.parameter.dtype, device=device)
-    made = _sharded_parameter(slot.parameter, local, policy, policy.arrangement.placements(slot.spec.dim))
+    local = torch.empty(slot.sharded_size, dtype=slot.parameter.dtype, device=device)
+    made = _sharded_parameter(slot.parameter, local, policy, policy.mesh_placement.placements(slot.spec.dim))
     torch.utils.swap_tensors(slot.parameter, made)
 
 
-def _part_with(slot: ParameterSlot, successor: nn.Parameter) -> None:
+def _detach_from_flat(slot: FSDPParam, successor: nn.Parameter) -> None:
     """Gives a replaced parameter memory of its own: an optimizer that still holds it must not write into the slot."""
     replaced = slot.parameter
-    if replaced is not successor and isinstance(replaced, DTensor) and local_tensor(replaced) is slot.local:
-        set_local_tensor(replaced, slot.local.clone())
+    if replaced is not successor and isinstance(replaced, DTensor) and local_tensor(replaced) is slot.sharded_view:
+        set_local_tensor(replaced, slot.sharded_view.clone())
 
 
 def _sharded_parameter(

@@ -14,14 +14,14 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile.comm.mesh import arrange, with_reshard
+from fsdp_compile.comm.mesh import mesh_placement, with_reshard
 from fsdp_compile.config.policy import MixedPrecision, Offload, as_mixed_precision
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime.units import UnitPolicy
 from fsdp_compile.sharding.checks import refuse_reshard
 
 
-class Source(enum.Enum):
+class InitFrom(enum.Enum):
     """Whose values count when a model is sharded or initialized."""
 
     EACH_RANK = "each rank"
@@ -30,7 +30,7 @@ class Source(enum.Enum):
     """Every rank gets its part of what the first rank of the mesh has (`sync_module_states=True`)."""
 
     @classmethod
-    def of(cls, sync_module_states: object) -> Source:
+    def of(cls, sync_module_states: object) -> InitFrom:
         """What FSDP1's flag asks for.
 
         Raises:
@@ -74,13 +74,13 @@ class Arguments:
         Raises:
             ConfigError: If arguments contradict each other.
         """
-        arrangement = arrange(
+        placement = mesh_placement(
             self.strategy,
             self.mesh,
             reshard_after_forward=self.reshard_after_forward,
             device_type=self.device_type,
         )
-        return UnitPolicy(arrangement, self.precision, self.offload)
+        return UnitPolicy(placement, self.precision, self.offload)
 
     def overridden(self, overrides: Mapping[str, Any]) -> UnitPolicy:
         """The policy of a unit for which a wrap policy returned `overrides`.
@@ -103,10 +103,10 @@ class Arguments:
         refuse_reshard(kept)
         if "sharding_strategy" in overrides or "mesh" in overrides:
             strategy, mesh = overrides.get("sharding_strategy", self.strategy), overrides.get("mesh", self.mesh)
-            arrangement = arrange(strategy, mesh, reshard_after_forward=kept, device_type=self.device_type)
-            return UnitPolicy(arrangement, precision, self.offload)
+            placement = mesh_placement(strategy, mesh, reshard_after_forward=kept, device_type=self.device_type)
+            return UnitPolicy(placement, precision, self.offload)
         policy = self.policy()
-        arrangement = (
-            policy.arrangement if kept is None else with_reshard(policy.arrangement, reshard_after_forward=kept)
+        placement = (
+            policy.mesh_placement if kept is None else with_reshard(policy.mesh_placement, reshard_after_forward=kept)
         )
-        return UnitPolicy(arrangement, precision, self.offload)
+        return UnitPolicy(placement, precision, self.offload)

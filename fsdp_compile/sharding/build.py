@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.modules.classes import gather_on_read
 from fsdp_compile.runtime import module_state
-from fsdp_compile.runtime.group_state import Origin
+from fsdp_compile.runtime.group_state import WrapSource
 from fsdp_compile.runtime.module_state import ParamOwner, ParamRef
-from fsdp_compile.runtime.replaced_params import MovedParameter
-from fsdp_compile.runtime.units import READS, ParameterSlot, Unit, UnitPolicy
-from fsdp_compile.runtime.unshard_args import publish
+from fsdp_compile.runtime.replaced_params import ReplacedParameter
+from fsdp_compile.runtime.units import READS, FSDPParam, FSDPUnit, UnitPolicy
+from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from fsdp_compile.sharding import allocate, devices
-from fsdp_compile.sharding.allocate import Member, PlacementFn
+from fsdp_compile.sharding.allocate import ParamToShard, PlacementFn
 
 
-def unmanaged(root: nn.Module, sharded: Iterable[Unit], ignored: set[int]) -> Iterator[ParamRef]:
+def unmanaged(root: nn.Module, sharded: Iterable[FSDPUnit], ignored: set[int]) -> Iterator[ParamRef]:
     """Every place that holds a parameter which is not sharded yet; places of tied ones that are join their slot.
 
     Args:
@@ -39,7 +39,7 @@ def unmanaged(root: nn.Module, sharded: Iterable[Unit], ignored: set[int]) -> It
         for attribute, parameter in list(module._parameters.items()):
             if parameter is None or id(parameter) in ignored or attribute in module.__dict__.get(READS, {}):
                 continue
-            slot = parameter.slot if isinstance(parameter, MovedParameter) else slots.get(id(parameter))
+            slot = parameter.slot if isinstance(parameter, ReplacedParameter) else slots.get(id(parameter))
             if slot is not None:
                 _join_slot(slot, module, attribute)
             elif isinstance(parameter, DTensor):
@@ -61,24 +61,24 @@ def each_once(occurrences: Iterable[ParamRef]) -> Iterator[tuple[str, ParamOwner
             yield f"{name}.{attribute}".removeprefix("."), (owner, attribute), parameter
 
 
-def _join_slot(slot: ParameterSlot, module: nn.Module, attribute: str) -> None:
-    owner, owner_attribute = slot.owners[0]
+def _join_slot(slot: FSDPParam, module: nn.Module, attribute: str) -> None:
+    owner, owner_attribute = slot.module_refs[0]
     module._parameters[attribute] = slot.parameter
-    slot.owners.append((module, attribute))
+    slot.module_refs.append((module, attribute))
     read = getattr(owner, READS)[owner_attribute]
     gather_on_read(module, {attribute: read}, slot.eval_read(attribute))
-    publish(read[2])
+    refresh_unshard_args(read[2])
 
 
 def make_units(
     module: nn.Module,
     roots: dict[nn.Module, UnitPolicy],
-    origin: Origin,
+    origin: WrapSource,
     occurrences: list[module_state.ParamRef],
     placement: PlacementFn | None,
     device: torch.device | None,
-) -> list[Unit]:
-    """Makes the units of one call of `fully_shard`, and fills their flat shards.
+) -> list[FSDPUnit]:
+    """Makes the units of one call of `fully_shard`, and fills their parameter groups.
 
     Args:
         module: What it was called on.
@@ -93,23 +93,25 @@ def make_units(
     """
     names = {id(m): name for name, m in module.named_modules()}
     chosen = {names[id(m)]: m for m in roots}
-    members: dict[str, dict[int, Member]] = {name: {} for name in chosen}
+    members: dict[str, dict[int, ParamToShard]] = {name: {} for name in chosen}
     unit_of: dict[int, str] = {}
     for module_name, owner, attribute, parameter in occurrences:
         unit_name = unit_of.setdefault(id(parameter), _nearest(module_name, chosen))
         if id(parameter) in members[unit_name]:
-            members[unit_name][id(parameter)].owners.append((owner, attribute))
+            members[unit_name][id(parameter)].module_refs.append((owner, attribute))
             continue
         full_name = f"{module_name}.{attribute}" if module_name else attribute
         dim = allocate.shard_dim(full_name, parameter, roots[chosen[unit_name]].size, placement)
         local_name = full_name.removeprefix(f"{unit_name}.") if unit_name else full_name
         moves_to = devices.destination(parameter, device)
-        members[unit_name][id(parameter)] = Member(local_name, [(owner, attribute)], parameter, dim, device=moves_to)
+        members[unit_name][id(parameter)] = ParamToShard(
+            local_name, [(owner, attribute)], parameter, dim, device=moves_to
+        )
     made = []
     for name, root in chosen.items():
         if members[name]:
-            unit = Unit(root, name, roots[root], origin)
-            allocate.fill(unit, list(members[name].values()))
+            unit = FSDPUnit(root, name, roots[root], origin)
+            allocate.allocate_flat_params(unit, list(members[name].values()))
             made.append(unit)
     return made
 
@@ -121,7 +123,7 @@ def _nearest(name: str, chosen: dict[str, nn.Module]) -> str:
     return name
 
 
-def merged_split(root: nn.Module, parts: list[Unit]) -> list[Unit]:
+def merged_split(root: nn.Module, parts: list[FSDPUnit]) -> list[FSDPUnit]:
     """Undoes the automatic split of an earlier call, which was one call of a bottom-up series after all.
 
     Args:
@@ -131,23 +133,23 @@ def merged_split(root: nn.Module, parts: list[Unit]) -> list[Unit]:
     Returns:
         One unit, or `parts` if a person chose any of them.
     """
-    if len(parts) < 2 or any(part.origin is not Origin.SPLIT for part in parts):
+    if len(parts) < 2 or any(part.wrap_source is not WrapSource.SPLIT for part in parts):
         return parts
     first = parts[0]
-    unit = Unit(
+    unit = FSDPUnit(
         root,
         "",
         first.policy,
-        Origin.CALL,
+        WrapSource.CALL,
         hook=first.hook,
-        accumulation=first.accumulation,
-        reduce_queue=first.reduce_queue,
+        comm_settings=first.comm_settings,
+        reduce_group=first.reduce_group,
     )
     names = {id(m): name for name, m in root.named_modules()}
     members = [
-        Member(
+        ParamToShard(
             f"{names[id(part.root)]}.{slot.name}".removeprefix("."),
-            slot.owners,
+            slot.module_refs,
             slot.parameter,
             slot.spec.dim,
             slot.spec.order,
@@ -155,5 +157,5 @@ def merged_split(root: nn.Module, parts: list[Unit]) -> list[Unit]:
         for part in parts
         for slot in part.slots
     ]
-    allocate.fill(unit, members)
+    allocate.allocate_flat_params(unit, members)
     return [unit]

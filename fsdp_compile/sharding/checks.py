@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime.module_state import is_ignored, is_sharded
-from fsdp_compile.runtime.replaced_params import MovedParameter
-from fsdp_compile.runtime.units import READS, Unit
+from fsdp_compile.runtime.replaced_params import ReplacedParameter
+from fsdp_compile.runtime.units import READS, FSDPUnit
 
 _OPTION = "fully_shard(ignored_params=...)"
 
@@ -128,7 +128,7 @@ def refuse_wrappers(root: nn.Module) -> None:
             )
 
 
-def refuse_part(module: nn.Module, units_below: Iterable[Unit]) -> None:
+def refuse_part(module: nn.Module, units_below: Iterable[FSDPUnit]) -> None:
     """Refuses a module whose parameters went to a unit of a call on a module above it.
 
     Args:
@@ -141,7 +141,9 @@ def refuse_part(module: nn.Module, units_below: Iterable[Unit]) -> None:
     known = set(units_below)
     for name, part in module.named_modules():
         for _, _, flat in part.__dict__.get(READS, {}).values():
-            held_first = any(slot.owners[0][0] is part for slot in flat.slots)  # else it is tied to one from elsewhere
+            held_first = any(
+                slot.module_refs[0][0] is part for slot in flat.slots
+            )  # else it is tied to one from elsewhere
             if held_first and flat.unit not in known:
                 raise ConfigError(
                     "the parameters of this module were sharded by a call on a module above it",
@@ -157,7 +159,7 @@ def refuse_gradients(root: nn.Module, ignored: Container[int]) -> None:
         ConfigError: If there is one.
     """
     for name, parameter in root.named_parameters():
-        if isinstance(parameter, DTensor | MovedParameter) or id(parameter) in ignored:
+        if isinstance(parameter, DTensor | ReplacedParameter) or id(parameter) in ignored:
             continue
         if parameter.grad is not None:
             raise ConfigError(
@@ -179,7 +181,7 @@ def refuse_new_parameters(root: nn.Module) -> None:
     for path, module in root.named_modules():
         if is_sharded(module):
             for name, parameter in nn.Module.named_parameters(module, prefix=path):
-                if not isinstance(parameter, DTensor | MovedParameter) and not is_ignored(root, parameter):
+                if not isinstance(parameter, DTensor | ReplacedParameter) and not is_ignored(root, parameter):
                     raise added_later(name)
 
 

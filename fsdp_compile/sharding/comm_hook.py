@@ -16,7 +16,7 @@ from fsdp_compile.runtime.units import READS
 from fsdp_compile.sharding import allocate, views
 
 if TYPE_CHECKING:
-    from fsdp_compile.runtime.units import Unit
+    from fsdp_compile.runtime.units import FSDPUnit
 
 
 def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -> None:
@@ -49,7 +49,7 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
         registered = comm_hook.register(hook, state)
         for unit in units:
             unit.hook = registered
-            allocate.fill(unit, views.members(unit))
+            allocate.allocate_flat_params(unit, views.members(unit))
     else:
         reduced = comm_hook.known_reduce_dtype(hook)
         for unit in units:
@@ -57,10 +57,10 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
             if reduced is not None:
                 precision = dataclasses.replace(unit.policy.mixed_precision, reduce_dtype=reduced)
                 unit.policy = dataclasses.replace(unit.policy, mixed_precision=precision)
-                allocate.fill(unit, views.members(unit))
+                allocate.allocate_flat_params(unit, views.members(unit))
 
 
-def _refuse(model: nn.Module, units: list[Unit]) -> None:
+def _refuse(model: nn.Module, units: list[FSDPUnit]) -> None:
     where = f"register_comm_hook({type(model).__name__})"
     if module_state.is_inside(model) or (not units and any(READS in m.__dict__ for m in model.modules())):
         raise ConfigError(
@@ -72,9 +72,9 @@ def _refuse(model: nn.Module, units: list[Unit]) -> None:
         raise ConfigError("the model has a communication hook already", where=where, instead="register one hook, once")
 
 
-def _refuse_division(units: list[Unit]) -> None:
+def _refuse_division(units: list[FSDPUnit]) -> None:
     for unit in units:
-        if unit.accumulation.divide is not None or unit.accumulation.sum_only:
+        if unit.comm_settings.divide is not None or unit.comm_settings.sum_only:
             raise ConfigError(
                 "a divide factor is set, and a communication hook divides by itself",
                 where=f"register_comm_hook(), unit {unit.title}",
@@ -82,13 +82,13 @@ def _refuse_division(units: list[Unit]) -> None:
             )
 
 
-def _is_known(unit: Unit, hook: CommHook, state: object) -> bool:
+def _is_known(unit: FSDPUnit, hook: CommHook, state: object) -> bool:
     """Whether the passes can write what the hook does."""
-    where = unit.policy.arrangement
+    where = unit.policy.mesh_placement
     dim = where.shard_dim if where.size > 1 else where.replicate_dim
     ranks = [dist.get_rank()] if dim is None else dist.get_process_group_ranks(where.mesh.get_group(dim))
     return all(
-        comm_hook.is_plain_average(hook, state, ranks, flat.leaf.dtype, split=where.size > 1)
+        comm_hook.is_plain_average(hook, state, ranks, flat.flat_param.dtype, split=where.size > 1)
         for flat in unit.flats
-        if flat.leaf.requires_grad
+        if flat.flat_param.requires_grad
     )

@@ -13,16 +13,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, Sharding
 from fsdp_compile.config.policy import AnyOffloadPolicy as OffloadedBy
 from fsdp_compile.config.policy import AnyPrecisionPolicy, WrapPolicy, as_mixed_precision, as_offload
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.modules.classes import gather_on_read, give_methods, respecify
+from fsdp_compile.modules.classes import gather_on_read, give_methods, rebuild_specs
 from fsdp_compile.modules.methods import ShardedModule
 from fsdp_compile.runtime import accumulation, replaced_params
-from fsdp_compile.runtime.group_state import Origin, ReduceQueue
+from fsdp_compile.runtime.group_state import ReduceGroup, WrapSource
 from fsdp_compile.runtime.module_state import _STATE, Nesting, Sharding, is_sharded, units
-from fsdp_compile.runtime.reduce_queue import set_queue
-from fsdp_compile.runtime.units import READS, Unit, UnitPolicy
+from fsdp_compile.runtime.reduce_queue import set_reduce_group
+from fsdp_compile.runtime.units import READS, FSDPUnit, UnitPolicy
 from fsdp_compile.sharding import build, devices, sync_states, wrap
 from fsdp_compile.sharding.allocate import PlacementFn
-from fsdp_compile.sharding.arguments import Arguments, Source
+from fsdp_compile.sharding.arguments import Arguments, InitFrom
 from fsdp_compile.sharding.build import make_units, merged_split
 from fsdp_compile.sharding.checks import (
     ignored_in,
@@ -36,7 +36,7 @@ from fsdp_compile.sharding.materialize import InitFn, check_init_fn, fill_in
 from fsdp_compile.sharding.mixed_precision import cast_at, keep_full_precision
 
 
-def introduce(module: nn.Module, every: Iterable[Unit], made: Iterable[Unit]) -> None:
+def introduce(module: nn.Module, every: Iterable[FSDPUnit], made: Iterable[FSDPUnit]) -> None:
     """Gives a module that was just sharded its methods.
 
     Args:
@@ -51,10 +51,10 @@ def introduce(module: nn.Module, every: Iterable[Unit], made: Iterable[Unit]) ->
     accumulation.follow_active(module, made)
 
 
-def separate(units: Iterable[Unit]) -> None:
+def separate(units: Iterable[FSDPUnit]) -> None:
     """Makes units reduce gradients on a process group of their own."""
-    for unit in set_queue(units, ReduceQueue.OWN):
-        respecify(unit)
+    for unit in set_reduce_group(units, ReduceGroup.OWN):
+        rebuild_specs(unit)
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -122,7 +122,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     refuse_root(module)
     refuse_reshard(reshard_after_forward)
     offload = as_offload(offload_policy)
-    source = Source.of(sync_module_states)
+    source = InitFrom.of(sync_module_states)
     check_init_fn(param_init_fn)
     precision = as_mixed_precision(mp_policy)
     _refuse_module(module)
@@ -140,12 +140,12 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     occurrences = list(build.unmanaged(module, units(module), ignored))
     managed = {p for _, _, _, p in occurrences}
     roots: dict[nn.Module, UnitPolicy] = {}
-    origin = Origin.CALL
+    origin = WrapSource.CALL
     if auto_wrap_policy is not None:
         chosen = wrap.policy_units(module, auto_wrap_policy, managed)
         roots = {root: arguments.overridden(overrides) for root, overrides in chosen.items()}
     elif not below:
-        roots, origin = dict.fromkeys(wrap.automatic_units(module, managed), policy), Origin.SPLIT
+        roots, origin = dict.fromkeys(wrap.automatic_units(module, managed), policy), WrapSource.SPLIT
     states = sync_states.look(module, build.each_once(occurrences), policy.mesh, source)
     different = {root: own for root, own in roots.items() if own.mixed_precision != precision}
     for root, own in different.items():
@@ -162,9 +162,9 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         devices.move_buffers(module, device, [*below, *listed.modules])
     states.send(module, made, device)
     for descendant in below:
-        descendant.__dict__[_STATE].place = Nesting.INSIDE
+        descendant.__dict__[_STATE].nesting = Nesting.INSIDE
         cast_at(descendant, descendant.__dict__[_STATE].precision, Nesting.INSIDE)
-    for root, own in roots.items() if origin is Origin.CALL else ():
+    for root, own in roots.items() if origin is WrapSource.CALL else ():
         output = own.mixed_precision.output_dtype if root in different else None
         cast_at(root, dataclasses.replace(own.mixed_precision, output_dtype=output), Nesting.INSIDE)
     cast_at(module, precision, Nesting.OUTERMOST)
@@ -194,7 +194,7 @@ def _take_over(module: nn.Module, below: list[nn.Module]) -> None:
         unit.name = names[id(unit.root)]
     for unit in units(module):
         if unit.forward_prefetch or unit.backward_prefetch:
-            respecify(unit)  # it names other units
+            rebuild_specs(unit)  # it names other units
 
 
 def _enter_forwards(root: nn.Module) -> None:

@@ -21,8 +21,8 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.modules import param_views
 from fsdp_compile.modules.classes import original_class
-from fsdp_compile.runtime.units import ParameterSlot
-from fsdp_compile.sharding.arguments import Source
+from fsdp_compile.runtime.units import FSDPParam
+from fsdp_compile.sharding.arguments import InitFrom
 from fsdp_compile.sharding.devices import device_on
 from fsdp_compile.sharding.views import allocate_from_meta
 
@@ -80,11 +80,11 @@ def materialize(
             parameter or buffer on meta or without a value, changed its shape, or used another module's parameters.
         RankMismatchError: If random numbers were drawn and ranks started with different seeds.
     """
-    fill_in(getattr(model, "_orig_mod", model), device, param_init_fn, Source.EACH_RANK)
+    fill_in(getattr(model, "_orig_mod", model), device, param_init_fn, InitFrom.EACH_RANK)
 
 
 def fill_in(
-    model: nn.Module, device: torch.device | str | int | None, param_init_fn: InitFn | None, source: Source
+    model: nn.Module, device: torch.device | str | int | None, param_init_fn: InitFn | None, source: InitFrom
 ) -> None:
     """`materialize`, with values of each rank's own initialization, or of the first rank's."""
     from fsdp_compile.runtime.module_state import units  # which calls this
@@ -115,7 +115,7 @@ def fill_in(
         has_state = bool(_own(module))
         if module in waiting or (param_init_fn is not None and not has_state):
             work.initialize(module, name or type(module).__name__)
-    if source is Source.EACH_RANK:
+    if source is InitFrom.EACH_RANK:
         exchange.check_alike(before, exchange.fingerprint(target), spec, target)
     else:
         for value in work.replaced.values():
@@ -150,7 +150,7 @@ class _Work:
 
     init_fn: InitFn | None
     device: torch.device
-    source: Source
+    source: InitFrom
     unwritten: set[torch.Tensor]
     replaced: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
 
@@ -158,7 +158,7 @@ class _Work:
         """Lets a module make its own values in full, and keeps this rank's part."""
         slots = dict(param_views.own_slots(module))
         for slot in slots.values():
-            param_views.show(slot, self._start(slot))
+            param_views.swap_in_full(slot, self._start(slot))
         self._replace_unsharded(module, slots)
         sharded_class, module.__class__ = type(module), original_class(module)
         shapes = {attribute: (t.shape, t.dtype) for attribute, t in _own(module).items()}
@@ -174,15 +174,15 @@ class _Work:
         finally:
             module.__class__ = sharded_class
             for slot in slots.values():
-                param_views.hide(slot)
+                param_views.swap_in_sharded(slot)
 
-    def _start(self, slot: ParameterSlot) -> torch.Tensor:
+    def _start(self, slot: FSDPParam) -> torch.Tensor:
         """What an initialization finds: blank memory, or the value of a tied parameter that another module made."""
         if slot.parameter in self.unwritten:
             return blank(slot.parameter, self.device)
-        return exchange.gather(slot.local, slot.spec)
+        return exchange.gather(slot.sharded_view, slot.spec)
 
-    def _replace_unsharded(self, module: nn.Module, slots: dict[str, ParameterSlot]) -> None:
+    def _replace_unsharded(self, module: nn.Module, slots: dict[str, FSDPParam]) -> None:
         for holder in (module._parameters, module._buffers):
             for attribute, old in holder.items():
                 if old is None or attribute in slots or not (old.is_meta or old in self.replaced):
@@ -195,13 +195,13 @@ class _Work:
         value = blank(old, self.device)
         return nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
 
-    def _keep(self, slot: ParameterSlot) -> None:
-        made = param_views.shown(slot)
+    def _keep(self, slot: FSDPParam) -> None:
+        made = param_views.swapped_in(slot)
         assert made is not None
-        if self.source is Source.EACH_RANK:
-            slot.local.copy_(local_part(made, slot.spec.dim, slot.spec.size, slot.rank))
+        if self.source is InitFrom.EACH_RANK:
+            slot.sharded_view.copy_(local_part(made, slot.spec.dim, slot.spec.size, slot.rank))
             return
-        exchange.take_from_first(slot.local, made, slot.spec)
+        exchange.take_from_first(slot.sharded_view, made, slot.spec)
 
 
 class _OwnStateOnly(TorchDispatchMode):

@@ -9,23 +9,23 @@ import torch
 from torch import nn
 
 from fsdp_compile.config.policy import MixedPrecision
-from fsdp_compile.modules.casts import Boundary, Island, When, cast_buffers
+from fsdp_compile.modules.casts import CastWhen, ForwardCasts, FullPrecision, cast_buffers
 from fsdp_compile.modules.classes import gather_on_read
-from fsdp_compile.modules.forward import BOUNDARY
+from fsdp_compile.modules.forward import FORWARD_CASTS
 from fsdp_compile.runtime.module_state import Nesting
 
 
-def cast_at(module: nn.Module, precision: MixedPrecision, place: Nesting) -> None:
+def cast_at(module: nn.Module, precision: MixedPrecision, nesting: Nesting) -> None:
     """Lets a module cast its inputs and outputs as a policy says, unless it is kept in full precision."""
     casts = precision.cast_forward_inputs
-    if place is Nesting.OUTERMOST and precision.cast_root_forward_inputs is not None:
+    if nesting is Nesting.OUTERMOST and precision.cast_root_forward_inputs is not None:
         casts = precision.cast_root_forward_inputs
-    when = When.TRAINING if precision.full_precision_in_eval else When.ALWAYS
-    boundary = Boundary(precision.param_dtype if casts else None, precision.output_dtype, when)
-    if isinstance(module.__dict__.get(BOUNDARY), Island):
+    when = CastWhen.TRAINING if precision.full_precision_in_eval else CastWhen.ALWAYS
+    boundary = ForwardCasts(precision.param_dtype if casts else None, precision.output_dtype, when)
+    if isinstance(module.__dict__.get(FORWARD_CASTS), FullPrecision):
         return
-    if boundary.inputs is not None or boundary.output is not None or BOUNDARY in module.__dict__:
-        object.__setattr__(module, BOUNDARY, boundary)
+    if boundary.inputs is not None or boundary.output is not None or FORWARD_CASTS in module.__dict__:
+        object.__setattr__(module, FORWARD_CASTS, boundary)
         gather_on_read(module, {})
 
 
@@ -42,12 +42,12 @@ def keep_full_precision(root: nn.Module, precision: MixedPrecision, sharded_belo
         if id(module) not in settled and _is_whole(module, precision):
             for part in module.modules():
                 if id(part) not in settled:
-                    object.__setattr__(part, BOUNDARY, Island(_own_dtype(part)))
+                    object.__setattr__(part, FORWARD_CASTS, FullPrecision(_own_dtype(part)))
                     gather_on_read(part, {})
     if precision.buffer_dtype is None:
         return
     for module in root.modules():
-        if id(module) in settled or isinstance(module.__dict__.get(BOUNDARY), Island):
+        if id(module) in settled or isinstance(module.__dict__.get(FORWARD_CASTS), FullPrecision):
             continue
         if cast_buffers(module, precision.buffer_dtype, restore_in_eval=precision.full_precision_in_eval):
             gather_on_read(module, {})

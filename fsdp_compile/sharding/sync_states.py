@@ -18,8 +18,8 @@ from fsdp_compile.comm import exchange
 from fsdp_compile.comm.exchange import all_reduce_max, broadcast_from_first_rank, is_first, overwrite, wire_of
 from fsdp_compile.errors import RankMismatchError
 from fsdp_compile.runtime.module_state import ParamOwner
-from fsdp_compile.runtime.units import Unit
-from fsdp_compile.sharding.arguments import Source
+from fsdp_compile.runtime.units import FSDPUnit
+from fsdp_compile.sharding.arguments import InitFrom
 from fsdp_compile.sharding.devices import device_on
 from fsdp_compile.sharding.views import allocate_from_meta
 
@@ -40,7 +40,7 @@ class FirstRankValues:
     parameters: dict[ParamOwner, torch.Tensor | None]
     buffers: list[str]
 
-    def send(self, root: nn.Module, units: Iterable[Unit], device: torch.device | None) -> None:
+    def send(self, root: nn.Module, units: Iterable[FSDPUnit], device: torch.device | None) -> None:
         """Gives each rank its part of the first rank's parameters, and all of its buffers.
 
         Args:
@@ -53,20 +53,20 @@ class FirstRankValues:
         units = list(units)
         device = device or device_on(self.mesh, None, where=_OPTION)
         for unit in units:
-            lacking = [s for s in unit.slots if s.parameter.is_meta and s.owners[0] in self.parameters]
+            lacking = [s for s in unit.slots if s.parameter.is_meta and s.module_refs[0] in self.parameters]
             allocate_from_meta(unit, lacking, device)
-        slots = {slot.owners[0]: slot for unit in units for slot in unit.slots}
+        slots = {slot.module_refs[0]: slot for unit in units for slot in unit.slots}
         with torch.no_grad():
             for place in list(self.parameters):
                 slot = slots[place]
-                exchange.take_from_first(slot.local, self.parameters.pop(place), slot.spec)
+                exchange.take_from_first(slot.sharded_view, self.parameters.pop(place), slot.spec)
             given = give_memory(root, set(self.buffers), device)
             for name in self.buffers:
                 overwrite(given[name], self.mesh)
 
 
 def look(
-    root: nn.Module, parameters: Iterable[tuple[str, ParamOwner, nn.Parameter]], mesh: DeviceMesh, source: Source
+    root: nn.Module, parameters: Iterable[tuple[str, ParamOwner, nn.Parameter]], mesh: DeviceMesh, source: InitFrom
 ) -> FirstRankValues:
     """Agrees on what the first rank has values for. All ranks of the mesh call it together.
 
@@ -79,7 +79,7 @@ def look(
     Raises:
         RankMismatchError: On all ranks, if they hold different models, or one has a value where the first has none.
     """
-    if source is Source.EACH_RANK:
+    if source is InitFrom.EACH_RANK:
         return FirstRankValues(mesh, {}, [])
     listed = list(parameters)
     buffers = {name: buffer for name, buffer in root.named_buffers() if not isinstance(buffer, DTensor)}

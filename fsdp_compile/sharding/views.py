@@ -1,4 +1,4 @@
-"""Parameters that are no longer views of their flat shard: noticed before a step, and put back.
+"""Parameters that are no longer views of their flat parameter: noticed before a step, and put back.
 
 `.to()`, `load_state_dict(assign=True)`, `module.weight = nn.Parameter(...)` and `requires_grad_()` all change what a
 module holds. The next step would read the old values, and updates would go to memory that nobody gathers. So every
@@ -26,13 +26,13 @@ from fsdp_compile._torch.dynamo import calls_are_compiled
 from fsdp_compile._torch.tensors import hold_locals, local_tensor, plain_torch_functions
 from fsdp_compile.config.policy import compute_device
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.runtime.group_state import Holding
+from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import units_below
-from fsdp_compile.runtime.units import FlatShard, ParameterSlot, Unit, layouts
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, layouts
 from fsdp_compile.sharding import allocate, checks
 
 
-def check(unit: Unit) -> None:
+def check(unit: FSDPUnit) -> None:
     """Makes every parameter of `unit` a view again, and refuses those that have no value.
 
     Raises:
@@ -40,7 +40,7 @@ def check(unit: Unit) -> None:
     """
     put_in_place(unit)
     for flat in unit.flats:
-        if flat.leaf.device.type == "meta":
+        if flat.flat_param.device.type == "meta":
             raise ConfigError(
                 "a parameter is on the meta device and has no value yet",
                 where=unit.parameter_name(flat.slots[0]),
@@ -49,10 +49,10 @@ def check(unit: Unit) -> None:
             )
 
 
-def put_in_place(unit: Unit) -> None:
+def put_in_place(unit: FSDPUnit) -> None:
     """Makes every parameter of `unit` a view again, with the values that its module holds now.
 
-    New dtypes, devices, shapes and trainability give the unit new flat shards.
+    New dtypes, devices, shapes and trainability give the unit new parameter groups.
 
     Raises:
         ConfigError: If a parameter is gone, is of another mesh, or its `.data` was assigned to; or if `full_params`
@@ -62,10 +62,10 @@ def put_in_place(unit: Unit) -> None:
     if any(flat.is_broken() for flat in unit.flats):
         repaired = [repair_in_place(flat) for flat in unit.flats]
         if not all(repaired):
-            allocate.fill(unit, members(unit))
+            allocate.allocate_flat_params(unit, members(unit))
 
 
-def check_inside_graph(flat: FlatShard) -> None:
+def check_inside_graph(flat: FSDPParamGroup) -> None:
     """The same for a compiled region whose inputs are chosen already: what does not fit in place is refused.
 
     Raises:
@@ -75,7 +75,7 @@ def check_inside_graph(flat: FlatShard) -> None:
     if not flat.is_broken():
         return
     if not repair_in_place(flat):
-        changed = next(s for s in flat.slots if not _fits(_held(flat.unit, s) or s.parameter, s, flat.leaf))
+        changed = next(s for s in flat.slots if not _fits(_held(flat.unit, s) or s.parameter, s, flat.flat_param))
         raise ConfigError(
             "a parameter changed its dtype, device, shape or requires_grad, and the compiled function cannot notice "
             "that in time",
@@ -85,13 +85,13 @@ def check_inside_graph(flat: FlatShard) -> None:
         )
 
 
-def refuse_held(unit: Unit) -> None:
+def refuse_held(unit: FSDPUnit) -> None:
     """Refuses to run a model of which `full_params` holds only a part in full.
 
     Raises:
         ConfigError: If modules of `unit` hold full parameters.
     """
-    if unit.holding is Holding.FULL:
+    if unit.param_state is ParamState.UNSHARDED:
         raise ConfigError(
             "a forward reads sharded parameters of a model that is partly held in full",
             where=f"inside full_params(), unit {unit.title}",
@@ -99,33 +99,37 @@ def refuse_held(unit: Unit) -> None:
         )
 
 
-def repair_in_place(flat: FlatShard) -> bool:
+def repair_in_place(flat: FSDPParamGroup) -> bool:
     """Copies changed parameters into their slots if they fit there as they are.
 
     Returns:
         Whether all of them fit.
     """
     found = [(slot, _held(flat.unit, slot)) for slot in flat.slots]
-    if any(held is None or not _fits(held, slot, flat.leaf) for slot, held in found):
+    if any(held is None or not _fits(held, slot, flat.flat_param) for slot, held in found):
         return False
     with torch.no_grad():
         for slot, held in found:
-            if held is not None and (held is not slot.parameter or _local(held) is not slot.local):
-                allocate.adopt(slot, held, flat.unit.policy)
+            if held is not None and (held is not slot.parameter or _local(held) is not slot.sharded_view):
+                allocate.bind(slot, held, flat.unit.policy)
     allocate.follow_updaters(flat.unit)
     return True
 
 
-def _held(unit: Unit, slot: ParameterSlot) -> nn.Parameter | None:
+def _held(unit: FSDPUnit, slot: FSDPParam) -> nn.Parameter | None:
     """What all owners of a slot hold now; `None` if they hold different things."""
-    held = [module._parameters.get(attribute) for module, attribute in slot.owners]
+    held = [module._parameters.get(attribute) for module, attribute in slot.module_refs]
     if any(parameter is None for parameter in held):
         raise ConfigError(
             "a sharded parameter was removed from its module",
             where=unit.parameter_name(slot),
             instead="remove it before fully_shard() or the first compiled call",
         )
-    if held[0] is slot.parameter and _local(held[0]) is slot.local and held[0].untyped_storage() is not slot.shell:
+    if (
+        held[0] is slot.parameter
+        and _local(held[0]) is slot.sharded_view
+        and held[0].untyped_storage() is not slot.dtensor_storage
+    ):
         raise ConfigError(
             "`.data` of a sharded parameter was assigned to, which its DTensor does not notice: the value is lost",
             where=unit.parameter_name(slot),
@@ -134,7 +138,7 @@ def _held(unit: Unit, slot: ParameterSlot) -> nn.Parameter | None:
     return held[0] if all(parameter is held[0] for parameter in held) else None
 
 
-def _fits(held: nn.Parameter, slot: ParameterSlot, leaf: nn.Parameter) -> bool:
+def _fits(held: nn.Parameter, slot: FSDPParam, leaf: nn.Parameter) -> bool:
     local = _local(held)
     return (
         tuple(held.shape) == slot.spec.shape
@@ -148,25 +152,25 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
     return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
 
 
-def members(unit: Unit) -> list[allocate.Member]:
+def members(unit: FSDPUnit) -> list[allocate.ParamToShard]:
     """What the modules of a unit hold now; parameters that were tied and no longer are become members of their own."""
-    found: dict[int, allocate.Member] = {}
+    found: dict[int, allocate.ParamToShard] = {}
     for slot in unit.slots:
-        for module, attribute in slot.owners:
+        for module, attribute in slot.module_refs:
             parameter = module._parameters[attribute]
             assert parameter is not None
             known = found.get(id(parameter))
             if known is not None:
-                known.owners.append((module, attribute))
+                known.module_refs.append((module, attribute))
                 continue
-            name = slot.name if (module, attribute) == slot.owners[0] else f"{slot.name} ({attribute})"
+            name = slot.name if (module, attribute) == slot.module_refs[0] else f"{slot.name} ({attribute})"
             order = slot.spec.order if isinstance(parameter, DTensor) and parameter is slot.parameter else ()
             dim = _dim(unit, slot, parameter)
-            found[id(parameter)] = allocate.Member(name, [(module, attribute)], parameter, dim, order)
+            found[id(parameter)] = allocate.ParamToShard(name, [(module, attribute)], parameter, dim, order)
     return list(found.values())
 
 
-def _dim(unit: Unit, slot: ParameterSlot, parameter: nn.Parameter) -> int | None:
+def _dim(unit: FSDPUnit, slot: FSDPParam, parameter: nn.Parameter) -> int | None:
     """The slot's dimension, or the default one if the parameter that took its place has other dimensions."""
     if parameter.dim() == len(slot.spec.shape) and slot.spec.dim is not None:
         chosen = Shard(slot.spec.dim)
@@ -174,26 +178,26 @@ def _dim(unit: Unit, slot: ParameterSlot, parameter: nn.Parameter) -> int | None
     return allocate.shard_dim(unit.parameter_name(slot), parameter, unit.policy.size, None)
 
 
-_WATCHED = "_fsdp_watched"
+_VIEW_CHECK = "_fsdp_watched"
 _tables_of = operator.attrgetter("_parameters", "_modules")
 _END = object()
 """Ends what is compared, so that neither side may be longer."""
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-def units_in_place(root: nn.Module) -> Sequence[Unit]:
-    """The units that modules in `root` read from, each parameter of them a view of its flat shard.
+def units_with_intact_views(root: nn.Module) -> Sequence[FSDPUnit]:
+    """The units that modules in `root` read from, each parameter of them a view of its flat parameter.
 
     Raises:
         ConfigError: As `integrity.check` and `sharding.refuse_new_parameters`.
     """
-    watched: Watched | None = root.__dict__.get(_WATCHED)
-    if watched is None or not watched.is_intact():
-        watched = _put_in_place(root)
-    return watched.units
+    view_check: ViewCheck | None = root.__dict__.get(_VIEW_CHECK)
+    if view_check is None or not view_check.is_intact():
+        view_check = _put_in_place(root)
+    return view_check.units
 
 
-def _put_in_place(root: nn.Module) -> Watched:
+def _put_in_place(root: nn.Module) -> ViewCheck:
     units = units_below(root)
     for unit in units:
         refuse_held(unit)
@@ -204,14 +208,14 @@ def _put_in_place(root: nn.Module) -> Watched:
     is_known = not calls_are_compiled() or not checks.holds_plain_parameters(root)
     if not calls_are_compiled():
         checks.refuse_new_parameters(root)
-    watched = Watched.of(root)
+    view_check = ViewCheck.of(root)
     if is_known:
-        object.__setattr__(root, _WATCHED, watched)
-    return watched
+        object.__setattr__(root, _VIEW_CHECK, view_check)
+    return view_check
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Watched:
+class ViewCheck:
     """A module in which everything is in place, and what tells that it still is.
 
     Attributes:
@@ -227,7 +231,7 @@ class Watched:
         layouts: How often anything had been laid out.
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[FSDPUnit, ...]
     modules: tuple[nn.Module, ...]
     tables: tuple[dict[str, Any], ...]
     names: list[str]
@@ -239,22 +243,22 @@ class Watched:
     layouts: int
 
     @staticmethod
-    def of(root: nn.Module) -> Watched:
+    def of(root: nn.Module) -> ViewCheck:
         """Takes what is there now to be in place."""
         units = units_below(root)
         slots = [slot for unit in units for slot in unit.slots]
-        modules = tuple(dict.fromkeys([*root.modules(), *(module for slot in slots for module, _ in slot.owners)]))
+        modules = tuple(dict.fromkeys([*root.modules(), *(module for slot in slots for module, _ in slot.module_refs)]))
         tables = tuple(_tables(modules))
-        return Watched(
+        return ViewCheck(
             units=tuple(units),
             modules=modules,
             tables=tables,
             names=_names(tables),
             contents=(*_contents(tables), _END),
             parameters=tuple(slot.dtensor for slot in slots),
-            locals=tuple(slot.local for slot in slots),
-            storages=tuple(slot.shell for slot in slots),
-            trainable=tuple(flat.leaf.requires_grad for unit in units for flat in unit.flats for _ in flat.slots),
+            locals=tuple(slot.sharded_view for slot in slots),
+            storages=tuple(slot.dtensor_storage for slot in slots),
+            trainable=tuple(flat.flat_param.requires_grad for unit in units for flat in unit.flats for _ in flat.slots),
             layouts=layouts(),
         )
 
@@ -293,8 +297,8 @@ def _same(found: Iterable[object], expected: Iterable[object]) -> bool:
     return all(map(operator.is_, found, expected))
 
 
-def allocate_from_meta(unit: Unit, waiting: Sequence[ParameterSlot], device: torch.device) -> None:
-    """Gives slots on meta places in flat shards on `device`, or on the host if offloaded.
+def allocate_from_meta(unit: FSDPUnit, waiting: Sequence[FSDPParam], device: torch.device) -> None:
+    """Gives slots on meta places in parameter groups on `device`, or on the host if offloaded.
 
     Parameters keep their identity, slots are made anew.
     """

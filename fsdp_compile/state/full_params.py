@@ -23,14 +23,14 @@ from fsdp_compile.modules import param_views
 from fsdp_compile.modules.classes import original_class, read_as_written
 from fsdp_compile.modules.forward import in_forward
 from fsdp_compile.runtime import replaced_params
-from fsdp_compile.runtime.group_state import Holding
+from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import slots_in, units_below
-from fsdp_compile.runtime.units import READS, ParameterSlot, Unit, note_layout
+from fsdp_compile.runtime.units import READS, FSDPParam, FSDPUnit, note_layout
 from fsdp_compile.sharding import views
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class FullParamsOptions:
     """What `full_params` was asked for; its docstring says what each argument means."""
 
     writeback: bool
@@ -40,60 +40,60 @@ class Wish:
 
 
 @dataclasses.dataclass
-class HeldSlot:
+class FullParam:
     """One parameter of a `full_params`.
 
     Attributes:
         unit: Its unit.
         slot: Its slot.
-        wish: The arguments of `full_params`.
+        options: The arguments of `full_params`.
         plain: What this rank's modules hold in its place; `None` where they hold the shard.
-        taken: Whether it was gathered; an error may have come first.
+        is_swapped_in: Whether it was gathered; an error may have come first.
         orders: Names of the parameters of each module that holds it, in order.
     """
 
-    unit: Unit
-    slot: ParameterSlot
-    wish: Wish
+    unit: FSDPUnit
+    slot: FSDPParam
+    options: FullParamsOptions
     plain: nn.Parameter | None = None
-    taken: bool = False
+    is_swapped_in: bool = False
     orders: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
 
-    def take(self) -> None:
+    def swap_in(self) -> None:
         """Gathers the parameter and its gradient, and shows them."""
         slot = self.slot
-        self.orders = [tuple(module._parameters) for module, _ in slot.owners]
-        full = self._gather(slot.local)
+        self.orders = [tuple(module._parameters) for module, _ in slot.module_refs]
+        full = self._gather(slot.sharded_view)
         gradient = None
-        if self.wish.with_grads and self._some_rank_has_a_gradient():
+        if self.options.with_grads and self._some_rank_has_a_gradient():
             gradient = self._gather(self._own_gradient())
         if full is not None:
-            self.plain = param_views.show(slot, full)
+            self.plain = param_views.swap_in_full(slot, full)
             self.plain.grad = gradient
-        self.taken = True
+        self.is_swapped_in = True
 
-    def give_back(self) -> ConfigError | None:
+    def swap_out(self) -> ConfigError | None:
         """Shows the shard again, with what was written if that is to be kept."""
-        if not self.taken:
+        if not self.is_swapped_in:
             return None
-        held = param_views.shown(self.slot) if self.plain is not None else None
-        param_views.hide(self.slot)
+        held = param_views.swapped_in(self.slot) if self.plain is not None else None
+        param_views.swap_in_sharded(self.slot)
         self._restore_orders()
         problem = self._problem(held)
         has_gradient = held is not None and held.grad is not None
-        if self.wish.rank0_only and self.wish.writeback:
+        if self.options.rank0_only and self.options.writeback:
             problem, has_gradient = self._agree(problem, has_gradient=has_gradient)
-        if self.wish.writeback and problem is None:
+        if self.options.writeback and problem is None:
             with torch.no_grad():
                 self._keep_value(held)
-                if self.wish.with_grads:
+                if self.options.with_grads:
                     self._keep_gradient(held, has_gradient=has_gradient)
         self._retire()
         return problem
 
     def _restore_orders(self) -> None:
         """A parameter that was deleted gets its place among its module's back, not the last one."""
-        for (module, _), order in zip(self.slot.owners, self.orders, strict=True):
+        for (module, _), order in zip(self.slot.module_refs, self.orders, strict=True):
             held = module._parameters
             if tuple(held) != order:
                 for name in [name for name in order if name in held]:
@@ -101,18 +101,19 @@ class HeldSlot:
 
     def _gather(self, local: torch.Tensor) -> torch.Tensor | None:
         spec = self.slot.spec
-        if not self.wish.rank0_only:
+        if not self.options.rank0_only:
             full: torch.Tensor | None = exchange.gather(local, spec)
         elif exchange.is_first_replica(spec):
             full = exchange.gather_to_first(local, spec)
         else:
             full = None
-        return full.cpu() if full is not None and self.wish.offload_to_cpu else full
+        return full.cpu() if full is not None and self.options.offload_to_cpu else full
 
     def _some_rank_has_a_gradient(self) -> bool:
         spec = self.slot.spec
         has = torch.tensor(
-            [int(self.slot.parameter.grad is not None)], device=exchange.wire_device(self.slot.local, self.slot.spec)
+            [int(self.slot.parameter.grad is not None)],
+            device=exchange.wire_device(self.slot.sharded_view, self.slot.spec),
         )
         if spec.size > 1:
             dist.all_reduce(has, dist.ReduceOp.MAX, group=exchange.group_named(spec.group))
@@ -121,7 +122,7 @@ class HeldSlot:
     def _own_gradient(self) -> torch.Tensor:
         """This rank's part of the gradient; zeros if only other ranks have one."""
         gradient = self.slot.parameter.grad
-        return torch.zeros_like(self.slot.local) if gradient is None else local_tensor(gradient)  # type: ignore[arg-type]
+        return torch.zeros_like(self.slot.sharded_view) if gradient is None else local_tensor(gradient)  # type: ignore[arg-type]
 
     def _problem(self, held: nn.Parameter | None) -> ConfigError | None:
         if self.plain is None:
@@ -140,7 +141,7 @@ class HeldSlot:
         return ConfigError(f"{what} inside full_params(), which cannot be kept", where=name, instead=instead)
 
     def _warn_of_lost_gradient(self, held: nn.Parameter) -> None:
-        if held.grad is not None and self.wish.writeback and not self.wish.with_grads:
+        if held.grad is not None and self.options.writeback and not self.options.with_grads:
             warnings.warn(
                 "gradients that were made inside full_params() are dropped: pass with_grads=True to keep this rank's "
                 "part of them",
@@ -150,7 +151,8 @@ class HeldSlot:
     def _agree(self, problem: ConfigError | None, *, has_gradient: bool) -> tuple[ConfigError | None, bool]:
         """What the first rank says."""
         said = torch.tensor(
-            [int(problem is not None), int(has_gradient)], device=exchange.wire_device(self.slot.local, self.slot.spec)
+            [int(problem is not None), int(has_gradient)],
+            device=exchange.wire_device(self.slot.sharded_view, self.slot.spec),
         )
         exchange.broadcast_from_first(said, self.slot.spec)
         if said[0].item() and problem is None:
@@ -162,10 +164,10 @@ class HeldSlot:
         return problem, bool(said[1].item())
 
     def _keep_value(self, held: nn.Parameter | None) -> None:
-        own = self._own_part(held, self.slot.local)
+        own = self._own_part(held, self.slot.sharded_view)
         # Autograd refuses a backward through memory that was written since: leave alone what is as it was.
-        if not torch.equal(exchange.as_bytes(own), exchange.as_bytes(self.slot.local)):
-            self.slot.local.copy_(own)
+        if not torch.equal(exchange.as_bytes(own), exchange.as_bytes(self.slot.sharded_view)):
+            self.slot.sharded_view.copy_(own)
 
     def _keep_gradient(self, held: nn.Parameter | None, *, has_gradient: bool) -> None:
         parameter = self.slot.parameter
@@ -173,7 +175,7 @@ class HeldSlot:
             parameter.grad = None
             return
         gradient = None if held is None else held.grad
-        own = self._own_part(gradient, self.slot.local)
+        own = self._own_part(gradient, self.slot.sharded_view)
         if parameter.grad is None:
             parameter.grad = make_dtensor(own.clone(), self.slot.dtensor)
         else:
@@ -182,7 +184,7 @@ class HeldSlot:
     def _own_part(self, full: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """This rank's part of what it holds, or of what the first rank holds; contiguous, on the device."""
         slot, spec = self.slot, self.slot.spec
-        if not self.wish.rank0_only:
+        if not self.options.rank0_only:
             assert full is not None
             part = local_part(full.detach(), spec.dim, spec.size, slot.rank)
             return part.to(device=like.device, dtype=like.dtype).contiguous()
@@ -196,7 +198,7 @@ class HeldSlot:
             return
         if self.plain.requires_grad and is_saved_by_autograd(self.plain):
             self.plain.register_post_accumulate_grad_hook(_refuse_late_gradient)
-        replaced_params.retire(self.plain, self.slot)
+        replaced_params.mark_replaced(self.plain, self.slot)
 
 
 def _refuse_late_gradient(_parameter: torch.Tensor) -> None:
@@ -244,21 +246,21 @@ def full_params(
     units = [unit for unit in units_below(module) if recurse or unit.root is module]
     for unit in units:
         _check(unit)
-    wish = Wish(writeback, rank0_only, offload_to_cpu, with_grads)
-    held = _Held(units, [HeldSlot(unit, slot, wish) for unit in units for slot in slots_in(module, unit)])
+    wish = FullParamsOptions(writeback, rank0_only, offload_to_cpu, with_grads)
+    held = _FullParams(units, [FullParam(unit, slot, wish) for unit in units for slot in slots_in(module, unit)])
     try:
-        held.take(module)
+        held.swap_in(module)
         yield
     except BaseException:
-        held.give_back()
+        held.swap_out()
         raise
-    problems = held.give_back()
+    problems = held.swap_out()
     if problems:
         raise problems[0]
 
 
 @dataclasses.dataclass
-class _Held:
+class _FullParams:
     """What one `full_params` holds.
 
     Attributes:
@@ -267,17 +269,17 @@ class _Held:
         classes: Modules that got their own class back, with the class that reads shards.
     """
 
-    units: list[Unit]
-    slots: list[HeldSlot]
+    units: list[FSDPUnit]
+    slots: list[FullParam]
     classes: list[tuple[nn.Module, type[nn.Module]]] = dataclasses.field(default_factory=list)
 
-    def take(self, module: nn.Module) -> None:
+    def swap_in(self, module: nn.Module) -> None:
         """Gathers and shows everything; where nothing below `module` stays sharded, forwards are the plain ones."""
         note_layout()
         for unit in self.units:
-            unit.holding = Holding.FULL
+            unit.param_state = ParamState.UNSHARDED
         for slot in self.slots:
-            slot.take()
+            slot.swap_in()
         full = {held.slot for held in self.slots if held.plain is not None}
         below = {slot for unit in units_below(module) for slot in slots_in(module, unit)}
         if full and below <= full:
@@ -286,7 +288,7 @@ class _Held:
                     self.classes.append((each, type(each)))
                     each.__class__ = original_class(each)
 
-    def give_back(self) -> list[ConfigError]:
+    def swap_out(self) -> list[ConfigError]:
         """Shows the shards again, with what was written if that is to be kept.
 
         Returns:
@@ -296,9 +298,9 @@ class _Held:
             module.__class__ = sharded_class
             if READS in module.__dict__:
                 read_as_written(module)  # which may have changed meanwhile
-        problems = [slot.give_back() for slot in self.slots]
+        problems = [slot.swap_out() for slot in self.slots]
         for unit in self.units:
-            unit.holding = Holding.SHARDS
+            unit.param_state = ParamState.SHARDED
         note_layout()
         return [problem for problem in problems if problem is not None]
 
@@ -313,8 +315,8 @@ def _refuse_inside_a_step() -> None:
         )
 
 
-def _check(unit: Unit) -> None:
-    if unit.holding is Holding.FULL:
+def _check(unit: FSDPUnit) -> None:
+    if unit.param_state is ParamState.UNSHARDED:
         raise ConfigError(
             "its parameters are held in full already",
             where=f"full_params(), unit {unit.title}",

@@ -15,7 +15,7 @@ from fsdp_compile.comm import exchange
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules import casts
 from fsdp_compile.runtime.module_state import units
-from fsdp_compile.runtime.units import Unit
+from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.runtime.unshard import reshard
 from fsdp_compile.sharding import sync_states, views
 from fsdp_compile.sharding.devices import device_on
@@ -90,7 +90,7 @@ def load_from_rank0(
         for key, state in given.items():
             full = state_dict[state.name] if first and state_dict is not None else None
             if key in slots:
-                exchange.take_from_first(slots[key].local, full, slots[key].spec)
+                exchange.take_from_first(slots[key].sharded_view, full, slots[key].spec)
                 continue
             if full is not None:
                 state.value.copy_(full)
@@ -130,7 +130,7 @@ def _states(model: nn.Module) -> Iterator[_State]:
                 yield _State(f"{prefix}.{attribute}".removeprefix("."), module, attribute)
 
 
-def _mesh_of(model: nn.Module, sharded: list[Unit]) -> DeviceMesh:
+def _mesh_of(model: nn.Module, sharded: list[FSDPUnit]) -> DeviceMesh:
     if not sharded:
         raise ConfigError(
             "nothing in this model is sharded",
@@ -183,7 +183,7 @@ def _refuse(problems: list[str]) -> None:
         )
 
 
-def _give_memory(model: nn.Module, sharded: list[Unit], given: Collection[int], device: torch.device) -> None:
+def _give_memory(model: nn.Module, sharded: list[FSDPUnit], given: Collection[int], device: torch.device) -> None:
     for unit in sharded:
         allocate_from_meta(unit, [s for s in unit.slots if s.parameter.is_meta and id(s.parameter) in given], device)
     waiting = {name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) in given}

@@ -1,4 +1,4 @@
-"""Slots of flat shards: which there are, and which elements of a full parameter lie where in them."""
+"""Slots of flat parameters: which there are, and which elements of a full parameter lie where in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from fsdp_compile.ir.graph import Record, Role, require
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.verify.facts import Facts
 from fsdp_compile.verify.trace_elements import linear
 
@@ -18,14 +18,14 @@ class Slot:
     """One parameter's place.
 
     Attributes:
-        flat: The graph input that holds the flat shard.
+        flat: The graph input that holds the flat parameter.
         name: Fully qualified name of the parameter.
-        spec: Its place, as the flat shard's record has it.
+        spec: Its place, as the flat parameter's record has it.
     """
 
     flat: fx.Node
     name: str
-    spec: ReadSpec
+    spec: UnshardSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Probe:
     Attributes:
         element: Its index in the full parameter, row by row.
         rank: The rank, of the shard group, that holds it.
-        place: Its index in that rank's flat shard.
+        place: Its index in that rank's flat parameter.
     """
 
     element: int
@@ -44,7 +44,7 @@ class Probe:
 
 
 def slots_of(flat: fx.Node) -> list[Slot]:
-    """All slots of a flat shard."""
+    """All slots of a flat parameter."""
     record = require(flat)
     return [Slot(flat, name, spec) for name, spec in zip(record.parameters, record.specs, strict=True)]
 
@@ -52,13 +52,13 @@ def slots_of(flat: fx.Node) -> list[Slot]:
 def all_slots(facts: Facts) -> dict[tuple[str, str], list[Slot]]:
     """Slots by unit and name of the parameter; more than one where two models of one class meet in a graph.
 
-    A frozen parameter of which a part was kept from forward has its flat shard in forward alone.
+    A frozen parameter of which a part was kept from forward has its flat parameter in forward alone.
     """
     found: dict[tuple[str, str], list[Slot]] = {}
     for flat in facts.of_role(Role.FLAT):
         for slot in slots_of(flat):
             found.setdefault((require(flat).unit, slot.name), []).append(slot)
-    for part in facts.of_role(Role.PART):
+    for part in facts.of_role(Role.POST_FORWARD_SHARD):
         if part.op == "placeholder":
             for slot in slots_of(part):
                 found.setdefault((require(part).unit, slot.name), [slot])
@@ -71,7 +71,7 @@ def claims(record: Record) -> list[tuple[str, str]]:
     return list(zip(owners, record.parameters, strict=True))
 
 
-def probes(spec: ReadSpec) -> Iterator[Probe]:
+def probes(spec: UnshardSpec) -> Iterator[Probe]:
     """A few elements that tell whether a parameter's block is where it belongs.
 
     The first element, the last one, and along each dimension the last with all others first; on the sharded dimension
@@ -90,7 +90,7 @@ def probes(spec: ReadSpec) -> Iterator[Probe]:
         yield _probe(spec, place)
 
 
-def _probe(spec: ReadSpec, place: tuple[int, ...]) -> Probe:
+def _probe(spec: UnshardSpec, place: tuple[int, ...]) -> Probe:
     element = linear(place, spec.shape)
     if spec.dim is None:
         return Probe(element, 0, spec.offset + element)

@@ -110,7 +110,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         updates.RULE,
-        "an update in backward takes its gradient once, and nothing reads its flat shard afterwards",
+        "an update in backward takes its gradient once, and nothing reads its flat parameter afterwards",
         updates.updated_last,
         _AT_THE_END,
     ),
@@ -121,7 +121,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         buffers.RULE,
-        "slots of a flat shard are disjoint, and slots and message slices are aligned",
+        "slots of a flat parameter are disjoint, and slots and message slices are aligned",
         buffers.buffers_aligned,
     ),
     Rule(

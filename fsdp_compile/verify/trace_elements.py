@@ -4,7 +4,7 @@ Where one element of a tensor comes from: followed backward through our nodes, b
 
     %full[2, 7]  <-  %view[519]  <-  %wait[519]  <-  all_gather: rank 1's message, [7]  <-  %flat[391]
 
-No rule trusts the shape of a pattern: whatever nodes a pass writes between a flat shard and a full parameter, or
+No rule trusts the shape of a pattern: whatever nodes a pass writes between a flat parameter and a full parameter, or
 between a gradient and the flat gradient, each element must come from its own place. Nodes move whole blocks, so a few
 elements of each parameter tell.
 """
@@ -180,8 +180,8 @@ def _argument(node: fx.Node, position: int, default: Any) -> Any:
     return node.args[position] if position < len(node.args) else default
 
 
-_SUMS = (Role.ADD_HELD, Role.ADD_PARTIAL)
-_OWN_PART = "fsdp.own_part.default"
+_SUMS = (Role.ADD_UNREDUCED, Role.ADD_PARTIAL)
+_POST_FORWARD_PART = "fsdp.post_forward_part.default"
 LONGEST_CHAIN = 1000
 """Nodes between an element and its origin; more means a cycle."""
 
@@ -264,7 +264,7 @@ def origin(node: fx.Node, index: int, rank: int) -> Origin:
             node = node.args[0]  # type: ignore[assignment]
             continue
         try:
-            step = _sent(node, index, rank, hops) or _own_part(node, index, rank) or moved(node, index)
+            step = _sent(node, index, rank, hops) or _post_forward_part(node, index, rank) or moved(node, index)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             break  # a wrong graph may hold anything; whoever asked complains about where the trail ends
         if step is None:
@@ -275,9 +275,9 @@ def origin(node: fx.Node, index: int, rank: int) -> Origin:
     return Origin(node, index, last, tuple(hops), tuple(addends), divisor)
 
 
-def _own_part(node: fx.Node, index: int, rank: int) -> Step | None:
+def _post_forward_part(node: fx.Node, index: int, rank: int) -> Step | None:
     """From the part of a message that a rank keeps to the message; `None` for any other node."""
-    if str(node.target) != _OWN_PART:
+    if str(node.target) != _POST_FORWARD_PART:
         return None
     part = math.prod(shape_of(node))
     return Step(node.args[0], rank % (math.prod(shape_of(node.args[0])) // part) * part + index)  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def test_bytes_that_are_sent_are_the_floor_and_padding(tmp_path: Path) -> None:
         # Each gradient is reduced once; values that no gradient needs are not gathered a second time.
         assert row["sent_bytes"]["reduce_scatter"] == pytest.approx(size_bytes * 7 / 8 * padded)
         assert row["total_sent_bytes"] <= 3 * size_bytes * 7 / 8 * (padded + 1e-9)
-    assert rows["fsdp2"]["padding"] is rows["fsdp2"]["copied_bytes"] is None  # it has no flat shards of ours
+    assert rows["fsdp2"]["padding"] is rows["fsdp2"]["copied_bytes"] is None  # it has no parameter groups of ours
     assert rows["fsdp_compile"]["copied_bytes"]["into gathers"] == 0
 
 

@@ -42,12 +42,12 @@ def assert_parts_equal(model: nn.Module, reference: nn.Module) -> None:
     """Bit by bit on this very rank, whatever other replicas hold: what one process would split over the mesh."""
     for unit in units(model):
         for slot in unit.slots:
-            module, attribute = slot.owners[0]
+            module, attribute = slot.module_refs[0]
             name = next(n for n, m in model.named_modules() if m is module)
             full = getattr(reference.get_submodule(name), attribute)
             rows = full if slot.spec.dim is None else full.chunk(slot.spec.size, 0)
             mine = rows if slot.spec.dim is None else rows[slot.rank] if slot.rank < len(rows) else full[:0]
-            assert torch.equal(slot.local, mine.detach()), (name, attribute)
+            assert torch.equal(slot.sharded_view, mine.detach()), (name, attribute)
 
 
 def _check_alike(shape: tuple[int, ...], strategy: ShardingStrategy | None, chunk_bytes: int) -> None:

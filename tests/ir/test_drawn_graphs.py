@@ -17,7 +17,7 @@ from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph
 from fsdp_compile.ir.text.names import DTYPES
 from fsdp_compile.ir.text.parser import parse_graph
 from fsdp_compile.ir.text.printer import format_graph
-from fsdp_compile.layout.spec import ReadSpec, Reshard
+from fsdp_compile.layout.spec import Reshard, UnshardSpec
 from tests.ir.capture import records_of
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def flat_records(draw: st.DrawFn, unit: str) -> Record:
         shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
         extent = draw(st.integers(1, 4)) * 32
         specs.append(
-            ReadSpec(
+            UnshardSpec(
                 offset=offset,
                 extent=extent,
                 shape=shape,

@@ -70,7 +70,7 @@ return (%y, None)
         ("%y = aten.relu(%x, role=fulll, unit=layers.0, of=[.weight]) : f32[3, 5]", "there is no role fulll"),
         ("%y = aten.relu(%x, role=full, unit=layers.0, of=[.bias]) : f32[3, 5]", "instead: layers.0.weight"),
         ("%y = aten.relu(%x, role=full) : f32[3, 5]", "a record has a role, a unit and parameters"),
-        ("%y = fsdp.unshard(%x, slot=.weight) : f32[6, 5]", "slot= needs a flat shard as the first argument"),
+        ("%y = fsdp.unshard(%x, slot=.weight) : f32[6, 5]", "slot= needs a flat parameter as the first argument"),
         ("%y = aten.add.Tensor(%x, float) : f32[3, 5]", "line 5, column 26: expected a value, not 'float'"),
         ("%y = aten.add.Tensor(%x, <Thing>) : f32[3, 5]", "<Thing> stands for a value that text cannot hold"),
         ("%sum = aten.relu(%x) : f32[3, 5]", "%sum cannot be the name of a node"),

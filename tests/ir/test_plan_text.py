@@ -9,9 +9,9 @@ from torch import fx
 
 from fsdp_compile.ir.graph import Phase, Record, Role
 from fsdp_compile.ir.text.plan import format_plan
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 
-SPEC = ReadSpec(
+SPEC = UnshardSpec(
     offset=0, extent=32, shape=(6, 5), dim=0, size=2, group="g", param_dtype=torch.bfloat16, reduce_dtype=torch.float32
 )
 
@@ -30,7 +30,7 @@ class Plan:
     budget_bytes: int
     role: Role
     best: Move
-    place: ReadSpec
+    place: UnshardSpec
 
 
 def test_shows_nodes_by_name_and_nests_what_has_parts() -> None:

@@ -39,7 +39,7 @@ class Small(nn.Module):
 
 
 def _groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Two groups that share flat shards: biases and scale without decay, weights with it."""
+    """Two groups that share parameter groups: biases and scale without decay, weights with it."""
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
@@ -70,18 +70,18 @@ def _split_alike(
 
 
 def _give_gradients(model: nn.Module, plain: list[nn.Parameter], step: int, missing: int | None = None) -> None:
-    """The same gradients to both: on flat buffers, as a backward hands them over, and one by one."""
+    """The same gradients to both: on flat buffers, as a backward accumulates them, and one by one."""
     torch.manual_seed(step)
     for unit in units(model):
         for flat in unit.flats:
-            buffer = torch.zeros_like(flat.leaf.detach())
+            buffer = torch.zeros_like(flat.flat_param.detach())
             for slot in flat.slots:
                 slot.view_of(buffer).normal_()
-            if flat.leaf.requires_grad:
+            if flat.flat_param.requires_grad:
                 skipped = (
                     {flat.slots[missing].spec.offset} if missing is not None and len(flat.slots) > missing else set()
                 )
-                gradients.deliver(flat, buffer, {s.spec.offset for s in flat.slots} - skipped)
+                gradients.accumulate_sharded_grads(flat, buffer, {s.spec.offset for s in flat.slots} - skipped)
     assert isinstance(model.whole, nn.Parameter)
     model.whole.grad = torch.randn(3)
     for p, q in zip(model.parameters(), plain, strict=True):
@@ -92,7 +92,7 @@ def _assert_alike(model: nn.Module, plain: list[nn.Parameter]) -> None:
     for (name, p), q in zip(model.named_parameters(), plain, strict=True):
         assert torch.equal(_local(p), q), name
     for flat in (flat for unit in units(model) for flat in unit.flats):
-        rest = flat.leaf.detach().clone()
+        rest = flat.flat_param.detach().clone()
         for slot in flat.slots:
             slot.view_of(rest).zero_()
         assert not rest.any(), "padding was updated"

@@ -92,7 +92,9 @@ def test_gradients_are_freed_unit_by_unit(options: dict[str, Any]) -> None:
         model, optimizer, run = _made(**options)
         seen = _Seen(optimizer)
         loss_of(run(_input())).backward()
-        sizes = [flat.leaf.numel() * flat.leaf.element_size() for unit in units(model) for flat in unit.flats]
+        sizes = [
+            flat.flat_param.numel() * flat.flat_param.element_size() for unit in units(model) for flat in unit.flats
+        ]
         assert len(seen.held) == len(sizes) == 3
         assert max(seen.held) == max(sizes) < sum(sizes)
         torch._dynamo.reset()
@@ -210,7 +212,7 @@ def test_what_a_refused_backward_made_is_not_added_by_the_next() -> None:
 
 
 class _Optional(nn.Module):
-    """Two parameters in one flat shard, of which forward reads one."""
+    """Two parameters in one parameter group, of which forward reads one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,10 +247,10 @@ def test_parameters_that_were_exchanged_before_they_were_marked_are_updated() ->
 
 def test_a_pipeline_that_is_cut_off_still_updates_after_the_last_read() -> None:
     names = [one.name for one in passes(FSDPOptions())]
-    assert "settle-updates" in names
+    assert "order-updates" in names
     with _one_rank():
         ends = []
-        for stop_after in ("schedule", None):
+        for stop_after in ("schedule-auto", None):
             model, _, run = _made(stop_after=stop_after)
             for _ in range(2):
                 loss_of(run(_input())).backward()

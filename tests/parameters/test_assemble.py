@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 
 EAGER = EagerBuilder()
 JUNK = -77.0
@@ -21,7 +21,7 @@ class Case:
     """A parameter, its slot, and where the slot starts in each rank's part of a message of `span` elements."""
 
     full: torch.Tensor
-    spec: ReadSpec
+    spec: UnshardSpec
     start: int
     span: int
 
@@ -33,7 +33,7 @@ def cases(draw: st.DrawFn) -> Case:
     dim = draw(st.integers(0, len(shape) - 1)) if shape else None
     if dim is not None and dim > 0:  # other dimensions than the first must divide
         shape = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
-    spec = ReadSpec(
+    spec = UnshardSpec(
         offset=0,
         extent=1,
         shape=shape,
@@ -88,7 +88,7 @@ def test_a_gradient_of_any_strides_gives_the_same_rows(case: Case) -> None:
 
 
 def test_a_slot_alone_in_its_message_is_read_in_place() -> None:
-    spec = ReadSpec(
+    spec = UnshardSpec(
         offset=0,
         extent=8,
         shape=(8, 4),

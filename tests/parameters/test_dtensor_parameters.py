@@ -75,25 +75,25 @@ def _check_one_buffer_per_kind() -> None:
     model, _ = _odd_pair()
     fully_shard(model)
     (unit,) = units(model)
-    kinds = {(flat.leaf.dtype, flat.leaf.requires_grad) for flat in unit.flats}
+    kinds = {(flat.flat_param.dtype, flat.flat_param.requires_grad) for flat in unit.flats}
     assert kinds == {(torch.float32, True), (torch.float32, False), (torch.float64, True)}
     assert len(unit.flats) == 3
-    sizes: list[int] = [flat.leaf.numel() for flat in unit.flats]
+    sizes: list[int] = [flat.flat_param.numel() for flat in unit.flats]
     everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, sizes)
     assert everyone == [sizes] * len(everyone), "the same size on every rank"
     for flat in unit.flats:
-        start = flat.leaf.data_ptr()
-        end = start + flat.leaf.numel() * flat.leaf.element_size()
+        start = flat.flat_param.data_ptr()
+        end = start + flat.flat_param.numel() * flat.flat_param.element_size()
         for slot in flat.slots:
             local = _dtensor(slot.parameter).to_local()
             if local.numel() == 0:  # has no address
                 continue
             assert start <= local.data_ptr() < end
-            assert local.untyped_storage().data_ptr() == flat.leaf.untyped_storage().data_ptr()
+            assert local.untyped_storage().data_ptr() == flat.flat_param.untyped_storage().data_ptr()
             assert local.data_ptr() % 128 == start % 128
     assert unit.full_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert unit.shard_bytes == sum(flat.leaf.numel() * flat.leaf.element_size() for flat in unit.flats)
+    assert unit.shard_bytes == sum(flat.flat_param.numel() * flat.flat_param.element_size() for flat in unit.flats)
 
 
 def test_views_of_one_flat_buffer_per_dtype_and_trainability() -> None:

@@ -174,7 +174,7 @@ def test_an_uncompiled_part_of_a_compiled_model() -> None:
 
 
 def _check_saved_tensor_hooks() -> None:
-    """Hooks that copy what is saved (activation offloading does) hand backward a copy of the flat shard."""
+    """Hooks that copy what is saved (activation offloading does) hand backward a copy of the parameter group."""
     for how in (Run.EAGER, Run.SHARDED):
         pair = Beside(Small, how)
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))

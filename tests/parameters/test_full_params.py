@@ -64,7 +64,7 @@ def _check_view(shape: tuple[int, ...]) -> None:
     assert all(p is before[n] for n, p in model.named_parameters())
     _assert_shards_equal(model, reference)
     assert torch.equal(state["head.weight"] * 1, reference.head.weight), "taken inside, still there"
-    assert not any(unit.holding.value == "full" for unit in units(model))
+    assert not any(unit.param_state.value == "full" for unit in units(model))
 
 
 @pytest.mark.core

@@ -85,7 +85,7 @@ def test_a_forward_calls_nothing_per_parameter_and_a_backward_few_functions() ->
     assert more_parameters[0] == few[0], "a forward does as much for many parameters as for few"
     assert more_parameters[1] - few[1] <= 3 * parameters, "each parameter gets a DTensor as its gradient"
     assert more_units[0] == few[0], "and for many units, too"
-    assert more_units[1] - few[1] <= 35 * units, "autograd calls a hook for each flat shard, and its 2 parameters"
+    assert more_units[1] - few[1] <= 35 * units, "autograd calls a hook for each parameter group, and its 2 parameters"
 
 
 @pytest.mark.core
@@ -128,7 +128,9 @@ def test_dynamo_looks_at_one_object_per_unit_and_at_nothing_per_parameter() -> N
     with fake_world(2):
         few, many = _guards(3), _guards(9)
     more = {kind: (many[kind] - few[kind]) / 6 for kind in many}
-    assert more["TENSOR_MATCH"] == 1, "the flat shard"
+    assert more["TENSOR_MATCH"] == 1, "the parameter group"
     assert more["EQUALS_MATCH"] <= 1, "a name in the Sequential; not how each parameter is read"
     if torch.__version__ >= "2.13":  # older ones look into the class of each module, and not once for all modules
-        assert more["GuardManager"] <= 4, "the module, its dict, the flat shard, and a value of the Sequential's dict"
+        assert more["GuardManager"] <= 4, (
+            "the module, its dict, the parameter group, and a value of the Sequential's dict"
+        )

@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat shard: aligned, disjoint, alike on every rank, and with little padding."""
+"""Where parameters lie in a flat parameter: aligned, disjoint, alike on every rank, and with little padding."""
 
 from __future__ import annotations
 

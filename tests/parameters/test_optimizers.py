@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard
-from fsdp_compile.runtime.replaced_params import MovedParameter
+from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from tests.parameters.beside import Beside, Run, close, loss_of
 from tests.parameters.models import Small
 from tests.ranks import run_ranks
@@ -52,7 +52,7 @@ def _check_optimizer(kind: str, before: int, how: Run) -> None:
         pair.step()
     _assert_sharded_state(pair.optimizers[0][0], list(pair.model.parameters()))
     if how is Run.PLAIN:
-        assert all(isinstance(p, MovedParameter) for p in held)
+        assert all(isinstance(p, ReplacedParameter) for p in held)
 
 
 def _assert_sharded_state(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
@@ -173,7 +173,7 @@ def _check_old_lists() -> None:
     pair.optimize(OPTIMIZERS["sgd"])
     pair.backward()
     for moved, now in zip(old, pair.model.parameters(), strict=True):
-        assert isinstance(moved, MovedParameter)
+        assert isinstance(moved, ReplacedParameter)
         assert moved.grad is now.grad is not None
     norm = nn.utils.clip_grad_norm_(old, 0.01)
     assert isinstance(norm, DTensor)
@@ -198,7 +198,7 @@ def _check_old_parameters_are_refused() -> None:
     model = Small()
     old = model.up.weight
     fully_shard(model)
-    assert "MovedParameter" in type(old).__name__
+    assert "ReplacedParameter" in type(old).__name__
     assert old.requires_grad
     assert old.is_leaf
     assert old in {old}

@@ -226,5 +226,7 @@ def test_dtypes_of_the_policy_survive_a_conversion_of_the_model() -> None:
     for each in (model, plain):
         each.double()
         each(torch.ones(2, 8, dtype=torch.float64))
-    assert {(s.spec.param_dtype, s.local.dtype) for unit in units(model) for s in unit.slots} == {(BF16, torch.float64)}
+    assert {(s.spec.param_dtype, s.sharded_view.dtype) for unit in units(model) for s in unit.slots} == {
+        (BF16, torch.float64)
+    }
     assert {s.spec.param_dtype for unit in units(plain) for s in unit.slots} == {torch.float64}

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compile.layout.spec import ReadSpec, Reshard, parse
+from fsdp_compile.layout.spec import Reshard, UnshardSpec, parse
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64)
 TEXT = "offset=64 extent=32 shape=5x7 dim=0 over=fsdp.shard.0/4 param=bfloat16 reduce=float32 reshard=after_forward"
-SPEC = ReadSpec(
+SPEC = UnshardSpec(
     offset=64,
     extent=32,
     shape=(5, 7),
@@ -26,10 +26,10 @@ SPEC = ReadSpec(
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> ReadSpec:
+def specs(draw: st.DrawFn) -> UnshardSpec:
     shape = tuple(draw(st.lists(st.integers(0, 2**40), max_size=5)))
     replicas = draw(st.integers(1, 512))
-    return ReadSpec(
+    return UnshardSpec(
         offset=draw(st.integers(0, 2**50)),
         extent=draw(st.integers(1, 2**50)),
         shape=shape,
@@ -45,12 +45,12 @@ def specs(draw: st.DrawFn) -> ReadSpec:
 
 
 @given(specs())
-def test_the_text_reads_back_as_the_same_spec(spec: ReadSpec) -> None:
+def test_the_text_reads_back_as_the_same_spec(spec: UnshardSpec) -> None:
     assert parse(spec.text) == spec
 
 
 @given(specs(), specs())
-def test_two_specs_share_a_text_only_if_they_are_equal(a: ReadSpec, b: ReadSpec) -> None:
+def test_two_specs_share_a_text_only_if_they_are_equal(a: UnshardSpec, b: UnshardSpec) -> None:
     assert (a.text == b.text) == (a == b)
 
 

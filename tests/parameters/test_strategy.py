@@ -14,9 +14,9 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_compile import ConfigError, FSDPOptions, fully_shard, units
 from fsdp_compile._torch.distributed import resolve_group
-from fsdp_compile.comm.mesh import Arrangement
+from fsdp_compile.comm.mesh import MeshPlacement
 from fsdp_compile.layout.spec import Reshard, parse
-from fsdp_compile.runtime.units import Unit
+from fsdp_compile.runtime.units import FSDPUnit
 from tests.fake_world import fake_world
 from tests.parameters.models import Block, Small, Transformer
 
@@ -24,9 +24,9 @@ KEPT, FREED = Reshard.AFTER_BACKWARD, Reshard.AFTER_FORWARD
 S = ShardingStrategy
 
 
-def _arranged(model: nn.Module, **arguments: Any) -> Arrangement:
+def _arranged(model: nn.Module, **arguments: Any) -> MeshPlacement:
     (unit,) = units(fully_shard(model, **arguments))
-    return unit.policy.arrangement
+    return unit.policy.mesh_placement
 
 
 @pytest.mark.core
@@ -60,12 +60,15 @@ def test_what_a_number_means_for_what_is_kept(number: int, reshard: Reshard, kep
     with fake_world(8, rank=5):
         model = fully_shard(Small(), reshard_after_forward=number)
         (unit,) = units(model)
-        assert (unit.policy.arrangement.reshard, unit.policy.arrangement.kept_over) == (reshard, kept_over)
+        assert (unit.policy.mesh_placement.reshard, unit.policy.mesh_placement.post_forward_size) == (
+            reshard,
+            kept_over,
+        )
         for slot in unit.slots:
             assert parse(slot.spec.text) == slot.spec
-            assert (slot.spec.kept_over, slot.spec.size) == (kept_over, 8)
+            assert (slot.spec.post_forward_size, slot.spec.size) == (kept_over, 8)
             if kept_over > 1:
-                kept = resolve_group(slot.spec.kept_group)
+                kept = resolve_group(slot.spec.post_forward_group)
                 assert kept is not None
                 begin = 5 // kept_over * kept_over
                 assert dist.get_process_group_ranks(kept) == list(range(begin, begin + kept_over))
@@ -89,7 +92,7 @@ def test_a_strategy_is_an_option_of_the_backend() -> None:
         model = Small()
         options: Any = {"lower": "eager", "sharding_strategy": S.NO_SHARD}
         torch.compile(model, backend="fsdp", options=options)(torch.ones(2, 6))
-        assert units(model)[0].policy.arrangement.replicas == 4
+        assert units(model)[0].policy.mesh_placement.replicas == 4
     assert FSDPOptions(sharding_strategy=S.NO_SHARD).sharding == {"sharding_strategy": S.NO_SHARD}
 
 
@@ -119,7 +122,7 @@ def test_a_strategy_on_a_mesh_of_another_dimension_is_refused(monkeypatch: pytes
             fully_shard(Small(), sharding_strategy=S.HYBRID_SHARD)
 
 
-def _by_title(model: nn.Module) -> dict[str, Unit]:
+def _by_title(model: nn.Module) -> dict[str, FSDPUnit]:
     return {unit.title: unit for unit in units(model)}
 
 
@@ -140,10 +143,10 @@ def test_units_may_differ_in_strategy() -> None:
         fully_shard(chosen, auto_wrap_policy=policy)
         for model in (called, chosen):
             by_title = _by_title(model)
-            assert by_title["blocks.0"].policy.arrangement.replicas == 4
-            assert by_title["blocks.1"].policy.arrangement.reshard is KEPT
+            assert by_title["blocks.0"].policy.mesh_placement.replicas == 4
+            assert by_title["blocks.1"].policy.mesh_placement.reshard is KEPT
             assert by_title["blocks.1"].policy.mixed_precision.param_dtype is torch.bfloat16
-            assert by_title["(root)"].policy.arrangement.size == 4
+            assert by_title["(root)"].policy.mesh_placement.size == 4
             assert by_title["(root)"].policy.mixed_precision.param_dtype is None
         assert "blocks.2" in _by_title(chosen)
 

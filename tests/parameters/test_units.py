@@ -143,8 +143,8 @@ def test_bottom_up_calls_are_taken_as_they_are() -> None:
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     assert sorted(_titles(model)) == ["(root)", "blocks.0", "blocks.1"]
     by_title = {unit.title: unit.policy for unit in units(model)}
-    assert by_title["blocks.0"].arrangement.reshard is Reshard.AFTER_BACKWARD
-    assert by_title["(root)"].arrangement.reshard is Reshard.AFTER_FORWARD
+    assert by_title["blocks.0"].mesh_placement.reshard is Reshard.AFTER_BACKWARD
+    assert by_title["(root)"].mesh_placement.reshard is Reshard.AFTER_FORWARD
     assert by_title["blocks.0"].mixed_precision.param_dtype is None
     assert by_title["(root)"].mixed_precision.param_dtype is torch.bfloat16
 

@@ -1,4 +1,4 @@
-"""What is left to do for flat shards is known to all threads, and forgotten when it is done."""
+"""What is left to do for parameter groups is known to all threads, and forgotten when it is done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import fsdp_compile
 from fsdp_compile.runtime import pending
-from fsdp_compile.runtime.units import FlatShard
+from fsdp_compile.runtime.units import FSDPParamGroup
 from tests.fake_world import fake_world
 
 
@@ -25,7 +25,7 @@ def _quick_turns() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def _flats(count: int) -> list[FlatShard]:
+def _flats(count: int) -> list[FSDPParamGroup]:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
     for layer in model:
         fsdp_compile.fully_shard(layer)
@@ -37,17 +37,17 @@ def test_what_is_done_is_forgotten() -> None:
     with fake_world(2):
         flats = _flats(3)
         units = [flat.unit for flat in flats]
-        assert pending.are_settled(flats)
-        flats[2].leaf.grad = torch.zeros_like(flats[2].leaf)
-        flats[1].progress.is_due = True
+        assert pending.are_idle(flats)
+        flats[2].flat_param.grad = torch.zeros_like(flats[2].flat_param)
+        flats[1].update_state.has_new_grads = True
         for flat in reversed(flats):
-            pending.note(flat)
-        assert pending.among(units) == flats[1:], "in the units' order, without what is settled"
-        assert pending.among(units[:1]) == []
-        assert not pending.are_settled(flats)
-        assert pending.are_settled(flats[:1])
-        flats[1].progress.is_due, flats[2].leaf.grad = False, None
-        assert not pending.is_anything()
+            pending.mark_pending(flat)
+        assert pending.pending_in(units) == flats[1:], "in the units' order, without what is settled"
+        assert pending.pending_in(units[:1]) == []
+        assert not pending.are_idle(flats)
+        assert pending.are_idle(flats[:1])
+        flats[1].update_state.has_new_grads, flats[2].flat_param.grad = False, None
+        assert not pending.is_any_pending()
 
 
 @pytest.mark.usefixtures("_quick_turns")
@@ -56,7 +56,7 @@ def test_threads_do_not_disturb_one_another() -> None:
         every = [_flats(20) for _ in range(3)]
         failed: list[BaseException] = []
 
-        def work(flats: list[FlatShard]) -> None:
+        def work(flats: list[FSDPParamGroup]) -> None:
             try:
                 for _ in range(40):
                     _note_and_settle(flats)
@@ -71,12 +71,12 @@ def test_threads_do_not_disturb_one_another() -> None:
         assert failed == []
 
 
-def _note_and_settle(flats: list[FlatShard]) -> None:
+def _note_and_settle(flats: list[FSDPParamGroup]) -> None:
     units = [flat.unit for flat in flats]
     for flat in flats:
-        flat.progress.is_due = True
-        pending.note(flat)
-    assert pending.among(units) == flats
+        flat.update_state.has_new_grads = True
+        pending.mark_pending(flat)
+    assert pending.pending_in(units) == flats
     for flat in flats:
-        flat.progress.is_due = False
-    assert pending.are_settled(flats)
+        flat.update_state.has_new_grads = False
+    assert pending.are_idle(flats)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, units
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
-from fsdp_compile.runtime.units import Unit
+from fsdp_compile.runtime.units import FSDPUnit
 from tests.parity.models import Stack
 from tests.parity.pair import batches, loss_of
 from tests.parity.test_accumulation import CLOSE, Pair
@@ -115,7 +115,7 @@ def _inductor() -> float:
 
 @pytest.mark.inductor
 def test_under_inductor() -> None:
-    """Held gradients and kept parameters are inputs of kernels."""
+    """Unreduced gradients and kept parameters are inputs of kernels."""
     assert max(run_ranks(_inductor, timeout_s=500)) < 10 * CLOSE
 
 
@@ -195,7 +195,7 @@ def _hooked() -> tuple[float, list[int], int]:
     return worst, calls, _flats(units(pair.model))
 
 
-def _flats(every: list[Unit]) -> int:
+def _flats(every: list[FSDPUnit]) -> int:
     return sum(len(unit.flats) for unit in every)
 
 
@@ -207,7 +207,7 @@ def test_a_hook_is_called_once_with_the_sum_of_held_and_new_gradients(world_size
 
 
 def _quantized() -> tuple[bool, float]:
-    """Whether kept parameters are what reads give; the difference of held gradients from those of one batch."""
+    """Whether kept parameters are what reads give; the difference of unreduced gradients from those of one batch."""
     torch.manual_seed(0)
     model: Any = Stack(1)
     fully_shard(model, mp_policy=MixedPrecision(gather_dtype=torch.int8))

@@ -61,7 +61,7 @@ def _counted(strategy: ShardingStrategy) -> tuple[float, Calls, list[int]]:
         models.append(model)
 
     found = train_pair(Stack, prepare=prepare, steps=2)
-    sizes = [flat.leaf.numel() for unit in units(models[0]) for flat in unit.flats]
+    sizes = [flat.flat_param.numel() for unit in units(models[0]) for flat in unit.flats]
     whole = strategy is ShardingStrategy.NO_SHARD or dist.get_world_size() == 1
     role = Role.REPLICATE if whole else Role.REDUCE
     operators = _operators(models[0], role)
@@ -84,7 +84,7 @@ def test_a_hook_is_the_reduction_of_each_unit(strategy: ShardingStrategy, world_
             wanted = [(size, -1) for size in sizes]
         else:
             wanted = [(2 * size, size) for size in sizes]
-        assert sorted(calls) == sorted(wanted * 2), "once per unit and step, the whole flat shard"
+        assert sorted(calls) == sorted(wanted * 2), "once per unit and step, the whole flat parameter"
 
 
 def _uncompiled() -> float:

@@ -60,10 +60,10 @@ def test_a_rank_holds_its_share(world_size: int) -> None:
 
 
 class _Saved:
-    """Bytes that autograd saves, by whether they are a flat shard, an activation, or something unsharded."""
+    """Bytes that autograd saves, by whether they are a parameter group, an activation, or something unsharded."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.shards = {flat.leaf.data_ptr() for unit in units(model) for flat in unit.flats}
+        self.shards = {flat.flat_param.data_ptr() for unit in units(model) for flat in unit.flats}
         self.full = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
         self.unsharded_bytes = 0
         self.count = 0
@@ -112,7 +112,7 @@ def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
     class Watched(region.Region):
         def finish(self, gm: Any, phase: Phase, compile_graph: Any) -> Any:
             step = StepGraph(gm, phase)
-            seen.setdefault("saved", []).extend(require(n).unit for n in step.nodes(Role.SAVED))
+            seen.setdefault("saved", []).extend(require(n).unit for n in step.nodes(Role.SAVED_PARAM))
             seen[f"{phase.value} gathers"] = [require(n).unit for n in step.nodes(Role.GATHER)]
             seen[f"{phase.value} reduces"] = [require(n).unit for n in step.nodes(Role.REDUCE)]
             seen[f"{phase.value} reduced"] = [name for n in step.nodes(Role.REDUCE) for name in require(n).parameters]

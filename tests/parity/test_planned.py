@@ -22,8 +22,8 @@ from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.region import Region
-from fsdp_compile.passes.delay_weight_gradients import DelayGradients, DelayPlan
-from fsdp_compile.passes.schedule_auto import Schedule
+from fsdp_compile.passes.delay_weight_gradients import DelayPlan, DelayWeightGradients
+from fsdp_compile.passes.schedule_auto import ScheduleAuto
 from fsdp_compile.pipeline import FUSION
 from tests.cost.graphs import Sketch
 from tests.explain.models import WIDTH, Stack, on_meta
@@ -64,15 +64,15 @@ def _each_layer(model: nn.Module) -> None:
 def _delayed() -> tuple[Differences, list[int]]:
     slow = dataclasses.replace(SLOW.device, matmul={torch.float32: Quantity(3e7, "FLOP/s", "as slow as the link")})
     moved: list[int] = []
-    plan = DelayGradients.plan
+    plan = DelayWeightGradients.plan
 
-    def recorded(graph_pass: DelayGradients, step: StepGraph) -> DelayPlan:
+    def recorded(graph_pass: DelayWeightGradients, step: StepGraph) -> DelayPlan:
         found = plan(graph_pass, step)
         moved.append(len(found.moved))
         assert not found.moved or found.tail_us < found.tail_before_us
         return found
 
-    with mock.patch.object(DelayGradients, "plan", recorded):
+    with mock.patch.object(DelayWeightGradients, "plan", recorded):
         options = {"hardware": dataclasses.replace(SLOW, device=slow)}
         found = train_pair(_wide_first, prepare=_each_layer, options=options)
     return found, moved
@@ -164,7 +164,7 @@ class _Wide(nn.Module):
 
 def test_a_graph_that_computes_nothing_needs_no_plan() -> None:
     s = Sketch(Phase.BACKWARD)
-    plan = Schedule(budget_bytes=10**9).plan(s.done(s.input("tangents_1", 4)))
+    plan = ScheduleAuto(budget_bytes=10**9).plan(s.done(s.input("tangents_1", 4)))
     assert not plan.hoists
     assert not plan.awaits
 

@@ -146,5 +146,5 @@ def test_wrong_rules_are_refused(arguments: dict[str, Any], says: str) -> None:
 def test_by_default_a_schedule_is_planned() -> None:
     assert FSDPOptions().prefetch == "auto"
     names = [one.name for one in passes(FSDPOptions())]
-    assert {"schedule", "delay-gradients"} <= set(names)
-    assert "delay-gradients" not in [one.name for one in passes(FSDPOptions(memory_budget_gb=1))]
+    assert {"schedule-auto", "delay-weight-gradients"} <= set(names)
+    assert "delay-weight-gradients" not in [one.name for one in passes(FSDPOptions(memory_budget_gb=1))]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import ConfigError, explain, fully_shard, units
 from fsdp_compile._torch.distributed import resolve_group
-from fsdp_compile.comm.groups import meeting_place
+from fsdp_compile.comm.groups import rank_store
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.explain.plan import Plan
 from tests.explain.models import Stack as Wide
@@ -51,7 +51,7 @@ def _trained(shape: tuple[int, ...], prefetch: object) -> _Trained:
     groups = _groups(explain(models[0]))
     (gathers,), (reduces,) = groups[Kind.GATHER], groups[Kind.REDUCE]
     is_apart = resolve_group(gathers) is not resolve_group(reduces)
-    return _Trained(found, groups, is_apart, meeting_place(reduces) is not None)
+    return _Trained(found, groups, is_apart, rank_store(reduces) is not None)
 
 
 def _both() -> list[_Trained]:

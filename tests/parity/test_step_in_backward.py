@@ -61,7 +61,7 @@ class Trained:
 
 
 def _optimizer(case: Case, model: nn.Module) -> optim.Optimizer:
-    """Two groups that share flat shards, with different settings."""
+    """Two groups that share parameter groups, with different settings."""
     parameters = list(model.parameters())
     decayed = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1}
     return case.kind([decayed, {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}], lr=RATE)

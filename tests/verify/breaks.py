@@ -163,9 +163,9 @@ def kept_parameter_gathered_again(step: StepGraph) -> fx.Node:
     """What is taken for another kept parameter is one that this graph gathers."""
     gather = _last(step, Role.GATHER)
     record = require(gather)
-    saved = _last(step, Role.SAVED)
+    saved = _last(step, Role.SAVED_PARAM)
     saved.meta[KEY] = dataclasses.replace(
-        record, role=Role.SAVED, parameters=record.parameters[:1], specs=record.specs[:1]
+        record, role=Role.SAVED_PARAM, parameters=record.parameters[:1], specs=record.specs[:1]
     )
     return gather
 
@@ -366,7 +366,7 @@ def transposed_parameter_saved(step: StepGraph) -> fx.Node:
 
 
 def parameter_taken_that_was_to_be_freed(step: StepGraph) -> fx.Node:
-    saved = _last(step, Role.SAVED)
+    saved = _last(step, Role.SAVED_PARAM)
     (spec,) = require(saved).specs
     freed = dataclasses.replace(spec, reshard=Reshard.AFTER_FORWARD)
     saved.meta[KEY] = dataclasses.replace(require(saved), specs=(freed,))
@@ -375,7 +375,7 @@ def parameter_taken_that_was_to_be_freed(step: StepGraph) -> fx.Node:
 
 def part_of_the_neighbour_kept(step: StepGraph) -> fx.Node:
     """What is cut out of a packed part starts at another parameter."""
-    cut = next(n for n in step.nodes(Role.PART) if n.target is aten.slice.Tensor)
+    cut = next(n for n in step.nodes(Role.POST_FORWARD_SHARD) if n.target is aten.slice.Tensor)
     cut.args = (*cut.args[:2], cut.args[2] + 32, cut.args[3] + 32)  # type: ignore[operator]
     kept = cut
     while kept not in _returned(step):
@@ -617,7 +617,7 @@ BREAKS = (
     Break("reduced-once", gradients_swapped_in_a_message, BACKWARD, "where"),
     Break("reduced-once", gradients_swapped_in_fsdp2s_message, BACKWARD, "where", limits=AS_FSDP2),
     Break("reduced-once", parameters_swapped_in_what_was_reduced, BACKWARD, "where", limits=AS_FSDP2),
-    Break("reduced-once", gradients_of_two_units_swapped, BACKWARD, "no flat shard"),
+    Break("reduced-once", gradients_of_two_units_swapped, BACKWARD, "no flat parameter"),
     Break("reduced-once", replicas_left_out, BACKWARD, "went through", world=SQUARE, stage=Stage.INSERTED),
     Break("host-copies", gradient_copied_to_where_it_is, BACKWARD, "is copied to the host"),
     Break("markers-gone", marker_left, FORWARD, "marker"),
@@ -649,7 +649,7 @@ BREAKS = (
     Break("plan-order", gathers_swapped, FORWARD, "is waited for before it"),
     Break("plan-order", reductions_swapped, BACKWARD, "has its gradients before it"),
     Break("nothing-rank-specific", group_named_after_its_ranks, BACKWARD, "'0'"),
-    Break("nothing-rank-specific", slice_at_the_rank, FORWARD, "of the flat shard"),
+    Break("nothing-rank-specific", slice_at_the_rank, FORWARD, "of the flat parameter"),
     Break("nothing-rank-specific", device_of_this_rank, FORWARD, "cuda:3"),
     Break("nothing-rank-specific", constant_of_this_process, BACKWARD, "constant"),
     Break("buffers-aligned", slots_overlap, FORWARD, "inside of", model="partial"),

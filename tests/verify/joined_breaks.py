@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.graph import KEY, Phase, Role, StepGraph, require, role_of
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.verify.limits import Limits
 from tests.verify.breaks import Break
 
@@ -71,7 +71,7 @@ def unit_left_out_of_the_message(step: StepGraph) -> fx.Node:
     return _full(step, "blocks.1.norm.bias")
 
 
-def _respecified(step: StepGraph, change: Callable[[ReadSpec], ReadSpec]) -> None:
+def _respecified(step: StepGraph, change: Callable[[UnshardSpec], UnshardSpec]) -> None:
     """Changes what all records say of the second unit's parameters."""
     for node in step.graph.nodes:
         if role_of(node) is not None:

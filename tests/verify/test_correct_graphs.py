@@ -143,7 +143,9 @@ def test_two_models_whose_modules_have_the_same_names_are_told_apart() -> None:
 def test_saved_parameters_that_are_read_last_by_one_node_are_both_freed_there() -> None:
     step = graph(Phase.BACKWARD, model="norms", world=dataclasses.replace(OPEN, units=tuple("0123")), prefetch=0)
     order = step.order()
-    ends = {saved: max(order[user] for a in aliases([saved]) for user in a.users) for saved in step.nodes(Role.SAVED)}
+    ends = {
+        saved: max(order[user] for a in aliases([saved]) for user in a.users) for saved in step.nodes(Role.SAVED_PARAM)
+    }
     assert len(set(ends.values())) < len(ends), "weight and bias of a norm"
     freed = {
         gather: min(order[user] for w in waits_of(gather) for user in w.users if role_of(user) is Role.RESHARD)

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
 from fsdp_compile.runtime.module_state import units
-from fsdp_compile.runtime.unshard_args import publish
+from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.collective import Kind, collectives_of
 from tests.verify.captured import World, capture, copied
@@ -29,7 +29,7 @@ class Holding(World):
 
 @dataclasses.dataclass(frozen=True)
 class TakingAlong(World):
-    """Has held gradients, and reduces."""
+    """Has unreduced gradients, and reduces."""
 
     def shard(self, model: nn.Module) -> None:
         super().shard(model)
@@ -37,10 +37,10 @@ class TakingAlong(World):
             for flat in unit.flats:
                 spec = flat.slots[0].spec
                 every = [slot.spec.offset for slot in flat.slots]
-                flat.held.add(torch.zeros(flat.leaf.numel() * spec.size), every)
+                flat.unsharded_accumulated_grad.add(torch.zeros(flat.flat_param.numel() * spec.size), every)
                 if spec.replicas > 1:
-                    flat.partial.add(torch.zeros(flat.leaf.numel()), every)
-                publish(flat)
+                    flat.partial_reduce_output.add(torch.zeros(flat.flat_param.numel()), every)
+                refresh_unshard_args(flat)
 
 
 def backward(world: World) -> StepGraph:
@@ -56,7 +56,7 @@ def kinds(step: StepGraph) -> list[Kind]:
 def test_a_graph_that_holds_gradients_back_sends_none() -> None:
     step = backward(Holding(2))
     assert set(kinds(step)) == {Kind.GATHER}
-    assert list(step.nodes(Role.HELD_GRADIENT))
+    assert list(step.nodes(Role.UNREDUCED_GRADIENT))
     assert complaints(step) == []
 
 
@@ -65,20 +65,20 @@ def test_held_gradients_are_reduced_by_the_collectives_that_there_are_anyway() -
         size = 2 * replicas
         plain, along = backward(World(size, replicas=replicas)), backward(TakingAlong(size, replicas=replicas))
         assert kinds(along) == kinds(plain)
-        assert list(along.nodes(Role.ADD_HELD))
+        assert list(along.nodes(Role.ADD_UNREDUCED))
         assert bool(list(along.nodes(Role.ADD_PARTIAL))) == (replicas > 1)
         assert complaints(along) == []
 
 
 def left_out(step: StepGraph) -> str:
-    total = _sum(step, Role.ADD_HELD)
+    total = _sum(step, Role.ADD_UNREDUCED)
     total.replace_all_uses_with(total.args[1])  # type: ignore[arg-type]
     step.graph.erase_node(total)
     return "takes along 0 of the 1"
 
 
 def added_twice(step: StepGraph) -> str:
-    total = _sum(step, Role.ADD_HELD)
+    total = _sum(step, Role.ADD_UNREDUCED)
     with step.graph.inserting_after(total):
         again = step.graph.call_function(torch.ops.aten.add.Tensor, (total.args[0], total))
     again.meta.update(total.meta)
@@ -87,12 +87,12 @@ def added_twice(step: StepGraph) -> str:
 
 
 def of_the_neighbour(step: StepGraph) -> str:
-    total = _sum(step, Role.ADD_HELD, named="norm.bias")
+    total = _sum(step, Role.ADD_UNREDUCED, named="norm.bias")
     part = total.args[0]
     assert isinstance(part, fx.Node)
     width = part.args[3] - part.args[2]  # type: ignore[operator]
     part.args = (*part.args[:2], part.args[2] + width, part.args[3] + width)  # type: ignore[operator]
-    return "of the held gradients, not to"
+    return "of the unreduced gradients, not to"
 
 
 def _sum(step: StepGraph, role: Role, named: str = "norm.weight") -> fx.Node:
@@ -119,4 +119,4 @@ def test_held_rows_in_the_wrong_order_are_noticed() -> None:
 
 
 def _ends(node: fx.Node) -> bool:
-    return len(node.args[0]) > 2 and any(role_of(user) is Role.HELD_GRADIENT for user in node.users)  # type: ignore[arg-type]
+    return len(node.args[0]) > 2 and any(role_of(user) is Role.UNREDUCED_GRADIENT for user in node.users)  # type: ignore[arg-type]

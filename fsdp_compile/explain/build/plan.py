@@ -19,13 +19,13 @@ from fsdp_compile.explain.build.skipped import skipped
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.report import GraphPlan, UnitPlan, Volume
 from fsdp_compile.ir.graph import Phase, StepGraph
-from fsdp_compile.layout.spec import ReadSpec, Reshard
-from fsdp_compile.runtime.units import Unit
+from fsdp_compile.layout.spec import Reshard, UnshardSpec
+from fsdp_compile.runtime.units import FSDPUnit
 
 
 def build_plan(
     model: nn.Module,
-    made: Sequence[Unit],
+    made: Sequence[FSDPUnit],
     regions: Sequence[Sequence[StepGraph]],
     *,
     world_size: int,
@@ -92,14 +92,14 @@ def _graph(
     return plan, memory
 
 
-def _unit(unit: Unit, *, training: bool) -> UnitPlan:
+def _unit(unit: FSDPUnit, *, training: bool) -> UnitPlan:
     trained = [slot for slot in unit.slots if slot.parameter.requires_grad]
     least = sum(s.parameter.numel() * s.parameter.element_size() / _ranks(s.spec) for s in unit.slots)
     return UnitPlan(
         name=unit.title,
         parameters=len(list(unit.slots)),
         numel=sum(slot.parameter.numel() for slot in unit.slots),
-        stored=_names(flat.leaf.dtype for flat in unit.flats),
+        stored=_names(flat.flat_param.dtype for flat in unit.flats),
         sent=_names(slot.spec.gather_dtype or slot.spec.param_dtype for slot in unit.slots),
         reduced=_names(slot.spec.reduce_dtype for slot in trained),
         full_bytes=unit.full_bytes,
@@ -109,12 +109,12 @@ def _unit(unit: Unit, *, training: bool) -> UnitPlan:
     )
 
 
-def _host_bytes(unit: Unit, *, training: bool) -> int:
-    held = [flat.leaf for flat in unit.flats if flat.slots[0].spec.compute]
+def _host_bytes(unit: FSDPUnit, *, training: bool) -> int:
+    held = [flat.flat_param for flat in unit.flats if flat.slots[0].spec.compute]
     return sum(leaf.numel() * leaf.element_size() * (1 + (training and leaf.requires_grad)) for leaf in held)
 
 
-def _ranks(spec: ReadSpec) -> int:
+def _ranks(spec: UnshardSpec) -> int:
     """Ranks that share a parameter; a 0-d one is held whole by each."""
     return 1 if spec.dim is None else spec.size
 
@@ -123,7 +123,7 @@ def _names(dtypes: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))  # type: ignore[attr-defined]
 
 
-def _volume(graphs: Sequence[GraphPlan], made: Sequence[Unit]) -> Volume:
+def _volume(graphs: Sequence[GraphPlan], made: Sequence[FSDPUnit]) -> Volume:
     every = [collective for graph in graphs for collective in graph.collectives]
     sent = {kind: sum(c.sent_bytes for c in every if c.kind is kind) for kind in Kind}
     training = any(graph.phase is Phase.BACKWARD for graph in graphs)
@@ -135,13 +135,13 @@ def _volume(graphs: Sequence[GraphPlan], made: Sequence[Unit]) -> Volume:
     return Volume({kind: size for kind, size in sent.items() if size}, floor)
 
 
-def _floor(spec: ReadSpec, numel: int, *, trained: bool, training: bool) -> float:
+def _floor(spec: UnshardSpec, numel: int, *, trained: bool, training: bool) -> float:
     gathers = 2 if training and spec.reshard is not Reshard.AFTER_BACKWARD else 1
     reduced = spec.reduce_dtype.itemsize if trained else 0
     least = floor_bytes(
         numel, spec.size, gathers=gathers, gathered_bytes=spec.wire_dtype.itemsize, reduced_bytes=reduced
     )
-    if gathers == 2 and spec.kept_over > 1:  # backward gathers over fewer ranks
-        spared = share_of_others(spec.size) - share_of_others(spec.kept_over)
+    if gathers == 2 and spec.post_forward_size > 1:  # backward gathers over fewer ranks
+        spared = share_of_others(spec.size) - share_of_others(spec.post_forward_size)
         least -= spared * spec.param_dtype.itemsize * numel
     return least + 2 * reduced * numel / spec.size * share_of_others(spec.replicas)

@@ -11,7 +11,7 @@ from fsdp_compile.explain.report import GraphPlan, Skipped
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.runtime.module_state import is_ignored
-from fsdp_compile.runtime.units import Unit
+from fsdp_compile.runtime.units import FSDPUnit
 
 _NAMED = 3
 _MUCH_PADDING = 0.1
@@ -19,7 +19,7 @@ _LARGE_SHARE = 1000
 """Parameters below a thousandth of their unit are not worth a line."""
 
 
-def skipped(model: nn.Module, units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+def skipped(model: nn.Module, units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     """Compares what a model holds with what its graphs do."""
     yield from _graph_breaks(graphs)
     whole = [name for name, p in model.named_parameters() if is_ignored(model, p)]
@@ -42,7 +42,7 @@ def _graph_breaks(graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
         )
 
 
-def _uneven(units: Sequence[Unit]) -> Iterator[Skipped]:
+def _uneven(units: Sequence[FSDPUnit]) -> Iterator[Skipped]:
     """Parameters whose padding is a real part of what is held and sent."""
     found: dict[str, list[str]] = {}
     for unit in units:
@@ -57,7 +57,7 @@ def _uneven(units: Sequence[Unit]) -> Iterator[Skipped]:
         yield from _some(names, "even split", why)
 
 
-def _never_gathered(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+def _never_gathered(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     for phase in dict.fromkeys(graph.phase for graph in graphs):
         read = {
             (unit, name)
@@ -81,7 +81,7 @@ def _never_gathered(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Itera
         yield from _some(unread, f"not gathered in {phase.value}", why)
 
 
-def _never_reduced(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+def _never_reduced(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     if not any(graph.phase is Phase.BACKWARD for graph in graphs):
         yield Skipped("backward", "gradients are off, or nothing that the model returns needs them")
         return
@@ -110,7 +110,7 @@ _WHY_KEPT = {
 }
 
 
-def _kept(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+def _kept(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     asked = {unit.title: slot.spec.reshard for unit in units for slot in unit.slots}
     for graph in graphs:
         kept = [u for c in graph.collectives if c.kind is Kind.GATHER and c.reshard is None for u in c.units]
@@ -119,7 +119,7 @@ def _kept(units: Sequence[Unit], graphs: Sequence[GraphPlan]) -> Iterator[Skippe
             yield from _some([unit for unit in kept if asked[unit] is reshard], what, why)
 
 
-def _among(found: set[tuple[str, str]], unit: Unit, name: str) -> bool:
+def _among(found: set[tuple[str, str]], unit: FSDPUnit, name: str) -> bool:
     return (unit.title, name) in found
 
 

@@ -1,8 +1,8 @@
 """A plan for other ranks, another link or other sizes of the inputs, out of graphs that were traced once.
 
 How many ranks share a parameter stands in the text of its reads, and nowhere else in a graph before the passes. So the
-texts are written anew, the flat shards get their new sizes, and the passes run again. Sizes of inputs are symbols in
-such a graph; numbers take their places before the passes (`open_sizes.py`).
+texts are written anew, the flat parameters get their new sizes, and the passes run again. Sizes of inputs are symbols
+in such a graph; numbers take their places before the passes (`open_sizes.py`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fsdp_compile.explain.trace.dims import SYMBOLS
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
 from fsdp_compile.layout import flat_layout
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import keep, transform
-from fsdp_compile.runtime.units import FlatShard, Unit
+from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ class Traced:
     """
 
     model: nn.Module
-    units: tuple[Unit, ...]
+    units: tuple[FSDPUnit, ...]
     regions: tuple[TracedGraphs, ...]
     world_size: int
     options: FSDPOptions
@@ -107,7 +107,7 @@ def plan_at(traced: Traced, setting: Setting) -> Plan:
     Raises:
         ConfigError: If the graphs there are others than these.
     """
-    units: Sequence[Unit] = traced.units
+    units: Sequence[FSDPUnit] = traced.units
     regions = [[closed(step, of.sizes, setting.sizes) for step in of.steps] for of in traced.regions]
     for region in traced.regions:
         region.sizes.check(setting.sizes)
@@ -123,7 +123,9 @@ def plan_at(traced: Traced, setting: Setting) -> Plan:
     return plan_of(traced, units, done, setting)
 
 
-def plan_of(traced: Traced, units: Sequence[Unit], regions: Sequence[Sequence[StepGraph]], setting: Setting) -> Plan:
+def plan_of(
+    traced: Traced, units: Sequence[FSDPUnit], regions: Sequence[Sequence[StepGraph]], setting: Setting
+) -> Plan:
     """Reports on graphs behind the passes.
 
     Args:
@@ -175,16 +177,18 @@ def _refuse(traced: Traced, ranks: int) -> None:
                 where=f"Plan.at(world_size={ranks}), unit {unit.title}",
                 instead="explain() once more in a world of that size",
             )
-        if unit.policy.arrangement.replicate_dim is not None:
+        if unit.policy.mesh_placement.replicate_dim is not None:
             raise ConfigError(
-                f"{unit.policy.arrangement.replicas} replicas of groups of {unit.policy.size} ranks: one number does "
+                f"{unit.policy.mesh_placement.replicas} replicas of groups of {unit.policy.size} ranks: "
+                "one number does "
                 "not say how both change",
                 where=f"Plan.at(world_size={ranks}), unit {unit.title}",
                 instead="explain() once more in a world of that size, with its mesh",
             )
-        if unit.policy.arrangement.kept_over > 1:
+        if unit.policy.mesh_placement.post_forward_size > 1:
             raise ConfigError(
-                f"parameters are kept over {unit.policy.arrangement.kept_over} ranks, and one number does not say over "
+                f"parameters are kept over {unit.policy.mesh_placement.post_forward_size} ranks, and one "
+                "number does not say over "
                 "how many they would be",
                 where=f"Plan.at(world_size={ranks}), unit {unit.title}",
                 instead="explain() once more in a world of that size",
@@ -207,8 +211,10 @@ def _order(model: nn.Module) -> Order:
     return {name: index for index, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
 
 
-def _laid_out(specs: Mapping[str, ReadSpec], order: Order, stored: torch.dtype, ranks: int) -> dict[str, ReadSpec]:
-    """The reads of a flat shard that is spread over so many ranks, by offset."""
+def _laid_out(
+    specs: Mapping[str, UnshardSpec], order: Order, stored: torch.dtype, ranks: int
+) -> dict[str, UnshardSpec]:
+    """The reads of a flat parameter that is spread over so many ranks, by offset."""
     names = sorted(specs, key=lambda name: order.get(name, len(order)))
     first = specs[names[0]]
     shapes = [flat_layout.ParameterShape(name, specs[name].shape, specs[name].dim) for name in names]
@@ -223,20 +229,20 @@ def _laid_out(specs: Mapping[str, ReadSpec], order: Order, stored: torch.dtype, 
     }
 
 
-def _numel(specs: Mapping[str, ReadSpec]) -> int:
-    """Elements of a flat shard."""
+def _numel(specs: Mapping[str, UnshardSpec]) -> int:
+    """Elements of a flat parameter."""
     return max(spec.offset + spec.extent for spec in specs.values())
 
 
-def _resized(unit: Unit, order: Order, ranks: int) -> Unit:
-    """A unit of the same parameters, whose flat shards have sizes and no memory."""
-    made = Unit(unit.root, unit.name, unit.policy, unit.origin)
+def _resized(unit: FSDPUnit, order: Order, ranks: int) -> FSDPUnit:
+    """A unit of the same parameters, whose flat parameters have sizes and no memory."""
+    made = FSDPUnit(unit.root, unit.name, unit.policy, unit.wrap_source)
     for flat in unit.flats:
         slots = {unit.parameter_name(slot): slot for slot in flat.slots}
-        specs = _laid_out({name: slot.spec for name, slot in slots.items()}, order, flat.leaf.dtype, ranks)
-        leaf = torch.empty(_numel(specs), dtype=flat.leaf.dtype, device="meta")
+        specs = _laid_out({name: slot.spec for name, slot in slots.items()}, order, flat.flat_param.dtype, ranks)
+        leaf = torch.empty(_numel(specs), dtype=flat.flat_param.dtype, device="meta")
         placed = [dataclasses.replace(slots[name], spec=spec) for name, spec in specs.items()]
-        made.flats.append(FlatShard(made, nn.Parameter(leaf, flat.leaf.requires_grad), placed))
+        made.flats.append(FSDPParamGroup(made, nn.Parameter(leaf, flat.flat_param.requires_grad), placed))
     return made
 
 

@@ -22,7 +22,7 @@ from fsdp_compile.explain.scale.rescale import Traced
 from fsdp_compile.explain.scale.symbolic_memory import Sum, added_up, largest, live_sums
 from fsdp_compile.explain.scale.symbolic_sizes import RANKS, OpenGraphSizes, extent, stored_dtypes
 from fsdp_compile.ir.graph import Phase
-from fsdp_compile.runtime.units import ParameterSlot
+from fsdp_compile.runtime.units import FSDPParam
 
 __all__ = ["GB_PER_S", "RANKS", "Formulas", "formulas"]
 GB_PER_S = sympy.Symbol("gb_per_s", positive=True)
@@ -95,7 +95,7 @@ def formulas(plan: Plan) -> Formulas:
         ConfigError: If the model has run, or its mesh has two dimensions.
     """
     if plan.traced is None or any(
-        unit.policy.arrangement.replicate_dim is not None or unit.policy.arrangement.kept_over > 1
+        unit.policy.mesh_placement.replicate_dim is not None or unit.policy.mesh_placement.post_forward_size > 1
         for unit in plan.traced.units
     ):
         raise ConfigError(
@@ -163,26 +163,26 @@ def _of_graphs(plan: Plan, traced: Traced) -> dict[str, sympy.Expr]:
     }
 
 
-def _sent_bytes(collective: Collective, slots: dict[str, ParameterSlot]) -> sympy.Expr:
+def _sent_bytes(collective: Collective, slots: dict[str, FSDPParam]) -> sympy.Expr:
     if collective.kind is Kind.EXCHANGE:
         return sympy.expand(collective.size_bytes * share_of_others(RANKS))
     whole = sympy.Add(*_message_bytes(collective, slots)) * RANKS
     return sympy.expand(whole * share_of_others(RANKS))
 
 
-def _message_bytes(collective: Collective, slots: dict[str, ParameterSlot]) -> Iterator[sympy.Expr]:
+def _message_bytes(collective: Collective, slots: dict[str, FSDPParam]) -> Iterator[sympy.Expr]:
     for name in collective.parameters:
         spec = slots[name].spec
         dtype = spec.param_dtype if collective.kind is Kind.GATHER else spec.reduce_dtype
         yield _extent(slots[name]) * dtype.itemsize
 
 
-def _copied_bytes(copy: Collective, slots: dict[str, ParameterSlot]) -> Iterator[sympy.Expr]:
+def _copied_bytes(copy: Collective, slots: dict[str, FSDPParam]) -> Iterator[sympy.Expr]:
     """Copies are made as parameters are stored."""
     return (_extent(slots[name]) * slots[name].parameter.element_size() for name in copy.parameters)
 
 
-def _extent(slot: ParameterSlot) -> sympy.Expr:
+def _extent(slot: FSDPParam) -> sympy.Expr:
     return extent(slot.spec, slot.parameter.dtype)
 
 

@@ -20,19 +20,19 @@ from fsdp_compile.cost.sizes import Sizes, tensor_bytes, tensors_of, tensors_of_
 from fsdp_compile.explain.scale.open_sizes import OPEN, OpenSizes
 from fsdp_compile.ir.graph import Record, Role, record_of, role_of
 from fsdp_compile.layout.flat_layout import ALIGNMENT_BYTES
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 
 RANKS: Final = sympy.Symbol("ranks", integer=True, positive=True)
 """Ranks that share the parameters, N."""
 _ITEMS = (Role.GATHER_ITEM, Role.REDUCE_ITEM)
 
 
-def extent(spec: ReadSpec, stored: torch.dtype) -> sympy.Expr:
+def extent(spec: UnshardSpec, stored: torch.dtype) -> sympy.Expr:
     """Elements of a parameter's slot on each rank, as `layout/flat_layout.py` rounds them.
 
     Args:
         spec: Its place.
-        stored: The dtype of its flat shard.
+        stored: The dtype of its flat parameter.
     """
     step = ALIGNMENT_BYTES // min(d.itemsize for d in (stored, spec.param_dtype, spec.reduce_dtype))
     return _extent(spec.shape, spec.dim, step)
@@ -55,7 +55,7 @@ class OpenGraphSizes(Sizes):
 
         Args:
             sizes_of: What the symbols of the trace mean.
-            stored: Dtype of the flat shard of each parameter, by unit and name.
+            stored: Dtype of the flat parameter of each parameter, by unit and name.
             ranks: For which the graphs were planned.
         """
         self._sizes_of = sizes_of
@@ -102,7 +102,7 @@ class OpenGraphSizes(Sizes):
 
 
 def stored_dtypes(steps: Iterable[fx.Graph]) -> dict[tuple[str, str], torch.dtype]:
-    """Dtype of the flat shard of each parameter that graphs read."""
+    """Dtype of the flat parameter of each parameter that graphs read."""
     found = {}
     for graph in steps:
         for node in graph.find_nodes(op="placeholder"):

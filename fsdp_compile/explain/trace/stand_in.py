@@ -1,7 +1,7 @@
 """A copy of a model that has shapes and no values: what is traced instead of the user's own.
 
-Its parameters are on meta until they are sharded. Flat shards, buffers and inputs are hollow: CPU tensors that have an
-address and were never written, so the system gives them no memory.
+Its parameters are on meta until they are sharded. Flat parameters, buffers and inputs are hollow: CPU tensors that have
+an address and were never written, so the system gives them no memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import gather_slots
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.module_state import units
-from fsdp_compile.runtime.units import FlatShard
+from fsdp_compile.runtime.units import FSDPParamGroup
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -54,9 +54,9 @@ def hollow(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hollow_flats(model: nn.Module) -> None:
-    """Gives the meta flat shards of a sharded stand-in addresses, by which the backend knows them."""
+    """Gives the meta flat parameters of a sharded stand-in addresses, by which the backend knows them."""
     for unit in units(model):
-        unit.flats = [FlatShard(unit, _hollow_leaf(flat), flat.slots) for flat in unit.flats]
+        unit.flats = [FSDPParamGroup(unit, _hollow_leaf(flat), flat.slots) for flat in unit.flats]
         gather_slots(unit.flats)
 
 
@@ -70,12 +70,12 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
     meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     made = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-    update_in_backward.move_mark(parameter, made)
+    update_in_backward.move_updater(parameter, made)
     return made
 
 
-def _hollow_leaf(flat: FlatShard) -> nn.Parameter:
-    return nn.Parameter(hollow(flat.leaf.detach()), requires_grad=flat.leaf.requires_grad)
+def _hollow_leaf(flat: FSDPParamGroup) -> nn.Parameter:
+    return nn.Parameter(hollow(flat.flat_param.detach()), requires_grad=flat.flat_param.requires_grad)
 
 
 def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], **kwargs: Any) -> torch.Tensor:

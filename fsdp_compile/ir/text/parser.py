@@ -24,7 +24,7 @@ from fsdp_compile.ir.text.names import read_operator, read_parameter
 from fsdp_compile.ir.text.printer import spell_type
 from fsdp_compile.ir.text.symbols import SymbolTable
 from fsdp_compile.layout import spec as read_specs
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 
 _HEADER: Final = re.compile(r"graph (forward|backward) on (\w+)")
 _SYMBOL: Final = re.compile(r"symbol (\w+) in \[(-?\d+|-oo), (\d+|oo)\]")
@@ -129,7 +129,7 @@ class _Reader:
         self.root = torch.nn.Module()
         self.graph = fx.Graph()
         self.nodes: dict[str, fx.Node] = {}
-        self.places: dict[tuple[str, str], ReadSpec] = {}
+        self.places: dict[tuple[str, str], UnshardSpec] = {}
         self.is_finished = False
 
     def read(self, line: Line, slots: list[Line]) -> None:
@@ -202,13 +202,13 @@ class _Reader:
             node.meta[KEY] = dataclasses.replace(record, phase=Phase.FORWARD)
         return node
 
-    def _read_slots(self, line: Line, call: _Call, slots: list[Line]) -> list[tuple[str, ReadSpec]]:
+    def _read_slots(self, line: Line, call: _Call, slots: list[Line]) -> list[tuple[str, UnshardSpec]]:
         if call.role not in _DECLARING or call.unit is None or not slots:
-            raise line.error("an input of ours is a flat shard of a unit, with a line for each parameter below it",
+            raise line.error("an input of ours is a flat parameter of a unit, with a line for each parameter below it",
                       instead="input(role=flat, unit=layers.0)")  # fmt: skip
         return [self._read_slot(slot, call.unit) for slot in slots]
 
-    def _read_slot(self, slot: Line, unit: str) -> tuple[str, ReadSpec]:
+    def _read_slot(self, slot: Line, unit: str) -> tuple[str, UnshardSpec]:
         parameter = read_parameter(read_name(slot), unit)
         slot.expect(":")
         try:
@@ -240,7 +240,7 @@ class _Reader:
         unit = call.unit if record is None else record.unit
         if unit is None:
             raise line.error(
-                "slot= needs a flat shard as the first argument", instead="fsdp.unshard(%flat, slot=.weight)"
+                "slot= needs a flat parameter as the first argument", instead="fsdp.unshard(%flat, slot=.weight)"
             )
         parameter = read_parameter(call.slot or "", unit)
         return self._place(line, unit, parameter).text
@@ -254,15 +254,15 @@ class _Reader:
         record = self._record(line, call, units[0] if units else call.unit, places)
         return dataclasses.replace(record, owners=tuple(units)) if len(set(units)) > 1 else record
 
-    def _place(self, line: Line, unit: str, parameter: str) -> ReadSpec:
+    def _place(self, line: Line, unit: str, parameter: str) -> UnshardSpec:
         if (unit, parameter) not in self.places:
             known = ", ".join(name for owner, name in self.places if owner == unit)
             raise line.error(
-                f"no flat shard of unit {unit} holds {parameter}", instead=known or "declare it below an input"
+                f"no flat parameter of unit {unit} holds {parameter}", instead=known or "declare it below an input"
             )
         return self.places[unit, parameter]
 
-    def _record(self, line: Line, call: _Call, unit: str, places: list[tuple[str, ReadSpec]]) -> Record:
+    def _record(self, line: Line, call: _Call, unit: str, places: list[tuple[str, UnshardSpec]]) -> Record:
         try:
             role = Role(call.role)
         except ValueError:

@@ -17,7 +17,7 @@ from torch import fx
 
 from fsdp_compile.ir.graph import Record
 from fsdp_compile.ir.text.names import spell_name, spell_parameter
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 
 
 def format_plan(plan: Any) -> str:
@@ -46,7 +46,7 @@ def _lines(value: Any, depth: int) -> Iterator[str]:
 
 
 def _is_plan(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, (Record, ReadSpec))
+    return dataclasses.is_dataclass(value) and not isinstance(value, (Record, UnshardSpec))
 
 
 def _is_nested(value: Any) -> bool:
@@ -60,7 +60,7 @@ def _inline(value: Any) -> str:
             return f"%{value.name}"
         case Record():
             return f"{spell_name(value.unit)}[{', '.join(spell_parameter(p, value.unit) for p in value.parameters)}]"
-        case ReadSpec():
+        case UnshardSpec():
             return f"({value.text})"
         case enum.Enum():
             return str(value.value)

@@ -38,7 +38,7 @@ def format_graph(step: StepGraph) -> str:
 
 
 def main_device(step: StepGraph) -> str:
-    """The kind of device that a graph runs on: that of its first flat shard, else of its first tensor."""
+    """The kind of device that a graph runs on: that of its first flat parameter, else of its first tensor."""
     inputs = [n for n in step.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
     flat = next(step.nodes(Role.FLAT), inputs[0] if inputs else None)
     return "cpu" if flat is None else flat.meta["val"].device.type

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import require
 from fsdp_compile.ir.queries import Beside
-from fsdp_compile.passes.bucketing.messages import Bucket, Messages, Single, is_small, make_bucket
+from fsdp_compile.passes.bucketing.messages import Bucket, Packing, ParamCollective, is_small, make_bucket
 
 
-def cheapest_bucket(singles: Sequence[Single], hardware: Hardware | None, partials: Beside) -> Bucket:
+def cheapest_bucket(singles: Sequence[ParamCollective], hardware: Hardware | None, partials: Beside) -> Bucket:
     """The bucket of some parameters in the layout that takes less time; without hardware, nothing is copied.
 
     Args:
@@ -28,14 +28,14 @@ def cheapest_bucket(singles: Sequence[Single], hardware: Hardware | None, partia
         return apart
     if not all(_can_be_packed(single, partials) for single in singles):
         return apart
-    packed = make_bucket(singles, Messages.PACKED)
+    packed = make_bucket(singles, Packing.PACKED)
     saved_us = (len(apart.pieces) - len(packed.pieces)) * hardware.link.message.value
     return packed if saved_us > _copies_us(packed, hardware) else apart
 
 
-def _can_be_packed(single: Single, partials: Beside) -> bool:
+def _can_be_packed(single: ParamCollective, partials: Beside) -> bool:
     spec = single.spec
-    return not (single.is_part or spec.gather_dtype or spec.hook or partials.of(single.flat))
+    return not (single.is_post_forward or spec.gather_dtype or spec.hook or partials.of(single.flat))
 
 
 def _copies_us(packed: Bucket, hardware: Hardware) -> float:

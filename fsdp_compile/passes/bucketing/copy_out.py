@@ -20,12 +20,14 @@ from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Role, StepGraph
 from fsdp_compile.ir.queries import first_of
 from fsdp_compile.layout.messages import narrow, view
-from fsdp_compile.passes.bucketing.messages import Piece, Single, joint_record
+from fsdp_compile.passes.bucketing.messages import Message, ParamCollective, joint_record
 
 aten = torch.ops.aten
 
 
-def copy_together(step: StepGraph, piece: Piece, message: fx.Node, order: dict[fx.Node, int]) -> dict[Single, fx.Node]:
+def copy_together(
+    step: StepGraph, piece: Message, message: fx.Node, order: dict[fx.Node, int]
+) -> dict[ParamCollective, fx.Node]:
     """Records the copies of what units in a message have alike.
 
     Args:
@@ -37,7 +39,7 @@ def copy_together(step: StepGraph, piece: Piece, message: fx.Node, order: dict[f
     Returns:
         The part of a copy, `[numel]`, that is a parameter, for each that is in one.
     """
-    parts: dict[Single, fx.Node] = {}
+    parts: dict[ParamCollective, fx.Node] = {}
     for units in _alike(piece):
         if len(units) > 1 and all(map(_lies_in_rows, units[0])):
             begin, stride = piece.starts[units[0][0]], sum(single.spec.extent for single in units[0])
@@ -48,18 +50,18 @@ def copy_together(step: StepGraph, piece: Piece, message: fx.Node, order: dict[f
     return parts
 
 
-def _alike(piece: Piece) -> Iterator[list[tuple[Single, ...]]]:
+def _alike(piece: Message) -> Iterator[list[tuple[ParamCollective, ...]]]:
     """Neighbours among the units of a message of which it holds parameters of the same shapes in the same order."""
     units = (tuple(singles) for _, singles in itertools.groupby(piece.singles, lambda single: single.flat))
     for _, same in itertools.groupby(units, _layout):
         yield list(same)
 
 
-def _layout(unit: Sequence[Single]) -> Hashable:
+def _layout(unit: Sequence[ParamCollective]) -> Hashable:
     return tuple((s.spec.shape, s.spec.dim, s.spec.order, s.spec.extent, s.spec.shard_numel) for s in unit)
 
 
-def _lies_in_rows(single: Single) -> bool:
+def _lies_in_rows(single: ParamCollective) -> bool:
     """Whether the ranks' parts of a parameter, one after the other, are the parameter."""
     spec = single.spec
     return spec.dim == 0 and spec.size > 1 and not spec.order and spec.padded_shape == spec.shape
@@ -68,7 +70,7 @@ def _lies_in_rows(single: Single) -> bool:
 def _copy(
     step: StepGraph,
     message: fx.Node,
-    same: Sequence[Single],
+    same: Sequence[ParamCollective],
     span: int,
     place: tuple[int, int, int],
     order: dict[fx.Node, int],
@@ -97,7 +99,7 @@ def _copy(
         return b.call(aten.view.default, copy, [units * spec.size * spec.shard_numel])
 
 
-def _parts(step: StepGraph, copy: fx.Node, same: Sequence[Single]) -> dict[Single, fx.Node]:
+def _parts(step: StepGraph, copy: fx.Node, same: Sequence[ParamCollective]) -> dict[ParamCollective, fx.Node]:
     numel = same[0].spec.size * same[0].spec.shard_numel
     parts = {}
     for index, single in enumerate(same):

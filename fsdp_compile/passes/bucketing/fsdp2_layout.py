@@ -19,12 +19,12 @@ from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Role, StepGraph, require
 from fsdp_compile.ir.queries import Beside, last_of
 from fsdp_compile.layout.messages import narrow, view
-from fsdp_compile.passes.bucketing.messages import Bucket, Single, joint_record
+from fsdp_compile.passes.bucketing.messages import Bucket, ParamCollective, joint_record
 from fsdp_compile.passes.emit.reduce import add_partial, scale_after, stages
 
 aten = torch.ops.aten
 Reduced = tuple[fx.Node, int, fx.Node]
-"""A flat shard, the first element of a part of it, and the averaged gradient from there on."""
+"""A flat parameter, the first element of a part of it, and the averaged gradient from there on."""
 
 
 def write_packed_reduction(
@@ -59,19 +59,19 @@ def write_packed_reduction(
             return [(s.flat, s.spec.offset, part) for s, part in zip(singles, _parts(b, singles, message), strict=True)]
 
 
-def message_numel(singles: Sequence[Single]) -> int:
+def message_numel(singles: Sequence[ParamCollective]) -> int:
     """Elements of the message of all ranks."""
     return singles[0].spec.size * sum(single.spec.shard_numel for single in singles)
 
 
-def _as_registered(singles: Sequence[Single]) -> list[Single]:
-    """In the order in which each flat shard's record names its parameters, which is that of registration."""
+def _as_registered(singles: Sequence[ParamCollective]) -> list[ParamCollective]:
+    """In the order in which each flat parameter's record names its parameters, which is that of registration."""
     flats = list(dict.fromkeys(single.flat for single in singles))
     offsets = {flat: [spec.offset for spec in require(flat).specs] for flat in flats}
     return sorted(singles, key=lambda s: (flats.index(s.flat), offsets[s.flat].index(s.spec.offset)))
 
 
-def _rows(b: GraphBuilder, single: Single) -> fx.Node:
+def _rows(b: GraphBuilder, single: ParamCollective) -> fx.Node:
     """`[size, shard_numel]`: a gradient's rows for each rank, without the padding of its slot."""
     spec = single.spec
     return narrow(b, view(b, single.sent, [spec.size, spec.extent]), 1, 0, spec.shard_numel)
@@ -81,13 +81,13 @@ def _joined(b: GraphBuilder, parts: Sequence[fx.Node], *, dim: int) -> fx.Node:
     return parts[0] if len(parts) == 1 else b.call(aten.cat.default, list(parts), dim)
 
 
-def _parts(b: GraphBuilder, singles: Sequence[Single], message: fx.Node) -> list[fx.Node]:
+def _parts(b: GraphBuilder, singles: Sequence[ParamCollective], message: fx.Node) -> list[fx.Node]:
     """This rank's part of each parameter."""
     ends = list(itertools.accumulate(single.spec.shard_numel for single in singles))
     return [narrow(b, message, 0, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _with_partials(b: GraphBuilder, singles: Sequence[Single], message: fx.Node, partials: Beside) -> fx.Node:
+def _with_partials(b: GraphBuilder, singles: Sequence[ParamCollective], message: fx.Node, partials: Beside) -> fx.Node:
     """What the replica has of each parameter, with what it had before where that was held back."""
     held = [partials.of(single.flat) for single in singles]
     if not any(held):

@@ -15,10 +15,10 @@ from torch import fx
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.queries import Beside
-from fsdp_compile.passes.bucketing.messages import Single, collective_of
+from fsdp_compile.passes.bucketing.messages import ParamCollective, collective_of
 from fsdp_compile.passes.bucketing.split_edges import LEAST_LATENCIES
 
-Groups = list[list[Single]]
+Groups = list[list[ParamCollective]]
 
 
 def worth_joining_bytes(hardware: Hardware, ranks: int) -> int:
@@ -52,11 +52,11 @@ def join_reductions(groups: Groups, limit_bytes: int, order: dict[fx.Node, int],
 class _Open:
     """What more can join, and its bytes."""
 
-    singles: list[Single]
+    singles: list[ParamCollective]
     size_bytes: int
 
 
-def _joined(groups: Iterable[Sequence[Single]], limit_bytes: int, partials: Beside) -> Groups:
+def _joined(groups: Iterable[Sequence[ParamCollective]], limit_bytes: int, partials: Beside) -> Groups:
     """Groups with no large one between them, of one kind of collective, up to a limit; others stand alone."""
     done: Groups = []
     last: dict[Hashable, _Open] = {}
@@ -76,13 +76,13 @@ def _joined(groups: Iterable[Sequence[Single]], limit_bytes: int, partials: Besi
     return done
 
 
-def _kind(single: Single, partials: Beside) -> Hashable:
+def _kind(single: ParamCollective, partials: Beside) -> Hashable:
     """Equal for parameters whose collectives can be joined beyond their unit; `None` for those that stay with it.
 
     A hook is called once for each unit. Parts that are kept from forward, and gradients held from an earlier backward,
-    belong to the flat shards of one unit.
+    belong to the flat parameters of one unit.
     """
     spec = single.spec
-    if spec.hook or spec.kept_over > 1 or spec.compute or partials.of(single.flat) is not None:
+    if spec.hook or spec.post_forward_size > 1 or spec.compute or partials.of(single.flat) is not None:
         return None
     return collective_of(single), spec.reshard

@@ -1,8 +1,8 @@
 """What travels together: parameters as pieces, and pieces as buckets.
 
-Small parameters that lie side by side in a flat shard are one piece, which travels as one packed message; every large
-one is a piece of its own that lands in its own contiguous memory. A bucket that serves several units packs the small
-parameters of all of them into one piece.
+Small parameters that lie side by side in a flat parameter are one piece, which travels as one packed message; every
+large one is a piece of its own that lands in its own contiguous memory. A bucket that serves several units packs the
+small parameters of all of them into one piece.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fsdp_compile._torch.tensors import OpOverload
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Record, Role, require
 from fsdp_compile.layout.flat_layout import LARGE_BYTES
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 
 
-class Messages(enum.Enum):
+class Packing(enum.Enum):
     """What makes a message."""
 
     APART = "apart"
@@ -34,12 +34,12 @@ class Messages(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Single:
+class ParamCollective:
     """One parameter's collectives, as insert-collectives left them.
 
     Attributes:
         start: The node that starts the first one.
-        flat: The flat shard that it reads, or whose gradient it makes; the part of one parameter that was kept.
+        flat: The flat parameter that it reads, or whose gradient it makes; the part of one parameter that was kept.
         end: The full parameter, or the reduced shard.
     """
 
@@ -48,24 +48,24 @@ class Single:
     end: fx.Node
 
     @property
-    def spec(self) -> ReadSpec:
+    def spec(self) -> UnshardSpec:
         """The parameter's place."""
         return require(self.start).specs[0]
 
     @property
-    def is_part(self) -> bool:
+    def is_post_forward(self) -> bool:
         """Whether what is gathered is a part that was kept from forward."""
-        return require(self.flat).role is Role.PART
+        return require(self.flat).role is Role.POST_FORWARD_SHARD
 
     @property
     def ranks(self) -> int:
         """Ranks that the collective runs over."""
-        return self.spec.kept_over if self.is_part else self.spec.size
+        return self.spec.post_forward_size if self.is_post_forward else self.spec.size
 
     @property
     def extent(self) -> int:
         """Elements that each rank has of it."""
-        return self.spec.kept_numel if self.is_part else self.spec.extent
+        return self.spec.post_forward_numel if self.is_post_forward else self.spec.extent
 
     @property
     def full_bytes(self) -> int:
@@ -81,30 +81,30 @@ class Single:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """Slots that travel as one message: one run of neighbours in a flat shard, or several one after the other."""
+class Message:
+    """Slots that travel as one message: one run of neighbours in a flat parameter, or several one after the other."""
 
-    singles: tuple[Single, ...]
+    singles: tuple[ParamCollective, ...]
 
     @functools.cached_property
-    def runs(self) -> tuple[Piece, ...]:
-        """The parts of it that are neighbours in one flat shard, in their order."""
-        runs: list[list[Single]] = []
+    def adjacent(self) -> tuple[Message, ...]:
+        """The parts of it that are neighbours in one flat parameter, in their order."""
+        runs: list[list[ParamCollective]] = []
         for single in self.singles:
             if runs and _adjacent(runs[-1][-1], single):
                 runs[-1].append(single)
             else:
                 runs.append([single])
-        return (self,) if len(runs) == 1 else tuple(Piece(tuple(run)) for run in runs)
+        return (self,) if len(runs) == 1 else tuple(Message(tuple(run)) for run in runs)
 
     @property
     def flat(self) -> fx.Node:
-        """The flat shard that the slots of a single run lie in."""
+        """The flat parameter that the slots of a single run lie in."""
         return self.singles[0].flat
 
     @property
     def begin(self) -> int:
-        """First element of a single run in its flat shard."""
+        """First element of a single run in its flat parameter."""
         return self.singles[0].spec.offset
 
     @functools.cached_property
@@ -113,7 +113,7 @@ class Piece:
         return sum(single.spec.extent for single in self.singles)
 
     @functools.cached_property
-    def starts(self) -> dict[Single, int]:
+    def starts(self) -> dict[ParamCollective, int]:
         """Where in each rank's span each slot starts."""
         places = itertools.accumulate((single.spec.extent for single in self.singles), initial=0)
         return dict(zip(self.singles, places, strict=False))
@@ -127,67 +127,67 @@ class Piece:
 class Bucket:
     """Pieces that share their collectives, in the order of the messages."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Message, ...]
 
     @property
-    def singles(self) -> tuple[Single, ...]:
+    def singles(self) -> tuple[ParamCollective, ...]:
         """All parameters of the bucket."""
         return tuple(single for piece in self.pieces for single in piece.singles)
 
     @property
-    def spec(self) -> ReadSpec:
+    def spec(self) -> UnshardSpec:
         """The first parameter's place; group, sizes and dtypes are those of the whole bucket."""
         return self.pieces[0].singles[0].spec
 
 
-def by_unit(singles: Iterable[Single]) -> list[list[Single]]:
+def by_unit(singles: Iterable[ParamCollective]) -> list[list[ParamCollective]]:
     """Parameters that can share a collective and belong to one unit, in the order of the first of each."""
-    groups: dict[Hashable, list[Single]] = {}
+    groups: dict[Hashable, list[ParamCollective]] = {}
     for single in singles:
         groups.setdefault((require(single.start).unit, collective_of(single)), []).append(single)
     return list(groups.values())
 
 
-def collective_of(single: Single) -> Hashable:
+def collective_of(single: ParamCollective) -> Hashable:
     """Equal for parameters that one collective can serve."""
     spec = single.spec
     over = (single.start.args[-1], spec.group, spec.replicate_group)
-    return over, single.sent.meta["val"].dtype, spec.sync, spec.divide
+    return over, single.sent.meta["val"].dtype, spec.grad_placement, spec.divide
 
 
-def make_bucket(singles: Sequence[Single], messages: Messages = Messages.APART) -> Bucket:
+def make_bucket(singles: Sequence[ParamCollective], packing: Packing = Packing.APART) -> Bucket:
     """What travels together as one bucket."""
-    return Bucket(tuple(_pieces(singles, messages)))
+    return Bucket(tuple(_pieces(singles, packing)))
 
 
-def _pieces(singles: Sequence[Single], messages: Messages) -> list[Piece]:
-    """Neighbours joined as `messages` says; flat shard by flat shard, by offset."""
+def _pieces(singles: Sequence[ParamCollective], packing: Packing) -> list[Message]:
+    """Neighbours joined as `packing` says; flat parameter by flat parameter, by offset."""
     places = {flat: place for place, flat in enumerate(dict.fromkeys(single.flat for single in singles))}
     ordered = sorted(singles, key=lambda s: (places[s.flat], s.spec.offset))
     if len({require(single.start).unit for single in singles}) > 1:
         small = tuple(filter(is_small, ordered))
-        return [Piece(small)] * bool(small) + [Piece((single,)) for single in ordered if not is_small(single)]
-    pieces: list[list[Single]] = []
+        return [Message(small)] * bool(small) + [Message((single,)) for single in ordered if not is_small(single)]
+    pieces: list[list[ParamCollective]] = []
     for single in ordered:
         last = pieces[-1][-1] if pieces else None
-        joins = messages is Messages.PACKED or (is_small(single) and last is not None and is_small(last))
+        joins = packing is Packing.PACKED or (is_small(single) and last is not None and is_small(last))
         if last is not None and joins and _adjacent(last, single):
             pieces[-1].append(single)
         else:
             pieces.append([single])
-    return [Piece(tuple(piece)) for piece in pieces]
+    return [Message(tuple(piece)) for piece in pieces]
 
 
-def is_small(single: Single) -> bool:
+def is_small(single: ParamCollective) -> bool:
     """Whether a parameter is packed with its neighbours."""
     return single.spec.shard_numel * single.flat.meta["val"].element_size() < LARGE_BYTES
 
 
-def _adjacent(one: Single, other: Single) -> bool:
+def _adjacent(one: ParamCollective, other: ParamCollective) -> bool:
     return one.flat is other.flat and one.spec.offset + one.spec.extent == other.spec.offset
 
 
-def joint_record(singles: Sequence[Single], role: Role) -> Record:
+def joint_record(singles: Sequence[ParamCollective], role: Role) -> Record:
     """The record of a node that serves several parameters."""
     records = [require(single.start) for single in singles]
     names = tuple(name for record in records for name in record.parameters)
@@ -200,7 +200,7 @@ def start_grouped(
     b: GraphBuilder,
     op: OpOverload,
     args: tuple[object, ...],
-    pieces: Sequence[Piece],
+    pieces: Sequence[Message],
     roles: tuple[Role, Role, Role],
 ) -> list[fx.Node]:
     """Records a grouped collective, its items and a wait for each; returns the waits.

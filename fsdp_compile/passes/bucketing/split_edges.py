@@ -22,13 +22,13 @@ from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware, Link
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.passes.bucketing.messages import Single, is_small
+from fsdp_compile.passes.bucketing.messages import ParamCollective, is_small
 
 LEAST_LATENCIES = 4.0
 """A bucket is not split further once its bytes take less than this many times the latency of a collective."""
 NEAR = 1.002
 """A graph may end later by this factor before a unit is split for it."""
-Groups = list[list[Single]]
+Groups = list[list[ParamCollective]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +73,20 @@ class Edges:
             done = (self._last_runs(group) if late else [group]) + done
         return done
 
-    def _left_us(self, singles: Sequence[Single]) -> float:
+    def _left_us(self, singles: Sequence[ParamCollective]) -> float:
         """Time of computing from the first use of any of them on."""
         return self.total_us - min(self.before_us[single.start] for single in singles)
 
-    def _ready_us(self, singles: Sequence[Single]) -> float:
+    def _ready_us(self, singles: Sequence[ParamCollective]) -> float:
         """Time of computing until the last of their gradients is there."""
         return max(self.before_us[single.start] for single in singles)
 
-    def _last_runs(self, singles: Sequence[Single]) -> Groups:
+    def _last_runs(self, singles: Sequence[ParamCollective]) -> Groups:
         """Cuts a sequence from its end."""
         runs = self._runs(singles[::-1], Kind.REDUCE)
         return [run[::-1] for run in runs[::-1]] if len(runs) > 1 else [list(singles)]
 
-    def _runs(self, singles: Sequence[Single], kind: Kind) -> Groups:
+    def _runs(self, singles: Sequence[ParamCollective], kind: Kind) -> Groups:
         """Cuts a sequence where enough has come together; small ones go first, since they travel as one message."""
         ordered = [s for s in singles if is_small(s)] + [s for s in singles if not is_small(s)]
         runs: Groups = [[]]
@@ -106,7 +106,7 @@ class Edges:
         enough: bool = self._sending_us(held_bytes, ranks, kind) >= (1 + LEAST_LATENCIES) * latency_us
         return enough
 
-    def _time_us(self, singles: Sequence[Single], kind: Kind) -> float:
+    def _time_us(self, singles: Sequence[ParamCollective], kind: Kind) -> float:
         return self._sending_us(sum(map(_held_bytes, singles)), singles[0].ranks, kind)
 
     def _sending_us(self, held_bytes: int, ranks: int, kind: Kind) -> float:
@@ -114,7 +114,7 @@ class Edges:
         return time_us
 
 
-def _held_bytes(single: Single) -> int:
+def _held_bytes(single: ParamCollective) -> int:
     """What each rank has of a parameter, as it is sent."""
     size_bytes: int = single.extent * single.sent.meta["val"].element_size()
     return size_bytes

@@ -1,4 +1,4 @@
-"""What each rank sends of a piece of its flat shard, and how what has arrived is read.
+"""What each rank sends of a piece of its flat parameter, and how what has arrived is read.
 
 as it is      slice, cast                         ->  one message   ->  the message itself
 quantized     slice, block_scales, quantize       ->  two messages  ->  dequantize
@@ -8,8 +8,8 @@ A slice of a shard that lives on the host is copied to the device first (`offloa
 How one parameter is gathered: out of the shards, or in backward out of the parts that neighbours kept.
 
     %w = fsdp.unshard(%flat, spec)   ->  slice, all_gather, wait, view
-    %part = fsdp.keep(%w, spec)      ->  own_part of what has arrived
-    %w = fsdp.regather(%part, spec)  ->  all_gather over fewer ranks, wait, view
+    %part = fsdp.shard_post_forward(%w, spec)      ->  post_forward_part of what has arrived
+    %w = fsdp.unshard_post_forward(%part, spec)  ->  all_gather over fewer ranks, wait, view
 
 A part that nobody saves is not made.
 """
@@ -27,18 +27,18 @@ from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.layout.messages import cast, full_parameter, narrow
-from fsdp_compile.layout.spec import ReadSpec
-from fsdp_compile.ops.post_forward import OWN_PART, REGATHER
+from fsdp_compile.layout.spec import UnshardSpec
+from fsdp_compile.ops.post_forward import OWN_PART, UNSHARD_POST_FORWARD
 from fsdp_compile.ops.quantize import BLOCK_SCALES, DEQUANTIZE, QUANTIZE
 from fsdp_compile.passes.emit.host_copy import copy_in
 
 
-def messages_of(b: GraphBuilder, flat: fx.Node, begin: int, span: int, spec: ReadSpec) -> list[fx.Node]:
+def messages_of(b: GraphBuilder, flat: fx.Node, begin: int, span: int, spec: UnshardSpec) -> list[fx.Node]:
     """Records the messages that hold `flat[begin : begin + span]`.
 
     Args:
         b: Writes before the all-gather, with roles SHARD and OFFLOAD_IN.
-        flat: The flat shard.
+        flat: The flat parameter.
         begin: First element.
         span: Number of elements.
         spec: Of the first slot that lies there; its dtypes are those of all of them.
@@ -50,7 +50,7 @@ def messages_of(b: GraphBuilder, flat: fx.Node, begin: int, span: int, spec: Rea
     return [b.call(QUANTIZE, shard, scales, spec.gather_dtype), scales]
 
 
-def received(b: GraphBuilder, arrived: Sequence[fx.Node], spec: ReadSpec) -> fx.Node:
+def received(b: GraphBuilder, arrived: Sequence[fx.Node], spec: UnshardSpec) -> fx.Node:
     """Records how the gathered messages of a piece become `[size * span]` elements in the dtype that readers get."""
     if spec.gather_dtype is None:
         return arrived[0]
@@ -61,11 +61,11 @@ def received(b: GraphBuilder, arrived: Sequence[fx.Node], spec: ReadSpec) -> fx.
 aten = torch.ops.aten
 
 
-def message_of(b: GraphBuilder, marker: fx.Node, spec: ReadSpec) -> fx.Node:
+def message_of(b: GraphBuilder, marker: fx.Node, spec: UnshardSpec) -> fx.Node:
     """Records the gather for a marker; returns `[size * extent]` elements in the dtype that readers get."""
     source: fx.Node = marker.args[0]  # type: ignore[assignment]
-    if marker.target is REGATHER:
-        return _gather(b, [source], spec.kept_over, spec.kept_group)[0]
+    if marker.target is UNSHARD_POST_FORWARD:
+        return _gather(b, [source], spec.post_forward_size, spec.post_forward_group)[0]
     messages = messages_of(b, source, spec.offset, spec.extent, spec)
     arrived = _gather(b, messages, spec.size, spec.group) if spec.size > 1 else messages
     return received(b, arrived, spec)
@@ -84,7 +84,7 @@ def _gather(b: GraphBuilder, messages: list[fx.Node], size: int, group: str) -> 
         return [b.call(collectives.wait_tensor.default, item) for item in started]
 
 
-def full_node(b: GraphBuilder, message: fx.Node, spec: ReadSpec, *, start: int, span: int) -> fx.Node:
+def full_node(b: GraphBuilder, message: fx.Node, spec: UnshardSpec, *, start: int, span: int) -> fx.Node:
     """Records the steps from a gathered message to a full parameter; the last one has role FULL."""
     with b.as_role(Role.COPY_OUT):
         full = full_parameter(b, message, spec, start=start, span=span)
@@ -94,25 +94,25 @@ def full_node(b: GraphBuilder, message: fx.Node, spec: ReadSpec, *, start: int, 
     return full
 
 
-def view_of_kept(b: GraphBuilder, kept: fx.Node, spec: ReadSpec) -> fx.Node:
+def view_of_unsharded(b: GraphBuilder, kept: fx.Node, spec: UnshardSpec) -> fx.Node:
     """Records a read of a full parameter that stayed gathered since an earlier call."""
     with b.as_role(Role.FULL):
         return b.call(aten.view.default, kept, list(spec.shape))
 
 
-def keep_part(b: GraphBuilder, marker: fx.Node, message: fx.Node, full: fx.Node) -> None:
+def shard_post_forward(b: GraphBuilder, marker: fx.Node, message: fx.Node, full: fx.Node) -> None:
     """Copies this rank's part out of a message for `marker`; who would gather it again gets the message's parameter."""
-    for again in [user for user in marker.users if user.target is REGATHER]:
+    for again in [user for user in marker.users if user.target is UNSHARD_POST_FORWARD]:
         again.replace_all_uses_with(full)
         again.graph.erase_node(again)
     if marker.users:
         with marker.graph.inserting_before(marker):
-            marker.replace_all_uses_with(own_part(b, message))
+            marker.replace_all_uses_with(post_forward_part(b, message))
     marker.graph.erase_node(marker)
 
 
-def own_part(b: GraphBuilder, message: fx.Node) -> fx.Node:
+def post_forward_part(b: GraphBuilder, message: fx.Node) -> fx.Node:
     """Records the copy of the part of a gathered message that this rank keeps for backward."""
     spec = b.record.specs[0]
-    with b.as_role(Role.PART):
-        return b.call(OWN_PART, message, spec.kept_over, spec.kept_group)
+    with b.as_role(Role.POST_FORWARD_SHARD):
+        return b.call(OWN_PART, message, spec.post_forward_size, spec.post_forward_group)

@@ -3,10 +3,10 @@
     slice(%flat), cast, all_gather   ->   slice(%flat), start_copy to the device, wait_copy, cast, all_gather
     join(...) is the flat gradient   ->   join(...), start_copy to the host, wait_copy is the flat gradient
 
-The flat shard itself is copied, and cast on the device: it is pinned, so that the copy runs beside computation, while
-a narrow copy made on the host would be pageable and cost the launching thread a pass over memory. Gradients are joined
-on the device, so that one copy per flat shard goes back. Waiting for it holds the stream, not the host, so nothing in
-the graph reads it: the host waits once, at the end of backward (`lower/wrappers.py`).
+The flat parameter itself is copied, and cast on the device: it is pinned, so that the copy runs beside computation,
+while a narrow copy made on the host would be pageable and cost the launching thread a pass over memory. Gradients are
+joined on the device, so that one copy per flat parameter goes back. Waiting for it holds the stream, not the host, so
+nothing in the graph reads it: the host waits once, at the end of backward (`lower/wrappers.py`).
 
 Here each wait stands right behind its start; `schedule_prefetch.py`, `schedule_reduce.py` and `schedule.py` move them
 apart, so that copies run beside computation.
@@ -19,20 +19,20 @@ from torch import fx
 
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Role
-from fsdp_compile.layout.spec import ReadSpec, Sync
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec
 from fsdp_compile.ops.host_copy import START_COPY, WAIT_COPY
 
 aten = torch.ops.aten
 
 
-def copy_in(b: GraphBuilder, message: fx.Node, spec: ReadSpec) -> fx.Node:
-    """Records the copy of a slice of the flat shard to the device; `message` itself if it is there."""
+def copy_in(b: GraphBuilder, message: fx.Node, spec: UnshardSpec) -> fx.Node:
+    """Records the copy of a slice of the flat parameter to the device; `message` itself if it is there."""
     if not spec.compute:
         return message
     with b.as_role(Role.OFFLOAD_IN):
         copied = b.call(START_COPY, message, spec.compute)
     with b.as_role(Role.OFFLOAD_IN_WAIT):
-        return b.call(WAIT_COPY, copied)  # nobody writes to the flat shard while the graph runs
+        return b.call(WAIT_COPY, copied)  # nobody writes to the flat parameter while the graph runs
 
 
 def copy_out(b: GraphBuilder, gradient: fx.Node) -> fx.Node:
@@ -41,7 +41,7 @@ def copy_out(b: GraphBuilder, gradient: fx.Node) -> fx.Node:
     Gradients that wait for a reduction stay on the device.
     """
     spec = b.record.specs[0]
-    if not spec.compute or spec.sync is not Sync.ALL:
+    if not spec.compute or spec.grad_placement is not GradPlacement.REDUCED:
         return gradient
     with b.as_role(Role.OFFLOAD_OUT):
         copied = b.call(START_COPY, gradient, "cpu")

@@ -22,7 +22,7 @@ from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.layout.averaging import scaling
 from fsdp_compile.layout.messages import narrow
-from fsdp_compile.layout.spec import ReadSpec, Sync
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec
 from fsdp_compile.ops import comm_hook
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ class ReduceStage:
     wait: Role
     single: OpOverload
     grouped: OpOverload
-    arguments: Callable[[ReadSpec], tuple[object, ...]]
+    arguments: Callable[[UnshardSpec], tuple[object, ...]]
 
 
 SCATTER = ReduceStage(
@@ -91,27 +91,27 @@ ON_THE_WAY = (
 """Roles of the nodes between a gradient's message and its average."""
 
 
-def stages(spec: ReadSpec) -> Iterator[ReduceStage]:
+def stages(spec: UnshardSpec) -> Iterator[ReduceStage]:
     """The stages of a parameter's reduction, in order."""
-    if spec.size > 1 and spec.sync is not Sync.NONE:
+    if spec.size > 1 and spec.grad_placement is not GradPlacement.UNREDUCED:
         yield HOOK_SCATTER if spec.hook else SCATTER
     if spec.hook and spec.size == 1:
-        if spec.sync is Sync.ALL:
+        if spec.grad_placement is GradPlacement.REDUCED:
             yield HOOK_REDUCE
-    elif spec.replicas > 1 and spec.sync is Sync.ALL:
+    elif spec.replicas > 1 and spec.grad_placement is GradPlacement.REDUCED:
         yield REPLICATE
 
 
-def scale_before(b: GraphBuilder, message: fx.Node, spec: ReadSpec) -> fx.Node:
+def scale_before(b: GraphBuilder, message: fx.Node, spec: UnshardSpec) -> fx.Node:
     """Records the division of a message before its first collective, if there is one."""
     factor = scaling(spec).before
     return message if factor is None else b.call(aten.div.Tensor, message, factor)
 
 
-def scale_after(b: GraphBuilder, shard: fx.Node, spec: ReadSpec) -> fx.Node:
+def scale_after(b: GraphBuilder, shard: fx.Node, spec: UnshardSpec) -> fx.Node:
     """Records the division of a sum over all ranks, if there is one."""
     factor = scaling(spec).after
-    if factor is None or spec.sync is not Sync.ALL:
+    if factor is None or spec.grad_placement is not GradPlacement.REDUCED:
         return shard
     with b.as_role(Role.SHARD_GRADIENT):
         return b.call(aten.div.Tensor, shard, factor)
@@ -124,14 +124,14 @@ def add_partial(b: GraphBuilder, partial: fx.Node, begin: int, shard: fx.Node) -
         return b.call(aten.add.Tensor, held, shard)
 
 
-def reduce_one(b: GraphBuilder, message: fx.Node, spec: ReadSpec, partial: fx.Node | None = None) -> fx.Node:
+def reduce_one(b: GraphBuilder, message: fx.Node, spec: UnshardSpec, partial: fx.Node | None = None) -> fx.Node:
     """Records the reduction of one message of `[size * extent]` elements; the result is this rank's `[extent]`.
 
     Args:
         b: Writes at one place.
         message: The gradient, rank after rank.
         spec: The parameter's slot.
-        partial: Reduced gradients of the whole flat shard that wait for their sum over replicas.
+        partial: Reduced gradients of the whole flat parameter that wait for their sum over replicas.
     """
     for stage in stages(spec):
         if stage.start is Role.REPLICATE and partial is not None:

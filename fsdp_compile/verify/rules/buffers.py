@@ -1,4 +1,4 @@
-"""buffers-aligned: slots of a flat shard lie apart, and every message starts and ends on an aligned address."""
+"""buffers-aligned: slots of a flat parameter lie apart, and every message starts and ends on an aligned address."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALIGNMENT_BYTES = 128
 
 
 def buffers_aligned(facts: Facts) -> list[Complaint]:
-    """Checks the slots of each flat shard, and what each collective sends."""
+    """Checks the slots of each flat parameter, and what each collective sends."""
     complaints = [c for flat in facts.of_role(Role.FLAT) for c in _wrong_slots(flat)]
     for collective in facts.collectives:
         if collective.kind is Kind.GATHER or facts.limits.reduce_layout is ReduceLayout.ALIGNED:
@@ -40,7 +40,7 @@ def _wrong_slots(flat: fx.Node) -> Iterator[Complaint]:
                 RULE,
                 flat,
                 f"slot {slot.name} starts at {spec.offset}, inside of {before}, which ends at {end}",
-                "slots of one flat shard are disjoint",
+                "slots of one flat parameter are disjoint",
             )
         if spec.extent < spec.shard_numel:
             yield Complaint(
@@ -55,8 +55,8 @@ def _wrong_slots(flat: fx.Node) -> Iterator[Complaint]:
         yield Complaint(
             RULE,
             flat,
-            f"slot {before} ends at {end}, beyond the flat shard of {prod(shape_of(flat))} elements",
-            "the flat shard's size is the end of its last slot",
+            f"slot {before} ends at {end}, beyond the flat parameter of {prod(shape_of(flat))} elements",
+            "the flat parameter's size is the end of its last slot",
         )
 
 
@@ -73,7 +73,7 @@ def _misaligned_slot(flat: fx.Node, slot: Slot, stored: torch.dtype | None) -> I
 
 
 def _wrong_messages(collective: Collective) -> Iterator[Complaint]:
-    """Every rank's slice of every message; a slice that is gathered also lies in a flat shard."""
+    """Every rank's slice of every message; a slice that is gathered also lies in a flat parameter."""
     for message in collective.sent:
         dtype, numel = dtype_of(message), prod(shape_of(message))
         slices = collective.size if collective.kind is Kind.REDUCE else 1

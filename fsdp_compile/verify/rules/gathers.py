@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.graph import Role, record_of, require, role_of
-from fsdp_compile.layout.spec import ReadSpec
+from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops.quantize import BLOCK_SCALES, DEQUANTIZE, QUANTIZE
 from fsdp_compile.verify.collective import Collective, Kind
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
@@ -26,7 +26,7 @@ def gathered_once(facts: Facts) -> list[Complaint]:
     complaints: list[Complaint] = []
     gathered = {
         (slot.flat, slot.spec.offset): saved
-        for saved in facts.of_role(Role.SAVED)
+        for saved in facts.of_role(Role.SAVED_PARAM)
         for key in claims(require(saved))
         for slot in slots.get(key, ())
     }
@@ -47,7 +47,7 @@ def gathered_once(facts: Facts) -> list[Complaint]:
 
 def slots_in(message: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> list[Slot]:
     """Slots that a message holds at least a part of."""
-    if role_of(message) is Role.PART:
+    if role_of(message) is Role.POST_FORWARD_SHARD:
         return [s for key in claims(require(message)) for s in slots.get(key, ()) if s.spec in require(message).specs]
     if message.target is torch.ops.aten.cat.default:
         return [slot for part in message.all_input_nodes for slot in slots_in(part, slots)]
@@ -68,15 +68,15 @@ def _twice(gather: Collective, slot: Slot, first: fx.Node) -> Complaint:
     return Complaint(
         RULE,
         gather.start,
-        f"gathers {slot.name}, which %{first} {'holds' if role_of(first) is Role.SAVED else 'gathers'} already",
+        f"gathers {slot.name}, which %{first} {'holds' if role_of(first) is Role.SAVED_PARAM else 'gathers'} already",
         "let all readers of one graph share one all-gather, or what forward kept",
     )
 
 
 def _wrong_collective(gather: Collective, message: fx.Node, slot: Slot) -> Iterator[Complaint]:
     spec = slot.spec
-    is_part = role_of(message) is Role.PART
-    size, group = (spec.kept_over, spec.kept_group) if is_part else (spec.size, spec.group)
+    is_part = role_of(message) is Role.POST_FORWARD_SHARD
+    size, group = (spec.post_forward_size, spec.post_forward_group) if is_part else (spec.size, spec.group)
     dtype = spec.param_dtype if is_part else spec.wire_dtype
     if (gather.group, gather.size, dtype_of(message)) != (group, size, dtype):
         yield Complaint(
@@ -103,7 +103,7 @@ def _wrong_value(node: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> Ite
         yield Complaint(
             RULE,
             node,
-            f"is recorded as {', '.join(record.parameters)}, which is in no flat shard of this graph",
+            f"is recorded as {', '.join(record.parameters)}, which is in no flat parameter of this graph",
             "a full parameter's record names the one parameter that it is, and its place in a graph input",
         )
     elif (shape_of(node), dtype_of(node)) != (spec.shape, spec.param_dtype):
@@ -127,13 +127,13 @@ def _wrong_lookup(node: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> It
             RULE,
             node,
             f"looks up another slot than that of {', '.join(require(node).parameters)}",
-            "the flat shard and the place that the record of the lookup names",
+            "the flat parameter and the place that the record of the lookup names",
         )
 
 
-def _where(spec: ReadSpec) -> str:
+def _where(spec: UnshardSpec) -> str:
     return (
-        f"its slot is [{spec.offset}, {spec.offset + spec.extent}) of each rank's flat shard, over "
+        f"its slot is [{spec.offset}, {spec.offset + spec.extent}) of each rank's flat parameter, over "
         f"{spec.size} ranks of {spec.group!r}"
     )
 
@@ -141,7 +141,7 @@ def _where(spec: ReadSpec) -> str:
 def _is_kept(found: Origin, slot: Slot) -> bool:
     """Whether an element comes from the full parameter of a slot that stayed gathered since an earlier call."""
     record = None if found.node is None else record_of(found.node)
-    if record is None or record.role is not Role.KEPT:
+    if record is None or record.role is not Role.UNSHARDED_PARAM:
         return False
     return (record.unit, *record.parameters) == (require(slot.flat).unit, slot.name)
 
@@ -155,7 +155,7 @@ def _wrong_element(node: fx.Node, slot: Slot) -> str:
                 return f"element {probe.element} is [{found.index}] of the full parameter %{found.node}"
             continue
         ranks = [hop.rank for hop in found.hops if hop.collective.kind is Kind.GATHER]
-        if found.node is not None and role_of(found.node) is Role.PART:
+        if found.node is not None and role_of(found.node) is Role.POST_FORWARD_SHARD:
             wrong = _wrong_part(found, slot, probe, ranks)
         else:
             wrong = _wrong_source(node, slot, probe, found, ranks)
@@ -165,7 +165,7 @@ def _wrong_element(node: fx.Node, slot: Slot) -> str:
 
 
 def _wrong_source(node: fx.Node, slot: Slot, probe: Probe, found: Origin, ranks: list[int | None]) -> str:
-    """What is wrong with an element that was gathered out of the flat shards."""
+    """What is wrong with an element that was gathered out of the flat parameters."""
     if (found.node, found.index) != (slot.flat, probe.place):
         return f"is [{found.index}] of %{found.node}, not [{probe.place}] of %{slot.flat}"
     if len(found.hops) != (slot.spec.size > 1) or len(ranks) != len(found.hops):
@@ -197,7 +197,7 @@ def _wrong_scale(node: fx.Node, slot: Slot, probe: Probe) -> str:
 def _wrong_part(found: Origin, slot: Slot, probe: Probe, ranks: list[int | None]) -> str:
     """What is wrong with an element that was gathered out of the parts kept from forward."""
     spec = slot.spec
-    wanted = divmod(probe.rank * spec.extent + probe.place - spec.offset, max(spec.kept_numel, 1))
+    wanted = divmod(probe.rank * spec.extent + probe.place - spec.offset, max(spec.post_forward_numel, 1))
     if slot.name not in require(found.last if found.node is None else found.node).parameters:
         return f"is of a part of another parameter, %{found.node}"
     if (ranks, found.index) != ([wanted[0]], wanted[1]):

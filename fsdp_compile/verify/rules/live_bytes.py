@@ -33,7 +33,7 @@ def _over_budget(facts: Facts) -> Iterator[Complaint]:
         return
     over = _ends(facts)
     starts = {gather.start: gather for gather in facts.of_kind(Kind.GATHER)}
-    live = {node: size_bytes(node) for node in facts.of_role(Role.SAVED)}
+    live = {node: size_bytes(node) for node in facts.of_role(Role.SAVED_PARAM)}
     for node in facts.nodes:
         if node in starts and node not in facts.named:
             live[node] = sum(size_bytes(message) for nodes in starts[node].unfinished for message in nodes[:1])
@@ -55,7 +55,7 @@ def _ends(facts: Facts) -> dict[fx.Node, list[fx.Node]]:
     for gather, markers in facts.reshards.items():
         for marker in markers[:1]:
             found.setdefault(marker, []).append(gather)
-    for saved in facts.of_role(Role.SAVED):
+    for saved in facts.of_role(Role.SAVED_PARAM):
         found.setdefault(max(_users_of(saved), key=facts.order.__getitem__, default=saved), []).append(saved)
     return found
 

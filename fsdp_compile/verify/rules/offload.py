@@ -44,9 +44,9 @@ def _inward(facts: Facts) -> Iterator[Complaint]:
 
 
 def _ways(node: fx.Node) -> frozenset[frozenset[fx.Node]]:
-    """The copies from the host on each way from the flat shard to `node`; a quantized message has two, by its scales.
+    """The copies from the host between the flat parameter and `node`; a quantized message has two, by its scales.
 
-    A parameter that stayed gathered is on the device: no way leads to it from a flat shard.
+    A parameter that stayed gathered is on the device: no way leads to it from a flat parameter.
     """
     role = role_of(node)
     if role is Role.FLAT:
@@ -65,7 +65,7 @@ def _outward(facts: Facts) -> Iterator[Complaint]:
                 RULE,
                 gradient,
                 "is not copied to the host" if not copied else "is copied to the host",
-                "a flat gradient is where its flat shard is",
+                "a flat gradient is where its flat parameter is",
             )
     for wait in facts.of_role(Role.OFFLOAD_OUT_WAIT):
         for user in wait.users:

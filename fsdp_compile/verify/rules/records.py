@@ -20,7 +20,13 @@ TYPED = "typed"
 NOTHING_RANK_SPECIFIC = "nothing-rank-specific"
 
 ALIAS_PREFIX = "fsdp."
-_MARKERS = ("fsdp::unshard", "fsdp::reduce_grad", "fsdp::reduce_rows", "fsdp::keep", "fsdp::regather")
+_MARKERS = (
+    "fsdp::unshard",
+    "fsdp::reduce_grad",
+    "fsdp::reduce_rows",
+    "fsdp::shard_post_forward",
+    "fsdp::unshard_post_forward",
+)
 _ROLE_OF_NAME = {
     "fsdp::reshard": Role.RESHARD,
     "fsdp::update": Role.UPDATE,
@@ -167,7 +173,7 @@ def _rank_specific(node: fx.Node, record: Record) -> Iterator[Complaint]:
 
 
 def _wrong_bounds(node: fx.Node, record: Record) -> Iterator[Complaint]:
-    """A slice of a flat shard whose bounds are not those of the slots in its record."""
+    """A slice of a flat parameter whose bounds are not those of the slots in its record."""
     source = node.args[0] if node.target is torch.ops.aten.slice.Tensor else None
     if not isinstance(source, fx.Node) or role_of(source) is not Role.FLAT:
         return
@@ -178,7 +184,7 @@ def _wrong_bounds(node: fx.Node, record: Record) -> Iterator[Complaint]:
     if tuple(node.args[2:4]) not in allowed:
         yield _complaint(
             node,
-            f"takes [{node.args[2]}, {node.args[3]}) of the flat shard",
+            f"takes [{node.args[2]}, {node.args[3]}) of the flat parameter",
             f"[{wanted[0]}, {wanted[1]}) on every rank: the slots of {', '.join(record.parameters)}",
         )
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.graph import GRADIENTS, MADE, Record, Role, require, role_of
-from fsdp_compile.layout.spec import ReadSpec, Sync
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec
 from fsdp_compile.verify.collective import Kind
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
 from fsdp_compile.verify.report import Complaint
@@ -20,12 +20,12 @@ _ONCE = "one reduce-scatter per parameter, then one all-reduce of the shard if t
 
 
 def reduced_once(facts: Facts) -> list[Complaint]:
-    """Follows each element of each flat shard's gradient back, and counts what is reduced."""
+    """Follows each element of each flat parameter's gradient back, and counts what is reduced."""
     complaints = list(_reduced_twice(facts))
     arrived: set[tuple[str, str]] = set()
     for gradient in facts.of_role(*GRADIENTS):
         complaints.extend(_wrong_output(facts, gradient))
-        flat, held = _flat_of(facts, gradient), role_of(gradient) is Role.HELD_GRADIENT
+        flat, held = _flat_of(facts, gradient), role_of(gradient) is Role.UNREDUCED_GRADIENT
         if flat is None or not _fits(gradient, flat):
             complaints.append(_fits_no_flat(gradient))
             continue
@@ -43,7 +43,7 @@ def reduced_once(facts: Facts) -> list[Complaint]:
 def _fits(gradient: fx.Node, flat: fx.Node) -> bool:
     """Whether a gradient has the size and dtype of the leaf that it goes to."""
     spec, role = require(flat).specs[0], role_of(gradient)
-    parts = spec.size if role is Role.HELD_GRADIENT else 1
+    parts = spec.size if role is Role.UNREDUCED_GRADIENT else 1
     dtype = dtype_of(flat) if role is Role.FLAT_GRADIENT else spec.reduce_dtype
     return shape_of(gradient) == (shape_of(flat)[0] * parts,) and dtype_of(gradient) == dtype
 
@@ -78,9 +78,9 @@ def _wrong_output(facts: Facts, gradient: fx.Node) -> Iterator[Complaint]:
 
 
 def _flat_of(facts: Facts, gradient: fx.Node) -> fx.Node | None:
-    """The flat shard whose gradient a node is: by its place among the outputs if that is described, else by record."""
+    """The flat parameter whose gradient a node is: by its place among the outputs if described, else by record."""
     record = require(gradient)
-    owner = Role.FLAT if record.role is Role.FLAT_GRADIENT else Role.HOLDER
+    owner = Role.FLAT if record.role is Role.FLAT_GRADIENT else Role.GRAD_ACCUMULATOR
     leaves = [leaf for leaf in facts.of_role(owner) if _owns(require(leaf), record)]
     flats = [flat for flat in facts.of_role(Role.FLAT) if _owns(require(flat), record)]
     notes = facts.step.output.meta.get("desc") or ()
@@ -100,9 +100,9 @@ def _owns(flat: Record, gradient: Record) -> bool:
 
 
 def _waiting(facts: Facts, flat: fx.Node) -> frozenset[Role]:
-    """The kinds of held gradients of a flat shard that come into the graph."""
+    """The kinds of unreduced gradients of a flat parameter that come into the graph."""
     owner = require(flat)
-    inputs = (node for node in facts.of_role(Role.HELD, Role.PARTIAL) if node.op == "placeholder")
+    inputs = (node for node in facts.of_role(Role.UNREDUCED_GRAD, Role.PARTIAL_GRAD) if node.op == "placeholder")
     return frozenset(require(node).role for node in inputs if _owns(require(node), owner))
 
 
@@ -110,8 +110,8 @@ def _fits_no_flat(gradient: fx.Node) -> Complaint:
     return Complaint(
         RULE,
         gradient,
-        "is the gradient of no flat shard among the inputs, or not of its size and dtype",
-        "record, output position, size and dtype of a flat gradient are those of its flat shard",
+        "is the gradient of no flat parameter among the inputs, or not of its size and dtype",
+        "record, output position, size and dtype of a flat gradient are those of its flat parameter",
     )
 
 
@@ -128,7 +128,7 @@ def _wrong_elements(
                 f"puts element [{source.index}] of %{source.node} where the gradient of {slot.name} has "
                 f"element [{probe.element}]"
             )
-            hint = f"rank {probe.rank} holds it at [{probe.place}] of its flat shard"
+            hint = f"rank {probe.rank} holds it at [{probe.place}] of its flat parameter"
         elif slot.name not in require(source.last).parameters:
             what = f"puts %{source.node}, a gradient of {require(source.last).parameters[0]}, where {slot.name} lies"
             hint = "messages, and slots in a message, keep their order"
@@ -148,7 +148,7 @@ def _is_own_row(source: Origin, slot: Slot, probe: Probe) -> bool:
     return here and not source.hops and source.index == probe.place - slot.spec.offset
 
 
-def _wrong_hops(source: Origin, spec: ReadSpec) -> str:
+def _wrong_hops(source: Origin, spec: UnshardSpec) -> str:
     hops, wanted = source.hops, _wanted_hops(spec)
     if [hop.collective.kind for hop in hops] != [kind for kind, *_ in wanted]:
         went = " after ".join(hop.collective.kind.value for hop in hops) or "no collective"
@@ -166,54 +166,57 @@ def _wrong_hops(source: Origin, spec: ReadSpec) -> str:
     return ""
 
 
-def _wanted_operation(spec: ReadSpec) -> str:
+def _wanted_operation(spec: UnshardSpec) -> str:
     averages = spec.divide is None and spec.reduce_dtype is not torch.float16
     return "avg" if averages or spec.hook else "sum"
 
 
-def _wanted_divisor(spec: ReadSpec) -> float | None:
+def _wanted_divisor(spec: UnshardSpec) -> float | None:
     """What divisions by nodes of their own come to; `None` if only a part of them is in this graph."""
-    if spec.sync is Sync.NONE or _wanted_operation(spec) == "avg":
+    if spec.grad_placement is GradPlacement.UNREDUCED or _wanted_operation(spec) == "avg":
         return 1.0
-    if spec.sync is Sync.SHARD:
+    if spec.grad_placement is GradPlacement.REDUCE_SCATTERED:
         return None
     return float(spec.size * spec.replicas) if spec.divide is None else spec.divide
 
 
 def _wrong_addends(source: Origin, slot: Slot, probe: Probe, waiting: frozenset[Role]) -> str:
-    """What is wrong with the held gradients that an element was added to; empty if nothing is."""
+    """What is wrong with the unreduced gradients that an element was added to; empty if nothing is."""
     owner, numel = require(slot.flat), shape_of(slot.flat)[0]
-    wanted = {Role.HELD: (probe.place + probe.rank * numel, len(source.hops)), Role.PARTIAL: (probe.place, 1)}
+    wanted = {
+        Role.UNREDUCED_GRAD: (probe.place + probe.rank * numel, len(source.hops)),
+        Role.PARTIAL_GRAD: (probe.place, 1),
+    }
     added = []
     for addend in source.addends:
         found = origin(addend.node, addend.index, 0)
         role = None if found.node is None else role_of(found.node)
         if found.node is None or role not in wanted or not _owns(require(found.node), owner):
-            return f"is added to %{found.node}, which is no held gradient of its flat shard"
+            return f"is added to %{found.node}, which is no unreduced gradient of its flat parameter"
         index, hops = wanted[role]
         if found.index != index:
-            return f"is added to [{found.index}] of the held gradients, not to [{index}]"
+            return f"is added to [{found.index}] of the unreduced gradients, not to [{index}]"
         if addend.hops != hops:
             return f"is added to the {role.value} gradients at the wrong stage of its reduction"
         added.append(role)
     if len(added) != len(set(added)) or set(added) != waiting:
-        return f"takes along {len(added)} of the {len(waiting)} held gradients that wait for it"
+        return f"takes along {len(added)} of the {len(waiting)} unreduced gradients that wait for it"
     return ""
 
 
-def _wanted_hops(spec: ReadSpec) -> list[tuple[Kind, str, int, str]]:
+def _wanted_hops(spec: UnshardSpec) -> list[tuple[Kind, str, int, str]]:
     """Kind, group (or key of the hook), size and way of combining of the collectives, the last one first."""
     operation = _wanted_operation(spec)
     if spec.hook and spec.size == 1:
-        return [(Kind.REPLICATE, spec.hook, 1, "hook")] * (spec.sync is Sync.ALL)
+        return [(Kind.REPLICATE, spec.hook, 1, "hook")] * (spec.grad_placement is GradPlacement.REDUCED)
     replicate = [(Kind.REPLICATE, spec.replicate_group, spec.replicas, operation)]
     scatter = [(Kind.REDUCE, spec.hook or spec.scatter_group, spec.size, "hook" if spec.hook else operation)]
-    return replicate * (spec.replicas > 1 and spec.sync is Sync.ALL) + scatter * (
-        spec.size > 1 and spec.sync is not Sync.NONE
+    return replicate * (spec.replicas > 1 and spec.grad_placement is GradPlacement.REDUCED) + scatter * (
+        spec.size > 1 and spec.grad_placement is not GradPlacement.UNREDUCED
     )
 
 
-def _wanted(spec: ReadSpec) -> str:
+def _wanted(spec: UnshardSpec) -> str:
     steps = [f"{kind.value} over {size} ranks of {group!r}" for kind, group, size, _ in reversed(_wanted_hops(spec))]
     return f"average, in {spec.reduce_dtype}: " + (", then ".join(steps) or "no collective in a world of one rank")
 

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.graph import Phase, Role, record_of, require, role_of
-from fsdp_compile.layout.spec import ReadSpec, Reshard, Update
+from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of, size_bytes
 from fsdp_compile.verify.report import Complaint
 from fsdp_compile.verify.trace_elements import origin
@@ -49,7 +49,7 @@ def _wrongly_taken(facts: Facts) -> list[Complaint]:
             f"is taken for {', '.join(require(node).parameters)}, which forward kept",
             'the whole parameter, as it is read, with reshard_after_forward="auto"',
         )
-        for node in facts.of_role(Role.SAVED)
+        for node in facts.of_role(Role.SAVED_PARAM)
         if [(spec.reshard, spec.shape, spec.param_dtype) for spec in require(node).specs]
         != [(Reshard.AUTO, shape_of(node), dtype_of(node))]
     ]
@@ -65,18 +65,18 @@ def _wrong_parts(facts: Facts) -> list[Complaint]:
             "a rank keeps its own 1/k of a parameter with reshard_after_forward=k, padding included",
         )
         for node in dict.fromkeys(facts.saved)
-        if role_of(node) is Role.PART and not _is_part(node)
+        if role_of(node) is Role.POST_FORWARD_SHARD and not _is_part(node)
     ]
 
 
 def _is_part(node: fx.Node) -> bool:
     """Whether the ends of a kept part come from the ends of its place in the gathered message, on any rank."""
     (spec,) = require(node).specs
-    if spec.kept_over == 1 or shape_of(node) != (spec.kept_numel,):
+    if spec.post_forward_size == 1 or shape_of(node) != (spec.post_forward_numel,):
         return False
-    for own in range(spec.kept_over):
-        for index in (0, spec.kept_numel - 1):
-            sender, place = divmod(own * spec.kept_numel + index, spec.extent)
+    for own in range(spec.post_forward_size):
+        for index in (0, spec.post_forward_numel - 1):
+            sender, place = divmod(own * spec.post_forward_numel + index, spec.extent)
             found = origin(node, index, own)
             if found.node is None or role_of(found.node) is not Role.FLAT:
                 return False
@@ -107,13 +107,13 @@ def _derived(facts: Facts) -> dict[fx.Node, str]:
             dropped = [name for name, spec in zip(record.parameters, record.specs, strict=True) if _is_dropped(spec)]
             if dropped:
                 derived[node] = dropped[0]
-        elif role_of(node) is not Role.PART and _follows(node, derived):
+        elif role_of(node) is not Role.POST_FORWARD_SHARD and _follows(node, derived):
             derived[node] = derived[node.all_input_nodes[0]]
     return derived
 
 
-def _is_dropped(spec: ReadSpec) -> bool:
-    # What the only rank saves of a read is the flat shard's own memory, to which an update in backward would write.
+def _is_dropped(spec: UnshardSpec) -> bool:
+    # What the only rank saves of a read is the flat parameter's own memory, to which an update in backward would write.
     may_go = spec.size > 1 or spec.update is Update.IN_BACKWARD
     return may_go and spec.reshard is not Reshard.AFTER_BACKWARD
 

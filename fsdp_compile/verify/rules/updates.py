@@ -1,4 +1,4 @@
-"""updated-last: an update in backward takes its gradient once, and nothing reads its flat shard afterwards."""
+"""updated-last: an update in backward takes its gradient once, and nothing reads its flat parameter afterwards."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def updated_last(facts: Facts) -> list[Complaint]:
 
 def _wrong_arguments(facts: Facts, update: fx.Node, flat: fx.Node, gradient: fx.Node) -> Iterator[Complaint]:
     if role_of(flat) is not Role.FLAT or not _asks_for_it(require(flat)):
-        what = f"updates %{flat}, which is no flat shard that is updated in backward"
-        yield Complaint(RULE, update, what, "a flat shard's specs say when it is updated")
+        what = f"updates %{flat}, which is no flat parameter that is updated in backward"
+        yield Complaint(RULE, update, what, "a flat parameter's specs say when it is updated")
     elif role_of(gradient) is not Role.FLAT_GRADIENT or not _same(require(flat), require(gradient)):
         what = f"updates %{flat} with %{gradient}, which is not its gradient"
-        yield Complaint(RULE, update, what, "the gradient of the same flat shard, summed over all ranks")
+        yield Complaint(RULE, update, what, "the gradient of the same flat parameter, summed over all ranks")
     else:
         made = {claim for node in facts.of_role(*MADE) for claim in require(node).claims}
         record = require(gradient)
@@ -52,11 +52,13 @@ def _wrong_arguments(facts: Facts, update: fx.Node, flat: fx.Node, gradient: fx.
 
 
 def _again(update: fx.Node, before: fx.Node) -> Complaint:
-    return Complaint(RULE, update, f"updates what %{before} updates already", "one update of a flat shard per graph")
+    return Complaint(
+        RULE, update, f"updates what %{before} updates already", "one update of a flat parameter per graph"
+    )
 
 
 def _memory(facts: Facts) -> dict[fx.Node, frozenset[fx.Node]]:
-    """For each node whose result lies in memory of flat shards, and for each gather that sends it: which ones."""
+    """For each node whose result lies in memory of flat parameters, and for each gather that sends it: which ones."""
     nothing: frozenset[fx.Node] = frozenset()
     found = {flat: frozenset([flat]) for flat in facts.of_role(Role.FLAT)}
     for node in facts.nodes:
@@ -81,7 +83,7 @@ def _read_late(
                 what = f"reads %{node}, memory of %{flat}, after %{update} updated it"
                 if user is facts.step.output:
                     what = f"returns %{node}, memory of %{flat}, which %{update} updates"
-                yield Complaint(RULE, user, what, "an update comes after all that reads its flat shard")
+                yield Complaint(RULE, user, what, "an update comes after all that reads its flat parameter")
 
 
 def _never_updated(facts: Facts) -> Iterator[Complaint]:
@@ -91,7 +93,7 @@ def _never_updated(facts: Facts) -> Iterator[Complaint]:
         updates = [user for user in gradient.users if role_of(user) is Role.UPDATE]
         if _asks_for_it(record) and not record.specs[0].compute and not updates:
             what = "leaves the graph, and is not freed by an update in it"
-            yield Complaint(RULE, gradient, what, "one fsdp.update of its flat shard right after it")
+            yield Complaint(RULE, gradient, what, "one fsdp.update of its flat parameter right after it")
 
 
 def _asks_for_it(record: Record) -> bool:
