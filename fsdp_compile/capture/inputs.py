@@ -74,7 +74,7 @@ def _titles(units: Iterable[FSDPUnit]) -> dict[FSDPUnit, str]:
 def _record(flat: FSDPParamGroup, title: str) -> Record:
     """The record of a flat parameter: its parameters in the order of registration, which offsets do not tell."""
     unit = flat.unit
-    slots = sorted(flat.slots, key=lambda slot: slot.position)
+    slots = sorted(flat.params, key=lambda slot: slot.position)
     names = tuple(unit.parameter_name(slot) for slot in slots)
     return Record(Role.FLAT, title, names, tuple(slot.spec for slot in slots), Phase.FORWARD)
 

@@ -61,7 +61,7 @@ def _read_parameters(inputs: Sequence[object]) -> dict[int, str]:
         id(slot.parameter): f"a parameter of {flat.unit.title}"
         for flat in flats
         if flat is not None
-        for slot in flat.slots
+        for slot in flat.params
     }
 
 

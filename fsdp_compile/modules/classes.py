@@ -98,15 +98,15 @@ def gather_on_read(module: nn.Module, reads: Mapping[str, Read], in_eval: Mappin
     enter_own_forward(module)
 
 
-def gather_slots(flats: Iterable[FSDPParamGroup]) -> None:
+def gather_slots(groups: Iterable[FSDPParamGroup]) -> None:
     """Makes the modules that hold parameters of some parameter groups gather them from there."""
     modules: dict[nn.Module, tuple[dict[str, Read], dict[str, str]]] = {}
-    for flat in flats:
-        for slot in flat.slots:
-            for module, attribute in slot.module_refs:
+    for group in groups:
+        for param in group.params:
+            for module, attribute in param.module_refs:
                 reads, in_eval = modules.setdefault(module, ({}, {}))
-                reads[attribute] = (flat.flat_param, slot.spec.text, flat)
-                in_eval.update(slot.eval_read(attribute))
+                reads[attribute] = (group.flat_param, param.spec.text, group)
+                in_eval.update(param.eval_read(attribute))
     for module, (reads, in_eval) in modules.items():
         gather_on_read(module, reads, in_eval)
 
@@ -259,7 +259,7 @@ def _save_to_state_dict(module: nn.Module, destination: dict[str, Any], prefix: 
     original_class(module)._save_to_state_dict(module, destination, prefix, keep_vars)
     if not keep_vars:
         reads: dict[str, Read] = getattr(module, READS)
-        give_storages(module, destination, prefix, [(name, flat) for name, (_, _, flat) in reads.items()])
+        give_storages(module, destination, prefix, [(name, group) for name, (_, _, group) in reads.items()])
         casts.save_original(module, destination, prefix)
 
 
@@ -284,25 +284,25 @@ def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
 
 
 def rebuild_specs(unit: FSDPUnit) -> None:
-    """Writes what a unit's policy, accumulation and optimizers say into its slots' specs and into the next reads."""
-    for flat in unit.flats:
-        update = flat.update_state.update = update_in_backward.wanted(flat)
-        for slot in flat.slots:
-            slot.spec = _rebuilt(slot.spec, unit, update)
-            if slot.eval_spec is not None:
-                slot.eval_spec = _rebuilt(slot.eval_spec, unit, update)
-            for module, attribute in slot.module_refs:
-                module.__dict__[READS][attribute] = (flat.flat_param, slot.spec.text, flat)
-                module.__dict__[EVAL_READS].update(slot.eval_read(attribute))
-        refresh_unshard_args(flat)
-    for module in {module: None for slot in unit.slots for module, _ in slot.module_refs}:
+    """Writes what a unit's policy, settings and optimizers say into its parameters' specs and into the next reads."""
+    for group in unit.param_groups:
+        update = group.update_state.update = update_in_backward.wanted(group)
+        for param in group.params:
+            param.spec = _rebuilt(param.spec, unit, update)
+            if param.eval_spec is not None:
+                param.eval_spec = _rebuilt(param.eval_spec, unit, update)
+            for module, attribute in param.module_refs:
+                module.__dict__[READS][attribute] = (group.flat_param, param.spec.text, group)
+                module.__dict__[EVAL_READS].update(param.eval_read(attribute))
+        refresh_unshard_args(group)
+    for module in {module: None for param in unit.params for module, _ in param.module_refs}:
         if original_class(module) is not type(module):  # else `full_params` gives the class back
             read_as_written(module)
 
 
 def _rebuilt(spec: UnshardSpec, unit: FSDPUnit, update: Update) -> UnshardSpec:
     where = unit.policy.mesh_placement
-    group = spec.post_forward_group if where.post_forward_size > 1 else ""
+    post_forward_group = spec.post_forward_group if where.post_forward_size > 1 else ""
     reshard = where.reshard
     if spec.size == 1 and update is Update.IN_BACKWARD:
         # A read of the only rank is a view of the flat parameter: backward must see who reads it before the update.
@@ -311,7 +311,7 @@ def _rebuilt(spec: UnshardSpec, unit: FSDPUnit, update: Update) -> UnshardSpec:
         spec,
         reshard=reshard,
         post_forward_size=where.post_forward_size,
-        post_forward_group=group,
+        post_forward_group=post_forward_group,
         divide=unit.divide,
         reduce_group=reduce_alias(unit),
         forward_prefetch=titles(unit.forward_prefetch),

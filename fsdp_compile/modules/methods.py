@@ -148,8 +148,8 @@ class ShardedModule:
         handle = unshard(own)
         if backward_in_progress() != -1:  # it ends before the next forward, which may never come
             for unit in own:
-                for flat in unit.flats:
-                    post_backward.queue_post_backward(flat)
+                for group in unit.param_groups:
+                    post_backward.queue_post_backward(group)
         if _flag(async_op, "unshard"):
             return handle
         handle.wait()
@@ -163,12 +163,12 @@ class ShardedModule:
         """Drops, for the whole model, gradients that are held back and gathered parameters: after an exception, say."""
         own = list(_units(self, recurse=True))
         for unit in own:
-            for flat in unit.flats:
-                flat.unsharded_accumulated_grad.clear()
-                flat.partial_reduce_output.clear()
-                flat.flat_param.grad = None
-                flat.unwritten.clear()
-                flat.update_state.open_forwards, flat.update_state.has_new_grads = 0, False
+            for group in unit.param_groups:
+                group.unsharded_accumulated_grad.clear()
+                group.partial_reduce_output.clear()
+                group.flat_param.grad = None
+                group.unwritten.clear()
+                group.update_state.open_forwards, group.update_state.has_new_grads = 0, False
             rebuild_specs(unit)
         reshard(own)
 
@@ -179,7 +179,7 @@ def _set_prefetch(self: object, modules: Sequence[nn.Module], field: str) -> Non
     own = next((unit for unit in _units(self, recurse=False) if unit.root is self), None)
     if not isinstance(modules, list | tuple):
         raise ConfigError(f"{modules!r} is no list", where=where, instead="a list of sharded modules")
-    if own is None or not own.flats:
+    if own is None or not own.param_groups:
         raise ConfigError(
             f"{type(self).__name__} has no parameters of its own, so that nothing of it is gathered",
             where=where,
@@ -197,7 +197,7 @@ def _unit_of(module: object, owner: nn.Module, where: str) -> list[FSDPUnit]:
     of_call = isinstance(module, nn.Module) and is_sharded(module)
     outermost = next(iter(_units(owner, recurse=True))).outermost
     among = units_of_call(module) if of_call else units(outermost)  # type: ignore[arg-type]
-    found = [unit for unit in among if unit.root is module and unit.flats]
+    found = [unit for unit in among if unit.root is module and unit.param_groups]
     if not found and not of_call:
         raise ConfigError(
             f"{type(module).__name__} is no module of this model that fully_shard() was called on",

@@ -20,7 +20,7 @@ from fsdp_compile.runtime.units import READS, FSDPParam, FSDPParamGroup
 
 
 def give_storages(
-    module: nn.Module, destination: dict[str, Any], prefix: str, flats: Iterable[tuple[str, FSDPParamGroup]]
+    module: nn.Module, destination: dict[str, Any], prefix: str, groups: Iterable[tuple[str, FSDPParamGroup]]
 ) -> None:
     """Replaces sharded parameters in a state dict by DTensors that can be saved and copied, and share their memory.
 
@@ -28,20 +28,20 @@ def give_storages(
         module: The module that was just saved.
         destination: The state dict.
         prefix: Before each name of the module in it.
-        flats: Names of sharded parameters of the module, each with the parameter group that it lies in.
+        groups: Names of sharded parameters of the module, each with the parameter group that it lies in.
     """
-    for name, flat in flats:
-        slot = next((s for s in flat.slots if s.parameter is module._parameters.get(name)), None)
+    for name, group in groups:
+        param = next((s for s in group.params if s.parameter is module._parameters.get(name)), None)
         if (
-            slot is not None
-            and flat.flat_param.device.type != "meta"
-            and slot.sharded_view is local_tensor(slot.dtensor)
+            param is not None
+            and group.flat_param.device.type != "meta"
+            and param.sharded_view is local_tensor(param.dtensor)
         ):
-            destination[prefix + name] = _with_own_storage(slot)
+            destination[prefix + name] = _with_own_storage(param)
 
 
-def _with_own_storage(slot: FSDPParam) -> torch.Tensor:
-    return make_dtensor(torch.from_dlpack(slot.sharded_view), slot.dtensor)
+def _with_own_storage(param: FSDPParam) -> torch.Tensor:
+    return make_dtensor(torch.from_dlpack(param.sharded_view), param.dtensor)
 
 
 _SWAPPED_IN = "_fsdp_shown"
@@ -53,17 +53,17 @@ def own_slots(module: nn.Module) -> Iterator[tuple[str, FSDPParam]]:
     reads = module.__dict__.get(READS, {})
     for attribute in module._parameters:
         if attribute in reads:
-            slots = reads[attribute][2].slots
-            yield attribute, next(slot for slot in slots if (module, attribute) in slot.module_refs)
+            params = reads[attribute][2].params
+            yield attribute, next(param for param in params if (module, attribute) in param.module_refs)
 
 
-def swap_in_full(slot: FSDPParam, full: torch.Tensor) -> nn.Parameter:
+def swap_in_full(param: FSDPParam, full: torch.Tensor) -> nn.Parameter:
     """Makes every module that holds a parameter hold a plain one with the value `full` instead."""
-    plain = nn.Parameter(full, requires_grad=slot.parameter.requires_grad)
-    for name, mark in vars(slot.parameter).items():  # that users and libraries put on parameters
+    plain = nn.Parameter(full, requires_grad=param.parameter.requires_grad)
+    for name, mark in vars(param.parameter).items():  # that users and libraries put on parameters
         setattr(plain, name, mark)
     setattr(plain, _SWAPPED_IN, True)
-    _hold(slot, plain)
+    _hold(param, plain)
     return plain
 
 
@@ -72,17 +72,17 @@ def is_swapped_in(parameter: torch.Tensor) -> bool:
     return _SWAPPED_IN in vars(parameter)
 
 
-def swap_in_sharded(slot: FSDPParam) -> None:
+def swap_in_sharded(param: FSDPParam) -> None:
     """Makes every module that holds a parameter hold the sharded one again."""
-    _hold(slot, slot.parameter)
+    _hold(param, param.parameter)
 
 
-def swapped_in(slot: FSDPParam) -> nn.Parameter | None:
+def swapped_in(param: FSDPParam) -> nn.Parameter | None:
     """What the first module that holds a parameter holds now; code may have put another one there."""
-    module, attribute = slot.module_refs[0]
+    module, attribute = param.module_refs[0]
     return module._parameters.get(attribute)
 
 
-def _hold(slot: FSDPParam, parameter: nn.Parameter) -> None:
-    for module, attribute in slot.module_refs:
+def _hold(param: FSDPParam, parameter: nn.Parameter) -> None:
+    for module, attribute in param.module_refs:
         module._parameters[attribute] = parameter

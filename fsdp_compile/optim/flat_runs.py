@@ -1,4 +1,4 @@
-"""Neighbouring slots of a flat parameter that an optimizer can update as one plain tensor."""
+"""Neighbouring parameters of a flat parameter that an optimizer can update as one plain tensor."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ class Run:
     """Slots that are updated together, with what the optimizer is shown in their place.
 
     The optimizer's state of the run is one tensor per kind; each parameter's own state consists of views of it, as
-    DTensors, so that state dicts look as they would without runs. Padding between slots takes part: it is zero, as is
+    DTensors, so that state dicts look as they would without runs. Padding takes part: it is zero, as is
     its gradient, and elementwise updates keep it so.
 
     Attributes:
-        slots: The slots, neighbours in one flat parameter; a single one may be updated by any contiguous gradient.
+        params: Neighbours in one flat parameter; a single one may be updated by any contiguous gradient.
         tensor: What is updated: a plain tensor in the memory of the flat parameter.
         state: What the optimizer knows of it.
     """
 
-    def __init__(self, slots: Sequence[FSDPParam], known: State) -> None:
-        self.slots = tuple(slots)
-        first, last = self.slots[0].spec, self.slots[-1].spec
+    def __init__(self, params: Sequence[FSDPParam], known: State) -> None:
+        self.params = tuple(params)
+        first, last = self.params[0].spec, self.params[-1].spec
         self._begin, self._end = first.offset, last.offset + last.extent
         # Not `flat.flat_param`: writing to what shares its version would fail a backward that has saved it.
-        self.tensor = self.slots[0].sharded_view.detach()
-        if len(self.slots) > 1:
+        self.tensor = self.params[0].sharded_view.detach()
+        if len(self.params) > 1:
             self.tensor = self._span_of(self.tensor)
-        self.state: dict[Any, Any] = self._joined([known.get(s.parameter, {}) for s in self.slots])
+        self.state: dict[Any, Any] = self._joined([known.get(s.parameter, {}) for s in self.params])
         self._shown: dict[Any, int] = {}
         self._given: tuple[dict[Any, Any], ...] = ()
         self.show(known)
 
     def is_known(self, state: State) -> bool:
-        """Whether the memory of each parameter is its slot's, and its state what `show` gave it."""
-        if any(local_tensor(slot.dtensor) is not slot.sharded_view for slot in self.slots):
+        """Whether the memory of each parameter is its parameter's, and its state what `show` gave it."""
+        if any(local_tensor(param.dtensor) is not param.sharded_view for param in self.params):
             return False
         if not self._given:
-            return not any(state.get(slot.parameter) for slot in self.slots)
-        return all(state.get(s.parameter) is given for s, given in zip(self.slots, self._given, strict=True))
+            return not any(state.get(param.parameter) for param in self.params)
+        return all(state.get(s.parameter) is given for s, given in zip(self.params, self._given, strict=True))
 
     def show(self, state: State) -> None:
         """Gives each parameter its views of what the optimizer knows of the run, where that has changed."""
@@ -56,27 +56,27 @@ class Run:
         if now == self._shown:
             return
         self._shown = now
-        self._given = tuple({k: self._view(k, v, slot) for k, v in self.state.items()} for slot in self.slots)
-        for slot, given in zip(self.slots, self._given, strict=True):
-            state[slot.parameter] = given
+        self._given = tuple({k: self._view(k, v, param) for k, v in self.state.items()} for param in self.params)
+        for param, given in zip(self.params, self._given, strict=True):
+            state[param.parameter] = given
 
     def take_gradient(self) -> bool:
-        """Shows the optimizer the gradients of the slots as one tensor.
+        """Shows the optimizer the gradients of the parameters as one tensor.
 
         Returns:
-            Whether they lie in memory as the slots do.
+            Whether they lie in memory as the parameters do.
         """
-        gradients = [local_tensor(slot.parameter.grad) for slot in self.slots]  # type: ignore[arg-type]
+        gradients = [local_tensor(param.parameter.grad) for param in self.params]  # type: ignore[arg-type]
         first = gradients[0]
-        if len(self.slots) == 1:
+        if len(self.params) == 1:
             if first.dtype != self.tensor.dtype:
                 allow_any_gradient_dtype(self.tensor)
             self.tensor.grad = first
             return True
         start, storage = first.storage_offset() - self._begin, memory_id(first)
-        for slot, gradient in zip(self.slots, gradients, strict=True):
+        for param, gradient in zip(self.params, gradients, strict=True):
             if (
-                gradient.storage_offset() - slot.spec.offset != start
+                gradient.storage_offset() - param.spec.offset != start
                 or not gradient.is_contiguous()
                 or gradient.dtype != self.tensor.dtype
                 or memory_id(gradient) != storage
@@ -92,18 +92,18 @@ class Run:
         self.tensor.grad = None
 
     def _span_of(self, first: torch.Tensor) -> torch.Tensor:
-        """All elements from the first slot's first to the last slot's end, padding included."""
+        """All elements from the first parameter's first to the last parameter's end, padding included."""
         return first.as_strided((self._end - self._begin,), (1,), first.storage_offset())
 
-    def _view(self, key: str, value: Any, slot: FSDPParam) -> Any:
+    def _view(self, key: str, value: Any, param: FSDPParam) -> Any:
         """One parameter's part of a value of the run's state."""
         if not isinstance(value, torch.Tensor) or value.shape != self.tensor.shape or key in SCALARS:
             return value
-        if len(self.slots) > 1:
-            start = slot.spec.offset - self._begin
+        if len(self.params) > 1:
+            start = param.spec.offset - self._begin
             # With a storage of its own: a DTensor cannot be copied whose storage begins before it does.
-            value = torch.from_dlpack(value[start : start + slot.sharded_view.numel()].view(slot.sharded_size))
-        return make_dtensor(value, slot.dtensor)
+            value = torch.from_dlpack(value[start : start + param.sharded_view.numel()].view(param.sharded_size))
+        return make_dtensor(value, param.dtensor)
 
     def _joined(self, states: Sequence[State]) -> dict[Any, Any]:
         """The run's state out of that of its parameters."""
@@ -112,34 +112,34 @@ class Run:
             if not isinstance(value, DTensor):
                 # A count of steps of this run's own: parameters that were in a run with these may miss the next step.
                 joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            elif len(self.slots) == 1:
+            elif len(self.params) == 1:
                 joined[key] = local_tensor(value)
             else:
                 whole = torch.zeros_like(self.tensor, dtype=value.dtype)
-                for slot, state in zip(self.slots, states, strict=True):
-                    start = slot.spec.offset - self._begin
-                    whole[start : start + slot.sharded_view.numel()] = local_tensor(state[key]).reshape(-1)
+                for param, state in zip(self.params, states, strict=True):
+                    start = param.spec.offset - self._begin
+                    whole[start : start + param.sharded_view.numel()] = local_tensor(state[key]).reshape(-1)
                 joined[key] = whole
         return joined
 
 
-def neighbours(slots: Sequence[tuple[FSDPParamGroup, FSDPParam]], state: State) -> Iterator[Sequence[FSDPParam]]:
-    """Cuts slots, in the order in which they lie in their flat parameters, where a run has to end.
+def neighbours(params: Sequence[tuple[FSDPParamGroup, FSDPParam]], state: State) -> Iterator[Sequence[FSDPParam]]:
+    """Cuts parameters, in the order in which they lie in their flat parameters, where a run has to end.
 
     Args:
-        slots: Slots with their flat parameters, by flat parameter and offset.
+        params: With their parameter groups, by group and offset.
         state: The optimizer's state by parameter: a run has one count of steps.
     """
     run: list[FSDPParam] = []
     before: FSDPParamGroup | None = None
-    for flat, slot in slots:
-        fits = run and flat is before and run[-1].spec.offset + run[-1].spec.extent == slot.spec.offset
-        if fits and _same_numbers(state.get(run[-1].parameter, {}), state.get(slot.parameter, {})):
-            run.append(slot)
+    for group, param in params:
+        fits = run and group is before and run[-1].spec.offset + run[-1].spec.extent == param.spec.offset
+        if fits and _same_numbers(state.get(run[-1].parameter, {}), state.get(param.parameter, {})):
+            run.append(param)
             continue
         if run:
             yield run
-        run, before = [slot], flat
+        run, before = [param], group
     if run:
         yield run
 

@@ -112,7 +112,7 @@ class FlatStep:
             state = optimizer.state
             given = [group["params"] for group in optimizer.param_groups]
             shown = [self._runs_of(number, parameters, state) for number, parameters in enumerate(given)]
-            hidden = {slot.parameter for found, _ in shown for run in found for slot in run.slots}
+            hidden = {param.parameter for found, _ in shown for run in found for param in run.params}
             self._run(optimizer, shown, {p: s for p, s in state.items() if p not in hidden})
         return loss
 
@@ -120,20 +120,20 @@ class FlatStep:
         """Steps the parameters of one flat parameter that have gradients.
 
         Returns:
-            Their slots.
+            Their parameters.
         """
         with self._lock:
             numbers = self._group_numbers(optimizer)
-            if any(slot.parameter.grad is not None and slot.parameter not in numbers for slot in flat.slots):
+            if any(param.parameter.grad is not None and param.parameter not in numbers for param in flat.params):
                 update_optimizer(optimizer)  # it may hold parameters that were sharded since
                 numbers = self._group_numbers(optimizer)
             groups: list[Places] = [[] for _ in optimizer.param_groups]
-            for slot in flat.slots:
-                if slot.parameter.grad is not None and slot.parameter in numbers:
-                    groups[numbers[slot.parameter]].append((flat, slot))
+            for param in flat.params:
+                if param.parameter.grad is not None and param.parameter in numbers:
+                    groups[numbers[param.parameter]].append((flat, param))
             shown: Shown = [(self._cut((n, flat), trained, optimizer.state), []) for n, trained in enumerate(groups)]
             self._run(optimizer, shown, {})
-        return [slot for trained in groups for _, slot in trained]
+        return [param for trained in groups for _, param in trained]
 
     def _run(self, optimizer: optim.Optimizer, shown: Shown, others: Mapping[Any, Any]) -> None:
         """Runs the optimizer's own step on what is shown to it in the place of its groups.
@@ -166,27 +166,29 @@ class FlatStep:
     ) -> tuple[list[Run], list[nn.Parameter]]:
         """The runs of a group's sharded parameters that have gradients, and its other parameters."""
         places = self._places_of(number, parameters)
-        sharded = {slot.parameter for _, slot in places}
-        trained = [(flat, slot) for flat, slot in places if slot.parameter.grad is not None]
+        sharded = {param.parameter for _, param in places}
+        trained = [(flat, param) for flat, param in places if param.parameter.grad is not None]
         return self._cut((number, None), trained, state), [p for p in parameters if p not in sharded]
 
     def _cut(self, place: tuple[int, FSDPParamGroup | None], trained: Places, state: State) -> list[Run]:
-        """Runs of slots that have gradients: those of the last time if nothing has changed at this place."""
-        key = tuple(id(slot) for _, slot in trained)
+        """Runs of parameters that have gradients: those of the last time if nothing has changed at this place."""
+        key = tuple(id(param) for _, param in trained)
         before, runs = self._runs.get(place, ((), []))
         if before != key or not all(run.is_known(state) for run in runs):
-            runs = [Run(slots, state) for slots in neighbours(trained, state)]
+            runs = [Run(params, state) for params in neighbours(trained, state)]
             self._forget_old_shards()
         if not _take_gradients(runs):
             # Somebody put gradients of their own in the place of ours: each parameter is a run from now on.
-            runs = [Run([slot], state) for run in runs for slot in run.slots]
+            runs = [Run([param], state) for run in runs for param in run.params]
             _take_gradients(runs)
         self._runs[place] = (key, runs)
         return runs
 
     def _forget_old_shards(self) -> None:
         """Drops runs of flat parameters whose unit was laid out anew."""
-        for place in [place for place in self._runs if place[1] is not None and place[1] not in place[1].unit.flats]:
+        for place in [
+            place for place in self._runs if place[1] is not None and place[1] not in place[1].unit.param_groups
+        ]:
             del self._runs[place]
 
     def _group_numbers(self, optimizer: optim.Optimizer) -> dict[nn.Parameter, int]:
@@ -200,15 +202,15 @@ class FlatStep:
         return numbers
 
     def _places_of(self, number: int, parameters: Sequence[nn.Parameter]) -> Places:
-        """Flat parameters and slots of a group's parameters, as they lie in memory."""
+        """Flat parameters and parameters of a group's parameters, as they lie in memory."""
         key = tuple(map(id, parameters))
         while len(self._places) <= number:
             self._places.append(((), []))
         before, places = self._places[number]
-        if before != key or any(local_tensor(slot.dtensor) is not slot.sharded_view for _, slot in places):
+        if before != key or any(local_tensor(param.dtensor) is not param.sharded_view for _, param in places):
             wanted = {p: i for i, p in enumerate(parameters)}
-            in_use = [flat for flat in FSDPParamGroup.alive() if flat in flat.unit.flats]
-            found = [(flat, slot) for flat in in_use for slot in flat.slots if slot.parameter in wanted]
+            in_use = [flat for flat in FSDPParamGroup.alive() if flat in flat.unit.param_groups]
+            found = [(flat, param) for flat in in_use for param in flat.params if param.parameter in wanted]
             first: dict[FSDPParamGroup, int] = {}
             for flat, _ in sorted(found, key=lambda place: wanted[place[1].parameter]):
                 first.setdefault(flat, len(first))

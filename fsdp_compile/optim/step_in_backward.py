@@ -41,7 +41,7 @@ def step_in_backward(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
     for parameter in parameters:
         update_in_backward.set_updater(parameter, updater)
     for unit in dict.fromkeys(
-        f.unit for f in FSDPParamGroup.alive() if update_in_backward.wanted(f) is not f.slots[0].spec.update
+        f.unit for f in FSDPParamGroup.alive() if update_in_backward.wanted(f) is not f.params[0].spec.update
     ):
         rebuild_specs(unit)
     return optimizer
@@ -65,5 +65,5 @@ class _InBackward:
 
     def update(self, flat: FSDPParamGroup) -> None:
         """Steps those parameters of a parameter group that are the optimizer's, and forgets their gradients."""
-        for slot in flat_step_of(self.optimizer).update(self.optimizer, flat):
-            slot.parameter.grad = None
+        for param in flat_step_of(self.optimizer).update(self.optimizer, flat):
+            param.parameter.grad = None

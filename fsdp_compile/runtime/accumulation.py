@@ -59,8 +59,8 @@ def switch(units: Iterable[FSDPUnit], **flags: bool) -> None:
         changed = dataclasses.replace(unit.comm_settings, **flags)
         if changed != unit.comm_settings:
             unit.comm_settings = changed
-            for flat in unit.flats:
-                refresh_unshard_args(flat)
+            for group in unit.param_groups:
+                refresh_unshard_args(group)
 
 
 def follow_active(module: nn.Module, made: Iterable[FSDPUnit]) -> None:
@@ -69,25 +69,25 @@ def follow_active(module: nn.Module, made: Iterable[FSDPUnit]) -> None:
         switch(made, reduce_gradients=False, all_reduce=False)
 
 
-def pending_grads_of(flat: FSDPParamGroup, placement: GradPlacement) -> PendingGrads:
+def pending_grads_of(group: FSDPParamGroup, placement: GradPlacement) -> PendingGrads:
     """Where gradients are collected that are summed as far as `placement`, which is not all the way."""
-    return flat.unsharded_accumulated_grad if placement is GradPlacement.UNREDUCED else flat.partial_reduce_output
+    return group.unsharded_accumulated_grad if placement is GradPlacement.UNREDUCED else group.partial_reduce_output
 
 
-def reduce_rest(flat: FSDPParamGroup) -> None:
+def reduce_rest(group: FSDPParamGroup) -> None:
     """Reduces, as far as the unit asks for now, what no graph has taken along, and adds it to the parameters' `.grad`.
 
     That is the case after a backward whose forward ran while gradients were held back, and for parameters that the last
     microbatch did not use.
     """
-    placement = grad_placement_of(flat)
-    spec = flat.slots[0].spec
-    full = flat.unsharded_accumulated_grad.drain() if placement is not GradPlacement.UNREDUCED else None
+    placement = grad_placement_of(group)
+    spec = group.params[0].spec
+    full = group.unsharded_accumulated_grad.drain() if placement is not GradPlacement.UNREDUCED else None
     if full is not None:
-        flat.partial_reduce_output.add(sum_over_shards(full.value, spec), full.offsets)
-    summed = flat.partial_reduce_output.drain() if placement is GradPlacement.REDUCED else None
+        group.partial_reduce_output.add(sum_over_shards(full.value, spec), full.offsets)
+    summed = group.partial_reduce_output.drain() if placement is GradPlacement.REDUCED else None
     if summed is not None:
-        gradient = sum_over_replicas(summed.value, spec).to(flat.flat_param)
-        gradients.accumulate_sharded_grads(flat, gradient, summed.offsets)
+        gradient = sum_over_replicas(summed.value, spec).to(group.flat_param)
+        gradients.accumulate_sharded_grads(group, gradient, summed.offsets)
     if full is not None or summed is not None:
-        refresh_unshard_args(flat)
+        refresh_unshard_args(group)

@@ -19,44 +19,44 @@ from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 
-def on_flat_grad(flat: FSDPParamGroup) -> None:
+def on_flat_grad(group: FSDPParamGroup) -> None:
     """Notes that `flat.flat_param` has a gradient; the last backward of a step writes it to the parameters' `.grad`.
 
     Autograd calls this when everything in this backward that read the leaf has run, so it may be updated.
     """
-    if flat.update_state.is_updated:
-        flat.flat_param.grad = None  # or the next step would add it
-        flat.take_produced(GradPlacement.REDUCED)
-        update_in_backward.refuse_second(flat)
-    flat.unsharded_accumulated_grad.commit()
-    flat.partial_reduce_output.commit()
-    flat.unwritten |= flat.take_produced(GradPlacement.REDUCED)
-    if flat.unit.comm_settings.last_backward:
-        write_sharded_grads(flat)
-    if flat.update_state.has_new_grads and update_in_backward.is_complete(flat):
-        update_in_backward.run(flat)
+    if group.update_state.is_updated:
+        group.flat_param.grad = None  # or the next step would add it
+        group.take_produced(GradPlacement.REDUCED)
+        update_in_backward.refuse_second(group)
+    group.unsharded_accumulated_grad.commit()
+    group.partial_reduce_output.commit()
+    group.unwritten |= group.take_produced(GradPlacement.REDUCED)
+    if group.unit.comm_settings.last_backward:
+        write_sharded_grads(group)
+    if group.update_state.has_new_grads and update_in_backward.is_complete(group):
+        update_in_backward.run(group)
 
 
-def write_sharded_grads(flat: FSDPParamGroup) -> None:
+def write_sharded_grads(group: FSDPParamGroup) -> None:
     """Moves the gradient of `flat.flat_param` into the parameters whose gradients arrived, and clears it."""
-    gradient, flat.flat_param.grad = flat.flat_param.grad, None
-    offsets, flat.unwritten = flat.unwritten, set()
+    gradient, group.flat_param.grad = group.flat_param.grad, None
+    offsets, group.unwritten = group.unwritten, set()
     if gradient is None:
         return
-    refuse_double_backward(flat, gradient)
-    accumulate_sharded_grads(flat, gradient, offsets)
+    refuse_double_backward(group, gradient)
+    accumulate_sharded_grads(group, gradient, offsets)
 
 
-def accumulate_sharded_grads(flat: FSDPParamGroup, gradient: torch.Tensor, offsets: Collection[int]) -> None:
-    """Adds a gradient, laid out and typed as the flat parameter, to the `.grad` of the slots at `offsets`."""
-    slots = flat.slots_at(offsets)
-    parts = views_of(gradient, [slot.place for slot in slots])
-    for slot, part in zip(slots, parts, strict=True):
-        accumulate(slot, make_dtensor(part, slot.dtensor))
-    flat.update_state.has_new_grads = flat.update_state.update is Update.IN_BACKWARD
+def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offsets: Collection[int]) -> None:
+    """Adds a gradient, laid out and typed as the flat parameter, to the `.grad` of the parameters at `offsets`."""
+    params = group.params_at(offsets)
+    parts = views_of(gradient, [param.place for param in params])
+    for param, part in zip(params, parts, strict=True):
+        accumulate(param, make_dtensor(part, param.dtensor))
+    group.update_state.has_new_grads = group.update_state.update is Update.IN_BACKWARD
 
 
-def refuse_double_backward(flat: FSDPParamGroup, gradient: torch.Tensor) -> None:
+def refuse_double_backward(group: FSDPParamGroup, gradient: torch.Tensor) -> None:
     """Refuses a gradient that has a history.
 
     Raises:
@@ -65,22 +65,22 @@ def refuse_double_backward(flat: FSDPParamGroup, gradient: torch.Tensor) -> None
     if gradient.requires_grad:
         raise UnsupportedModelError(
             "a gradient of the parameters' gradients is asked for (double backward)",
-            where=f"backward(create_graph=True), unit {flat.unit.title}",
+            where=f"backward(create_graph=True), unit {group.unit.title}",
             instead="torch.autograd.grad(loss, inputs, create_graph=True) for a penalty on gradients of inputs, "
             "without torch.compile",
         )
 
 
-def accumulate(slot: FSDPParam, gradient: torch.Tensor) -> None:
+def accumulate(param: FSDPParam, gradient: torch.Tensor) -> None:
     """Adds a gradient in the parameter's dtype; what is kept may be narrower (`keep_low_precision_grads`)."""
-    parameter = slot.parameter
+    parameter = param.parameter
     # This runs once per parameter in every step, so what few parameters have is asked for before it is looked at.
     if parameter._backward_hooks:
         for hook in parameter._backward_hooks.values():
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced
-    if slot.grad_dtype is not None:
-        _add_in(slot.grad_dtype, parameter, gradient)
+    if param.grad_dtype is not None:
+        _add_in(param.grad_dtype, parameter, gradient)
     elif parameter.grad is None:
         parameter.grad = gradient
     else:

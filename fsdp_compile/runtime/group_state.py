@@ -61,11 +61,11 @@ class ParamState(enum.Enum):
 
 @dataclasses.dataclass
 class AccumulatedGrad:
-    """Gradients of some slots of one flat parameter.
+    """Gradients of some parameters of one flat parameter.
 
     Attributes:
         value: `[parts * numel]`: rank after rank, each with the rows that it will keep; one part for partial results.
-        offsets: The slots that have gradients in it.
+        offsets: The parameters that have gradients in it.
         consumed: Slots whose gradients are still in `value` and no longer count.
     """
 
@@ -78,7 +78,7 @@ class PendingGrads:
     """The place of one flat parameter's unreduced gradients.
 
     Args:
-        specs: The slots.
+        specs: The parameters.
         parts: Into how many parts of the flat parameter's size the value is divided.
     """
 
@@ -102,7 +102,7 @@ class PendingGrads:
         return None if self._grad is None else self._grad.value
 
     def add(self, gradient: torch.Tensor, offsets: Iterable[int]) -> None:
-        """Accumulates a gradient that covers the slots at `offsets`, and is zero elsewhere.
+        """Accumulates a gradient that covers the parameters at `offsets`, and is zero elsewhere.
 
         Args:
             gradient: `[parts * numel]`, in the dtype of reductions; it is kept.
@@ -116,14 +116,14 @@ class PendingGrads:
             self._grad = AccumulatedGrad(value, pending.offsets | set(offsets))
 
     def consume(self, borrowed: torch.Tensor, offsets: Iterable[int]) -> torch.Tensor:
-        """Gives away what is held of some slots.
+        """Gives away what is held of some parameters.
 
         Args:
             borrowed: What the taker was given when its forward ran; if something was added since, nothing is taken.
             offsets: Slots that the taker reduces; it does not look at others.
 
         Returns:
-            A tensor like `borrowed`: the gradients of these slots, zeros for those that were taken before.
+            A tensor like `borrowed`: the gradients of these parameters, zeros for those that were taken before.
         """
         pending, wanted = self._grad, set(offsets)
         if pending is None or pending.value.data_ptr() != borrowed.data_ptr():
@@ -166,7 +166,7 @@ class PendingGrads:
         self._uncommitted.clear()
 
     def _without(self, value: torch.Tensor, offsets: Iterable[int]) -> torch.Tensor:
-        """`value` with zeros in the slots at `offsets`."""
+        """`value` with zeros in the parameters at `offsets`."""
         gone = [self._specs[offset] for offset in offsets]
         if not gone:
             return value
@@ -181,7 +181,7 @@ class UnshardedParams:
     """Full parameters, and the moment at which they were those of the parameter group.
 
     Attributes:
-        values: The full parameter of each slot, by offset.
+        values: The full parameter of each parameter, by offset.
         version: Counters that change with the parameters.
     """
 
@@ -191,10 +191,10 @@ class UnshardedParams:
 
 @dataclasses.dataclass(frozen=True)
 class PendingAllGather:
-    """All-gathers of all slots of a flat parameter that were started and not yet waited for.
+    """All-gathers of all parameters of a flat parameter that were started and not yet waited for.
 
     Attributes:
-        messages: For each slot, its message; of a quantized parameter its elements, then its scales.
+        messages: For each parameter, its message; of a quantized parameter its elements, then its scales.
         version: Counters that change with the parameters.
     """
 
@@ -207,7 +207,7 @@ class UpdateState:
     """How far the update of one parameter group is.
 
     Attributes:
-        update: When it is updated, as the specs of its slots have it.
+        update: When it is updated, as the specs of its parameters have it.
         open_forwards: Compiled forwards that have read it and whose backward has not run; reads outside of compiled
             graphs count until the update.
         has_new_grads: Whether parameters were given gradients since the last update.

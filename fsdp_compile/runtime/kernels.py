@@ -26,7 +26,7 @@ def accompany(
     unsharded_accumulated_grad: torch.Tensor | None,
     partial_reduce_output: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What may really be added to gradients of the slots at `offsets`: nothing that has been reduced before.
+    """What may really be added to gradients of the parameters at `offsets`: nothing that has been reduced before.
 
     Args:
         flat: The parameter group.
@@ -120,7 +120,7 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) 
 
 def _is_kept(flat: FSDPParamGroup, offsets: Sequence[int]) -> bool:
     """Whether somebody may keep a gradient longer than the update: a hook, or an optimizer that steps later."""
-    trained = [slot.parameter for slot in flat.slots_at(offsets)]
+    trained = [param.parameter for param in flat.params_at(offsets)]
     return any(update_in_backward.updater_of(p) is None or has_gradient_hooks(p) for p in trained)
 
 

@@ -15,13 +15,13 @@ from fsdp_compile.runtime.units import READS, FSDPParam, FSDPUnit
 def units_below(module: nn.Module) -> list[FSDPUnit]:
     """Units that modules at and below `module` read from."""
     reads = [read for m in module.modules() for read in m.__dict__.get(READS, {}).values()]
-    return list(dict.fromkeys(flat.unit for _, _, flat in reads))
+    return list(dict.fromkeys(group.unit for _, _, group in reads))
 
 
-def slots_in(module: nn.Module, unit: FSDPUnit) -> Iterator[FSDPParam]:
+def params_in(module: nn.Module, unit: FSDPUnit) -> Iterator[FSDPParam]:
     """The parameters of a unit that modules at and below `module` hold."""
     inside = set(module.modules())
-    return (slot for slot in unit.slots if any(owner in inside for owner, _ in slot.module_refs))
+    return (param for param in unit.params if any(owner in inside for owner, _ in param.module_refs))
 
 
 class Nesting(enum.Enum):

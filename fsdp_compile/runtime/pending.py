@@ -19,28 +19,28 @@ _lock = threading.RLock()
 """Autograd runs hooks on a thread of each device, and models may be trained on several threads."""
 
 
-def mark_pending(flat: FSDPParamGroup) -> None:
+def mark_pending(group: FSDPParamGroup) -> None:
     """Says that there may be something left to do for a parameter group."""
     with _lock:
-        _pending.add(flat)
+        _pending.add(group)
 
 
 def is_any_pending() -> bool:
     """Whether there is something left to do for any parameter group of the process."""
     with _lock:
         if _pending:
-            for flat in [flat for flat in _pending if flat.is_idle]:
-                _pending.discard(flat)
+            for group in [group for group in _pending if group.is_idle]:
+                _pending.discard(group)
         return bool(_pending)
 
 
 def pending_in(units: Iterable[FSDPUnit]) -> Sequence[FSDPParamGroup]:
     """The parameter groups of some units for which something is left to do, in the units' order: alike on all ranks."""
     with _lock:
-        return [flat for unit in units for flat in unit.flats if flat in _pending] if is_any_pending() else []
+        return [group for unit in units for group in unit.param_groups if group in _pending] if is_any_pending() else []
 
 
-def are_idle(flats: Iterable[FSDPParamGroup]) -> bool:
+def are_idle(groups: Iterable[FSDPParamGroup]) -> bool:
     """Whether nothing is left to do for any of some parameter groups."""
     with _lock:
-        return not is_any_pending() or _pending.isdisjoint(flats)
+        return not is_any_pending() or _pending.isdisjoint(groups)

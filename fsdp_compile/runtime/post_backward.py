@@ -25,42 +25,42 @@ _queued: set[int] = set()
 _queued_in = [-1]
 
 
-def queue_post_backward(flat: FSDPParamGroup) -> None:
+def queue_post_backward(group: FSDPParamGroup) -> None:
     """Asks for the end of this backward pass to be noticed, once for all units of a model, if it has work to do.
 
     Args:
-        flat: A parameter group that something was done for.
+        group: A parameter group that something was done for.
     """
     if _queued_in[0] != backward_in_progress():
         _queued.clear()
         _queued_in[0] = backward_in_progress()
-    pending.mark_pending(flat)
-    outermost = flat.unit.outermost
+    pending.mark_pending(group)
+    outermost = group.unit.outermost
     assert outermost is not None
     if id(outermost) not in _queued and pending.is_any_pending():
         _queued.add(id(outermost))
-        after_this_backward(functools.partial(post_backward_final_callback, flat.unit.of_model))
+        after_this_backward(functools.partial(post_backward_final_callback, group.unit.of_model))
 
 
 @torch.compiler.disable
 def post_backward_final_callback(units: Sequence[FSDPUnit]) -> None:
     """Delivers and reduces what waited for this backward, unit by unit in the same order on every rank."""
-    waiting = [flat for flat in pending.pending_in(units) if flat.has_pending_grads]
-    for flat in waiting:
-        if any([flat.unsharded_accumulated_grad.roll_back(), flat.partial_reduce_output.roll_back()]):
-            refresh_unshard_args(flat)
-    for flat in waiting:
-        if flat.unit.comm_settings.last_backward:
-            gradients.write_sharded_grads(flat)
-            accumulation.reduce_rest(flat)
-            flat.update_state.expects_late_grad = False
-            update_in_backward.run(flat)
-    unshard.after_backward(flat for flat in pending.pending_in(units) if flat.unit.comm_settings.last_backward)
+    waiting = [group for group in pending.pending_in(units) if group.has_pending_grads]
+    for group in waiting:
+        if any([group.unsharded_accumulated_grad.roll_back(), group.partial_reduce_output.roll_back()]):
+            refresh_unshard_args(group)
+    for group in waiting:
+        if group.unit.comm_settings.last_backward:
+            gradients.write_sharded_grads(group)
+            accumulation.reduce_rest(group)
+            group.update_state.expects_late_grad = False
+            update_in_backward.run(group)
+    unshard.after_backward(group for group in pending.pending_in(units) if group.unit.comm_settings.last_backward)
 
 
-def install_grad_hooks(flat: FSDPParamGroup) -> None:
+def install_grad_hooks(group: FSDPParamGroup) -> None:
     """Makes every gradient that autograd accumulates into `flat.flat_param` reach the parameters."""
-    reference = weakref.ref(flat)
+    reference = weakref.ref(group)
 
     def after_accumulation(leaf: torch.Tensor) -> None:
         if leaf.grad is None:  # an update inside of the graph has taken it, or it waits for another
@@ -71,52 +71,52 @@ def install_grad_hooks(flat: FSDPParamGroup) -> None:
             (_on_gradient_beside_dynamo if calls_are_compiled() else _on_gradient)(owner)
 
     skip_code(after_accumulation.__code__)
-    if flat.flat_param.requires_grad:
-        flat.flat_param.register_post_accumulate_grad_hook(after_accumulation)
+    if group.flat_param.requires_grad:
+        group.flat_param.register_post_accumulate_grad_hook(after_accumulation)
 
 
-def _on_gradient(flat: FSDPParamGroup) -> None:
-    gradients.on_flat_grad(flat)
-    queue_post_backward(flat)
+def _on_gradient(group: FSDPParamGroup) -> None:
+    gradients.on_flat_grad(group)
+    queue_post_backward(group)
 
 
 _on_gradient_beside_dynamo = torch.compiler.disable(_on_gradient)
 
 
-def install_grad_accumulators(flat: FSDPParamGroup) -> None:
+def install_grad_accumulators(group: FSDPParamGroup) -> None:
     """Makes the leaves that gradients of a flat parameter go to which are not summed over all ranks.
 
     A leaf has the shape of what is accumulated, `[size * numel]` or `[numel]`, and no memory: its stride is 0.
     """
-    if not flat.flat_param.requires_grad:
+    if not group.flat_param.requires_grad:
         return
-    spec = flat.slots[0].spec
+    spec = group.params[0].spec
     for sync, parts in ((GradPlacement.UNREDUCED, spec.size), (GradPlacement.REDUCE_SCATTERED, 1)):
-        element = torch.zeros(1, dtype=spec.reduce_dtype, device=spec.compute or flat.flat_param.device)
-        holder = element.expand(flat.flat_param.numel() * parts).requires_grad_()
-        holder.register_post_accumulate_grad_hook(functools.partial(_on_accumulated_grad, weakref.ref(flat), sync))
-        flat.grad_accumulators[sync] = holder
+        element = torch.zeros(1, dtype=spec.reduce_dtype, device=spec.compute or group.flat_param.device)
+        holder = element.expand(group.flat_param.numel() * parts).requires_grad_()
+        holder.register_post_accumulate_grad_hook(functools.partial(_on_accumulated_grad, weakref.ref(group), sync))
+        group.grad_accumulators[sync] = holder
 
 
 @torch.compiler.disable
 def _on_accumulated_grad(
     reference: weakref.ref[FSDPParamGroup], placement: GradPlacement, accumulator: torch.Tensor
 ) -> None:
-    flat = reference()
+    group = reference()
     gradient, accumulator.grad = accumulator.grad, None
-    if flat is None or gradient is None:
+    if group is None or gradient is None:
         return
-    gradients.refuse_double_backward(flat, gradient)
-    update_in_backward.refuse_second(flat)
+    gradients.refuse_double_backward(group, gradient)
+    update_in_backward.refuse_second(group)
     if placement is GradPlacement.REDUCE_SCATTERED:
-        flat.unsharded_accumulated_grad.commit()
-    accumulation.pending_grads_of(flat, placement).add(gradient, flat.take_produced(placement))
-    if grad_placement_of(flat) is not placement:  # the next reads may be such that take it along
-        refresh_unshard_args(flat)
-    queue_post_backward(flat)
+        group.unsharded_accumulated_grad.commit()
+    accumulation.pending_grads_of(group, placement).add(gradient, group.take_produced(placement))
+    if grad_placement_of(group) is not placement:  # the next reads may be such that take it along
+        refresh_unshard_args(group)
+    queue_post_backward(group)
 
 
-def await_late_gradient(parameter: nn.Parameter, slot: FSDPParam) -> None:
+def await_late_gradient(parameter: nn.Parameter, param: FSDPParam) -> None:
     """Sees to it that the gradient of a plain parameter that was read before it was sharded reaches its successor.
 
     The first call of a compiled model may run code that Dynamo leaves to Python before the first graph is compiled, and
@@ -128,13 +128,13 @@ def await_late_gradient(parameter: nn.Parameter, slot: FSDPParam) -> None:
         gradient = own_gradient(old)
         if gradient is not None:
             clear_own_gradient(old)
-            module, attribute = slot.module_refs[0]
-            leaf, text, flat = getattr(module, READS)[attribute]  # the text by which gradients are reduced at once
+            module, attribute = param.module_refs[0]
+            leaf, text, group = getattr(module, READS)[attribute]  # the text by which gradients are reduced at once
             with torch.no_grad():
-                reduced = torch.ops.fsdp.reduce_grad(leaf, gradient.to(slot.spec.param_dtype), text)
-                gradients.accumulate(slot, make_dtensor(views_of(reduced, [slot.place])[0], slot.dtensor))
-            flat.update_state.has_new_grads = flat.update_state.update is Update.IN_BACKWARD
-            queue_post_backward(flat)
+                reduced = torch.ops.fsdp.reduce_grad(leaf, gradient.to(param.spec.param_dtype), text)
+                gradients.accumulate(param, make_dtensor(views_of(reduced, [param.place])[0], param.dtensor))
+            group.update_state.has_new_grads = group.update_state.update is Update.IN_BACKWARD
+            queue_post_backward(group)
 
-    slot.is_read_before = True
+    param.is_read_before = True
     parameter.register_post_accumulate_grad_hook(reduce)

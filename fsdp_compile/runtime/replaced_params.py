@@ -30,17 +30,17 @@ SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 class ReplacedParameter(nn.Parameter):
     """A plain parameter after it was sharded: `.grad` is its successor's, any computation with it is an error."""
 
-    slot: FSDPParam
+    param: FSDPParam
     full_shape: torch.Size
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The sharded gradient of the successor."""
-        return self.slot.parameter.grad
+        return self.param.parameter.grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self.slot.parameter.grad = value
+        self.param.parameter.grad = value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,12 +51,12 @@ class ReplacedParameter(nn.Parameter):
         moved = next((a for a in args if isinstance(a, ReplacedParameter)), None)
         raise ConfigError(
             f"the parameter was sharded since you took it, and {getattr(func, '__name__', func)} needs its old memory",
-            where=moved.slot.name if moved is not None else None,
+            where=moved.param.name if moved is not None else None,
             instead="take it from model.parameters() again after the first call of the compiled model",
         )
 
 
-def mark_replaced(parameter: nn.Parameter, slot: FSDPParam) -> None:
+def mark_replaced(parameter: nn.Parameter, param: FSDPParam) -> None:
     """Makes a plain parameter point at its sharded successor, and releases its memory if no graph still needs it."""
     shape = parameter.shape
     parameter.grad = None
@@ -64,12 +64,12 @@ def mark_replaced(parameter: nn.Parameter, slot: FSDPParam) -> None:
         parameter.data = parameter.data.new_empty(0)
     parameter.__class__ = ReplacedParameter
     assert isinstance(parameter, ReplacedParameter)
-    parameter.slot, parameter.full_shape = slot, shape
+    parameter.param, parameter.full_shape = param, shape
 
 
 def current(parameter: torch.Tensor) -> torch.Tensor:
     """The sharded parameter that took the place of `parameter`, or `parameter` itself."""
-    return parameter.slot.parameter if isinstance(parameter, ReplacedParameter) else parameter
+    return parameter.param.parameter if isinstance(parameter, ReplacedParameter) else parameter
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def _shard_state(state: Any, parameter: ReplacedParameter) -> Any:
     if not isinstance(state, dict):
         raise ConfigError(
             f"an optimizer holds state of type {type(state).__name__}, which cannot be sharded",
-            where=parameter.slot.name,
+            where=parameter.param.name,
             instead="make the optimizer after the first call of the compiled model",
         )
 
@@ -111,17 +111,17 @@ def _shard_value(key: str, value: Any, parameter: ReplacedParameter) -> Any:
     if not tensors or key in SCALARS:
         return value
     if value is tensors[0] and value.shape == parameter.full_shape:
-        return shard_like(value, parameter.slot)
+        return shard_like(value, parameter.param)
     if value is tensors[0] and value.dim() == 0:
         return value
     raise ConfigError(
         f"an optimizer holds state {key!r}, which is not of its parameter's shape and cannot be sharded",
-        where=parameter.slot.name,
+        where=parameter.param.name,
         instead="make the optimizer after the first call of the compiled model",
     )
 
 
-def shard_like(value: torch.Tensor, slot: FSDPParam) -> DTensor:
+def shard_like(value: torch.Tensor, param: FSDPParam) -> DTensor:
     """Keeps this rank's part of a full tensor that every rank holds, laid out as the parameter is; no communication."""
-    part = local_part(value, slot.spec.dim, slot.spec.size, slot.rank)
-    return make_dtensor(part.clone(memory_format=torch.contiguous_format), slot.dtensor)
+    part = local_part(value, param.spec.dim, param.spec.size, param.rank)
+    return make_dtensor(part.clone(memory_format=torch.contiguous_format), param.dtensor)

@@ -94,9 +94,9 @@ class FSDPParam:
         """For a module that holds it as `attribute`: the text by which eval mode reads it, where that differs."""
         return {} if self.eval_spec is None else {attribute: self.eval_spec.text}
 
-    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+    def view_of(self, group: torch.Tensor) -> torch.Tensor:
         """This parameter's part of a contiguous tensor, without a history, that is laid out like its flat parameter."""
-        return views_of(flat, [self.place])[0]
+        return views_of(group, [self.place])[0]
 
     @functools.cached_property
     def place(self) -> ViewPlace:
@@ -111,11 +111,11 @@ class FSDPParamGroup:
     Attributes:
         flat_param: The buffer, `[numel]`, the same size on every rank. Reads gather from it, autograd accumulates into
             it.
-        slots: The parameters in it, by offset.
-        produced: Offsets of the slots that got a gradient in the backward pass `produced_in_backward`, by how far it is
+        parameters: The parameters in it, by offset.
+        produced: Offsets of the parameters with a gradient of the backward pass `produced_in_backward`, by how far it is
             summed.
         produced_in_backward: Which backward pass that was.
-        unwritten: Offsets of the slots whose gradients wait in `flat_param.grad` for the last backward pass.
+        unwritten: Offsets of the parameters whose gradients wait in `flat_param.grad` for the last backward pass.
         unsharded_accumulated_grad: Full gradients that wait for their reduction.
         partial_reduce_output: Reduced gradients that wait for their sum over replicas.
         grad_accumulators: The leaves that gradients go to which are not summed over all ranks, by how far they are.
@@ -130,11 +130,11 @@ class FSDPParamGroup:
     def __init__(self, unit: FSDPUnit, leaf: nn.Parameter, slots: Iterable[FSDPParam]) -> None:
         self.unit = unit
         self.flat_param = leaf
-        self.slots = tuple(slots)
+        self.params = tuple(slots)
         self.produced: dict[GradPlacement, set[int]] = {}
         self.produced_in_backward = -1
         self.unwritten: set[int] = set()
-        specs = [slot.spec for slot in self.slots]
+        specs = [param.spec for param in self.params]
         self.unsharded_accumulated_grad = PendingGrads(specs, specs[0].size if specs else 1)
         self.partial_reduce_output = PendingGrads(specs, 1)
         self.unsharded_params: UnshardedParams | None = None
@@ -158,7 +158,7 @@ class FSDPParamGroup:
         return list(dict.fromkeys(FSDPParamGroup._by_address.values()))
 
     def mark_produced(self, offsets: Iterable[int], placement: GradPlacement) -> None:
-        """Notes which slots the gradient that is about to be accumulated covers; the others get none."""
+        """Notes which parameters the gradient that is about to be accumulated covers; the others get none."""
         backward = backward_in_progress()
         if self.produced_in_backward != backward:
             # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
@@ -169,16 +169,16 @@ class FSDPParamGroup:
     def take_produced(self, placement: GradPlacement) -> set[int]:
         """What `mark_produced` was told since this was asked last.
 
-        All slots if that was nothing: saved-tensor hooks gave backward a copy of the buffer, whose owner is unknown.
+        All parameters if that was nothing: saved-tensor hooks gave backward a copy of the buffer, of an unknown group.
         Then zeros stand for "no gradient".
         """
-        return self.produced.pop(placement, None) or {slot.spec.offset for slot in self.slots}
+        return self.produced.pop(placement, None) or {param.spec.offset for param in self.params}
 
-    def slots_at(self, offsets: Collection[int]) -> Sequence[FSDPParam]:
-        """The slots that lie at `offsets`, which are mostly all."""
-        if len(offsets) == len(self.slots):
-            return self.slots
-        return [slot for slot in self.slots if slot.spec.offset in offsets]
+    def params_at(self, offsets: Collection[int]) -> Sequence[FSDPParam]:
+        """The parameters that lie at `offsets`, which are mostly all."""
+        if len(offsets) == len(self.params):
+            return self.params
+        return [param for param in self.params if param.spec.offset in offsets]
 
     @property
     def has_pending_grads(self) -> bool:
@@ -204,13 +204,13 @@ class FSDPParamGroup:
         Looks at identities alone, since it runs once per parameter at every step.
         """
         trainable = self.flat_param.requires_grad
-        for slot in self.slots:
-            parameter = slot.parameter
-            if local_tensor(parameter) is not slot.sharded_view or parameter.requires_grad is not trainable:  # type: ignore[arg-type]
+        for param in self.params:
+            parameter = param.parameter
+            if local_tensor(parameter) is not param.sharded_view or parameter.requires_grad is not trainable:  # type: ignore[arg-type]
                 return True
-            if parameter.untyped_storage() is not slot.dtensor_storage:
+            if parameter.untyped_storage() is not param.dtensor_storage:
                 return True
-            for module, attribute in slot.module_refs:
+            for module, attribute in param.module_refs:
                 if module._parameters.get(attribute) is not parameter:
                     return True
         return False
@@ -255,7 +255,7 @@ class FSDPUnit:
         name: Fully qualified name of `root` in the outermost sharded module; empty for that module itself.
         policy: How its parameters are stored, sent and reduced.
         wrap_source: Why it exists.
-        flats: One parameter group per dtype and trainability.
+        groups: One parameter group per dtype and trainability.
         param_state: What its modules hold at the moment.
         comm_settings: What happens to gradients and gathered parameters between steps.
         outermost: The outermost sharded module that it is part of.
@@ -270,7 +270,7 @@ class FSDPUnit:
     name: str
     policy: UnitPolicy
     wrap_source: WrapSource
-    flats: list[FSDPParamGroup] = dataclasses.field(default_factory=list)
+    param_groups: list[FSDPParamGroup] = dataclasses.field(default_factory=list)
     param_state: ParamState = ParamState.SHARDED
     hook: Registered | None = None
     comm_settings: CommSettings = dataclasses.field(default_factory=CommSettings)
@@ -312,28 +312,28 @@ class FSDPUnit:
         )
 
     @property
-    def slots(self) -> Iterator[FSDPParam]:
+    def params(self) -> Iterator[FSDPParam]:
         """All parameters of the unit."""
-        return (slot for flat in self.flats for slot in flat.slots)
+        return (param for group in self.param_groups for param in group.params)
 
     @property
     def title(self) -> str:
         """Name for people: never empty."""
         return self.name or "(root)"
 
-    def parameter_name(self, slot: FSDPParam) -> str:
+    def parameter_name(self, param: FSDPParam) -> str:
         """Fully qualified name of a parameter in the outermost sharded module."""
-        return f"{self.name}.{slot.name}" if self.name else slot.name
+        return f"{self.name}.{param.name}" if self.name else param.name
 
     @property
     def shard_bytes(self) -> int:
         """Bytes that this rank holds of the unit's parameters, padding included."""
-        return sum(flat.flat_param.numel() * flat.flat_param.element_size() for flat in self.flats)
+        return sum(group.flat_param.numel() * group.flat_param.element_size() for group in self.param_groups)
 
     @property
     def full_bytes(self) -> int:
         """Bytes of the unit's full parameters in their stored dtype."""
-        return sum(slot.parameter.numel() * slot.parameter.element_size() for slot in self.slots)
+        return sum(param.parameter.numel() * param.parameter.element_size() for param in self.params)
 
 
 def titles(units: Iterable[FSDPUnit]) -> tuple[str, ...]:
@@ -343,4 +343,4 @@ def titles(units: Iterable[FSDPUnit]) -> tuple[str, ...]:
 
 def device_of(unit: FSDPUnit) -> torch.device:
     """Where the unit's parameter groups live."""
-    return unit.flats[0].flat_param.device
+    return unit.param_groups[0].flat_param.device

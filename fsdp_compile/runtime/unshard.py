@@ -33,17 +33,17 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-def version_of(flat: FSDPParamGroup) -> tuple[int, ...]:
+def version_of(group: FSDPParamGroup) -> tuple[int, ...]:
     """Counters that change when a parameter is written to: by an optimizer, or in place by any operator."""
-    return (_steps[0], flat.flat_param._version, *(slot.parameter._version for slot in flat.slots))
+    return (_steps[0], group.flat_param._version, *(param.parameter._version for param in group.params))
 
 
-def start(flat: FSDPParamGroup) -> PendingAllGather:
-    """Starts one grouped all-gather of all slots for each dtype that is sent."""
-    before = version_of(flat)
-    buffer = flat.flat_param.detach()
-    sent = [_messages(buffer[s.spec.offset : s.spec.offset + s.spec.extent], s.spec) for s in flat.slots]
-    arriving = iter(_gathered([message for messages in sent for message in messages], flat.slots[0].spec))
+def start(group: FSDPParamGroup) -> PendingAllGather:
+    """Starts one grouped all-gather of all parameters for each dtype that is sent."""
+    before = version_of(group)
+    buffer = group.flat_param.detach()
+    sent = [_messages(buffer[s.spec.offset : s.spec.offset + s.spec.extent], s.spec) for s in group.params]
+    arriving = iter(_gathered([message for messages in sent for message in messages], group.params[0].spec))
     return PendingAllGather(tuple(tuple(next(arriving) for _ in messages) for messages in sent), before)
 
 
@@ -63,16 +63,16 @@ def _gathered(messages: list[torch.Tensor], spec: UnshardSpec) -> list[torch.Ten
     for dtype in dict.fromkeys(message.dtype for message in messages):
         places = [place for place, message in enumerate(messages) if message.dtype == dtype]
         same = [messages[place] for place in places]
-        group = collectives.all_gather_into_tensor_coalesced(same, spec.size, spec.group)
-        arriving.update(zip(places, group, strict=True))
+        outputs = collectives.all_gather_into_tensor_coalesced(same, spec.size, spec.group)
+        arriving.update(zip(places, outputs, strict=True))
     return [arriving[place] for place in range(len(messages))]
 
 
-def finish(flat: FSDPParamGroup, running: PendingAllGather) -> UnshardedParams:
+def finish(group: FSDPParamGroup, running: PendingAllGather) -> UnshardedParams:
     """Waits for the all-gathers, and makes full parameters of their messages."""
     values = {}
-    for slot, messages in zip(flat.slots, running.messages, strict=True):
-        spec = slot.spec
+    for param, messages in zip(group.params, running.messages, strict=True):
+        spec = param.spec
         done, *scales = [collectives.wait_tensor(m) if spec.size > 1 else m for m in messages]
         if spec.gather_dtype is not None:
             done = quantize.dequantize(done, *scales, spec.gather_dtype, spec.size, spec.param_dtype)
@@ -83,13 +83,13 @@ def finish(flat: FSDPParamGroup, running: PendingAllGather) -> UnshardedParams:
 class UnshardHandle:
     """All-gathers that `unshard(async_op=True)` started."""
 
-    def __init__(self, flats: Iterable[FSDPParamGroup]) -> None:
-        self._flats = list(flats)
+    def __init__(self, groups: Iterable[FSDPParamGroup]) -> None:
+        self._flats = list(groups)
 
     def wait(self) -> None:
         """Waits until the parameters are there; the next forward takes them. Waiting again does nothing."""
-        for flat in self._flats:
-            _finish_all_gather(flat)
+        for group in self._flats:
+            _finish_all_gather(group)
 
 
 def unshard(units: Iterable[FSDPUnit]) -> UnshardHandle:
@@ -98,62 +98,62 @@ def unshard(units: Iterable[FSDPUnit]) -> UnshardHandle:
     Returns:
         A handle; the next forward of the model waits by itself.
     """
-    flats = [flat for unit in units if unit.policy.size > 1 for flat in unit.flats]
-    for flat in flats:
-        if flat.all_gather is None and not _is_current(flat):
-            flat.all_gather = start(flat)
-            pending.mark_pending(flat)
-    return UnshardHandle(flats)
+    groups = [group for unit in units if unit.policy.size > 1 for group in unit.param_groups]
+    for group in groups:
+        if group.all_gather is None and not _is_current(group):
+            group.all_gather = start(group)
+            pending.mark_pending(group)
+    return UnshardHandle(groups)
 
 
-def _finish_all_gather(flat: FSDPParamGroup) -> None:
-    if flat.all_gather is not None:
-        flat.unsharded_params, flat.all_gather = finish(flat, flat.all_gather), None
-        refresh_unshard_args(flat)
+def _finish_all_gather(group: FSDPParamGroup) -> None:
+    if group.all_gather is not None:
+        group.unsharded_params, group.all_gather = finish(group, group.all_gather), None
+        refresh_unshard_args(group)
 
 
 def reshard(units: Iterable[FSDPUnit]) -> None:
     """Frees the gathered parameters of units."""
     for unit in units:
-        for flat in unit.flats:
-            if flat.all_gather is not None:
-                _finish_all_gather(flat)  # memory may not be freed while it is written
-            if flat.unsharded_params is not None:
-                flat.unsharded_params = None
-                refresh_unshard_args(flat)
+        for group in unit.param_groups:
+            if group.all_gather is not None:
+                _finish_all_gather(group)  # memory may not be freed while it is written
+            if group.unsharded_params is not None:
+                group.unsharded_params = None
+                refresh_unshard_args(group)
 
 
 def before_forward(units: Iterable[FSDPUnit]) -> None:
     """Sees to it that what is kept of units is what their parameters are now, and gathers what is to be kept."""
     is_repeated = backward_in_progress() != -1  # by activation checkpointing; nobody has written since
     is_trained = torch.is_grad_enabled()
-    for flat in pending.pending_in(units):
-        if flat.all_gather is not None:
-            _finish_all_gather(flat)
+    for group in pending.pending_in(units):
+        if group.all_gather is not None:
+            _finish_all_gather(group)
         if is_repeated:
             continue
-        update_in_backward.begin(flat)
-        keeps = is_trained and flat.unit.stays_unsharded and flat.unit.policy.size > 1
-        if keeps if flat.unsharded_params is None else is_outdated(flat):
-            unshard_again(flat)
+        update_in_backward.begin(group)
+        keeps = is_trained and group.unit.stays_unsharded and group.unit.policy.size > 1
+        if keeps if group.unsharded_params is None else is_outdated(group):
+            unshard_again(group)
 
 
-def unshard_again(flat: FSDPParamGroup) -> None:
+def unshard_again(group: FSDPParamGroup) -> None:
     """Gathers all parameters of a parameter group, and keeps them."""
-    flat.unsharded_params = finish(flat, start(flat))
-    refresh_unshard_args(flat)
+    group.unsharded_params = finish(group, start(group))
+    refresh_unshard_args(group)
 
 
-def is_outdated(flat: FSDPParamGroup) -> bool:
+def is_outdated(group: FSDPParamGroup) -> bool:
     """Whether what is kept of a parameter group has been overtaken by its parameters."""
-    return flat.unsharded_params is not None and not _is_current(flat)
+    return group.unsharded_params is not None and not _is_current(group)
 
 
-def after_backward(flats: Iterable[FSDPParamGroup]) -> None:
+def after_backward(groups: Iterable[FSDPParamGroup]) -> None:
     """Frees what need not be kept any longer of some parameter groups."""
-    held = [flat for flat in flats if flat.unsharded_params is not None or flat.all_gather is not None]
-    reshard(unit for unit in dict.fromkeys(flat.unit for flat in held) if not unit.stays_unsharded)
+    held = [group for group in groups if group.unsharded_params is not None or group.all_gather is not None]
+    reshard(unit for unit in dict.fromkeys(group.unit for group in held) if not unit.stays_unsharded)
 
 
-def _is_current(flat: FSDPParamGroup) -> bool:
-    return flat.unsharded_params is not None and flat.unsharded_params.version == version_of(flat)
+def _is_current(group: FSDPParamGroup) -> bool:
+    return group.unsharded_params is not None and group.unsharded_params.version == version_of(group)

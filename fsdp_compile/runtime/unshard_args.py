@@ -30,31 +30,34 @@ def set_unshard_args(module: nn.Module, name: str, args: UnshardArgs | None) -> 
         object.__delattr__(module, UNSHARD_ARGS)
 
 
-def refresh_unshard_args(flat: FSDPParamGroup) -> None:
+def refresh_unshard_args(group: FSDPParamGroup) -> None:
     """Makes the next reads of a parameter group what its unit asks for now."""
-    pending.mark_pending(flat)
-    placement = grad_placement_of(flat)
-    into = None if placement is GradPlacement.REDUCED else flat.grad_accumulators[placement]
-    accumulated = None if placement is GradPlacement.UNREDUCED else flat.unsharded_accumulated_grad.value
-    partial = flat.partial_reduce_output.value if placement is GradPlacement.REDUCED else None
+    pending.mark_pending(group)
+    placement = grad_placement_of(group)
+    into = None if placement is GradPlacement.REDUCED else group.grad_accumulators[placement]
+    accumulated = None if placement is GradPlacement.UNREDUCED else group.unsharded_accumulated_grad.value
+    partial = group.partial_reduce_output.value if placement is GradPlacement.REDUCED else None
     is_default = (
-        placement is GradPlacement.REDUCED and accumulated is None and partial is None and flat.unsharded_params is None
+        placement is GradPlacement.REDUCED
+        and accumulated is None
+        and partial is None
+        and group.unsharded_params is None
     )
-    for slot in flat.slots:
+    for param in group.params:
         args = None
         if not is_default:
-            unsharded = None if flat.unsharded_params is None else flat.unsharded_params.values[slot.spec.offset]
+            unsharded = None if group.unsharded_params is None else group.unsharded_params.values[param.spec.offset]
             args = (
-                dataclasses.replace(slot.spec, grad_placement=placement).text,
+                dataclasses.replace(param.spec, grad_placement=placement).text,
                 unsharded,
                 into,
                 accumulated,
                 partial,
             )
-        for module, attribute in slot.module_refs:
+        for module, attribute in param.module_refs:
             set_unshard_args(module, attribute, args)
 
 
-def grad_placement_of(flat: FSDPParamGroup) -> GradPlacement:
+def grad_placement_of(group: FSDPParamGroup) -> GradPlacement:
     """Over which ranks the gradients of a flat parameter are summed now; frozen ones have none to hold back."""
-    return flat.unit.grad_placement if flat.flat_param.requires_grad else GradPlacement.REDUCED
+    return group.unit.grad_placement if group.flat_param.requires_grad else GradPlacement.REDUCED

@@ -37,7 +37,7 @@ WITHOUT_SCALER = (
 class Updater(Protocol):
     """Who updates parameters in backward."""
 
-    def update(self, flat: FSDPParamGroup) -> None:
+    def update(self, group: FSDPParamGroup) -> None:
         """Steps the parameters of a group that have gradients and are its own, and forgets these gradients."""
         ...
 
@@ -58,54 +58,54 @@ def move_updater(old: nn.Parameter, new: nn.Parameter) -> None:
         setattr(new, _UPDATER, vars(old)[_UPDATER])
 
 
-def wanted(flat: FSDPParamGroup) -> Update:
+def wanted(group: FSDPParamGroup) -> Update:
     """When the parameters of a parameter group are to be updated: in backward if any of them is."""
-    marked = flat.flat_param.requires_grad and any(updater_of(slot.parameter) is not None for slot in flat.slots)
+    marked = group.flat_param.requires_grad and any(updater_of(param.parameter) is not None for param in group.params)
     return Update.IN_BACKWARD if marked else Update.AFTER_BACKWARD
 
 
-def begin(flat: FSDPParamGroup) -> None:
+def begin(group: FSDPParamGroup) -> None:
     """Notes that a forward starts: gradients that arrive from now on are of another step."""
-    flat.update_state.is_updated = False
+    group.update_state.is_updated = False
 
 
-def note_read(flat: FSDPParamGroup) -> None:
+def note_read(group: FSDPParamGroup) -> None:
     """Counts a forward that will read a parameter group, or its copy that backward runs again, which reads the same.
 
     Raises:
         UnsupportedModelError: If this backward has updated the parameter group already.
     """
     if backward_in_progress() == -1:
-        flat.update_state.open_forwards += 1
-    elif flat.update_state.is_updated:
+        group.update_state.open_forwards += 1
+    elif group.update_state.is_updated:
         raise UnsupportedModelError(
             "a forward that runs again in backward reads parameters which this backward has updated already",
-            where=f"step_in_backward(), unit {flat.unit.title}",
+            where=f"step_in_backward(), unit {group.unit.title}",
             instead="checkpoint(..., use_reentrant=False) around modules that are called more than once",
         )
 
 
-def note_backward(flat: FSDPParamGroup) -> None:
+def note_backward(group: FSDPParamGroup) -> None:
     """Counts a backward that reads a parameter group, and is about to run."""
-    flat.update_state.open_forwards = max(0, flat.update_state.open_forwards - 1)
+    group.update_state.open_forwards = max(0, group.update_state.open_forwards - 1)
 
 
-def is_complete(flat: FSDPParamGroup) -> bool:
+def is_complete(group: FSDPParamGroup) -> bool:
     """Whether the gradient that is there now is the last that this step adds to a parameter group."""
-    waits = flat.unsharded_accumulated_grad or flat.partial_reduce_output or flat.update_state.expects_late_grad
-    return flat.unit.comm_settings.last_backward and not waits
+    waits = group.unsharded_accumulated_grad or group.partial_reduce_output or group.update_state.expects_late_grad
+    return group.unit.comm_settings.last_backward and not waits
 
 
-def refuse_second(flat: FSDPParamGroup) -> None:
+def refuse_second(group: FSDPParamGroup) -> None:
     """Refuses a gradient of a forward that ran before the update.
 
     Raises:
         UnsupportedModelError: If a parameter group was updated, and no forward ran since.
     """
-    if flat.update_state.is_updated:
+    if group.update_state.is_updated:
         raise UnsupportedModelError(
             "a gradient arrives after the parameters that it belongs to were updated",
-            where=f"step_in_backward(), unit {flat.unit.title}",
+            where=f"step_in_backward(), unit {group.unit.title}",
             instead=_INSTEAD,
         )
 
@@ -129,16 +129,16 @@ def refuse_whole_gradients(parameters: Iterable[torch.Tensor], *, where: str, in
         )
 
 
-def run(flat: FSDPParamGroup) -> None:
+def run(group: FSDPParamGroup) -> None:
     """Updates the parameters of a parameter group that were given gradients since the last time."""
-    if not flat.update_state.has_new_grads:
+    if not group.update_state.has_new_grads:
         return
-    flat.update_state.has_new_grads = False
-    trained = [slot.parameter for slot in flat.slots if slot.parameter.grad is not None]
+    group.update_state.has_new_grads = False
+    trained = [param.parameter for param in group.params if param.parameter.grad is not None]
     updaters = dict.fromkeys(updater for p in trained if (updater := updater_of(p)) is not None)
     for updater in updaters:
-        updater.update(flat)
+        updater.update(group)
     if updaters:
-        flat.update_state.open_forwards, flat.update_state.is_updated = 0, True
+        group.update_state.open_forwards, group.update_state.is_updated = 0, True
         # Autograd refuses a backward through a graph that has saved it, whatever the optimizer told the counter.
-        torch.autograd.graph.increment_version(flat.flat_param)
+        torch.autograd.graph.increment_version(group.flat_param)

@@ -67,25 +67,25 @@ def allocate_flat_params(unit: FSDPUnit, members: Sequence[ParamToShard]) -> Non
         str(m.parameter.dtype), m.parameter.requires_grad, str(m.target), keeps_own_dtype(m)
     )  # fmt: skip
     _refuse_to_lose_gradients(unit)
-    groups = [list(group) for _, group in itertools.groupby(sorted(members, key=key), key)]
+    kinds = [list(alike) for _, alike in itertools.groupby(sorted(members, key=key), key)]
     order = {id(m): i for i, m in enumerate(members)}
-    unit.flats = [_param_group(unit, sorted(group, key=lambda m: order[id(m)])) for group in groups]
-    gather_slots(unit.flats)
-    for flat in unit.flats:
+    unit.param_groups = [_param_group(unit, sorted(alike, key=lambda m: order[id(m)])) for alike in kinds]
+    gather_slots(unit.param_groups)
+    for flat in unit.param_groups:
         refresh_unshard_args(flat)
     follow_updaters(unit)
 
 
 def follow_updaters(unit: FSDPUnit) -> None:
     """Writes into a unit's specs when its parameters, which may be others now, are to be updated."""
-    for flat in unit.flats:
-        flat.update_state.expects_late_grad |= any(slot.is_read_before for slot in flat.slots)
-    if any(update_in_backward.wanted(flat) is not flat.slots[0].spec.update for flat in unit.flats):
+    for flat in unit.param_groups:
+        flat.update_state.expects_late_grad |= any(param.is_read_before for param in flat.params)
+    if any(update_in_backward.wanted(flat) is not flat.params[0].spec.update for flat in unit.param_groups):
         rebuild_specs(unit)
 
 
 def _refuse_to_lose_gradients(unit: FSDPUnit) -> None:
-    if any(flat.has_pending_grads for flat in unit.flats):
+    if any(flat.has_pending_grads for flat in unit.param_groups):
         raise ConfigError(
             "parameters changed their dtype, device, shape or requires_grad while gradients of them wait for their "
             "reduction",
@@ -104,8 +104,8 @@ def _param_group(unit: FSDPUnit, members: list[ParamToShard]) -> FSDPParamGroup:
         shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.quantized or dtypes.sent, reduced=dtypes.reduced
     )
     buffer = _buffer(unit, members, planned.numel)
-    slots = [_slot(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
-    flat = FSDPParamGroup(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), slots)
+    params = [_slot(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
+    flat = FSDPParamGroup(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), params)
     post_backward.install_grad_hooks(flat)
     post_backward.install_grad_accumulators(flat)
     return flat
@@ -178,14 +178,14 @@ def _slot(
     held = local_shape(shape, member.dim, policy.size, policy.rank)
     numel = torch.Size(held).numel()
     local = buffer[place.offset : place.offset + numel].view(held)
-    slot = FSDPParam(member.name, member.module_refs, parameter, spec, policy.rank, held, local, position=place.index)
+    param = FSDPParam(member.name, member.module_refs, parameter, spec, policy.rank, held, local, position=place.index)
     in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_dtype=None)
     if policy.mixed_precision.full_precision_in_eval and in_eval != spec:
-        slot.eval_spec = in_eval
+        param.eval_spec = in_eval
     if policy.mixed_precision.keep_low_precision_grads and dtypes.sent is not dtypes.stored:
-        slot.grad_dtype = dtypes.sent
-    bind(slot, parameter, policy)
-    return slot
+        param.grad_dtype = dtypes.sent
+    bind(param, parameter, policy)
+    return param
 
 
 def _alias(policy: UnitPolicy, dim: int | None, role: GroupRole) -> str:
@@ -214,53 +214,53 @@ def _post_forward_alias(policy: UnitPolicy) -> str:
     return alias_of(run_of(policy.mesh.get_group(placement.shard_dim), placement.post_forward_size), "post_forward")
 
 
-def bind(slot: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
-    """Copies a parameter's values into its slot, and makes the slot's modules hold a DTensor that is a view of it.
+def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
+    """Copies values into a parameter's shard, and makes its modules hold a DTensor that is a view of it.
 
     Args:
-        slot: The slot; `slot.parameter` is set.
-        parameter: Either sharded as the slot is, then it keeps its identity, or full, then it is retired.
-        policy: Of the slot's unit.
+        param: The parameter; `parameter.parameter` is set.
+        parameter: Either sharded as the parameter is, then it keeps its identity, or full, then it is retired.
+        policy: Of the parameter's unit.
 
     Raises:
         ConfigError: If the parameter is a DTensor of another mesh or placement.
     """
-    placements = policy.mesh_placement.placements(slot.spec.dim)
-    _detach_from_flat(slot, parameter)
+    placements = policy.mesh_placement.placements(param.spec.dim)
+    _detach_from_flat(param, parameter)
     if isinstance(parameter, DTensor):
         if parameter.device_mesh != policy.mesh or tuple(parameter.placements) != placements:
             raise ConfigError(
                 f"the parameter is a DTensor with placements {tuple(parameter.placements)} on {parameter.device_mesh}",
-                where=slot.name,
+                where=param.name,
                 instead=f"a full tensor, or one with placements {placements} on {policy.mesh}",
             )
-        slot.sharded_view.copy_(local_tensor(parameter).detach())
-        set_local_tensor(parameter, slot.sharded_view)
-        slot.parameter = parameter
+        param.sharded_view.copy_(local_tensor(parameter).detach())
+        set_local_tensor(parameter, param.sharded_view)
+        param.parameter = parameter
     else:
         with torch.no_grad():
-            slot.sharded_view.copy_(local_part(parameter, slot.spec.dim, policy.size, policy.rank))
-        slot.parameter = _sharded_parameter(parameter, slot.sharded_view, policy, placements)
+            param.sharded_view.copy_(local_part(parameter, param.spec.dim, policy.size, policy.rank))
+        param.parameter = _sharded_parameter(parameter, param.sharded_view, policy, placements)
         if parameter.requires_grad and is_saved_by_autograd(parameter):
-            post_backward.await_late_gradient(parameter, slot)
-        replaced_params.mark_replaced(parameter, slot)
-    slot.dtensor_storage = slot.parameter.untyped_storage()
-    for module, attribute in slot.module_refs:
-        module._parameters[attribute] = slot.parameter
+            post_backward.await_late_gradient(parameter, param)
+        replaced_params.mark_replaced(parameter, param)
+    param.dtensor_storage = param.parameter.untyped_storage()
+    for module, attribute in param.module_refs:
+        module._parameters[attribute] = param.parameter
 
 
-def give_memory(slot: FSDPParam, policy: UnitPolicy, device: torch.device) -> None:
+def give_memory(param: FSDPParam, policy: UnitPolicy, device: torch.device) -> None:
     """Gives a parameter on meta uninitialized memory on `device`; it keeps its identity, for optimizers' sake."""
-    local = torch.empty(slot.sharded_size, dtype=slot.parameter.dtype, device=device)
-    made = _sharded_parameter(slot.parameter, local, policy, policy.mesh_placement.placements(slot.spec.dim))
-    torch.utils.swap_tensors(slot.parameter, made)
+    local = torch.empty(param.sharded_size, dtype=param.parameter.dtype, device=device)
+    made = _sharded_parameter(param.parameter, local, policy, policy.mesh_placement.placements(param.spec.dim))
+    torch.utils.swap_tensors(param.parameter, made)
 
 
-def _detach_from_flat(slot: FSDPParam, successor: nn.Parameter) -> None:
-    """Gives a replaced parameter memory of its own: an optimizer that still holds it must not write into the slot."""
-    replaced = slot.parameter
-    if replaced is not successor and isinstance(replaced, DTensor) and local_tensor(replaced) is slot.sharded_view:
-        set_local_tensor(replaced, slot.sharded_view.clone())
+def _detach_from_flat(param: FSDPParam, successor: nn.Parameter) -> None:
+    """Gives a replaced parameter memory of its own: an optimizer may still hold it and write into it."""
+    replaced = param.parameter
+    if replaced is not successor and isinstance(replaced, DTensor) and local_tensor(replaced) is param.sharded_view:
+        set_local_tensor(replaced, param.sharded_view.clone())
 
 
 def _sharded_parameter(

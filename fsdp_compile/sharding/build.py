@@ -24,7 +24,7 @@ from fsdp_compile.sharding.allocate import ParamToShard, PlacementFn
 
 
 def unmanaged(root: nn.Module, sharded: Iterable[FSDPUnit], ignored: set[int]) -> Iterator[ParamRef]:
-    """Every place that holds a parameter which is not sharded yet; places of tied ones that are join their slot.
+    """Every place that holds a parameter which is not sharded yet; places of tied ones that are join their parameter.
 
     Args:
         root: The module that is about to be sharded.
@@ -34,14 +34,14 @@ def unmanaged(root: nn.Module, sharded: Iterable[FSDPUnit], ignored: set[int]) -
     Raises:
         UnsupportedModelError: If a parameter is a DTensor already.
     """
-    slots = {id(slot.parameter): slot for unit in sharded for slot in unit.slots}
+    params = {id(param.parameter): param for unit in sharded for param in unit.params}
     for name, module in root.named_modules():
         for attribute, parameter in list(module._parameters.items()):
             if parameter is None or id(parameter) in ignored or attribute in module.__dict__.get(READS, {}):
                 continue
-            slot = parameter.slot if isinstance(parameter, ReplacedParameter) else slots.get(id(parameter))
-            if slot is not None:
-                _join_slot(slot, module, attribute)
+            param = parameter.param if isinstance(parameter, ReplacedParameter) else params.get(id(parameter))
+            if param is not None:
+                _join_slot(param, module, attribute)
             elif isinstance(parameter, DTensor):
                 raise UnsupportedModelError(
                     f"a parameter is a DTensor already, with placements {parameter.placements}",
@@ -61,12 +61,12 @@ def each_once(occurrences: Iterable[ParamRef]) -> Iterator[tuple[str, ParamOwner
             yield f"{name}.{attribute}".removeprefix("."), (owner, attribute), parameter
 
 
-def _join_slot(slot: FSDPParam, module: nn.Module, attribute: str) -> None:
-    owner, owner_attribute = slot.module_refs[0]
-    module._parameters[attribute] = slot.parameter
-    slot.module_refs.append((module, attribute))
+def _join_slot(param: FSDPParam, module: nn.Module, attribute: str) -> None:
+    owner, owner_attribute = param.module_refs[0]
+    module._parameters[attribute] = param.parameter
+    param.module_refs.append((module, attribute))
     read = getattr(owner, READS)[owner_attribute]
-    gather_on_read(module, {attribute: read}, slot.eval_read(attribute))
+    gather_on_read(module, {attribute: read}, param.eval_read(attribute))
     refresh_unshard_args(read[2])
 
 
@@ -148,14 +148,14 @@ def merged_split(root: nn.Module, parts: list[FSDPUnit]) -> list[FSDPUnit]:
     names = {id(m): name for name, m in root.named_modules()}
     members = [
         ParamToShard(
-            f"{names[id(part.root)]}.{slot.name}".removeprefix("."),
-            slot.module_refs,
-            slot.parameter,
-            slot.spec.dim,
-            slot.spec.order,
+            f"{names[id(part.root)]}.{param.name}".removeprefix("."),
+            param.module_refs,
+            param.parameter,
+            param.spec.dim,
+            param.spec.order,
         )
         for part in parts
-        for slot in part.slots
+        for param in part.params
     ]
     allocate.allocate_flat_params(unit, members)
     return [unit]

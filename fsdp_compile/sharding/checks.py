@@ -140,11 +140,11 @@ def refuse_part(module: nn.Module, units_below: Iterable[FSDPUnit]) -> None:
     """
     known = set(units_below)
     for name, part in module.named_modules():
-        for _, _, flat in part.__dict__.get(READS, {}).values():
+        for _, _, group in part.__dict__.get(READS, {}).values():
             held_first = any(
-                slot.module_refs[0][0] is part for slot in flat.slots
+                param.module_refs[0][0] is part for param in group.params
             )  # else it is tied to one from elsewhere
-            if held_first and flat.unit not in known:
+            if held_first and group.unit not in known:
                 raise ConfigError(
                     "the parameters of this module were sharded by a call on a module above it",
                     where=f"fully_shard({type(module).__name__})" + (f", {name}" if name else ""),

@@ -88,7 +88,7 @@ def _is_known(unit: FSDPUnit, hook: CommHook, state: object) -> bool:
     dim = where.shard_dim if where.size > 1 else where.replicate_dim
     ranks = [dist.get_rank()] if dim is None else dist.get_process_group_ranks(where.mesh.get_group(dim))
     return all(
-        comm_hook.is_plain_average(hook, state, ranks, flat.flat_param.dtype, split=where.size > 1)
-        for flat in unit.flats
-        if flat.flat_param.requires_grad
+        comm_hook.is_plain_average(hook, state, ranks, group.flat_param.dtype, split=where.size > 1)
+        for group in unit.param_groups
+        if group.flat_param.requires_grad
     )

@@ -106,11 +106,11 @@ def fill_in(
         if not callable(getattr(module, "reset_parameters", None)):
             raise _no_initialization(names[module], module)
     target = device_on(sharded[0].policy.mesh, device, where="materialize(device=...)")
-    spec = next(sharded[0].slots).spec
+    spec = next(sharded[0].params).spec
     before = exchange.fingerprint(target)
     work = _Work(param_init_fn, target, source, unwritten={t for m in waiting for t in _own(m).values() if t.is_meta})
     for unit in sharded:
-        allocate_from_meta(unit, [slot for slot in unit.slots if slot.parameter.is_meta], target)
+        allocate_from_meta(unit, [param for param in unit.params if param.parameter.is_meta], target)
     for module, name in names.items():
         has_state = bool(_own(module))
         if module in waiting or (param_init_fn is not None and not has_state):
@@ -156,10 +156,10 @@ class _Work:
 
     def initialize(self, module: nn.Module, name: str) -> None:
         """Lets a module make its own values in full, and keeps this rank's part."""
-        slots = dict(param_views.own_slots(module))
-        for slot in slots.values():
-            param_views.swap_in_full(slot, self._start(slot))
-        self._replace_unsharded(module, slots)
+        params = dict(param_views.own_slots(module))
+        for param in params.values():
+            param_views.swap_in_full(param, self._start(param))
+        self._replace_unsharded(module, params)
         sharded_class, module.__class__ = type(module), original_class(module)
         shapes = {attribute: (t.shape, t.dtype) for attribute, t in _own(module).items()}
         try:
@@ -168,24 +168,24 @@ class _Work:
             for attribute, expected in shapes.items():
                 _check(f"{name}.{attribute}", _own(module).get(attribute), expected)
             with torch.no_grad():
-                for slot in slots.values():
-                    self._keep(slot)
-            self.unwritten.difference_update(slot.parameter for slot in slots.values())
+                for param in params.values():
+                    self._keep(param)
+            self.unwritten.difference_update(param.parameter for param in params.values())
         finally:
             module.__class__ = sharded_class
-            for slot in slots.values():
-                param_views.swap_in_sharded(slot)
+            for param in params.values():
+                param_views.swap_in_sharded(param)
 
-    def _start(self, slot: FSDPParam) -> torch.Tensor:
+    def _start(self, param: FSDPParam) -> torch.Tensor:
         """What an initialization finds: blank memory, or the value of a tied parameter that another module made."""
-        if slot.parameter in self.unwritten:
-            return blank(slot.parameter, self.device)
-        return exchange.gather(slot.sharded_view, slot.spec)
+        if param.parameter in self.unwritten:
+            return blank(param.parameter, self.device)
+        return exchange.gather(param.sharded_view, param.spec)
 
-    def _replace_unsharded(self, module: nn.Module, slots: dict[str, FSDPParam]) -> None:
+    def _replace_unsharded(self, module: nn.Module, params: dict[str, FSDPParam]) -> None:
         for holder in (module._parameters, module._buffers):
             for attribute, old in holder.items():
-                if old is None or attribute in slots or not (old.is_meta or old in self.replaced):
+                if old is None or attribute in params or not (old.is_meta or old in self.replaced):
                     continue
                 if old not in self.replaced:
                     self.replaced[old] = self._unsharded(old)
@@ -195,13 +195,13 @@ class _Work:
         value = blank(old, self.device)
         return nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
 
-    def _keep(self, slot: FSDPParam) -> None:
-        made = param_views.swapped_in(slot)
+    def _keep(self, param: FSDPParam) -> None:
+        made = param_views.swapped_in(param)
         assert made is not None
         if self.source is InitFrom.EACH_RANK:
-            slot.sharded_view.copy_(local_part(made, slot.spec.dim, slot.spec.size, slot.rank))
+            param.sharded_view.copy_(local_part(made, param.spec.dim, param.spec.size, param.rank))
             return
-        exchange.take_from_first(slot.sharded_view, made, slot.spec)
+        exchange.take_from_first(param.sharded_view, made, param.spec)
 
 
 class _OwnStateOnly(TorchDispatchMode):

@@ -53,13 +53,13 @@ class FirstRankValues:
         units = list(units)
         device = device or device_on(self.mesh, None, where=_OPTION)
         for unit in units:
-            lacking = [s for s in unit.slots if s.parameter.is_meta and s.module_refs[0] in self.parameters]
+            lacking = [s for s in unit.params if s.parameter.is_meta and s.module_refs[0] in self.parameters]
             allocate_from_meta(unit, lacking, device)
-        slots = {slot.module_refs[0]: slot for unit in units for slot in unit.slots}
+        params = {param.module_refs[0]: param for unit in units for param in unit.params}
         with torch.no_grad():
             for place in list(self.parameters):
-                slot = slots[place]
-                exchange.take_from_first(slot.sharded_view, self.parameters.pop(place), slot.spec)
+                param = params[place]
+                exchange.take_from_first(param.sharded_view, self.parameters.pop(place), param.spec)
             given = give_memory(root, set(self.buffers), device)
             for name in self.buffers:
                 overwrite(given[name], self.mesh)

@@ -39,11 +39,11 @@ def check(unit: FSDPUnit) -> None:
         ConfigError: As `put_in_place`, or if a parameter is on the meta device.
     """
     put_in_place(unit)
-    for flat in unit.flats:
-        if flat.flat_param.device.type == "meta":
+    for group in unit.param_groups:
+        if group.flat_param.device.type == "meta":
             raise ConfigError(
                 "a parameter is on the meta device and has no value yet",
-                where=unit.parameter_name(flat.slots[0]),
+                where=unit.parameter_name(group.params[0]),
                 instead="fsdp_compile.materialize(model), which initializes it, or model.to_empty(device=...) and a "
                 "checkpoint, before the first step",
             )
@@ -59,27 +59,27 @@ def put_in_place(unit: FSDPUnit) -> None:
             holds some parameters of the model in full, and not all.
     """
     refuse_held(unit)
-    if any(flat.is_broken() for flat in unit.flats):
-        repaired = [repair_in_place(flat) for flat in unit.flats]
+    if any(group.is_broken() for group in unit.param_groups):
+        repaired = [repair_in_place(group) for group in unit.param_groups]
         if not all(repaired):
             allocate.allocate_flat_params(unit, members(unit))
 
 
-def check_inside_graph(flat: FSDPParamGroup) -> None:
+def check_inside_graph(group: FSDPParamGroup) -> None:
     """The same for a compiled region whose inputs are chosen already: what does not fit in place is refused.
 
     Raises:
         ConfigError: If a parameter changed its dtype, device, shape or trainability since the region was entered.
     """
-    refuse_held(flat.unit)
-    if not flat.is_broken():
+    refuse_held(group.unit)
+    if not group.is_broken():
         return
-    if not repair_in_place(flat):
-        changed = next(s for s in flat.slots if not _fits(_held(flat.unit, s) or s.parameter, s, flat.flat_param))
+    if not repair_in_place(group):
+        changed = next(s for s in group.params if not _fits(_held(group.unit, s) or s.parameter, s, group.flat_param))
         raise ConfigError(
             "a parameter changed its dtype, device, shape or requires_grad, and the compiled function cannot notice "
             "that in time",
-            where=flat.unit.parameter_name(changed),
+            where=group.unit.parameter_name(changed),
             instead="compile the module itself (torch.compile(model, backend='fsdp')), or make the change before "
             "the first compiled call",
         )
@@ -99,49 +99,49 @@ def refuse_held(unit: FSDPUnit) -> None:
         )
 
 
-def repair_in_place(flat: FSDPParamGroup) -> bool:
-    """Copies changed parameters into their slots if they fit there as they are.
+def repair_in_place(group: FSDPParamGroup) -> bool:
+    """Copies changed parameters into their parameters if they fit there as they are.
 
     Returns:
         Whether all of them fit.
     """
-    found = [(slot, _held(flat.unit, slot)) for slot in flat.slots]
-    if any(held is None or not _fits(held, slot, flat.flat_param) for slot, held in found):
+    found = [(param, _held(group.unit, param)) for param in group.params]
+    if any(held is None or not _fits(held, param, group.flat_param) for param, held in found):
         return False
     with torch.no_grad():
-        for slot, held in found:
-            if held is not None and (held is not slot.parameter or _local(held) is not slot.sharded_view):
-                allocate.bind(slot, held, flat.unit.policy)
-    allocate.follow_updaters(flat.unit)
+        for param, held in found:
+            if held is not None and (held is not param.parameter or _local(held) is not param.sharded_view):
+                allocate.bind(param, held, group.unit.policy)
+    allocate.follow_updaters(group.unit)
     return True
 
 
-def _held(unit: FSDPUnit, slot: FSDPParam) -> nn.Parameter | None:
-    """What all owners of a slot hold now; `None` if they hold different things."""
-    held = [module._parameters.get(attribute) for module, attribute in slot.module_refs]
+def _held(unit: FSDPUnit, param: FSDPParam) -> nn.Parameter | None:
+    """What all owners of a parameter hold now; `None` if they hold different things."""
+    held = [module._parameters.get(attribute) for module, attribute in param.module_refs]
     if any(parameter is None for parameter in held):
         raise ConfigError(
             "a sharded parameter was removed from its module",
-            where=unit.parameter_name(slot),
+            where=unit.parameter_name(param),
             instead="remove it before fully_shard() or the first compiled call",
         )
     if (
-        held[0] is slot.parameter
-        and _local(held[0]) is slot.sharded_view
-        and held[0].untyped_storage() is not slot.dtensor_storage
+        held[0] is param.parameter
+        and _local(held[0]) is param.sharded_view
+        and held[0].untyped_storage() is not param.dtensor_storage
     ):
         raise ConfigError(
             "`.data` of a sharded parameter was assigned to, which its DTensor does not notice: the value is lost",
-            where=unit.parameter_name(slot),
+            where=unit.parameter_name(param),
             instead="assign a new nn.Parameter to the module's attribute, or parameter.copy_(value) under no_grad()",
         )
     return held[0] if all(parameter is held[0] for parameter in held) else None
 
 
-def _fits(held: nn.Parameter, slot: FSDPParam, leaf: nn.Parameter) -> bool:
+def _fits(held: nn.Parameter, param: FSDPParam, leaf: nn.Parameter) -> bool:
     local = _local(held)
     return (
-        tuple(held.shape) == slot.spec.shape
+        tuple(held.shape) == param.spec.shape
         and local.dtype == leaf.dtype
         and local.device == leaf.device
         and held.requires_grad == leaf.requires_grad
@@ -155,27 +155,27 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
 def members(unit: FSDPUnit) -> list[allocate.ParamToShard]:
     """What the modules of a unit hold now; parameters that were tied and no longer are become members of their own."""
     found: dict[int, allocate.ParamToShard] = {}
-    for slot in unit.slots:
-        for module, attribute in slot.module_refs:
+    for param in unit.params:
+        for module, attribute in param.module_refs:
             parameter = module._parameters[attribute]
             assert parameter is not None
             known = found.get(id(parameter))
             if known is not None:
                 known.module_refs.append((module, attribute))
                 continue
-            name = slot.name if (module, attribute) == slot.module_refs[0] else f"{slot.name} ({attribute})"
-            order = slot.spec.order if isinstance(parameter, DTensor) and parameter is slot.parameter else ()
-            dim = _dim(unit, slot, parameter)
+            name = param.name if (module, attribute) == param.module_refs[0] else f"{param.name} ({attribute})"
+            order = param.spec.order if isinstance(parameter, DTensor) and parameter is param.parameter else ()
+            dim = _dim(unit, param, parameter)
             found[id(parameter)] = allocate.ParamToShard(name, [(module, attribute)], parameter, dim, order)
     return list(found.values())
 
 
-def _dim(unit: FSDPUnit, slot: FSDPParam, parameter: nn.Parameter) -> int | None:
-    """The slot's dimension, or the default one if the parameter that took its place has other dimensions."""
-    if parameter.dim() == len(slot.spec.shape) and slot.spec.dim is not None:
-        chosen = Shard(slot.spec.dim)
-        return allocate.shard_dim(unit.parameter_name(slot), parameter, unit.policy.size, lambda _: chosen)
-    return allocate.shard_dim(unit.parameter_name(slot), parameter, unit.policy.size, None)
+def _dim(unit: FSDPUnit, param: FSDPParam, parameter: nn.Parameter) -> int | None:
+    """The parameter's dimension, or the default one if the parameter that took its place has other dimensions."""
+    if parameter.dim() == len(param.spec.shape) and param.spec.dim is not None:
+        chosen = Shard(param.spec.dim)
+        return allocate.shard_dim(unit.parameter_name(param), parameter, unit.policy.size, lambda _: chosen)
+    return allocate.shard_dim(unit.parameter_name(param), parameter, unit.policy.size, None)
 
 
 _VIEW_CHECK = "_fsdp_watched"
@@ -246,8 +246,10 @@ class ViewCheck:
     def of(root: nn.Module) -> ViewCheck:
         """Takes what is there now to be in place."""
         units = units_below(root)
-        slots = [slot for unit in units for slot in unit.slots]
-        modules = tuple(dict.fromkeys([*root.modules(), *(module for slot in slots for module, _ in slot.module_refs)]))
+        params = [param for unit in units for param in unit.params]
+        modules = tuple(
+            dict.fromkeys([*root.modules(), *(module for param in params for module, _ in param.module_refs)])
+        )
         tables = tuple(_tables(modules))
         return ViewCheck(
             units=tuple(units),
@@ -255,10 +257,12 @@ class ViewCheck:
             tables=tables,
             names=_names(tables),
             contents=(*_contents(tables), _END),
-            parameters=tuple(slot.dtensor for slot in slots),
-            locals=tuple(slot.sharded_view for slot in slots),
-            storages=tuple(slot.dtensor_storage for slot in slots),
-            trainable=tuple(flat.flat_param.requires_grad for unit in units for flat in unit.flats for _ in flat.slots),
+            parameters=tuple(param.dtensor for param in params),
+            locals=tuple(param.sharded_view for param in params),
+            storages=tuple(param.dtensor_storage for param in params),
+            trainable=tuple(
+                group.flat_param.requires_grad for unit in units for group in unit.param_groups for _ in group.params
+            ),
             layouts=layouts(),
         )
 
@@ -298,13 +302,13 @@ def _same(found: Iterable[object], expected: Iterable[object]) -> bool:
 
 
 def allocate_from_meta(unit: FSDPUnit, waiting: Sequence[FSDPParam], device: torch.device) -> None:
-    """Gives slots on meta places in parameter groups on `device`, or on the host if offloaded.
+    """Gives parameters on meta places in parameter groups on `device`, or on the host if offloaded.
 
-    Parameters keep their identity, slots are made anew.
+    Parameters keep their identity, parameters are made anew.
     """
     if compute_device(unit.policy.offload, unit.policy.mesh.device_type):
         device = torch.device("cpu")
-    for slot in waiting:
-        allocate.give_memory(slot, unit.policy, device)
+    for param in waiting:
+        allocate.give_memory(param, unit.policy, device)
     if waiting:
         put_in_place(unit)

@@ -24,7 +24,7 @@ from fsdp_compile.modules.classes import original_class, read_as_written
 from fsdp_compile.modules.forward import in_forward
 from fsdp_compile.runtime import replaced_params
 from fsdp_compile.runtime.group_state import ParamState
-from fsdp_compile.runtime.module_state import slots_in, units_below
+from fsdp_compile.runtime.module_state import params_in, units_below
 from fsdp_compile.runtime.units import READS, FSDPParam, FSDPUnit, note_layout
 from fsdp_compile.sharding import views
 
@@ -45,7 +45,7 @@ class FullParam:
 
     Attributes:
         unit: Its unit.
-        slot: Its slot.
+        param: Its parameter.
         options: The arguments of `full_params`.
         plain: What this rank's modules hold in its place; `None` where they hold the shard.
         is_swapped_in: Whether it was gathered; an error may have come first.
@@ -53,7 +53,7 @@ class FullParam:
     """
 
     unit: FSDPUnit
-    slot: FSDPParam
+    param: FSDPParam
     options: FullParamsOptions
     plain: nn.Parameter | None = None
     is_swapped_in: bool = False
@@ -61,14 +61,14 @@ class FullParam:
 
     def swap_in(self) -> None:
         """Gathers the parameter and its gradient, and shows them."""
-        slot = self.slot
-        self.orders = [tuple(module._parameters) for module, _ in slot.module_refs]
-        full = self._gather(slot.sharded_view)
+        param = self.param
+        self.orders = [tuple(module._parameters) for module, _ in param.module_refs]
+        full = self._gather(param.sharded_view)
         gradient = None
         if self.options.with_grads and self._some_rank_has_a_gradient():
             gradient = self._gather(self._own_gradient())
         if full is not None:
-            self.plain = param_views.swap_in_full(slot, full)
+            self.plain = param_views.swap_in_full(param, full)
             self.plain.grad = gradient
         self.is_swapped_in = True
 
@@ -76,8 +76,8 @@ class FullParam:
         """Shows the shard again, with what was written if that is to be kept."""
         if not self.is_swapped_in:
             return None
-        held = param_views.swapped_in(self.slot) if self.plain is not None else None
-        param_views.swap_in_sharded(self.slot)
+        held = param_views.swapped_in(self.param) if self.plain is not None else None
+        param_views.swap_in_sharded(self.param)
         self._restore_orders()
         problem = self._problem(held)
         has_gradient = held is not None and held.grad is not None
@@ -93,14 +93,14 @@ class FullParam:
 
     def _restore_orders(self) -> None:
         """A parameter that was deleted gets its place among its module's back, not the last one."""
-        for (module, _), order in zip(self.slot.module_refs, self.orders, strict=True):
+        for (module, _), order in zip(self.param.module_refs, self.orders, strict=True):
             held = module._parameters
             if tuple(held) != order:
                 for name in [name for name in order if name in held]:
                     held[name] = held.pop(name)
 
     def _gather(self, local: torch.Tensor) -> torch.Tensor | None:
-        spec = self.slot.spec
+        spec = self.param.spec
         if not self.options.rank0_only:
             full: torch.Tensor | None = exchange.gather(local, spec)
         elif exchange.is_first_replica(spec):
@@ -110,10 +110,10 @@ class FullParam:
         return full.cpu() if full is not None and self.options.offload_to_cpu else full
 
     def _some_rank_has_a_gradient(self) -> bool:
-        spec = self.slot.spec
+        spec = self.param.spec
         has = torch.tensor(
-            [int(self.slot.parameter.grad is not None)],
-            device=exchange.wire_device(self.slot.sharded_view, self.slot.spec),
+            [int(self.param.parameter.grad is not None)],
+            device=exchange.wire_device(self.param.sharded_view, self.param.spec),
         )
         if spec.size > 1:
             dist.all_reduce(has, dist.ReduceOp.MAX, group=exchange.group_named(spec.group))
@@ -121,18 +121,18 @@ class FullParam:
 
     def _own_gradient(self) -> torch.Tensor:
         """This rank's part of the gradient; zeros if only other ranks have one."""
-        gradient = self.slot.parameter.grad
-        return torch.zeros_like(self.slot.sharded_view) if gradient is None else local_tensor(gradient)  # type: ignore[arg-type]
+        gradient = self.param.parameter.grad
+        return torch.zeros_like(self.param.sharded_view) if gradient is None else local_tensor(gradient)  # type: ignore[arg-type]
 
     def _problem(self, held: nn.Parameter | None) -> ConfigError | None:
         if self.plain is None:
             return None
-        name = self.unit.parameter_name(self.slot)
+        name = self.unit.parameter_name(self.param)
         if held is None:
             what, instead = "it was removed from its module", "write into it, in place"
-        elif tuple(held.shape) != self.slot.spec.shape:
+        elif tuple(held.shape) != self.param.spec.shape:
             what, instead = f"its shape changed to {tuple(held.shape)}", "fully_shard() a model of the new shape"
-        elif held.requires_grad is not self.slot.parameter.requires_grad:
+        elif held.requires_grad is not self.param.parameter.requires_grad:
             what = f"its requires_grad changed to {held.requires_grad}"
             instead = "parameter.requires_grad_() on the sharded parameters, outside of the context"
         else:
@@ -152,41 +152,41 @@ class FullParam:
         """What the first rank says."""
         said = torch.tensor(
             [int(problem is not None), int(has_gradient)],
-            device=exchange.wire_device(self.slot.sharded_view, self.slot.spec),
+            device=exchange.wire_device(self.param.sharded_view, self.param.spec),
         )
-        exchange.broadcast_from_first(said, self.slot.spec)
+        exchange.broadcast_from_first(said, self.param.spec)
         if said[0].item() and problem is None:
             problem = ConfigError(
                 "the first rank changed it inside full_params() in a way that cannot be kept",
-                where=self.unit.parameter_name(self.slot),
+                where=self.unit.parameter_name(self.param),
                 instead="see the error of that rank",
             )
         return problem, bool(said[1].item())
 
     def _keep_value(self, held: nn.Parameter | None) -> None:
-        own = self._own_part(held, self.slot.sharded_view)
+        own = self._own_part(held, self.param.sharded_view)
         # Autograd refuses a backward through memory that was written since: leave alone what is as it was.
-        if not torch.equal(exchange.as_bytes(own), exchange.as_bytes(self.slot.sharded_view)):
-            self.slot.sharded_view.copy_(own)
+        if not torch.equal(exchange.as_bytes(own), exchange.as_bytes(self.param.sharded_view)):
+            self.param.sharded_view.copy_(own)
 
     def _keep_gradient(self, held: nn.Parameter | None, *, has_gradient: bool) -> None:
-        parameter = self.slot.parameter
+        parameter = self.param.parameter
         if not has_gradient:
             parameter.grad = None
             return
         gradient = None if held is None else held.grad
-        own = self._own_part(gradient, self.slot.sharded_view)
+        own = self._own_part(gradient, self.param.sharded_view)
         if parameter.grad is None:
-            parameter.grad = make_dtensor(own.clone(), self.slot.dtensor)
+            parameter.grad = make_dtensor(own.clone(), self.param.dtensor)
         else:
             local_tensor(parameter.grad).copy_(own)  # type: ignore[arg-type]
 
     def _own_part(self, full: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """This rank's part of what it holds, or of what the first rank holds; contiguous, on the device."""
-        slot, spec = self.slot, self.slot.spec
+        param, spec = self.param, self.param.spec
         if not self.options.rank0_only:
             assert full is not None
-            part = local_part(full.detach(), spec.dim, spec.size, slot.rank)
+            part = local_part(full.detach(), spec.dim, spec.size, param.rank)
             return part.to(device=like.device, dtype=like.dtype).contiguous()
         own = torch.empty_like(like)
         exchange.take_from_first(own, full, spec)
@@ -198,7 +198,7 @@ class FullParam:
             return
         if self.plain.requires_grad and is_saved_by_autograd(self.plain):
             self.plain.register_post_accumulate_grad_hook(_refuse_late_gradient)
-        replaced_params.mark_replaced(self.plain, self.slot)
+        replaced_params.mark_replaced(self.plain, self.param)
 
 
 def _refuse_late_gradient(_parameter: torch.Tensor) -> None:
@@ -247,7 +247,7 @@ def full_params(
     for unit in units:
         _check(unit)
     wish = FullParamsOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-    held = _FullParams(units, [FullParam(unit, slot, wish) for unit in units for slot in slots_in(module, unit)])
+    held = _FullParams(units, [FullParam(unit, param, wish) for unit in units for param in params_in(module, unit)])
     try:
         held.swap_in(module)
         yield
@@ -265,12 +265,12 @@ class _FullParams:
 
     Attributes:
         units: Units of the parameters.
-        slots: The parameters.
+        parameters: The parameters.
         classes: Modules that got their own class back, with the class that reads shards.
     """
 
     units: list[FSDPUnit]
-    slots: list[FullParam]
+    params: list[FullParam]
     classes: list[tuple[nn.Module, type[nn.Module]]] = dataclasses.field(default_factory=list)
 
     def swap_in(self, module: nn.Module) -> None:
@@ -278,10 +278,10 @@ class _FullParams:
         note_layout()
         for unit in self.units:
             unit.param_state = ParamState.UNSHARDED
-        for slot in self.slots:
-            slot.swap_in()
-        full = {held.slot for held in self.slots if held.plain is not None}
-        below = {slot for unit in units_below(module) for slot in slots_in(module, unit)}
+        for param in self.params:
+            param.swap_in()
+        full = {held.param for held in self.params if held.plain is not None}
+        below = {param for unit in units_below(module) for param in params_in(module, unit)}
         if full and below <= full:
             for each in module.modules():
                 if original_class(each) is not type(each):
@@ -298,7 +298,7 @@ class _FullParams:
             module.__class__ = sharded_class
             if READS in module.__dict__:
                 read_as_written(module)  # which may have changed meanwhile
-        problems = [slot.swap_out() for slot in self.slots]
+        problems = [param.swap_out() for param in self.params]
         for unit in self.units:
             unit.param_state = ParamState.SHARDED
         note_layout()

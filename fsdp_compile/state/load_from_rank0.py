@@ -85,12 +85,12 @@ def load_from_rank0(
     target = device_on(mesh, device, where=f"{_WHERE}(device=...)")
     given = {state.key: state for state in states if state.name in found["given"]}  # the last name counts
     _give_memory(model, sharded, given.keys(), target)
-    slots = {id(slot.parameter): slot for unit in sharded for slot in unit.slots}
+    params = {id(param.parameter): param for unit in sharded for param in unit.params}
     with torch.no_grad():
         for key, state in given.items():
             full = state_dict[state.name] if first and state_dict is not None else None
-            if key in slots:
-                exchange.take_from_first(slots[key].sharded_view, full, slots[key].spec)
+            if key in params:
+                exchange.take_from_first(params[key].sharded_view, full, params[key].spec)
                 continue
             if full is not None:
                 state.value.copy_(full)
@@ -185,6 +185,6 @@ def _refuse(problems: list[str]) -> None:
 
 def _give_memory(model: nn.Module, sharded: list[FSDPUnit], given: Collection[int], device: torch.device) -> None:
     for unit in sharded:
-        allocate_from_meta(unit, [s for s in unit.slots if s.parameter.is_meta and id(s.parameter) in given], device)
+        allocate_from_meta(unit, [s for s in unit.params if s.parameter.is_meta and id(s.parameter) in given], device)
     waiting = {name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) in given}
     sync_states.give_memory(model, waiting, device)

@@ -41,7 +41,7 @@ def seeded(seed: int, make: Callable[[], nn.Module] = Tied) -> Any:
 def assert_parts_equal(model: nn.Module, reference: nn.Module) -> None:
     """Bit by bit on this very rank, whatever other replicas hold: what one process would split over the mesh."""
     for unit in units(model):
-        for slot in unit.slots:
+        for slot in unit.params:
             module, attribute = slot.module_refs[0]
             name = next(n for n, m in model.named_modules() if m is module)
             full = getattr(reference.get_submodule(name), attribute)

@@ -133,7 +133,7 @@ def test_a_gpu_trains_from_pinned_shards(lower: str) -> None:
         reference.load_state_dict(model.state_dict())
         reference.cuda()
         fully_shard(model, mesh=init_device_mesh("cuda", (1,)), offload_policy=CPUOffloadPolicy())
-        assert all(unit.flats[0].flat_param.is_pinned() for unit in fsdp_compile.units(model))
+        assert all(unit.param_groups[0].flat_param.is_pinned() for unit in fsdp_compile.units(model))
         compiled = torch.compile(model, backend="fsdp", options={"lower": lower})
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
         for step in range(6):

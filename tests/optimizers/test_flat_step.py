@@ -73,15 +73,15 @@ def _give_gradients(model: nn.Module, plain: list[nn.Parameter], step: int, miss
     """The same gradients to both: on flat buffers, as a backward accumulates them, and one by one."""
     torch.manual_seed(step)
     for unit in units(model):
-        for flat in unit.flats:
+        for flat in unit.param_groups:
             buffer = torch.zeros_like(flat.flat_param.detach())
-            for slot in flat.slots:
+            for slot in flat.params:
                 slot.view_of(buffer).normal_()
             if flat.flat_param.requires_grad:
                 skipped = (
-                    {flat.slots[missing].spec.offset} if missing is not None and len(flat.slots) > missing else set()
+                    {flat.params[missing].spec.offset} if missing is not None and len(flat.params) > missing else set()
                 )
-                gradients.accumulate_sharded_grads(flat, buffer, {s.spec.offset for s in flat.slots} - skipped)
+                gradients.accumulate_sharded_grads(flat, buffer, {s.spec.offset for s in flat.params} - skipped)
     assert isinstance(model.whole, nn.Parameter)
     model.whole.grad = torch.randn(3)
     for p, q in zip(model.parameters(), plain, strict=True):
@@ -91,9 +91,9 @@ def _give_gradients(model: nn.Module, plain: list[nn.Parameter], step: int, miss
 def _assert_alike(model: nn.Module, plain: list[nn.Parameter]) -> None:
     for (name, p), q in zip(model.named_parameters(), plain, strict=True):
         assert torch.equal(_local(p), q), name
-    for flat in (flat for unit in units(model) for flat in unit.flats):
+    for flat in (flat for unit in units(model) for flat in unit.param_groups):
         rest = flat.flat_param.detach().clone()
-        for slot in flat.slots:
+        for slot in flat.params:
             slot.view_of(rest).zero_()
         assert not rest.any(), "padding was updated"
 

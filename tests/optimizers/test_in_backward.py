@@ -93,7 +93,9 @@ def test_gradients_are_freed_unit_by_unit(options: dict[str, Any]) -> None:
         seen = _Seen(optimizer)
         loss_of(run(_input())).backward()
         sizes = [
-            flat.flat_param.numel() * flat.flat_param.element_size() for unit in units(model) for flat in unit.flats
+            flat.flat_param.numel() * flat.flat_param.element_size()
+            for unit in units(model)
+            for flat in unit.param_groups
         ]
         assert len(seen.held) == len(sizes) == 3
         assert max(seen.held) == max(sizes) < sum(sizes)

@@ -213,7 +213,7 @@ def _check_dtype() -> None:
     pair.optimizers.clear()
     pair.optimize(_adamw)
     pair.step(width=10, dtype=torch.float64)
-    assert {flat.flat_param.dtype for unit in units(pair.model) for flat in unit.flats} == {torch.float64}
+    assert {flat.flat_param.dtype for unit in units(pair.model) for flat in unit.param_groups} == {torch.float64}
     pair.step(width=10, dtype=torch.float64)
 
 

@@ -75,17 +75,17 @@ def _check_one_buffer_per_kind() -> None:
     model, _ = _odd_pair()
     fully_shard(model)
     (unit,) = units(model)
-    kinds = {(flat.flat_param.dtype, flat.flat_param.requires_grad) for flat in unit.flats}
+    kinds = {(flat.flat_param.dtype, flat.flat_param.requires_grad) for flat in unit.param_groups}
     assert kinds == {(torch.float32, True), (torch.float32, False), (torch.float64, True)}
-    assert len(unit.flats) == 3
-    sizes: list[int] = [flat.flat_param.numel() for flat in unit.flats]
+    assert len(unit.param_groups) == 3
+    sizes: list[int] = [flat.flat_param.numel() for flat in unit.param_groups]
     everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, sizes)
     assert everyone == [sizes] * len(everyone), "the same size on every rank"
-    for flat in unit.flats:
+    for flat in unit.param_groups:
         start = flat.flat_param.data_ptr()
         end = start + flat.flat_param.numel() * flat.flat_param.element_size()
-        for slot in flat.slots:
+        for slot in flat.params:
             local = _dtensor(slot.parameter).to_local()
             if local.numel() == 0:  # has no address
                 continue
@@ -93,7 +93,9 @@ def _check_one_buffer_per_kind() -> None:
             assert local.untyped_storage().data_ptr() == flat.flat_param.untyped_storage().data_ptr()
             assert local.data_ptr() % 128 == start % 128
     assert unit.full_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert unit.shard_bytes == sum(flat.flat_param.numel() * flat.flat_param.element_size() for flat in unit.flats)
+    assert unit.shard_bytes == sum(
+        flat.flat_param.numel() * flat.flat_param.element_size() for flat in unit.param_groups
+    )
 
 
 def test_views_of_one_flat_buffer_per_dtype_and_trainability() -> None:

@@ -57,7 +57,7 @@ def _ignored_module() -> None:
         else:  # this rank's own, not reduced
             close(parameter.grad, local.get_parameter(name).grad, name)
     assert type(model.kept[1].running_mean) is torch.Tensor
-    assert {slot.name for unit in units(model) for slot in unit.slots}.isdisjoint(KEPT)
+    assert {slot.name for unit in units(model) for slot in unit.params}.isdisjoint(KEPT)
 
 
 @pytest.mark.core

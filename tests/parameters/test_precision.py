@@ -61,7 +61,7 @@ def test_the_wire_is_narrow() -> None:
 @pytest.mark.usefixtures("world")
 def test_plain_policies_have_no_exceptions_as_in_fsdp2() -> None:
     model = fully_shard(Normed(), mp_policy=MixedPrecisionPolicy(BF16))
-    assert {slot.spec.param_dtype for unit in units(model) for slot in unit.slots} == {BF16}
+    assert {slot.spec.param_dtype for unit in units(model) for slot in unit.params} == {BF16}
 
 
 def test_eval_in_full_precision_gathers_in_full_precision() -> None:
@@ -226,7 +226,7 @@ def test_dtypes_of_the_policy_survive_a_conversion_of_the_model() -> None:
     for each in (model, plain):
         each.double()
         each(torch.ones(2, 8, dtype=torch.float64))
-    assert {(s.spec.param_dtype, s.sharded_view.dtype) for unit in units(model) for s in unit.slots} == {
+    assert {(s.spec.param_dtype, s.sharded_view.dtype) for unit in units(model) for s in unit.params} == {
         (BF16, torch.float64)
     }
-    assert {s.spec.param_dtype for unit in units(plain) for s in unit.slots} == {torch.float64}
+    assert {s.spec.param_dtype for unit in units(plain) for s in unit.params} == {torch.float64}

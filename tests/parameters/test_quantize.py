@@ -195,7 +195,7 @@ def test_a_dtype_of_other_width_is_refused() -> None:
 
 def _alone() -> None:
     model = fully_shard(Wide(), mp_policy=MixedPrecision(gather_dtype=INT8))
-    assert all(slot.spec.gather_dtype is None for unit in units(model) for slot in unit.slots)
+    assert all(slot.spec.gather_dtype is None for unit in units(model) for slot in unit.params)
 
 
 def test_one_rank_sends_nothing_and_rounds_nothing() -> None:

@@ -47,7 +47,7 @@ def test_what_a_strategy_means(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with fake_world(8):
         found = _arranged(Small(), sharding_strategy=strategy)
-        slot = next(iter(units(fully_shard(Small(), sharding_strategy=strategy))[0].slots))
+        slot = next(iter(units(fully_shard(Small(), sharding_strategy=strategy))[0].params))
     assert (found.size, found.replicas, found.reshard) == (size, replicas, reshard)
     assert (slot.spec.size, slot.spec.replicas, slot.spec.reshard) == (size, replicas, reshard)
 
@@ -64,7 +64,7 @@ def test_what_a_number_means_for_what_is_kept(number: int, reshard: Reshard, kep
             reshard,
             kept_over,
         )
-        for slot in unit.slots:
+        for slot in unit.params:
             assert parse(slot.spec.text) == slot.spec
             assert (slot.spec.post_forward_size, slot.spec.size) == (kept_over, 8)
             if kept_over > 1:

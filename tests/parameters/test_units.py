@@ -33,7 +33,7 @@ def _world_of_four() -> Iterator[None]:
 
 def _layout(model: nn.Module) -> dict[str, list[str]]:
     """Titles of the units, each with the names of its parameters in the model."""
-    return {unit.title: sorted(unit.parameter_name(slot) for slot in unit.slots) for unit in units(model)}
+    return {unit.title: sorted(unit.parameter_name(slot) for slot in unit.params) for unit in units(model)}
 
 
 def _block(model: Transformer, index: int) -> Block:

@@ -30,7 +30,7 @@ def _flats(count: int) -> list[FSDPParamGroup]:
     for layer in model:
         fsdp_compile.fully_shard(layer)
     fsdp_compile.fully_shard(model)
-    return [flat for unit in fsdp_compile.units(model) for flat in unit.flats]
+    return [flat for unit in fsdp_compile.units(model) for flat in unit.param_groups]
 
 
 def test_what_is_done_is_forgotten() -> None:

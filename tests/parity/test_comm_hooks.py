@@ -61,7 +61,7 @@ def _counted(strategy: ShardingStrategy) -> tuple[float, Calls, list[int]]:
         models.append(model)
 
     found = train_pair(Stack, prepare=prepare, steps=2)
-    sizes = [flat.flat_param.numel() for unit in units(models[0]) for flat in unit.flats]
+    sizes = [flat.flat_param.numel() for unit in units(models[0]) for flat in unit.param_groups]
     whole = strategy is ShardingStrategy.NO_SHARD or dist.get_world_size() == 1
     role = Role.REPLICATE if whole else Role.REDUCE
     operators = _operators(models[0], role)
@@ -240,4 +240,4 @@ def test_a_hook_of_the_whole_survives_a_later_call_above() -> None:
         fully_shard(outer)
         assert [unit.hook is not None for unit in units(outer)] == [False, True]
         inner = units(outer)[1]
-        assert all(slot.spec.hook for slot in inner.slots)
+        assert all(slot.spec.hook for slot in inner.params)

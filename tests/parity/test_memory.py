@@ -43,7 +43,7 @@ def _held_after_a_step() -> dict[str, int]:
     optimizer.step()
     state = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
     held["state"] = _stored(iter(state))
-    held["slots"] = sum(1 for unit in units(model) for _ in unit.slots)
+    held["slots"] = sum(1 for unit in units(model) for _ in unit.params)
     return held
 
 
@@ -63,7 +63,7 @@ class _Saved:
     """Bytes that autograd saves, by whether they are a parameter group, an activation, or something unsharded."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.shards = {flat.flat_param.data_ptr() for unit in units(model) for flat in unit.flats}
+        self.shards = {flat.flat_param.data_ptr() for unit in units(model) for flat in unit.param_groups}
         self.full = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
         self.unsharded_bytes = 0
         self.count = 0

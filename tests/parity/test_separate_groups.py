@@ -92,7 +92,7 @@ def test_fsdp2s_method_switches_between_two_groups_that_are_made_once() -> None:
     model.blocks[0].set_separate_reduce_scatter_group(enable=False)
     assert _reduced_over(model) == {"fsdp.reduce.0", "fsdp.shard.0"}
     model.set_separate_reduce_scatter_group(enable=False)
-    assert {slot.spec.scatter_group for unit in units(model) for slot in unit.slots} == {"fsdp.shard.0"}
+    assert {slot.spec.scatter_group for unit in units(model) for slot in unit.params} == {"fsdp.shard.0"}
     with pytest.raises(ConfigError, match="is no flag"):
         model.set_separate_reduce_scatter_group(1)
 

@@ -34,9 +34,9 @@ class TakingAlong(World):
     def shard(self, model: nn.Module) -> None:
         super().shard(model)
         for unit in units(model):
-            for flat in unit.flats:
-                spec = flat.slots[0].spec
-                every = [slot.spec.offset for slot in flat.slots]
+            for flat in unit.param_groups:
+                spec = flat.params[0].spec
+                every = [slot.spec.offset for slot in flat.params]
                 flat.unsharded_accumulated_grad.add(torch.zeros(flat.flat_param.numel() * spec.size), every)
                 if spec.replicas > 1:
                     flat.partial_reduce_output.add(torch.zeros(flat.flat_param.numel()), every)

@@ -93,14 +93,14 @@ def _graph(
 
 
 def _unit(unit: FSDPUnit, *, training: bool) -> UnitPlan:
-    trained = [slot for slot in unit.slots if slot.parameter.requires_grad]
-    least = sum(s.parameter.numel() * s.parameter.element_size() / _ranks(s.spec) for s in unit.slots)
+    trained = [slot for slot in unit.params if slot.parameter.requires_grad]
+    least = sum(s.parameter.numel() * s.parameter.element_size() / _ranks(s.spec) for s in unit.params)
     return UnitPlan(
         name=unit.title,
-        parameters=len(list(unit.slots)),
-        numel=sum(slot.parameter.numel() for slot in unit.slots),
-        stored=_names(flat.flat_param.dtype for flat in unit.flats),
-        sent=_names(slot.spec.gather_dtype or slot.spec.param_dtype for slot in unit.slots),
+        parameters=len(list(unit.params)),
+        numel=sum(slot.parameter.numel() for slot in unit.params),
+        stored=_names(flat.flat_param.dtype for flat in unit.param_groups),
+        sent=_names(slot.spec.gather_dtype or slot.spec.param_dtype for slot in unit.params),
         reduced=_names(slot.spec.reduce_dtype for slot in trained),
         full_bytes=unit.full_bytes,
         shard_bytes=unit.shard_bytes,
@@ -110,7 +110,7 @@ def _unit(unit: FSDPUnit, *, training: bool) -> UnitPlan:
 
 
 def _host_bytes(unit: FSDPUnit, *, training: bool) -> int:
-    held = [flat.flat_param for flat in unit.flats if flat.slots[0].spec.compute]
+    held = [flat.flat_param for flat in unit.param_groups if flat.params[0].spec.compute]
     return sum(leaf.numel() * leaf.element_size() * (1 + (training and leaf.requires_grad)) for leaf in held)
 
 
@@ -130,7 +130,7 @@ def _volume(graphs: Sequence[GraphPlan], made: Sequence[FSDPUnit]) -> Volume:
     floor = sum(
         _floor(slot.spec, slot.parameter.numel(), trained=training and slot.parameter.requires_grad, training=training)
         for unit in made
-        for slot in unit.slots
+        for slot in unit.params
     )
     return Volume({kind: size for kind, size in sent.items() if size}, floor)
 

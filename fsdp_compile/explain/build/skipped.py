@@ -24,7 +24,7 @@ def skipped(model: nn.Module, units: Sequence[FSDPUnit], graphs: Sequence[GraphP
     yield from _graph_breaks(graphs)
     whole = [name for name, p in model.named_parameters() if is_ignored(model, p)]
     yield from _some(whole, "not sharded", "listed in ignored_params")
-    if units and all(slot.spec.size * slot.spec.replicas == 1 for unit in units for slot in unit.slots):
+    if units and all(slot.spec.size * slot.spec.replicas == 1 for unit in units for slot in unit.params):
         yield Skipped("all collectives", "there is one rank")
         return
     yield from _uneven(units)
@@ -46,10 +46,10 @@ def _uneven(units: Sequence[FSDPUnit]) -> Iterator[Skipped]:
     """Parameters whose padding is a real part of what is held and sent."""
     found: dict[str, list[str]] = {}
     for unit in units:
-        for slot in unit.slots:
+        for slot in unit.params:
             spec = slot.spec
             padding = spec.shard_numel * spec.size / max(slot.parameter.numel(), 1) - 1
-            large = slot.parameter.numel() * _LARGE_SHARE >= sum(s.parameter.numel() for s in unit.slots)
+            large = slot.parameter.numel() * _LARGE_SHARE >= sum(s.parameter.numel() for s in unit.params)
             if spec.dim is not None and padding > _MUCH_PADDING and large:
                 why = f"its {spec.shape[spec.dim]} rows over {spec.size} ranks are padded by {100 * padding:.0f} %"
                 found.setdefault(why, []).append(unit.parameter_name(slot))
@@ -71,7 +71,7 @@ def _never_gathered(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> I
         dropped = [
             (unit, slot)
             for unit in units
-            for slot in unit.slots
+            for slot in unit.params
             if slot.spec.size > 1 and (phase is Phase.FORWARD or slot.spec.reshard is not Reshard.AFTER_BACKWARD)
         ]
         unread = [
@@ -96,7 +96,7 @@ def _never_reduced(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> It
     missing = [
         (slot.parameter.requires_grad, unit.parameter_name(slot))
         for unit in units
-        for slot in unit.slots
+        for slot in unit.params
         if not _among(reduced, unit, unit.parameter_name(slot))
     ]
     yield from _some([n for trained, n in missing if not trained], "not reduced", "frozen")
@@ -111,7 +111,7 @@ _WHY_KEPT = {
 
 
 def _kept(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
-    asked = {unit.title: slot.spec.reshard for unit in units for slot in unit.slots}
+    asked = {unit.title: slot.spec.reshard for unit in units for slot in unit.params}
     for graph in graphs:
         kept = [u for c in graph.collectives if c.kind is Kind.GATHER and c.reshard is None for u in c.units]
         what = f"not resharded after {graph.phase.value}"

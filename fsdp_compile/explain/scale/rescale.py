@@ -193,7 +193,7 @@ def _refuse(traced: Traced, ranks: int) -> None:
                 where=f"Plan.at(world_size={ranks}), unit {unit.title}",
                 instead="explain() once more in a world of that size",
             )
-        for slot in unit.slots:
+        for slot in unit.params:
             spec = slot.spec
             if spec.dim and spec.shape[spec.dim] % ranks:
                 raise ConfigError(
@@ -237,12 +237,12 @@ def _numel(specs: Mapping[str, UnshardSpec]) -> int:
 def _resized(unit: FSDPUnit, order: Order, ranks: int) -> FSDPUnit:
     """A unit of the same parameters, whose flat parameters have sizes and no memory."""
     made = FSDPUnit(unit.root, unit.name, unit.policy, unit.wrap_source)
-    for flat in unit.flats:
-        slots = {unit.parameter_name(slot): slot for slot in flat.slots}
+    for flat in unit.param_groups:
+        slots = {unit.parameter_name(slot): slot for slot in flat.params}
         specs = _laid_out({name: slot.spec for name, slot in slots.items()}, order, flat.flat_param.dtype, ranks)
         leaf = torch.empty(_numel(specs), dtype=flat.flat_param.dtype, device="meta")
         placed = [dataclasses.replace(slots[name], spec=spec) for name, spec in specs.items()]
-        made.flats.append(FSDPParamGroup(made, nn.Parameter(leaf, flat.flat_param.requires_grad), placed))
+        made.param_groups.append(FSDPParamGroup(made, nn.Parameter(leaf, flat.flat_param.requires_grad), placed))
     return made
 
 

@@ -116,7 +116,7 @@ def formulas(plan: Plan) -> Formulas:
             where="Plan.formulas()",
             instead='explain() without dims, or with embedding="gathered"',
         )
-    slots = {unit.parameter_name(slot): slot for unit in plan.traced.units for slot in unit.slots}
+    slots = {unit.parameter_name(slot): slot for unit in plan.traced.units for slot in unit.params}
     link = make_link("open", GB_PER_S, "a symbol")
     sent = [_sent_bytes(c, slots) for c in every if c.kind not in COPIES]
     times = [

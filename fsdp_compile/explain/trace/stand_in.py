@@ -56,8 +56,8 @@ def hollow(tensor: torch.Tensor) -> torch.Tensor:
 def hollow_flats(model: nn.Module) -> None:
     """Gives the meta flat parameters of a sharded stand-in addresses, by which the backend knows them."""
     for unit in units(model):
-        unit.flats = [FSDPParamGroup(unit, _hollow_leaf(flat), flat.slots) for flat in unit.flats]
-        gather_slots(unit.flats)
+        unit.param_groups = [FSDPParamGroup(unit, _hollow_leaf(flat), flat.params) for flat in unit.param_groups]
+        gather_slots(unit.param_groups)
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
