@@ -12,8 +12,8 @@ from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.verify.table import Stage
+from tests.models.graphs import MODELS
 from tests.verify.captured import World, capture, copied
-from tests.verify.models import MODELS
 
 PAIR = World(2)
 SQUARE = World(4, replicas=2)
