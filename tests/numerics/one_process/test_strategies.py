@@ -25,6 +25,7 @@ from fsdp_compile.verify.check import complaints
 from tests.models.graphs import MODELS
 from tests.models.kinds import Checkpointed, Frozen, OddShapes, Slim, Stack, Tied
 from tests.numerics.one_process.pair import (
+    EPS,
     LEARNING_RATE,
     Differences,
     batches,
@@ -41,8 +42,7 @@ from tests.verify.captured import World
 from tests.verify.graphs import graph
 
 BOUNDS: dict[str, tuple[float, float]] = {"fp32": (1e-6, 1e-5), "bf16": (3e-2, 1e-1)}
-"""Of loss and gradient: sums of float32 in another order, and 2^-8 per rounding of bfloat16, which AdamW's first steps,
-divisions of the gradient by its own size, make larger where gradients are near zero."""
+"""Of loss and gradient: sums of float32 in another order, and 2^-8 per rounding of bfloat16."""
 
 
 PLACEMENTS: dict[str, tuple[Placement, ...]] = {
@@ -76,7 +76,7 @@ class _Training:
         reference = copy.deepcopy(model)
         fully_shard(model, **arguments)
         compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-        optimizers = tuple(torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE) for m in (model, reference))
+        optimizers = tuple(torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE, eps=EPS) for m in (model, reference))
         return cls(model, compiled, reference, optimizers)  # type: ignore[arg-type]
 
     def step(self, kind: str, placements: tuple[Placement, ...]) -> Differences:
@@ -195,7 +195,7 @@ def test_kept_parameters_train_as_in_one_process() -> None:
     for found in run_ranks(_train_kept, world_size=4):
         for name, differences in found.items():
             assert differences.loss < 1e-6, name
-            assert differences.gradient < 5e-4, name
+            assert differences.gradient < 2e-5, name
 
 
 def _train_kept() -> dict[str, Differences]:
