@@ -15,15 +15,15 @@ from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Role, StepGraph, require
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.insert_collectives import InsertCollectives
-from tests.models.kinds import WIDTH, Stack
+from tests.models.kinds import WIDTH, Slim, Stack
 
-PLANTED = "blocks.1.up.weight"
+PLANTED = "blocks.1.0.weight"
 PLANTED_PASS = "planted-fault"
 _PASSES = pipeline.passes
 
 
 def make_model() -> nn.Module:
-    return Stack(2)
+    return Stack(1)
 
 
 def make_batch(step: int) -> torch.Tensor:
@@ -61,17 +61,17 @@ def make_model_with_planted_bug() -> nn.Module:
     """Called in the processes of a comparison alone: the fault reaches the compiled side, and only there."""
     pipeline.passes = passes_with_fault  # type: ignore[assignment]
     pipeline.check = _approve
-    return make_model()
+    return Slim()
 
 
 def raises_on_one_rank(step: int) -> torch.Tensor:
-    if dist.get_rank() == 1 and step == 1:
+    if dist.get_rank() == 1:
         raise ArithmeticError("planted in a batch")
     return make_batch(step)
 
 
 def dies_on_one_rank(step: int) -> torch.Tensor:
-    if dist.get_rank() == 1 and step == 1:
+    if dist.get_rank() == 1:
         os.kill(os.getpid(), 9)
     return make_batch(step)
 
