@@ -9,31 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.models.layers import InARow, Residual
 
-class Block(nn.Module):
-    """Norm, wide layer, narrow layer; two small slots and two large ones."""
+
+class Block(Residual):
+    """One of four widths."""
 
     def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        super().__init__(width, 4 * width)
 
 
-class Stack(nn.Module):
-    """Blocks one after the other; one unit each."""
+class Stack(InARow):
+    """One unit for each block."""
 
     def __init__(self, depth: int = 3, width: int = 64) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(Block(width) for _ in range(depth))
 
 
 class Tied(nn.Module):

@@ -10,26 +10,22 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.models.layers import Residual
+
 WIDTH = 32
 
 
-class Block(nn.Module):
-    """A residual block whose hidden width does not divide over 2 or 4 ranks."""
+class Block(Residual):
+    """One whose hidden width does not divide over 2 or 4 ranks."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 3 * WIDTH + 1)
-        self.down = nn.Linear(3 * WIDTH + 1, WIDTH)
-
-    def forward(this, x: torch.Tensor) -> torch.Tensor:  # noqa: N805  some people write it so
-        return x + this.down(F.gelu(this.up(this.norm(x))))
+        super().__init__(WIDTH, 3 * WIDTH + 1)
 
 
 class Stack(nn.Module):
-    """Blocks and a head."""
+    """Blocks and a head; with two blocks as much is compiled as a case needs."""
 
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 5)
@@ -40,19 +36,26 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-class Slim(nn.Module):
-    """Two blocks and a head that does not divide over 2 or 4 ranks: three units of as few nodes as can be."""
+class StackOfThree(Stack):
+    """With a block that is neither the first nor the last."""
 
     def __init__(self) -> None:
+        super().__init__(3)
+
+
+class Slim(nn.Module):
+    """Blocks and a head that does not divide over 2 or 4 ranks: units of as few nodes as can be."""
+
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)))
         self.head = nn.Linear(WIDTH, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(x))
 
 
-class GraphBreaks(Stack):
+class GraphBreaks(StackOfThree):
     """Two graph breaks, one before anything is read."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +76,7 @@ class Checkpointed(Stack):
         return self.head(x)
 
 
-class Uncompiled(Stack):
+class Uncompiled(StackOfThree):
     """One part runs eagerly, and reads a parameter of another module."""
 
     @torch._dynamo.disable
@@ -128,7 +131,7 @@ class ReturnsDataclass(Stack):
         return Output(hidden, self.head(hidden))
 
 
-class Frozen(Stack):
+class Frozen(StackOfThree):
     """A frozen block, a frozen weight in a trained block, an unused parameter."""
 
     def __init__(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from tests.models.layers import Residual
 
 WIDTH = 16
 ROWS = 16
@@ -18,17 +19,11 @@ def make_batch(step: int) -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-class Block(nn.Module):
-    """A residual block."""
+class Block(Residual):
+    """One of the width of the batches."""
 
     def __init__(self, hidden: int = 2 * WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        super().__init__(WIDTH, hidden)
 
 
 class Plain(nn.Module):

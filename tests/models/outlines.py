@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from tests.models.layers import Residual
 
 WIDTH = 16
 
 
-class Block(nn.Module):
-    """A residual block whose hidden width does not divide over 2 or 4 ranks."""
+class Block(Residual):
+    """One whose hidden width does not divide over 2 or 4 ranks."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
-        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        super().__init__(WIDTH, 2 * WIDTH + 1)
 
 
 class Transformer(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.models.kinds import WIDTH, Stack
+from tests.models.kinds import WIDTH, Stack, StackOfThree
 
 
 class ReadsOfAnother(Stack):
@@ -24,7 +24,7 @@ class ReadsOfAnother(Stack):
         return self.head(x)
 
 
-class TiedBlocks(Stack):
+class TiedBlocks(StackOfThree):
     """The last block shares a weight with the first one."""
 
     def __init__(self) -> None:
