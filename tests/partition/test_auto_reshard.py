@@ -13,7 +13,7 @@ from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain.plan import Plan
-from tests.models.kinds import KINDS
+from tests.models.kinds import KINDS, StackOfThree
 from tests.models.round_sizes import WIDTH, Broken, on_meta
 from tests.models.round_sizes import Stack as Blocks
 from tests.numerics.one_process.pair import Differences, train_pair
@@ -60,9 +60,9 @@ def test_training_through_inductor_equals_one_process() -> None:
 
 def _gathered() -> tuple[Sent, ...]:
     return (
-        sent(KINDS["stack"], **OPEN),
+        sent(StackOfThree, **OPEN),
         sent(KINDS["graph-breaks"], **OPEN),
-        sent(KINDS["stack"], reshard_after_forward="auto", prefetch=1),
+        sent(StackOfThree, reshard_after_forward="auto", prefetch=1),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hoo
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
 from fsdp_compile.runtime.units import FSDPUnit
-from tests.models.kinds import Stack
+from tests.models.kinds import Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.numerics.one_process.test_accumulation import CLOSE, Pair
 from tests.ranks import run_ranks
@@ -27,10 +28,15 @@ MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 HALF = MixedPrecisionPolicy(torch.float16, torch.float16)
 
 
-def _pair(*, options: dict[str, Any] | None = None, **arguments: Any) -> Pair:
+def _pair(
+    *,
+    make: Callable[[], nn.Module] = lambda: Stack(1),
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Pair:
     torch._dynamo.reset()  # pairs share the code of a forward, of which Dynamo keeps eight graphs
     torch.manual_seed(0)
-    model = Stack(1)
+    model = make()
     reference = copy.deepcopy(model)
     fully_shard(model, **arguments)
     given = {"lower": "eager", **(options or {})}
@@ -110,7 +116,7 @@ def test_float16_divides_by_a_power_of_two_before_the_sum_and_by_the_rest_after(
 
 
 def _inductor() -> float:
-    return _train(_pair(options={"lower": "inductor"}, reshard_after_forward=False))
+    return _train(_pair(make=Slim, options={"lower": "inductor"}, reshard_after_forward=False))
 
 
 @pytest.mark.inductor

@@ -19,7 +19,7 @@ from fsdp_compile import ConfigError, fully_shard, register_comm_hook, units
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
 from tests.fake_world import fake_world
-from tests.models.kinds import WIDTH, Block, Stack
+from tests.models.kinds import WIDTH, Block, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of, train_pair
 from tests.numerics.one_process.test_mixed_precision import BF16, ByHand, train_both
 from tests.ranks import run_ranks
@@ -60,7 +60,7 @@ def _counted(strategy: ShardingStrategy) -> tuple[float, Calls, list[int]]:
         register_comm_hook(model, hook, "mine")
         models.append(model)
 
-    found = train_pair(Stack, prepare=prepare, steps=2)
+    found = train_pair(Slim, prepare=prepare, steps=2)
     sizes = [flat.flat_param.numel() for unit in units(models[0]) for flat in unit.param_groups]
     whole = strategy is ShardingStrategy.NO_SHARD or dist.get_world_size() == 1
     role = Role.REPLICATE if whole else Role.REDUCE
@@ -180,7 +180,7 @@ def _inductor() -> float:
         fully_shard(model)
         register_comm_hook(model, Counts(), "mine")
 
-    return train_pair(lambda: Stack(1), lower="inductor", steps=2, prepare=prepare).gradient
+    return train_pair(Slim, lower="inductor", steps=2, prepare=prepare).gradient
 
 
 def test_under_inductor() -> None:

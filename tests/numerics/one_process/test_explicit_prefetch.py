@@ -14,7 +14,7 @@ from fsdp_compile import ConfigError, explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.layout.spec import parse
 from tests.fake_world import fake_world
-from tests.models.kinds import WIDTH, GraphBreaks, Stack
+from tests.models.kinds import WIDTH, GraphBreaks, Slim, Stack, StackOfThree
 from tests.numerics.one_process.pair import Differences, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
@@ -63,7 +63,7 @@ def _trained(prefetch: object) -> tuple[Differences, Starts, Starts]:
         third.set_modules_to_backward_prefetch([second, first])
         models.append(model)
 
-    found = train_pair(Stack, prepare=prepare, options={"prefetch": prefetch})
+    found = train_pair(lambda: Slim(3), prepare=prepare, options={"prefetch": prefetch})
     return (found, *_starts(models[0]))
 
 
@@ -98,7 +98,7 @@ def _step(model: nn.Module, **options: Any) -> nn.Module:
 
 @pytest.mark.usefixtures("world")
 def test_a_list_may_overtake_and_can_be_taken_back() -> None:
-    model: Any = Stack()
+    model: Any = StackOfThree()
     _each_block(model)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
     assert _names(_starts(_step(model))[0]) == ["blocks.0", "blocks.2", "blocks.1", "(root)"]
@@ -108,7 +108,7 @@ def test_a_list_may_overtake_and_can_be_taken_back() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_a_list_that_is_set_before_the_model_is_sharded_names_units_as_the_model_does() -> None:
-    model: Any = Stack()
+    model: Any = StackOfThree()
     for block in model.blocks:
         fully_shard(block)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
@@ -151,7 +151,7 @@ def test_lists_that_cannot_be_followed_are_refused(
 
 @pytest.mark.usefixtures("world")
 def test_wrong_lists_are_refused_with_what_to_write() -> None:
-    model: Any = Stack()
+    model: Any = StackOfThree()
     _each_block(model)
     block = model.blocks[0]
     for modules, says in (

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import explain, fully_shard
-from tests.models.kinds import WIDTH, Stack, Tied
+from tests.models.kinds import WIDTH, Slim, Stack, Tied
 from tests.numerics.one_process.pair import Differences, batches, loss_of, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
@@ -57,7 +57,7 @@ def _hybrid() -> Differences:
     def shard(model: torch.nn.Module) -> None:
         fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
 
-    return train_pair(Stack, prepare=shard, options={"bucket_mb": 10}, clip=0.5)
+    return train_pair(Slim, prepare=shard, options={"bucket_mb": 10}, clip=0.5)
 
 
 def test_replicas_average_what_units_share() -> None:

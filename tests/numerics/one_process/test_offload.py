@@ -14,7 +14,7 @@ from torch import nn
 import fsdp_compile
 from fsdp_compile import fully_shard
 from tests.delayed_copies import ON_SUCH_A_HOST, delayed_copies
-from tests.models.kinds import Stack
+from tests.models.kinds import Slim, Stack
 from tests.numerics.one_process.pair import Differences, loss_of, train_pair
 from tests.numerics.one_process.strategies import PRECISIONS, STRATEGIES
 from tests.ranks import run_ranks
@@ -39,7 +39,7 @@ def _train(cases: list[str]) -> dict[str, tuple[Differences, int]]:
             fully_shard(model, **arguments)
 
         with delayed_copies() as copied:
-            found[name] = train_pair(lambda: Stack(2), prepare=prepare, options=options, steps=2), len(copied)
+            found[name] = train_pair(Slim, prepare=prepare, options=options, steps=2), len(copied)
     return found
 
 

@@ -16,7 +16,7 @@ from fsdp_compile.comm.groups import rank_store
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.explain.plan import Plan
 from tests.fake_world import fake_world
-from tests.models.kinds import WIDTH, Stack
+from tests.models.kinds import WIDTH, Slim, Stack
 from tests.models.round_sizes import Stack as Wide
 from tests.models.round_sizes import on_meta
 from tests.numerics.one_process.pair import Differences, train_pair
@@ -47,7 +47,7 @@ def _trained(shape: tuple[int, ...], prefetch: object) -> _Trained:
         fully_shard(model, mesh=init_device_mesh("cpu", shape), separate_reduce_group=True)
         models.append(model)
 
-    found = train_pair(Stack, prepare=prepare, options={"prefetch": prefetch})
+    found = train_pair(Slim, prepare=prepare, options={"prefetch": prefetch})
     groups = _groups(explain(models[0]))
     (gathers,), (reduces,) = groups[Kind.GATHER], groups[Kind.REDUCE]
     is_apart = resolve_group(gathers) is not resolve_group(reduces)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from tests.models.kinds import Stack
+from tests.models.kinds import Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
 
@@ -43,7 +43,7 @@ def _all_inside(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch
 def _train(step: Step) -> float:
     """The largest difference of a parameter from one process after three steps."""
     torch.manual_seed(0)
-    model = Stack()
+    model = Slim()
     reference = copy.deepcopy(model)
     fully_shard(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
