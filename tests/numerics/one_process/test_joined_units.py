@@ -66,7 +66,7 @@ def test_replicas_average_what_units_share() -> None:
 
 def _collectives(options: dict[str, Any]) -> tuple[list[int], set[str]]:
     """Collectives in forward and in backward of a stack of tiny blocks, and all units that they serve."""
-    plan = explain(Stack(12), torch.zeros(2, WIDTH), world_size=8, options={"lower": "eager", **options})
+    plan = explain(Slim(12), torch.zeros(2, WIDTH), world_size=8, options={"lower": "eager", **options})
     served = {unit for graph in plan.graphs for one in graph.collectives for unit in one.units}
     return [len(graph.collectives) for graph in plan.graphs], served
 
