@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard
 from fsdp_compile.config.policy import Offload, as_offload, compute_device, host_buffer, refuse_device
-from fsdp_compile.sharding import allocate
+from fsdp_compile.runtime import post_backward
 from tests.fake_world import fake_world
 from tests.models.kinds import Stack
 from tests.numerics.one_process.pair import Differences, train_pair
@@ -108,7 +108,7 @@ def test_a_model_on_the_cpu_and_a_mesh_of_gpus_need_a_policy() -> None:
         with pytest.raises(ConfigError, match="is on the CPU"):
             fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffload(offload_params=False))
         # These make tensors on the device, which is not there.
-        with mock.patch.object(allocate, "install_grad_accumulators"):
+        with mock.patch.object(post_backward, "install_grad_accumulators"):
             on_host = fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
         assert on_host.weight.to_local().device.type == "cpu"  # type: ignore[attr-defined]
         fully_shard(model, mesh=mesh, ignored_params=set(model[1].parameters()))
