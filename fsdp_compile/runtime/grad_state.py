@@ -99,7 +99,7 @@ class PendingGrads:
         self._uncommitted.clear()
 
     def roll_back(self) -> bool:
-        """Takes back what was consumed and never reduced: `torch.autograd.grad` drops gradients that were not asked for.
+        """Takes back what was consumed and never reduced: `torch.autograd.grad` drops gradients nobody asked for.
 
         Returns:
             Whether there was anything.
@@ -210,7 +210,8 @@ class GradState:
 
     def roll_back(self) -> bool:
         """Takes back what was consumed and never reduced; returns whether there was anything."""
-        return any([grads.roll_back() for grads in self.pending.values()])
+        rolled_back = [grads.roll_back() for grads in self.pending.values()]
+        return any(rolled_back)
 
     def clear(self) -> None:
         """Drops everything that has not reached the parameters."""

@@ -357,11 +357,3 @@ class FSDPUnit:
 def titles(units: Iterable[FSDPUnit]) -> tuple[str, ...]:
     """Their names for people."""
     return tuple(unit.title for unit in units)
-
-
-def pending_in(units: Iterable[FSDPUnit]) -> list[FSDPParamGroup]:
-    """The groups of units, of one model or of several, that may have work at the end of backward or before a forward."""
-    of_model: dict[ModelState, list[FSDPUnit]] = {}
-    for unit in units:
-        of_model.setdefault(unit.model, []).append(unit)
-    return [group for model, own in of_model.items() for group in model.pending_in(own)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops import quantize
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.group_state import PendingAllGather, UnshardedParams
-from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit, pending_in
+from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit, ModelState
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 
 _EAGER = EagerBuilder()
@@ -70,11 +71,16 @@ def reshard(units: Iterable[FSDPUnit]) -> None:
                 refresh_unshard_args(group)
 
 
-def pre_forward(units: Iterable[FSDPUnit]) -> None:
-    """Before a forward: waits for all-gathers that run, and gathers again what is out of date or is to stay gathered."""
+def pre_forward(units: Sequence[FSDPUnit], models: Iterable[ModelState]) -> None:
+    """Waits for all-gathers that run, and gathers again what is out of date or is to stay gathered.
+
+    Args:
+        units: Those that the forward reads from.
+        models: The models of these units.
+    """
     is_repeated = backward_in_progress() != -1  # by activation checkpointing: nothing has been written since
     is_trained = torch.is_grad_enabled()
-    for group in pending_in(units):
+    for group in itertools.chain.from_iterable(model.pending_in(units) for model in models):
         _finish_all_gather(group)
         if is_repeated:
             continue

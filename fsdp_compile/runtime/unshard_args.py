@@ -1,4 +1,4 @@
-"""What `fsdp.unshard` takes besides the flat parameter: accumulated gradients, and parameters that are unsharded already.
+"""What `fsdp.unshard` takes besides the flat parameter: accumulated gradients, and unsharded parameters.
 
 By default nothing. While gradients are not reduced, a leaf that they are accumulated into; once some are, the
 accumulated ones, which backward adds to its own before it reduces both; while parameters stay unsharded, their values.

@@ -190,7 +190,7 @@ def pre_forward(root: nn.Module) -> None:
         # In compiled code a new parameter is an input of a graph, where the backend sees it; until then, check again.
         is_known = not calls_are_compiled() or not checks.holds_plain_parameters(root)
         state.view_check = view_check if is_known else None
-    unshard.pre_forward(view_check.units)
+    unshard.pre_forward(view_check.units, view_check.models)
 
 
 def _put_in_place(root: nn.Module) -> ViewCheck:

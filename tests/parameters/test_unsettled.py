@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fsdp_compile
-from fsdp_compile.runtime.units import FSDPParamGroup, pending_in
+from fsdp_compile.runtime.units import FSDPParamGroup
 from tests.fake_world import fake_world
 
 
@@ -46,8 +46,8 @@ def test_what_is_done_is_forgotten() -> None:
         flats[1].update_state.has_new_grads = True
         for flat in reversed(flats):
             flat.unit.model.mark_pending(flat)
-        assert pending_in(units) == flats[1:], "in the units' order, without what is settled"
-        assert pending_in(units[:1]) == []
+        assert state.pending_in(units) == flats[1:], "in the units' order, without what is settled"
+        assert state.pending_in(units[:1]) == []
         assert state.is_any_pending()
         flats[1].update_state.has_new_grads, flats[2].flat_param.grad = False, None
         assert not state.is_any_pending()
@@ -79,7 +79,7 @@ def _note_and_settle(flats: list[FSDPParamGroup]) -> None:
     for flat in flats:
         flat.update_state.has_new_grads = True
         flat.unit.model.mark_pending(flat)
-    assert pending_in(units) == flats
+    assert units[0].model.pending_in(units) == flats
     for flat in flats:
         flat.update_state.has_new_grads = False
-    assert not pending_in(units)
+    assert not units[0].model.pending_in(units)
