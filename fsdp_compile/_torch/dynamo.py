@@ -17,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import descriptors
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
@@ -44,6 +45,19 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "skip_code",
 ]
+
+
+_SAVED: tuple[type, ...] = tuple(
+    getattr(descriptors, name)
+    # The second: values whose version autograd does not check. Private names; a torch may lack it.
+    for name in ("SavedForBackwardsAOTOutput", "SavedForBackwardsNoVcCheckAOTOutput")
+    if hasattr(descriptors, name)
+)
+
+
+def is_saved_for_backward(description: object) -> bool:
+    """Whether AOTAutograd describes an output of a forward graph as saved for backward, not returned."""
+    return isinstance(description, _SAVED)
 
 
 def root_frame_locals() -> Mapping[str, Any] | None:
