@@ -7,7 +7,6 @@ module that holds them and asks Dynamo to trace the frame again, which then read
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
@@ -24,9 +23,6 @@ from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 from fsdp_compile.sharding.checks import added_later, refuse_wrappers
 from fsdp_compile.sharding.fully_shard import fully_shard
-
-_sharded_here: weakref.WeakSet[FSDPUnit] = weakref.WeakSet()
-"""Units that the backend made, with the options of its compile."""
 
 
 def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions) -> bool:
@@ -60,7 +56,8 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
         _refuse_meta(module)
         before = set(units(module))
         fully_shard(module, **options.sharding)
-        _sharded_here.update(unit for unit in units(module) if unit not in before)
+        for unit in units(module):
+            unit.sharded_by_backend |= unit not in before
         sharded = True
     return sharded
 
@@ -77,7 +74,7 @@ def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> No
     """
     flats = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
     read = {flat.unit for flat in flats if flat is not None}
-    if options.sharding and read and not any(unit in _sharded_here for unit in read):
+    if options.sharding and read and not any(unit.sharded_by_backend for unit in read):
         name = next(iter(options.sharding))
         raise ConfigError(
             f"option {name!r} says how to shard, and the model was sharded before it was compiled",

@@ -7,7 +7,7 @@ import functools
 import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -264,6 +264,8 @@ class FSDPUnit:
         reduce_group: Which process group reduces its gradients.
         forward_prefetch: Units whose gathers start where this one is used first in forward.
         backward_prefetch: The same in backward.
+        sharded_by_backend: Whether a compile made it, with the options of that compile.
+        compiled_regions: What compiled graphs of it hold, by the parameter groups that they read; `lower` fills it.
     """
 
     root: nn.Module
@@ -279,6 +281,8 @@ class FSDPUnit:
     reduce_group: ReduceGroup = ReduceGroup.SHARED
     forward_prefetch: tuple[FSDPUnit, ...] = ()
     backward_prefetch: tuple[FSDPUnit, ...] = ()
+    sharded_by_backend: bool = False
+    compiled_regions: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.outermost = self.outermost or self.root
