@@ -27,7 +27,7 @@ _LIBRARY.define("start_copy(Tensor source, str device) -> Tensor")
 # The result is the first argument's memory, and says so: a compiler that reuses memory must not take it for another's.
 _LIBRARY.define("wait_copy(Tensor(a) copied, Tensor? source=None) -> Tensor(a)")
 _running: dict[int, Any] = {}
-"""For the address of each result that is on its way, the event at the end of its copy; `start_copy` alone adds to it."""
+"""For the address of each result that is on its way, the event at the end of its copy."""
 
 
 def start_copy(source: torch.Tensor, device: str) -> torch.Tensor:
