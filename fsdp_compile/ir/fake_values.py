@@ -2,8 +2,9 @@
 
 torch infers the result of any operator, but takes most of a millisecond for it, and passes record ten operators for
 each parameter: without these rules, passes take 0.7 s instead of 0.4 s of CPU time for a Llama of 4 layers and 7.0 s
-instead of 3.9 s for 48, which is 1 and 3 points of the time of plain `torch.compile` for the same models. What is not as simple as here (dynamic sizes, empty or strided inputs, all other operators) is left to
-it, and `tests/ir/test_values.py` compares the two.
+instead of 3.9 s for 48, which is 1 and 3 points of the time of plain `torch.compile` for the same models. What is not
+as simple as here (dynamic sizes, empty or strided inputs, all other operators) is left to torch, and
+`tests/ir/test_values.py` compares the two.
 """
 
 from __future__ import annotations
