@@ -86,7 +86,8 @@ def test_dynamo_tells_of_the_frame_that_it_compiles_by_this_name(attribute: str)
 
 
 def test_a_parameter_is_found_through_the_modules_that_hold_it() -> None:
-    model, ways = _Model(), []
+    model = _Model()
+    ways: list[list[nn.Module]] = []
 
     def note(gm: fx.GraphModule) -> None:
         ways.extend(list(first_call.modules_on_the_way(node)) for node in gm.graph.find_nodes(op="placeholder"))
