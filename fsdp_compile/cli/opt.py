@@ -15,16 +15,15 @@ from typing import Any, Final
 
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import ConfigError, InvariantError
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import Stage, StepGraph
 from fsdp_compile.ir.text.diff import diff_graphs, format_diff
 from fsdp_compile.ir.text.parser import parse_graph
 from fsdp_compile.ir.text.plan import format_plan
 from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.base import GraphPass
-from fsdp_compile.pipeline import passes
+from fsdp_compile.pipeline import KINDS_OF_SCHEDULES, passes
 from fsdp_compile.verify.check import check
-from fsdp_compile.verify.table import Stage
 
 NAME = "opt"
 ABOUT = "Run passes on the text of a graph and print the graph that they make of it."
@@ -139,8 +138,7 @@ def apply_passes(step: StepGraph, pipeline: list[GraphPass[Any]]) -> Iterator[Ap
 
 def known_passes() -> dict[str, GraphPass[Any]]:
     """Every pass by name, with the options of a fixed schedule where a planned one has others."""
-    others = [options for prefetch in ("BACKWARD_PRE", 1) for options in passes(FSDPOptions(prefetch=prefetch))]
-    return {**default_passes(), **{graph_pass.name: graph_pass for graph_pass in others}}
+    return {one.name: one for prefetch in KINDS_OF_SCHEDULES for one in passes(FSDPOptions(prefetch=prefetch))}
 
 
 def default_passes() -> dict[str, GraphPass[Any]]:

@@ -20,7 +20,7 @@ from fsdp_compile.parity.report import ParityReport
 NAME = "parity"
 ABOUT = "Train the compiled model beside an eager one on real processes and compare every number."
 
-_BUILT_IN: Final = "fsdp_compile.parity.builtin:make_model"
+_BUILT_IN: Final = "fsdp_compile.cli.parity_model:make_model"
 _CONTRACT: Final = "a function without arguments that returns a module"
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -31,11 +31,13 @@ class RankStore:
         prefix: Of all keys; the same on all ranks of the group, and never the same again in the life of the store.
         ranks: Of the group, by their numbers in the world.
         rank: The number of this one in the group.
+        agreed: Digests of what this rank has compared with the others here, and of refusals, in that order.
     """
 
     prefix: str
     ranks: tuple[int, ...]
     rank: int
+    agreed: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, name: str, group: dist.ProcessGroup) -> RankStore:

@@ -201,7 +201,6 @@ class ModelState:
         layout_version: Changes when parameters are laid out anew or modules hold others, which makes view checks stale.
         queued_in_backward: The backward pass whose end `post_backward` waits for.
         pre_forward: Called with the outermost module of each forward before it starts.
-        compiled_regions: What `lower` keeps of the model's graphs, by the parameter groups that they read.
     """
 
     def __init__(self, pre_forward: Callable[[nn.Module], None] = lambda _: None) -> None:
@@ -209,7 +208,6 @@ class ModelState:
         self.layout_version = 0
         self.queued_in_backward: int | None = None
         self.pre_forward = pre_forward
-        self.compiled_regions: dict[tuple[int, ...], Any] = {}
         self._pending: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
         # Autograd runs hooks on a thread of each device, and models may be trained on several threads.
         self._lock = threading.RLock()
@@ -266,6 +264,8 @@ class FSDPUnit:
         reduce_group: Which process group reduces its gradients.
         forward_prefetch: Units whose all-gathers start where this one is used first in forward.
         backward_prefetch: The same in backward.
+        sharded_by_backend: Whether a compile made it, with the options of that compile.
+        compiled_regions: What compiled graphs of it hold, by the parameter groups that they read; `lower` fills it.
     """
 
     root_ref: weakref.ref[nn.Module]
@@ -280,6 +280,8 @@ class FSDPUnit:
     reduce_group: ReduceGroup = ReduceGroup.SHARED
     forward_prefetch: tuple[weakref.ref[FSDPUnit], ...] = ()
     backward_prefetch: tuple[weakref.ref[FSDPUnit], ...] = ()
+    sharded_by_backend: bool = False
+    compiled_regions: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
 
     def prefetched(self, field: Literal["forward_prefetch", "backward_prefetch"]) -> Iterator[FSDPUnit]:
         """The units that one of these fields names."""
