@@ -8,6 +8,7 @@ a backward has made all gradients, nothing may be left over that belongs to its 
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 
 import torch
@@ -64,7 +65,9 @@ def install_grad_hooks(group: FSDPParamGroup) -> None:
         if flat_param.grad is None:  # an update inside of the graph has taken it
             return
         owner = reference()
-        if owner is not None:
+        if owner is None:
+            warnings.warn("a model was deleted before its backward: its parameters get no gradients", stacklevel=2)
+        else:
             # Leaving Dynamo out takes longer than all that is done for a small unit.
             (_on_flat_grad_disabled if calls_are_compiled() else _on_flat_grad)(owner)
 

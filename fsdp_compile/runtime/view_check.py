@@ -21,6 +21,7 @@ from fsdp_compile._torch.tensors import hold_locals, plain_torch_functions
 from fsdp_compile.runtime.units import FSDPUnit, ModelState
 
 _tables_of = operator.attrgetter("_parameters", "_modules")
+_parameters_of = operator.attrgetter("_parameters")
 _requires_grad = operator.attrgetter("requires_grad")
 _END = object()
 """Ends what is compared, so that neither side may be longer."""
@@ -34,8 +35,9 @@ class ViewCheck:
         units: The units that modules in it read from.
         models: The models of these units.
         layout_versions: Of these models.
-        modules: Those in it, and others that hold parameters of the units.
-        tables: The dicts of parameters and of modules of each of these.
+        modules: Those in it.
+        outside: Others that hold parameters of the units.
+        tables: The dicts of parameters and of modules of each of `modules`, and of parameters of each of `outside`.
         names: The keys of these dicts.
         contents: Their values, and `_END`.
         parameters: All of the units.
@@ -48,6 +50,7 @@ class ViewCheck:
     models: tuple[ModelState, ...]
     layout_versions: list[int]
     modules: tuple[weakref.ref[nn.Module], ...]
+    outside: tuple[weakref.ref[nn.Module], ...]
     tables: tuple[dict[str, Any], ...]
     names: list[str]
     contents: tuple[object, ...]
@@ -65,8 +68,10 @@ class ViewCheck:
             units: Those that modules in it read from.
         """
         params = [param for unit in units for param in unit.params]
-        modules = dict.fromkeys([*root.modules(), *(module for param in params for module, _ in param.module_refs)])
-        tables = tuple(_tables(modules))
+        modules = dict.fromkeys(root.modules())
+        outside = dict.fromkeys(m for param in params for m, _ in param.module_refs if m not in modules)
+        # Those outside may be above the root: their dicts of modules would keep it alive.
+        tables = tuple(_tables(modules, outside))
         groups = [group for unit in units for group in unit.param_groups]
         models = tuple(dict.fromkeys(unit.model for unit in units))
         return ViewCheck(
@@ -74,6 +79,7 @@ class ViewCheck:
             models=models,
             layout_versions=[model.layout_version for model in models],
             modules=tuple(map(weakref.ref, modules)),
+            outside=tuple(map(weakref.ref, outside)),
             tables=tables,
             names=_names(tables),
             contents=(*_contents(tables), _END),
@@ -85,12 +91,16 @@ class ViewCheck:
 
     def is_intact(self) -> bool:
         """Whether nothing was replaced, converted, moved, frozen, thawed, added, removed or laid out anew since."""
-        modules = [reference() for reference in self.modules]
-        if None in modules or [model.layout_version for model in self.models] != self.layout_versions:
+        modules, outside = ([reference() for reference in each] for each in (self.modules, self.outside))
+        if (
+            None in modules
+            or None in outside
+            or [model.layout_version for model in self.models] != self.layout_versions
+        ):
             return False
         with plain_torch_functions():  # asking each parameter's class for its own takes as long again
             return (
-                _same(_tables(modules), self.tables)
+                _same(_tables(modules, outside), self.tables)
                 and _names(self.tables) == self.names
                 and _same(itertools.chain(_contents(self.tables), (_END,)), self.contents)
                 and hold_locals(self.parameters, self.views)
@@ -99,9 +109,8 @@ class ViewCheck:
             )
 
 
-def _tables(modules: Iterable[nn.Module | None]) -> Iterator[dict[str, Any]]:
-    """The dicts of parameters and of modules of each module."""
-    return itertools.chain.from_iterable(map(_tables_of, modules))
+def _tables(modules: Iterable[nn.Module | None], outside: Iterable[nn.Module | None]) -> Iterator[dict[str, Any]]:
+    return itertools.chain(itertools.chain.from_iterable(map(_tables_of, modules)), map(_parameters_of, outside))
 
 
 def _names(tables: Iterable[dict[str, Any]]) -> list[str]:
