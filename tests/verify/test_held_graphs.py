@@ -14,8 +14,8 @@ from fsdp_compile.runtime.module_state import units
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.collective import Kind, collectives_of
+from tests.models.graphs import MODELS
 from tests.verify.captured import World, capture, copied
-from tests.verify.models import MODELS
 
 
 @dataclasses.dataclass(frozen=True)
