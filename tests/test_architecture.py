@@ -53,16 +53,15 @@ SHARED_BY_A_PROCESS = {
     "ops/host_copy.py": {"_running"},  # graphs see tensors, which have no room for an event
     "runtime/units.py": {"_by_address"},  # compiled code sees tensors under other identities
     "runtime/unshard.py": {"_optimizer_steps"},  # foreach kernels do not count versions of DTensors
-    "modules/forward.py": {"_forward_depth", "_first_call"},  # thread-local
+    "modules/forward.py": {"_depth", "_first_call"},  # thread-local
 }
 """Names, of modules or classes, that are bound to something that changes."""
-MAKERS = re.compile(r"dict|list|set|deque|(Weak|Ordered|default)\w*|count|local|R?Lock|Counter")
+MAKERS = re.compile(r"dict|list|set|deque|(Weak|Ordered|default)\w*|count|local|R?Lock|Counter|_Registry")
 TRICKS = {
     r"__class__ = ": {
         "modules/classes.py",
         "runtime/replaced_params.py",
-        "sharding/materialize.py",
-        "state/full_params.py",
+        "__init__.py",
     },
     r"(?<![\w.])gc\.": {"pipeline.py"},
     r"_getframe": {"_torch/dynamo.py"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import types
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compile._torch.dynamo import skip_code
+from fsdp_compile._torch.dynamo import is_on_stack, skip_code
 from fsdp_compile.modules.casts import Arguments, cast_inputs, cast_output
 from fsdp_compile.runtime.module_state import state_of
 
@@ -38,12 +37,10 @@ def _in_first_call() -> bool:
     waited_for = getattr(_first_call, "frame", None)
     if waited_for is None:
         return False
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame is not waited_for:
-        frame = frame.f_back
-    if frame is None:
+    if not is_on_stack(waited_for):
         _first_call.frame = None
-    return frame is not None
+        return False
+    return True
 
 
 def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -140,7 +140,7 @@ class ShardedModule:
         Until then, forwards take them and gather nothing.
 
         Args:
-            async_op: Returns a handle at once; the next forward waits by itself if nobody called `handle.wait()`.
+            async_op: Returns a handle at once; the next forward waits by itself if `handle.wait()` was not called.
         """
         own = list(_units(self, recurse=False))
         handle = unshard(own)

@@ -99,7 +99,7 @@ class PendingGrads:
         self._uncommitted.clear()
 
     def roll_back(self) -> bool:
-        """Takes back what was consumed and never reduced: `torch.autograd.grad` drops gradients nobody asked for.
+        """Takes back what was consumed and never reduced: `torch.autograd.grad` drops what was not asked for.
 
         Returns:
             Whether there was anything.

@@ -73,7 +73,7 @@ def refuse_double_backward(group: FSDPParamGroup, gradient: torch.Tensor) -> Non
 def accumulate(param: FSDPParam, gradient: torch.Tensor) -> None:
     """Adds a gradient in the parameter's dtype; what is kept may be narrower (`keep_low_precision_grads`)."""
     parameter = param.parameter
-    # This runs once per parameter in every step, so what few parameters have is asked for before it is looked at.
+    # This runs once per parameter in every step, so hooks, which few parameters have, are asked for once.
     if parameter._backward_hooks:
         for hook in parameter._backward_hooks.values():
             replaced = hook(gradient)

@@ -145,7 +145,7 @@ class UnshardedState:
     def finish(self, params: UnshardedParams) -> None:
         """Enters UNSHARDED."""
         if self.all_gather is None:
-            raise InvariantError("an all-gather was finished that nobody started")
+            raise InvariantError("an all-gather was finished that was not started")
         self.all_gather, self.params = None, params
 
     def free(self) -> None:

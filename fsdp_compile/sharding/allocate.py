@@ -183,7 +183,7 @@ def _sharded(
 
 
 def _alias(policy: UnitPolicy, dim: int | None, role: GroupRole) -> str:
-    """Name of the group along a dimension of the mesh; empty if there is none, or nobody to be averaged with."""
+    """Name of the group along a dimension of the mesh; empty if there is none, or one rank alone."""
     if dim is None or (role == "replicate" and policy.mesh.size(dim) == 1):
         return ""
     return alias_of(policy.mesh.get_group(dim), role)

@@ -184,12 +184,12 @@ def refuse_gradients(root: nn.Module, ignored: Container[int]) -> None:
 
 
 def refuse_new_parameters(root: nn.Module) -> None:
-    """Refuses parameters that came into sharded modules after they were sharded: nobody would reduce their gradients.
+    """Refuses parameters that came into sharded modules after they were sharded: their gradients would not be reduced.
 
     Raises:
         ConfigError: If there is one that no call was told to ignore.
     """
-    if not holds_plain_parameters(root):  # the usual case, without a name made or a module looked at twice
+    if not holds_plain_parameters(root):  # the usual case, without making names
         return
     for path, module in root.named_modules():
         if is_sharded(module):

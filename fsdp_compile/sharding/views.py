@@ -1,7 +1,7 @@
 """Parameters that are no longer views of their flat parameter: noticed before a step, and put back.
 
 `.to()`, `load_state_dict(assign=True)`, `module.weight = nn.Parameter(...)` and `requires_grad_()` all change what a
-module holds. The next step would read the old values, and updates would go to memory that nobody gathers. So every
+module holds. The next step would read the old values, and updates would go to memory that is never gathered. So every
 step begins with a look at the identities of all parameters; where one has changed, its values are copied into place.
 """
 

@@ -53,7 +53,7 @@ def load_from_rank0(
 
     Args:
         model: After `fully_shard`.
-        state_dict: Full, plain tensors by name, on the first rank of the mesh; not looked at on others.
+        state_dict: Full, plain tensors by name, on the first rank of the mesh; ignored on others.
         strict: Whether missing and unexpected names are errors. What is missing keeps its value, or stays on meta for
             `materialize`.
         device: Where to put what is on meta; by default the current device of the mesh's kind.
