@@ -25,7 +25,7 @@ from fsdp_compile.modules.forward import enter_own_forward, forward, in_forward
 from fsdp_compile.modules.param_views import give_storages
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.module_state import ReadFrom, ensure_state, reads_of
-from fsdp_compile.runtime.reduce_queue import reduce_alias
+from fsdp_compile.runtime.reduce_group import reduce_alias
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit, titles
 from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, refresh_unshard_args, set_unshard_args
 

@@ -16,7 +16,7 @@ from fsdp_compile.modules.classes import rebuild_specs
 from fsdp_compile.runtime import accumulation, gradients, post_backward, update_in_backward
 from fsdp_compile.runtime.group_state import ReduceGroup
 from fsdp_compile.runtime.module_state import is_sharded, units_of_call
-from fsdp_compile.runtime.reduce_queue import set_reduce_group
+from fsdp_compile.runtime.reduce_group import set_reduce_group
 from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.runtime.unshard import UnshardHandle, reshard, unshard
 
