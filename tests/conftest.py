@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -53,6 +55,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)  # `-p no:xdist` runs without it
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests with ranks go to one process in two, others by folder to those that are free.
+
+    Ranks compile at the same time, one on each core, and a pool of them takes seconds to start: two pools would be
+    slower than one. Tests of one folder use the same graphs and plans, which a process makes once.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    pools = max(1, (config.getoption("numprocesses") or 1) // 2)
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, _ = nodeid.partition("::")
+            if _needs_ranks(config.rootpath / file):
+                return f"ranks {zlib.crc32(file.encode()) % pools}"
+            return file.rpartition("/")[0]
+
+    return Together(config, log)
+
+
+@functools.cache
+def _needs_ranks(file: Path) -> bool:
+    return "from tests.ranks import" in file.read_text(encoding="utf-8")
 
 
 def pytest_collection_finish() -> None:

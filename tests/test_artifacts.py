@@ -13,8 +13,8 @@ from fsdp_compile.ir.text.parser import parse_graph
 from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import passes
-from tests.parity.models import Stack
-from tests.parity.pair import batches, loss_of
+from tests.models.kinds import Stack
+from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_compile import ConfigError, FSDPCompileError, UnsupportedModelError, fully_shard
 from tests.fake_world import fake_world
-from tests.parameters.models import Block, Small, Transformer
+from tests.models.outlines import Block, Small, Transformer
 from tests.ranks import run_ranks
 
 

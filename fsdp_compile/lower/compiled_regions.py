@@ -43,7 +43,7 @@ def register_region(inputs: Sequence[object], lower: str) -> CompiledRegion:
     found = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
     groups = [group for group in found if group is not None]
     units = {group.unit for group in groups}
-    of_models = {unit for one in units for unit in one.of_model}
+    of_models = {unit for model in {unit.model for unit in units} for unit in model.units}
     earlier = [region.number for unit in of_models for region in unit.compiled_regions.values()]
     region = CompiledRegion(max(earlier, default=-1) + 1, lower)
     key = tuple(map(id, groups))

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import UnsupportedModelError, units
-from tests.parameters.beside import close, compile_eagerly, loss_of
-from tests.parameters.models import Small, Transformer
+from tests.beside import close, compile_eagerly, loss_of
+from tests.models.outlines import Small, Transformer
 from tests.ranks import run_ranks
 
 

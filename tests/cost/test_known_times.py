@@ -21,7 +21,7 @@ from fsdp_compile.explain import measure, measured
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from tests.cost.graphs import Sketch
-from tests.explain.models import Stack, on_meta
+from tests.models.round_sizes import Stack, on_meta
 from tests.ranks import run_ranks
 
 aten = torch.ops.aten

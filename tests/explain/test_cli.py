@@ -11,7 +11,7 @@ from fsdp_compile.cli.main import main
 
 _MODULE = """
 import torch
-from tests.explain.models import Stack
+from tests.models.round_sizes import Stack
 
 def make():
     return Stack(), (torch.zeros(64, 256),)

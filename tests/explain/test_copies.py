@@ -12,7 +12,7 @@ from fsdp_compile.cost.copies import Way
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.training.model import Llama, ModelShape
-from tests.explain.models import WIDTH, Stack, on_meta
+from tests.models.round_sizes import WIDTH, Stack, on_meta
 
 RANKS, DEPTH = 8, 2
 MATRIX, VECTOR = WIDTH * WIDTH, WIDTH

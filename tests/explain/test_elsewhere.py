@@ -16,7 +16,7 @@ from fsdp_compile.explain import api
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.scale.symbolic import GB_PER_S, RANKS
-from tests.explain.models import Stack, on_meta
+from tests.models.round_sizes import Stack, on_meta
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -14,8 +14,8 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.report import Exposure, Layout
-from tests.explain.models import WIDTH, Stack, on_meta
 from tests.fake_world import fake_world
+from tests.models.round_sizes import WIDTH, Stack, on_meta
 
 RANKS = 4
 MATRIX, VECTOR = WIDTH * WIDTH, WIDTH

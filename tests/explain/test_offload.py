@@ -14,7 +14,7 @@ from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.scale.symbolic import RANKS as SYMBOL
-from tests.explain.models import WIDTH, Stack, on_meta
+from tests.models.round_sizes import WIDTH, Stack, on_meta
 
 RANKS, BLOCKS = 4, 3
 MATRIX, VECTOR = WIDTH * WIDTH, WIDTH

@@ -14,7 +14,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.scale.scaling import Scaling
-from tests.explain.models import Stack, on_meta
+from tests.models.round_sizes import Stack, on_meta
 
 RANKS = [2, 16, 64]
 
@@ -60,7 +60,7 @@ def test_the_command_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path = tmp_path / "scaling.svg"
     argv = [
         "explain",
-        "tests.explain.models:stack",
+        "tests.models.round_sizes:stack",
         "--lower",
         "eager",
         "--scaling",

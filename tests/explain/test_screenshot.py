@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_compile.explain.api import explain
-from tests.explain.models import Stack, on_meta
+from tests.models.round_sizes import Stack, on_meta
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next((found for found in map(shutil.which, _NAMES) if found), None)

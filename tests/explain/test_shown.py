@@ -15,7 +15,7 @@ from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.show.page import page, page_data
 from fsdp_compile.explain.show.trace_events import trace_events
-from tests.explain.models import Stack, on_meta
+from tests.models.round_sizes import Stack, on_meta
 
 
 @pytest.fixture(scope="module")

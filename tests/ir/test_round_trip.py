@@ -11,14 +11,14 @@ from torch import nn
 
 from fsdp_compile.ir.text.parser import parse_graph
 from fsdp_compile.ir.text.printer import format_graph
-from tests.ir import models
 from tests.ir.capture import Snapshot, capture, records_of
+from tests.models import texts
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "mlp": (models.mlp, torch.ones(3, 5)),
-    "normed": (models.normed, torch.ones(3, 8)),
-    "tied": (models.tied, torch.tensor([[1, 2, 3], [4, 5, 6]])),
-    "mixed": (models.mixed, torch.ones(6, 16)),
+    "mlp": (texts.mlp, torch.ones(3, 5)),
+    "normed": (texts.normed, torch.ones(3, 8)),
+    "tied": (texts.tied, torch.tensor([[1, 2, 3], [4, 5, 6]])),
+    "mixed": (texts.mixed, torch.ones(6, 16)),
 }
 
 
@@ -49,7 +49,7 @@ def test_sizes_may_be_symbols(name: str) -> None:
 
 
 def test_replicas_are_read_back() -> None:
-    check(capture(models.replicated_mlp, [torch.ones(3, 5)], world_size=4))
+    check(capture(texts.replicated_mlp, [torch.ones(3, 5)], world_size=4))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -18,11 +18,11 @@ LAST_LINE = re.compile(r"held-out loss (\d\.\d+) -> (\d\.\d+) nats per byte \(.*
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    status, _, err = finish(start(folder, DRIVER, "train", *TINY, "--ranks", "2", "--out", "run"))
-    assert status == 0, err
-    return folder / "run"
+def joined(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str, Path]:
+    """Status, output, errors and folder of a run that joined a torchrun, and that nobody interrupted."""
+    folder = tmp_path_factory.mktemp("joined")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    return *finish(start(folder, *torchrun, DRIVER, "train", *TINY, "--out", "run")), folder / "run"
 
 
 def _check_run(run: Path, out: str) -> None:
@@ -52,13 +52,11 @@ def test_one_command_trains(tmp_path: Path) -> None:
         assert f"{line} parameters {whole / 2e6:.2f} of {whole / 1e6:.2f} MB" in out
 
 
-def test_an_existing_torchrun_is_joined(tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
-    command = [*torchrun, DRIVER, "train", *TINY, "--out", "run"]
-    status, out, err = finish(start(tmp_path, *command))
+def test_an_existing_torchrun_is_joined(joined: tuple[int, str, str, Path]) -> None:
+    status, out, err, run = joined
     assert status == 0, err
     assert out.startswith("2 ranks on cpu, run folder run\n")
-    _check_run(tmp_path / "run", out)
+    _check_run(run, out)
 
 
 def _interrupt(process: subprocess.Popen[str], target: str) -> None:
@@ -90,7 +88,7 @@ def test_an_interrupted_run_leaves_nothing_but_a_checkpoint_to_go_on_from(
     assert status == 0, err
     assert "resumed after step 2\n" in out
     _check_run(run, out)
-    uninterrupted = request.getfixturevalue("uninterrupted")
+    *_, uninterrupted = request.getfixturevalue("joined")
     for mine, theirs in zip(metrics(run), metrics(uninterrupted), strict=True):
         for name in ("loss", "held_out_loss", "grad_norm", "lr"):
             assert mine[name] == pytest.approx(theirs[name], abs=1e-6), (mine["step"], name)

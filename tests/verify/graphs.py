@@ -11,8 +11,8 @@ from fsdp_compile.config.prefetch import FSDPPrefetch
 from fsdp_compile.ir.graph import Phase, Stage, StepGraph
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.spec import Update
+from tests.models.graphs import MODELS
 from tests.verify.captured import World, capture, copied
-from tests.verify.models import MODELS
 
 PAIR = World(2)
 SQUARE = World(4, replicas=2)

@@ -19,9 +19,9 @@ from fsdp_compile.layout.spec import Update
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.report import Complaint
+from tests.models.graphs import MODELS
 from tests.verify.captured import World, capture
 from tests.verify.graphs import OPEN, graph
-from tests.verify.models import MODELS
 
 WORLDS = {
     "1-rank": World(1),

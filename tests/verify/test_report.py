@@ -53,7 +53,7 @@ def test_the_users_own_line_is_shown() -> None:
     with pytest.raises(InvariantError) as caught:
         check(step)
 
-    assert "tests/verify/models.py" in str(caught.value)
+    assert "tests/models/graphs.py" in str(caught.value)
     assert "self.down(F.gelu(self.up(self.norm(x))))" in source_line(use)
 
 

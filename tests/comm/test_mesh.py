@@ -1,0 +1,168 @@
+"""What each strategy means for a mesh, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from fsdp_compile import ConfigError, FSDPOptions, fully_shard, units
+from fsdp_compile._torch.distributed import resolve_group
+from fsdp_compile.comm.mesh import MeshPlacement
+from fsdp_compile.layout.spec import Reshard, parse
+from fsdp_compile.runtime.units import FSDPUnit
+from tests.fake_world import fake_world
+from tests.models.outlines import Block, Small, Transformer
+
+KEPT, FREED = Reshard.AFTER_BACKWARD, Reshard.AFTER_FORWARD
+S = ShardingStrategy
+
+
+def _arranged(model: nn.Module, **arguments: Any) -> MeshPlacement:
+    (unit,) = units(fully_shard(model, **arguments))
+    return unit.policy.mesh_placement
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("strategy", "size", "replicas", "reshard"),
+    [
+        (None, 8, 1, FREED),
+        (S.FULL_SHARD, 8, 1, FREED),
+        (S.SHARD_GRAD_OP, 8, 1, KEPT),
+        (S.NO_SHARD, 1, 8, FREED),
+        (S.HYBRID_SHARD, 4, 2, FREED),
+        (S._HYBRID_SHARD_ZERO2, 4, 2, KEPT),
+    ],
+)
+def test_what_a_strategy_means(
+    strategy: S | None, size: int, replicas: int, reshard: Reshard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with fake_world(8):
+        found = _arranged(Small(), sharding_strategy=strategy)
+        slot = next(iter(units(fully_shard(Small(), sharding_strategy=strategy))[0].params))
+    assert (found.size, found.replicas, found.reshard) == (size, replicas, reshard)
+    assert (slot.spec.size, slot.spec.replicas, slot.spec.reshard) == (size, replicas, reshard)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("number", "reshard", "kept_over"), [(8, FREED, 1), (1, KEPT, 1), (2, FREED, 2), (4, FREED, 4)]
+)
+def test_what_a_number_means_for_what_is_kept(number: int, reshard: Reshard, kept_over: int) -> None:
+    with fake_world(8, rank=5):
+        model = fully_shard(Small(), reshard_after_forward=number)
+        (unit,) = units(model)
+        assert (unit.policy.mesh_placement.reshard, unit.policy.mesh_placement.post_forward_size) == (
+            reshard,
+            kept_over,
+        )
+        for slot in unit.params:
+            assert parse(slot.spec.text) == slot.spec
+            assert (slot.spec.post_forward_size, slot.spec.size) == (kept_over, 8)
+            if kept_over > 1:
+                kept = resolve_group(slot.spec.post_forward_group)
+                assert kept is not None
+                begin = 5 // kept_over * kept_over
+                assert dist.get_process_group_ranks(kept) == list(range(begin, begin + kept_over))
+
+
+def test_calls_without_a_mesh_share_the_groups_of_a_hybrid_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    model = nn.Sequential(Small(), Small())
+    with fake_world(6, rank=3):
+        for child in model:
+            fully_shard(child, sharding_strategy=S.HYBRID_SHARD)
+        meshes = {id(unit.policy.mesh) for unit in units(model)}
+        (mesh, *_) = [unit.policy.mesh for unit in units(model)]
+        assert len(meshes) == 1
+        assert mesh.mesh.tolist() == [[0, 1], [2, 3], [4, 5]]
+        assert mesh.get_local_rank("shard") == 1
+
+
+def test_a_strategy_is_an_option_of_the_backend() -> None:
+    with fake_world(4):
+        model = Small()
+        options: Any = {"lower": "eager", "sharding_strategy": S.NO_SHARD}
+        torch.compile(model, backend="fsdp", options=options)(torch.ones(2, 6))
+        assert units(model)[0].policy.mesh_placement.replicas == 4
+    assert FSDPOptions(sharding_strategy=S.NO_SHARD).sharding == {"sharding_strategy": S.NO_SHARD}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "twice": ({"sharding_strategy": S.FULL_SHARD, "reshard_after_forward": True}, "says already"),
+    "no-strategy": ({"sharding_strategy": "FULL_SHARD"}, "sharding_strategy is 'FULL_SHARD'"),
+    "no-machine": ({"sharding_strategy": S.HYBRID_SHARD}, "how many ranks share a machine"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_contradictions_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    arguments, what = WRONG[kind]
+    with fake_world(4), pytest.raises(ConfigError, match=what):
+        fully_shard(Small(), **arguments)
+
+
+def test_a_strategy_on_a_mesh_of_another_dimension_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(4):
+        line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+        for strategy, mesh in ((S.HYBRID_SHARD, line), (S.NO_SHARD, square), (S.FULL_SHARD, square)):
+            with pytest.raises(ConfigError, match=f"{strategy.name} is for a mesh of"):
+                fully_shard(Small(), sharding_strategy=strategy, mesh=mesh)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+        with pytest.raises(ConfigError, match="4 ranks do not divide into machines of 3"):
+            fully_shard(Small(), sharding_strategy=S.HYBRID_SHARD)
+
+
+def _by_title(model: nn.Module) -> dict[str, FSDPUnit]:
+    return {unit.title: unit for unit in units(model)}
+
+
+def test_units_may_differ_in_strategy() -> None:
+    """Bottom-up calls, and a wrap policy that returns what is different."""
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with fake_world(4):
+        called = Transformer()
+        fully_shard(called.blocks[0], sharding_strategy=S.NO_SHARD)
+        fully_shard(called.blocks[1], sharding_strategy=S.SHARD_GRAD_OP, mp_policy=half)
+        fully_shard(called)
+        chosen = Transformer()
+        overrides: dict[int, dict[str, Any]] = {
+            id(chosen.blocks[0]): {"sharding_strategy": S.NO_SHARD},
+            id(chosen.blocks[1]): {"reshard_after_forward": False, "mp_policy": half},
+        }
+        policy = CustomPolicy(lambda m: overrides.get(id(m), isinstance(m, Block)))
+        fully_shard(chosen, auto_wrap_policy=policy)
+        for model in (called, chosen):
+            by_title = _by_title(model)
+            assert by_title["blocks.0"].policy.mesh_placement.replicas == 4
+            assert by_title["blocks.1"].policy.mesh_placement.reshard is KEPT
+            assert by_title["blocks.1"].policy.mixed_precision.param_dtype is torch.bfloat16
+            assert by_title["(root)"].policy.mesh_placement.size == 4
+            assert by_title["(root)"].policy.mixed_precision.param_dtype is None
+        assert "blocks.2" in _by_title(chosen)
+
+
+@pytest.mark.parametrize(
+    ("override", "what", "instead"),
+    [
+        ({"shardin_strategy": S.NO_SHARD}, "'shardin_strategy'", "'sharding_strategy'"),
+        ({"backward_prefetch": None}, "'backward_prefetch'", "one of sharding_strategy"),
+        ({"mp_policy": "bf16"}, "mp_policy is a str", "MixedPrecisionPolicy"),
+        ({"sharding_strategy": S.NO_SHARD, "reshard_after_forward": False}, "says already", "one of the two"),
+    ],
+)
+def test_wrong_overrides_are_refused(override: dict[str, Any], what: str, instead: str) -> None:
+    policy = CustomPolicy(lambda m: override if isinstance(m, Block) else False)
+    with fake_world(4), pytest.raises(ConfigError) as caught:
+        fully_shard(Transformer(), auto_wrap_policy=policy)
+    assert what in caught.value.what
+    assert instead in (caught.value.instead or "")

@@ -1,0 +1,246 @@
+"""Ranks that compile different collectives are told so, all of them, before any of them hangs."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compile import RankMismatchError, fully_shard
+from tests.models.kinds import Stack
+from tests.numerics.one_process.pair import batches, gradient_difference, loss_of
+from tests.ranks import run_ranks
+
+
+class _OtherWay(Stack):
+    """Rank 1 goes through the blocks backwards."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blocks = list(self.blocks)
+        for block in blocks[::-1] if dist.get_rank() == 1 else blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class _LessOnOne(Stack):
+    """Rank 1 leaves the last block out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in list(self.blocks)[: 2 - dist.get_rank()]:
+            x = block(x)
+        return self.head(x)
+
+
+def _message(make: type[nn.Module]) -> str:
+    compiled = torch.compile(make(), backend="fsdp", options={"lower": "eager", "bucket_mb": 0})
+    with pytest.raises(Exception, match="compile different collectives") as caught:
+        compiled(torch.ones(4, 32))
+    error = caught.value.inner_exception  # type: ignore[attr-defined]
+    assert isinstance(error, RankMismatchError)
+    return str(error)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("make", "first", "second"), [(_OtherWay, "blocks.0.", "blocks.1."), (_LessOnOne, "blocks.1.", "head.")]
+)
+def test_every_rank_names_both_ranks_and_where_they_part(make: type[nn.Module], first: str, second: str) -> None:
+    messages = run_ranks(_message, make)
+    assert messages[0] == messages[1]
+    assert "rank 0 and rank 1 compile different collectives" in messages[0]
+    zero, one = messages[0].split("where: ")[1].split("instead:")[0].split(" on rank 0, ")
+    assert "all_gather" in zero
+    assert first in zero
+    assert second in one
+    assert "must not depend on a rank's number or data" in messages[0]
+
+
+def _looks_up_on_one() -> str:
+    words = nn.Sequential(nn.Embedding(12, 32), nn.Linear(32, 12))
+    options: Any = {"lower": "eager", "embedding": "sharded" if dist.get_rank() == 1 else "gathered"}
+    compiled = torch.compile(words, backend="fsdp", options=options)
+    with pytest.raises(Exception, match="compile different collectives") as caught:
+        compiled(torch.arange(3 + dist.get_rank()))
+    return str(caught.value)
+
+
+def test_a_table_that_only_one_rank_gathers_is_named() -> None:
+    for message in run_ranks(_looks_up_on_one):
+        assert "fsdp.look_up of 0.weight" in message
+
+
+def _looks_up_alone() -> int:
+    """Rank 1 looks up other numbers of rows than rank 0."""
+    words = nn.Sequential(nn.Embedding(12, 32), nn.Linear(32, 12))
+    compiled = torch.compile(words, backend="fsdp", dynamic=False, options={"lower": "eager", "embedding": "sharded"})
+    for rows in (4, 4, 4) if dist.get_rank() == 0 else (4, 3, 5):
+        compiled(torch.arange(rows)).square().mean().backward()
+    return len(words)
+
+
+def test_ranks_may_look_up_different_numbers_of_rows() -> None:
+    assert run_ranks(_looks_up_alone, timeout_s=60) == [2, 2]
+
+
+def _recompiles_alone() -> int:
+    """Rank 1 meets other batch sizes than rank 0, and evaluates at another time of its life."""
+    model = Stack()
+    compiled = torch.compile(model, backend="fsdp", dynamic=False, options={"lower": "eager"})
+    steps = 0
+    for rows in (4, 4, 4, 4) if dist.get_rank() == 0 else (4, 3, 5, 4):
+        loss_of(compiled(torch.ones(rows, 32))).backward()
+        steps += 1
+    return steps
+
+
+@pytest.mark.core
+def test_a_rank_that_recompiles_alone_waits_for_nobody() -> None:
+    assert run_ranks(_recompiles_alone, timeout_s=60) == [4, 4]
+
+
+def _experts() -> int:
+    """Rank 1 compiles its second layer again, for its rows; the other ranks share the first layer's graph."""
+    experts = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)]
+    model = nn.ModuleDict({"experts": nn.ModuleList(experts)})
+    for expert in experts:
+        fully_shard(expert)
+        expert.compile(backend="fsdp", dynamic=False, options={"lower": "eager"})
+    rows = [3, 5] if dist.get_rank() == 1 else [4, 4]
+    for _ in range(2):
+        first, second = (expert(part) for expert, part in zip(experts, torch.ones(8, 32).split(rows), strict=True))
+        loss_of(torch.cat([first, second])).backward()
+    return sum(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.core
+def test_a_graph_that_layers_share_may_have_the_names_of_another_layer() -> None:
+    assert run_ranks(_experts, timeout_s=100) == [4, 4]
+
+
+def _message_on_a_mesh() -> str:
+    model = fully_shard(_OtherWay(), mesh=init_device_mesh("cpu", (2, 2)))
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    with pytest.raises(Exception, match="compile different collectives") as caught:
+        loss_of(compiled(torch.ones(4, 32))).backward()
+    error = getattr(caught.value, "inner_exception", caught.value)
+    assert isinstance(error, RankMismatchError)
+    return str(error)
+
+
+@pytest.mark.core
+def test_replicas_of_ranks_that_differ_are_told_so_too() -> None:
+    """Ranks 2 and 3 agree with each other, and would wait for their replicas."""
+    messages = run_ranks(_message_on_a_mesh, world_size=4, timeout_s=200)
+    assert "rank 0 and rank 1 compile different collectives" in messages[0]
+    assert messages == messages[:1] * 4
+
+
+def _refuses_on_one(mesh_shape: tuple[int, ...]) -> tuple[str, int]:
+    """The last rank's budget is too small; after that, everyone tries again."""
+    model = fully_shard(Stack(), mesh=init_device_mesh("cpu", mesh_shape))
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+
+    def step(budget_gb: float) -> None:
+        torch._dynamo.reset()
+        options: Any = {"lower": "eager", "memory_budget_gb": budget_gb}
+        loss_of(torch.compile(model, backend="fsdp", options=options)(torch.ones(4, 32))).backward()
+
+    for _ in range(2):
+        with pytest.raises(Exception, match="budget") as caught:
+            step(1e-6 if is_last else 1.0)
+    step(1.0)
+    return str(caught.value), sum(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+def test_who_would_wait_for_a_rank_that_refuses_hears_why_and_may_try_again(mesh_shape: tuple[int, ...]) -> None:
+    *others, last = run_ranks(_refuses_on_one, mesh_shape, world_size=math.prod(mesh_shape), timeout_s=200)
+    assert "refused to compile" not in last[0]
+    for message, _ in others:
+        assert f"rank {len(others)} refused to compile: " in message
+        assert "memory_budget_gb" in message
+    assert {made for _, made in (*others, last)} == {len(list(Stack().parameters()))}
+
+
+def _refuses_alone_and_goes_on() -> int:
+    """Rank 1 is refused another graph of a model that it has one of; later, all ranks compile another model."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(Stack(), mesh=mesh)
+    options: Any = {"lower": "eager"}
+    compiled = torch.compile(model, backend="fsdp", options=options)
+    loss_of(compiled(torch.ones(4, 32))).backward()
+    if dist.get_rank() == 1:
+        too_small: Any = {**options, "memory_budget_gb": 1e-6}
+        with pytest.raises(Exception, match="budget"):
+            torch.compile(model, backend="fsdp", options=too_small)(torch.ones(4, 32))
+    loss_of(compiled(torch.ones(4, 32))).backward()
+    other = fully_shard(nn.Linear(32, 7), mesh=mesh)
+    return len(torch.compile(other, backend="fsdp", options=options)(torch.ones(4, 32)))
+
+
+def test_a_rank_that_is_refused_alone_goes_on_with_the_graphs_that_it_has() -> None:
+    assert run_ranks(_refuses_alone_and_goes_on, timeout_s=100) == [4, 4]
+
+
+class _Mixture(nn.Module):
+    """Positive rows go to one expert, the others to another; the choice runs in Python, the experts are compiled."""
+
+    skips_empty = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, width), nn.Linear(width, 32)) for width in (8, 9))
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x[:, 0] <= 0).long()
+        y = x.clone()
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if rows.numel() or not self.skips_empty:
+                y = y.index_add(0, rows, expert(x[rows]))
+        return self.head(y)
+
+
+def _mine(batch: torch.Tensor) -> torch.Tensor:
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _mixture() -> tuple[float, str]:
+    """The first expert has no rows on rank 1: once it is called there with none, once it is not called."""
+    torch.manual_seed(0)
+    (batch,) = batches(1, 8)
+    batch[:, 0] = torch.tensor([1.0, -1, 1, -1, -1, -1, -1, -1])
+    model = _Mixture()
+    reference = copy.deepcopy(model)
+    for part in (*model.experts, model.head):
+        fully_shard(part)
+        part.compile(backend="fsdp", options={"lower": "eager"})
+    fully_shard(model)
+    loss_of(model(_mine(batch))).backward()
+    loss_of(reference(batch)).backward()
+    difference = gradient_difference(model, reference)
+
+    other = _Mixture()
+    other.skips_empty = True
+    for part in (*other.experts, other.head):
+        fully_shard(part)
+        part.compile(backend="fsdp", options={"lower": "eager", "prefetch": 2})
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="different collectives") as caught:
+        other(_mine(batch))
+    return difference, str(caught.value)
+
+
+@pytest.mark.core
+def test_an_expert_without_rows_is_called_with_none_or_the_error_says_so() -> None:
+    for difference, message in run_ranks(_mixture, timeout_s=100):
+        assert difference < 1e-6
+        assert "called there all the same, with an empty tensor" in message

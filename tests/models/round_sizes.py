@@ -1,0 +1,68 @@
+"""Small models whose sizes are round numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.models.layers import InARow
+
+WIDTH = 256
+
+
+class Block(nn.Module):
+    """A matmul large enough for a message of its own on 4 ranks, and two small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x)).relu()
+
+
+class Stack(InARow):
+    """Three blocks unless asked."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__(Block() for _ in range(depth))
+
+
+class Broken(nn.Module):
+    """Two halves with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Stack(2)
+        self.second = Stack(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+class Partial(nn.Module):
+    """One parameter is frozen and one is never read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.frozen.requires_grad_(requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.used(x))
+
+
+def on_meta(make: type[nn.Module]) -> tuple[nn.Module, torch.Tensor]:
+    """A model and its input, without memory."""
+    with torch.device("meta"):
+        return make(), torch.zeros(64, WIDTH)
+
+
+def stack() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """What the command line is given."""
+    return Stack(), (torch.zeros(64, WIDTH),)

@@ -1,0 +1,300 @@
+"""Without a compiler every read gathers by itself: the same results, and DTensors wherever no forward runs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import UnsupportedModelError, fully_shard
+from tests.beside import Beside, Run, close, compile_eagerly, loss_of
+from tests.models.outlines import WIDTH, Block, Odd, Small, Transformer
+from tests.ranks import run_ranks
+
+
+def _check_training() -> None:
+    for make, width, dtype in ((Odd, 10, torch.float64), (Small, 6, torch.float32)):
+        pair = Beside(make, Run.EAGER)
+        pair.optimize(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+        for _ in range(3):
+            pair.step(width=width)
+        assert loss_of(pair.model(torch.ones(2, width))).dtype == dtype
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_training_without_a_compiler(world_size: int) -> None:
+    run_ranks(_check_training, world_size=world_size)
+
+
+def _check_no_grad() -> None:
+    torch.manual_seed(0)
+    model = Transformer()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    tokens = torch.arange(8).reshape(2, 4)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), reference(tokens))
+    with torch.inference_mode():
+        assert torch.equal(model(tokens), reference(tokens))
+    model.eval()
+    output = model(tokens)
+    assert output.requires_grad
+    assert torch.equal(output, reference(tokens))
+
+
+def test_inference() -> None:
+    run_ranks(_check_no_grad)
+
+
+class _Methods(nn.Module):
+    """Looks at its parameters inside and outside of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+        self.own = nn.Parameter(torch.ones(6))
+        self.seen: list[type] = []
+
+    def look(self) -> None:
+        self.seen = [type(self.own), type(self.layer.weight), type(next(self.parameters()))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.look()
+        return F.linear(x, self.layer.weight) * self.own
+
+
+def _check_methods() -> None:
+    torch.manual_seed(0)
+    model = _Methods()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    model.look()
+    assert model.seen == [DTensor, DTensor, DTensor]
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(model(x), reference(x))
+    assert model.seen == [torch.Tensor, torch.Tensor, torch.Tensor], "gathered inside of forward, also for its caller"
+    model.look()
+    assert model.seen == [DTensor, DTensor, DTensor]
+    with pytest.raises(ValueError, match="on purpose"):
+        model(_FailsAsInput())
+    model.look()
+    assert model.seen == [DTensor, DTensor, DTensor], "after a forward that raised"
+
+
+class _FailsAsInput:
+    @classmethod
+    def __torch_function__(cls, *_args: Any, **_kwargs: Any) -> Any:
+        raise ValueError("on purpose")
+
+
+def test_methods_see_gathered_values_inside_of_forward_and_dtensors_outside() -> None:
+    run_ranks(_check_methods)
+
+
+class _Scaled(nn.Sequential):
+    """A Sequential with a forward of its own, which reads a parameter of its first child."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self[0]
+        assert isinstance(first, nn.Linear)
+        return super().forward(x) * first.weight.mean()
+
+
+def _scaled() -> nn.Module:
+    return _Scaled(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+class _Recurrent(nn.Module):
+    """An LSTM keeps a list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x[:, None])[0][:, 0])
+
+
+class _Attends(nn.Module):
+    """Attention reads the weights of its output projection itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x[:, None], x[:, None], x[:, None])[0]
+
+
+def _check_readers() -> None:
+    for make in (_scaled, _Recurrent, _Attends):
+        pair = Beside(make, Run.EAGER)
+        pair.optimize(lambda p: torch.optim.SGD(p, lr=0.1))
+        pair.step()
+        pair.step()
+
+
+def test_modules_that_read_parameters_in_ways_of_their_own() -> None:
+    run_ranks(_check_readers)
+
+
+class _PartlyEager(nn.Module):
+    """Its middle is not compiled, and reads a parameter of another module too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.head = nn.Linear(6, WIDTH), Block(), nn.Linear(WIDTH, 2)
+
+    @torch._dynamo.disable
+    def uncompiled(self, x: torch.Tensor) -> torch.Tensor:
+        return self.middle(x) * self.head.weight.mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.uncompiled(self.first(x)))
+
+
+def _check_partly_eager() -> None:
+    pair = Beside(_PartlyEager, Run.SHARDED)
+    pair.optimize(lambda p: torch.optim.AdamW(p, lr=1e-2))
+    pair.step()
+    pair.step()
+
+
+def test_an_uncompiled_part_of_a_compiled_model() -> None:
+    run_ranks(_check_partly_eager)
+
+
+def _check_saved_tensor_hooks() -> None:
+    """Hooks that copy what is saved (activation offloading does) hand backward a copy of the parameter group."""
+    for how in (Run.EAGER, Run.SHARDED):
+        pair = Beside(Small, how)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+            loss = loss_of(pair.compiled(x))
+        # A compiled graph has to save its flat parameters; eager reads keep them.
+        is_copied = how is Run.SHARDED
+        with pytest.warns(UserWarning, match="zeros instead of None") if is_copied else contextlib.nullcontext():
+            loss.backward()
+        everyone = torch.empty(4 * dist.get_world_size(), 6)
+        dist.all_gather_into_tensor(everyone, x)
+        loss_of(pair.reference(everyone)).backward()
+        pair.compare()
+
+
+def test_gradients_arrive_under_saved_tensor_hooks_that_copy() -> None:
+    run_ranks(_check_saved_tensor_hooks)
+
+
+def _check_accumulation() -> None:
+    """A parameter read twice, and two backwards before a step; a part that got no gradient keeps None."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(6, 6), "unused": nn.Linear(6, 6)})
+    reference = copy.deepcopy(model)
+    for part in model.values():
+        fully_shard(part)
+    batch = torch.randn(4 * dist.get_world_size(), 6)
+    for x in (batch, batch.flip(0)):
+        mine = x.chunk(dist.get_world_size())[dist.get_rank()]
+        loss_of(model["used"](model["used"](mine))).backward()
+        loss_of(reference["used"](reference["used"](x))).backward()
+    for name, parameter in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        if expected is None:
+            assert parameter.grad is None
+        else:
+            assert isinstance(parameter.grad, DTensor)
+            close(parameter.grad.full_tensor(), expected, name)
+
+
+def test_gradients_accumulate() -> None:
+    run_ranks(_check_accumulation)
+
+
+def _check_mixed_precision() -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32, cast_forward_inputs=True
+    )
+    torch.manual_seed(0)
+    model = Small()
+    reference = copy.deepcopy(model).bfloat16()
+    fully_shard(model, mp_policy=policy)
+    x = torch.randn(4, 6)
+    output = model(x)
+    assert output.dtype == torch.float32
+    assert torch.equal(output, reference(x.bfloat16()).float())
+    output.square().mean().backward()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    reference(x.bfloat16()).float().square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        expected = reference.get_parameter(name).grad
+        assert expected is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.float(), rtol=2e-2, atol=1e-3)
+
+
+def test_mixed_precision_casts_parameters_inputs_and_outputs() -> None:
+    run_ranks(_check_mixed_precision)
+
+
+def _check_gradient_penalty() -> None:
+    """The gradient of the loss with respect to the input is part of the loss, as WGAN-GP does it."""
+    torch.manual_seed(0)
+    model = Small()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    for each in (model, reference):
+        x = torch.linspace(-1, 1, 12).reshape(2, 6).requires_grad_()
+        (gradient,) = torch.autograd.grad(loss_of(each(x)), x, create_graph=True)
+        gradient.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        assert (parameter.grad is None) == (expected is None), name
+        if expected is not None:
+            assert isinstance(parameter.grad, DTensor)
+            close(parameter.grad.full_tensor(), expected, name)
+
+
+def test_a_gradient_penalty_with_respect_to_the_input() -> None:
+    run_ranks(_check_gradient_penalty)
+
+
+def _check_refusals() -> None:
+    model = Small()
+    fully_shard(model)
+    for call in (model, compile_eagerly(model)):
+        with pytest.raises(UnsupportedModelError, match="double backward") as caught:
+            loss_of(call(torch.ones(2, 6))).backward(create_graph=True)
+        assert "create_graph=True" in str(caught.value)
+    with pytest.raises(UnsupportedModelError, match="deep-copied") as refused:
+        copy.deepcopy(model)
+    assert "copy.deepcopy(model) before" in str(refused.value)
+    with pytest.raises(UnsupportedModelError, match="deep-copied"):
+        copy.deepcopy(nn.Sequential(model))
+
+
+def test_gradients_of_parameter_gradients_and_deep_copies_are_refused() -> None:
+    run_ranks(_check_refusals)
+
+
+def _check_compiled_double_backward() -> None:
+    model = Small()
+    compiled = compile_eagerly(model)
+    x = torch.ones(2, 6, requires_grad=True)
+    (gradient,) = torch.autograd.grad(loss_of(compiled(x)), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        gradient.square().sum().backward()
+
+
+def test_a_compiled_double_backward_is_refused() -> None:
+    run_ranks(_check_compiled_double_backward)

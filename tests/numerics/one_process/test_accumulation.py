@@ -1,0 +1,100 @@
+"""Gradients that wait: microbatches without communication equal one process on all the data, and FSDP2 bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import fully_shard, no_sync
+from tests.models.kinds import Stack
+from tests.numerics.one_process.pair import batches, loss_of
+from tests.ranks import run_ranks
+
+CLOSE = 1e-5
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclasses.dataclass
+class Pair:
+    """A sharded compiled model, and a copy of it in one process."""
+
+    model: nn.Module
+    compiled: nn.Module
+    reference: nn.Module
+
+    def backward(self, batch: torch.Tensor) -> None:
+        """One microbatch on both."""
+        world, rank = dist.get_world_size(), dist.get_rank()
+        loss_of(self.compiled(batch.chunk(world)[rank])).backward()
+        loss_of(self.reference(batch)).backward()
+
+    def difference(self) -> float:
+        """The largest difference of gradients, relative to the largest element of each."""
+        worst = 0.0
+        for (name, p), q in zip(self.model.named_parameters(), self.reference.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if q.grad is not None:
+                assert isinstance(p.grad, DTensor)
+                worst = max(worst, ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item())
+        return worst
+
+    def step(self) -> None:
+        """One step of plain gradient descent on both."""
+        for parameters in (self.model.parameters(), self.reference.parameters()):
+            torch.optim.SGD(parameters, lr=0.1).step()
+        self.model.zero_grad()
+        self.reference.zero_grad()
+
+
+STRATEGIES = ("full", "zero2")
+"""Those of which microbatches keep something; all are in test_strategies.py."""
+
+
+def make_pair(strategy: str = "full", make: Callable[[], nn.Module] = Stack, *, shard: bool = True) -> Pair:
+    torch.manual_seed(0)
+    model = make()
+    reference = copy.deepcopy(model)
+    if shard:
+        fully_shard(model, reshard_after_forward=strategy != "zero2")
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    return Pair(model, compiled, reference)  # type: ignore[arg-type]
+
+
+def gradients_are_none(model: nn.Module) -> bool:
+    return all(p.grad is None for p in model.parameters())
+
+
+def _no_sync(strategy: str) -> tuple[list[float], list[bool], int]:
+    pair = make_pair(strategy)
+    world = dist.get_world_size()
+    found, held = [], []
+    compiles = 0
+    for step in range(3):
+        first, second, last = batches(3, 4 * world, seed=step)
+        with no_sync(pair.compiled):
+            pair.backward(first)
+            pair.backward(second)
+        held.append(gradients_are_none(pair.model))
+        pair.backward(last)
+        found.append(pair.difference())
+        pair.step()
+        if step == 0:
+            compiles = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return found, held, torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiles
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_sync_holds_gradients_until_the_next_synchronizing_backward(strategy: str) -> None:
+    for found, held, recompiles in run_ranks(_no_sync, strategy):
+        assert max(found) < CLOSE
+        assert all(held)
+        assert recompiles == 0

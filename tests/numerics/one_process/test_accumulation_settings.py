@@ -1,0 +1,242 @@
+"""Accumulation together with all that changes what is sent: low precision, hooks, 8 bits, planned schedules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, units
+from fsdp_compile.ir.graph import Role
+from fsdp_compile.lower.compiled_regions import regions_of
+from fsdp_compile.runtime.units import FSDPUnit
+from tests.models.kinds import Slim, Stack
+from tests.numerics.one_process.pair import batches, loss_of
+from tests.numerics.one_process.test_accumulation import CLOSE, Pair
+from tests.ranks import run_ranks
+
+MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+HALF = MixedPrecisionPolicy(torch.float16, torch.float16)
+
+
+def _pair(
+    *,
+    make: Callable[[], nn.Module] = lambda: Stack(1),
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Pair:
+    torch._dynamo.reset()  # pairs share the code of a forward, of which Dynamo keeps eight graphs
+    torch.manual_seed(0)
+    model = make()
+    reference = copy.deepcopy(model)
+    fully_shard(model, **arguments)
+    given = {"lower": "eager", **(options or {})}
+    return Pair(model, torch.compile(model, backend="fsdp", options=given), reference)  # type: ignore[arg-type]
+
+
+def _train(pair: Pair, *, synchronizes: bool = False, steps: int = 1) -> float:
+    """Three microbatches a step, two of them in `no_sync` unless each synchronizes; the largest difference."""
+    worst = 0.0
+    for step in range(steps):
+        first, second, third = batches(3, 4 * dist.get_world_size(), seed=step)
+        if synchronizes:
+            pair.backward(first)
+            pair.backward(second)
+        else:
+            with no_sync(pair.compiled):
+                pair.backward(first)
+                pair.backward(second)
+        pair.backward(third)
+        worst = max(worst, pair.difference())
+        pair.step()
+    return worst
+
+
+def _as_fsdp2(policy: MixedPrecisionPolicy) -> list[float]:
+    """Differences of gradients from FSDP2's after one held, one partly held and one reduced microbatch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    models: list[Any] = []
+    for shard in (fully_shard, fsdp2):
+        torch.manual_seed(0)
+        model: Any = Stack(1)
+        for part in (model.blocks[0], model):
+            shard(part, mesh=mesh, mp_policy=policy)
+            if policy.reduce_dtype is not torch.float16:
+                part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide for FSDP2
+        models.append(model)
+    trained: list[Any] = [torch.compile(models[0], backend="fsdp", options={"lower": "eager"}), models[1]]
+    first, second, third = (b.chunk(4)[dist.get_rank()] for b in batches(3, 16))
+    for each in trained:
+        each.set_requires_gradient_sync(False)
+        loss_of(each(first)).backward()
+        each.set_requires_gradient_sync(True)
+        each.set_requires_all_reduce(False)
+        loss_of(each(second)).backward()
+        each.set_requires_all_reduce(True)
+        loss_of(each(third)).backward()
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    return [(p.grad.full_tensor() - q.grad.full_tensor()).abs().max().item() for p, q in pairs]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("policy", [MIXED, HALF], ids=["bf16", "fp16"])
+def test_low_precision_accumulates_as_fsdp2_does_bit_by_bit(policy: MixedPrecisionPolicy) -> None:
+    for differences in run_ranks(_as_fsdp2, policy, world_size=4):
+        assert differences == [0.0] * len(differences)
+
+
+def _near_overflow() -> tuple[float, list[float]]:
+    """The gradient of a weight that is near float16's largest number on every rank, held once; and all divisors."""
+    model = nn.Linear(1, 1, bias=False)
+    fully_shard(model, mp_policy=HALF)
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    x = torch.full((1, 1), 10_000.0)
+    with no_sync(model):
+        compiled(x).sum().backward()
+    compiled(2 * x).sum().backward()
+    assert isinstance(model.weight.grad, DTensor)
+    nodes = [node for ran in regions_of(units(model)) for step in ran.steps for node in step.graph.nodes]
+    divisors = [node.args[1] for node in nodes if node.target is torch.ops.aten.div.Tensor]
+    return model.weight.grad.full_tensor().item(), divisors
+
+
+def test_float16_divides_by_a_power_of_two_before_the_sum_and_by_the_rest_after() -> None:
+    for gradient, divisors in run_ranks(_near_overflow, world_size=4):
+        assert gradient == 30_000.0, "the sum over four ranks does not fit into float16, half of it does"
+        assert divisors == [2.0, 2.0]
+
+
+def _inductor() -> float:
+    return _train(_pair(make=Slim, options={"lower": "inductor"}, reshard_after_forward=False))
+
+
+@pytest.mark.inductor
+def test_under_inductor() -> None:
+    """Unreduced gradients and kept parameters are inputs of kernels."""
+    assert max(run_ranks(_inductor, timeout_s=500)) < 10 * CLOSE
+
+
+def _planned() -> float:
+    """One microbatch that is held, one that is summed inside of shard groups, one that is summed over all ranks."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    pair = _pair(options={"prefetch": "auto"}, mesh=mesh, reshard_after_forward=False)
+    first, second, third = batches(3, 4 * dist.get_world_size())
+    with no_sync(pair.compiled):
+        pair.backward(first)
+    pair.compiled.set_reshard_after_backward(False)  # type: ignore[operator]
+    pair.compiled.set_requires_all_reduce(False)  # type: ignore[operator]
+    pair.backward(second)
+    pair.compiled.set_requires_all_reduce(True)  # type: ignore[operator]
+    pair.backward(third)
+    return pair.difference()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_planned_schedule_holds_and_keeps(world_size: int) -> None:
+    """On two ranks the replicas have shard groups of one rank, whose reductions are all-reduces alone."""
+    assert max(run_ranks(_planned, world_size=world_size)) < CLOSE
+
+
+def _policy_changes() -> tuple[float, list[int]]:
+    """Gathers of forward and backward after each change of `set_reshard_after_forward`."""
+    pair = _pair()
+    gathers, worst = [], 0.0
+    for frees in (True, False):
+        pair.compiled.set_reshard_after_forward(frees)  # type: ignore[operator]
+        worst = max(worst, _train(pair, synchronizes=True))
+        gathers.append(_collectives(pair.model, Role.GATHER))
+    return max(worst, _train(pair)), gathers
+
+
+def _collectives(model: nn.Module, role: Role) -> int:
+    return sum(len(list(step.nodes(role))) for ran in regions_of(units(model)) for step in ran.steps)
+
+
+def test_reshard_after_forward_can_be_changed_between_steps() -> None:
+    for worst, (freed, kept) in run_ranks(_policy_changes):
+        assert worst < CLOSE
+        assert freed == 2 * kept > 0
+
+
+class Average:
+    """A hook that averages and counts how often it is called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, _state: object, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        self.calls += 1
+        reduced = gradient if output is None else output
+        if output is None:
+            dist.all_reduce(gradient)
+        else:
+            dist.reduce_scatter_tensor(output, gradient)
+        reduced /= dist.get_world_size()
+
+
+def _hooked() -> tuple[float, list[int], int]:
+    pair = _pair()
+    hook = Average()
+    register_comm_hook(pair.model, hook)
+    calls, worst = [], 0.0
+    for step in range(2):
+        first, second = batches(2, 4 * dist.get_world_size(), seed=step)
+        with no_sync(pair.compiled):
+            pair.backward(first)
+        calls.append(hook.calls)
+        pair.backward(second)
+        calls.append(hook.calls)
+        worst = max(worst, pair.difference())
+        pair.step()
+    return worst, calls, _flats(units(pair.model))
+
+
+def _flats(every: list[FSDPUnit]) -> int:
+    return sum(len(unit.param_groups) for unit in every)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_hook_is_called_once_with_the_sum_of_held_and_new_gradients(world_size: int) -> None:
+    for worst, calls, flats in run_ranks(_hooked, world_size=world_size):
+        assert worst < CLOSE
+        assert calls == [0, flats, flats, 2 * flats]
+
+
+def _quantized() -> tuple[bool, float]:
+    """Whether kept parameters are what reads give; the difference of unreduced gradients from those of one batch."""
+    torch.manual_seed(0)
+    model: Any = Stack(1)
+    fully_shard(model, mp_policy=MixedPrecision(gather_dtype=torch.int8))
+    compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    (batch,) = batches(1, 8)
+    mine = batch.chunk(2)[dist.get_rank()]
+    with torch.no_grad():
+        plain = compiled(mine)
+        compiled.unshard()
+        kept = compiled(mine)
+        compiled.reshard()
+    loss_of(compiled(mine)).backward()
+    once = [p.grad.full_tensor() for p in model.parameters()]
+    model.zero_grad()
+    first, second = mine.chunk(2)
+    with no_sync(model):
+        (loss_of(compiled(first)) / 2).backward()
+    (loss_of(compiled(second)) / 2).backward()
+    pairs = zip(once, model.parameters(), strict=True)
+    return torch.equal(plain, kept), max((a - p.grad.full_tensor()).abs().max().item() for a, p in pairs)
+
+
+def test_parameters_that_travel_in_8_bits_are_kept_as_they_are_read() -> None:
+    for same, difference in run_ranks(_quantized):
+        assert same
+        assert difference < CLOSE

@@ -1,0 +1,167 @@
+"""What was built one by one, used together: gradients equal those of one process, up to the roundings on their way."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, units
+from fsdp_compile.ir.graph import Role
+from fsdp_compile.lower.compiled_regions import regions_of
+from tests.numerics.one_process.pair import loss_of
+from tests.numerics.one_process.strategies import STRATEGIES
+from tests.ops.test_quantize import INT8, as_sent
+from tests.ranks import run_ranks
+
+WIDTH, ROWS, STEPS = 128, 4, 2
+LEARNING_RATE = 0.05
+TERMS = 4 * (WIDTH + 1)
+"""Of the sums that a gradient has passed: two in forward, two in backward, of as many terms each at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Options that meet.
+
+    Attributes:
+        strategy: Of `STRATEGIES`.
+        hook: Averages the gradients, if given.
+        gather: Dtype of weights on the wire.
+        held: Whether the first of two micro-batches of a step is held back.
+        roundings: To bfloat16 on the way of a gradient: one to send it, one to add it to a held one, and three to add
+            up four ranks. Their average is a division by a power of two: exact.
+        shards: Into how many each parameter is cut.
+        backward_over: Ranks over which backward gathers.
+    """
+
+    strategy: str
+    hook: Callable[..., None] | None = None
+    gather: torch.dtype | None = None
+    held: bool = False
+    roundings: int = 0
+    shards: int = 4
+    backward_over: int = 4
+
+
+class Wide(nn.Module):
+    """Two layers of which a quarter is more than the 16 KiB from which on parameters travel in 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH + 1)
+        self.down = nn.Linear(WIDTH + 1, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+CASES = {
+    "kept parts, compressed, held": Case("integer", hook=bf16_compress_hook, held=True, roundings=5, backward_over=2),
+    "kept parts, 8 bits, compressed": Case(
+        "integer", hook=bf16_compress_hook, gather=INT8, roundings=4, backward_over=2
+    ),
+    "replicas, 8 bits, held": Case("hybrid", gather=INT8, held=True, shards=2, backward_over=2),
+}
+
+
+def _prepared(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    model: Any = Wide()
+    arguments = {**STRATEGIES[case.strategy](), "mp_policy": MixedPrecision(gather_dtype=case.gather)}
+    for part in (model.up, model.down, model):
+        fully_shard(part, **arguments)
+    if case.hook is not None:
+        register_comm_hook(model, case.hook)
+    return model
+
+
+def _of_one_process(
+    reference: nn.Module, case: Case, micro_batches: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The average over ranks of the summed gradients, and of the sums of their magnitudes."""
+    low = copy.deepcopy(reference)
+    world = dist.get_world_size()
+    if case.gather is not None:
+        with torch.no_grad():
+            for p in low.parameters():
+                p.copy_(as_sent(p, case.gather, case.shards) if p.dim() > 1 else p)
+    parameters = list(low.parameters())
+    wanted, magnitude = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
+    for batch in micro_batches:
+        for rows in batch.chunk(world):
+            for i, gradient in enumerate(torch.autograd.grad(loss_of(low(rows)), parameters)):
+                wanted[i] += gradient / world
+                magnitude[i] += gradient.abs() / world
+    return wanted, magnitude
+
+
+def _bounds(case: Case, magnitude: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What m roundings may do to each element, `(1 + u)^m - 1` of its terms, and what float32 does to sums."""
+    u = torch.finfo(torch.bfloat16).eps / 2
+    exact = TERMS * torch.finfo(torch.float32).eps
+    return [((1 + u) ** case.roundings - 1) * m + exact * m.max() for m in magnitude]
+
+
+def _train(case: Case) -> tuple[float, float, set[Any]]:
+    """Two steps of two micro-batches.
+
+    Returns:
+        The largest difference of a gradient in bounds and, relative to the largest of its parameter, as it is; over how
+        many ranks backward gathered.
+    """
+    torch._dynamo.reset()  # all cases compile the same code
+    model = _prepared(case)
+    torch.manual_seed(0)
+    reference = Wide()
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=LEARNING_RATE) for m in (model, reference)]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    in_bounds, relative = 0.0, 0.0
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        micro_batches = [torch.randn(ROWS * world, WIDTH, generator=generator) for _ in range(2)]
+        for index, batch in enumerate(micro_batches):
+            with no_sync(model) if case.held and index == 0 else nullcontext():
+                loss_of(compiled(batch.chunk(world)[rank])).backward()
+        wanted, magnitude = _of_one_process(reference, case, micro_batches)
+        for mine, theirs, bound, gradient in zip(
+            model.parameters(), reference.parameters(), _bounds(case, magnitude), wanted, strict=True
+        ):
+            assert isinstance(mine.grad, DTensor)
+            theirs.grad = mine.grad.full_tensor()  # so that rounding does not lead the two apart
+            difference = (theirs.grad - gradient).abs()
+            in_bounds = max(in_bounds, (difference / bound).max().item())
+            relative = max(relative, (difference.max() / gradient.abs().max()).item())
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert isinstance(mine, DTensor)
+            assert torch.equal(mine.full_tensor(), theirs)
+    backward = [step for ran in regions_of(units(model)) for step in ran.steps[1:]]
+    return in_bounds, relative, {node.args[1] for each in backward for node in each.nodes(Role.GATHER)}
+
+
+def _all() -> dict[str, tuple[float, float, set[Any]]]:
+    return {name: _train(case) for name, case in CASES.items()}
+
+
+@pytest.mark.core
+def test_together_they_equal_one_process() -> None:
+    for found in run_ranks(_all, world_size=4):
+        assert found.keys() == CASES.keys()
+        for name, (in_bounds, relative, gathered_over) in found.items():
+            case = CASES[name]
+            assert in_bounds <= 1, name
+            assert (relative > 1e-4) == (case.roundings > 0), f"{name}: narrow where asked for, and only there"
+            assert gathered_over == {case.backward_over}, name

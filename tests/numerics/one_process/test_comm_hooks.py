@@ -1,0 +1,243 @@
+"""Reductions that users register: in the graph, once per unit, for every kind of sharding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import ConfigError, fully_shard, register_comm_hook, units
+from fsdp_compile.ir.graph import Role
+from fsdp_compile.lower.compiled_regions import regions_of
+from tests.fake_world import fake_world
+from tests.models.kinds import WIDTH, Block, Slim, Stack
+from tests.numerics.one_process.pair import batches, loss_of, train_pair
+from tests.numerics.one_process.test_mixed_precision import BF16, ByHand, train_both
+from tests.ranks import run_ranks
+
+Calls = list[tuple[int, ...]]
+
+
+class Counts:
+    """A hook that averages as the default does, and notes what it is given."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.calls: Calls = []
+        self.group = group
+
+    def __call__(self, state: object, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        assert state == "mine"
+        self.calls.append((gradient.numel(), -1 if output is None else output.numel()))
+        if output is None:
+            dist.all_reduce(gradient, group=self.group)
+            gradient /= dist.get_world_size(self.group)
+        else:
+            dist.reduce_scatter_tensor(output, gradient, group=self.group)
+            output /= dist.get_world_size(self.group)
+
+
+def _operators(model: nn.Module, role: Role) -> list[str]:
+    return [str(node.target) for ran in regions_of(units(model)) for step in ran.steps for node in step.nodes(role)]
+
+
+def _counted(strategy: ShardingStrategy) -> tuple[float, Calls, list[int]]:
+    hybrid = strategy is ShardingStrategy.HYBRID_SHARD
+    mesh = init_device_mesh("cpu", (2, 2) if hybrid else (dist.get_world_size(),))
+    hook = Counts(mesh.get_group(1) if hybrid else None)
+    models: list[nn.Module] = []
+
+    def prepare(model: nn.Module) -> None:
+        fully_shard(model, mesh=mesh, sharding_strategy=strategy)
+        register_comm_hook(model, hook, "mine")
+        models.append(model)
+
+    found = train_pair(Slim, prepare=prepare, steps=2)
+    sizes = [flat.flat_param.numel() for unit in units(models[0]) for flat in unit.param_groups]
+    whole = strategy is ShardingStrategy.NO_SHARD or dist.get_world_size() == 1
+    role = Role.REPLICATE if whole else Role.REDUCE
+    operators = _operators(models[0], role)
+    assert len(operators) == len(sizes)
+    assert all(operator.startswith("fsdp.hook") for operator in operators)
+    assert found.loss < 1e-6
+    assert found.parameter < 0.02
+    return found.gradient, hook.calls, sizes
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [(ShardingStrategy.FULL_SHARD, 2), (ShardingStrategy.NO_SHARD, 2), (ShardingStrategy.HYBRID_SHARD, 4)],
+)
+def test_a_hook_is_the_reduction_of_each_unit(strategy: ShardingStrategy, world_size: int) -> None:
+    for gradient, calls, sizes in run_ranks(_counted, strategy, world_size=world_size):
+        assert gradient < 1e-4
+        if strategy is ShardingStrategy.NO_SHARD:
+            wanted = [(size, -1) for size in sizes]
+        else:
+            wanted = [(2 * size, size) for size in sizes]
+        assert sorted(calls) == sorted(wanted * 2), "once per unit and step, the whole flat parameter"
+
+
+def _uncompiled() -> float:
+    torch.manual_seed(0)
+    model = Stack(1)
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    hook = Counts()
+    register_comm_hook(model, hook, "mine")
+    (batch,) = batches(1, 8)
+    loss_of(model(batch.chunk(2)[dist.get_rank()])).backward()
+    loss_of(reference(batch)).backward()
+    assert len(hook.calls) == len(list(model.parameters()))
+    worst = 0.0
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(mine.grad, DTensor)
+        assert theirs.grad is not None
+        worst = max(worst, (mine.grad.full_tensor() - theirs.grad).abs().max().item())
+    return worst
+
+
+def test_gradients_of_eager_code_go_through_the_hook_one_by_one() -> None:
+    assert max(run_ranks(_uncompiled)) < 1e-6
+
+
+def test_one_rank_calls_its_hook_as_well() -> None:
+    (found,) = run_ranks(_counted, ShardingStrategy.FULL_SHARD, world_size=1)
+    assert found[0] < 1e-4
+    assert {output for _, output in found[1]} == {-1}
+
+
+def _compressed(state: bool) -> float:  # noqa: FBT001
+    def prepare(model: nn.Module) -> None:
+        fully_shard(model)
+        made = default_hooks.LowPrecisionState(dist.group.WORLD) if state else None
+        register_comm_hook(model, default_hooks.bf16_compress_hook, made)
+        assert all(unit.policy.mixed_precision.reduce_dtype is BF16 for unit in units(model))
+
+    return train_both(Stack, prepare, ByHand(lambda m: m, torch.float32, BF16))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("state", [False, True])
+def test_bf16_compress_is_a_cast_in_the_graph(*, state: bool) -> None:
+    assert run_ranks(_compressed, state) == [0.0, 0.0]
+
+
+def _graph_of_known_hooks() -> None:
+    for hook, dtype in (
+        (default_hooks.fp16_compress_hook, torch.float16),
+        (default_hooks.reduce_scatter_hook, torch.float32),
+    ):
+        model = fully_shard(Stack(1))
+        register_comm_hook(model, hook)
+        torch.compile(model, backend="fsdp", options={"lower": "eager"})(torch.ones(2, WIDTH)).sum().backward()
+        (backward,) = (step for ran in regions_of(units(model)) for step in ran.steps[1:])
+        for node in backward.nodes(Role.REDUCE):
+            assert "reduce_scatter_tensor_coalesced" in str(node.target)
+            assert {message.meta["val"].dtype for message in node.all_input_nodes} == {dtype}
+
+
+def test_torchs_hooks_are_ordinary_nodes() -> None:
+    run_ranks(_graph_of_known_hooks)
+
+
+def _other_state() -> float:
+    """A state that divides otherwise is honoured: the hook then runs as it is."""
+    torch.manual_seed(0)
+    model = Stack(1)
+    plain = copy.deepcopy(model)
+    fully_shard(model)
+    fully_shard(plain)
+    state = default_hooks.DefaultState(dist.distributed_c10d._get_default_group())
+    state.gradient_postdivide_factor *= 4
+    register_comm_hook(model, default_hooks.reduce_scatter_hook, state)
+    (batch,) = batches(1, 4)
+    for each in (model, plain):
+        loss_of(torch.compile(each, backend="fsdp", options={"lower": "eager"})(batch)).backward()
+    worst = 0.0
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(mine.grad, DTensor)
+        assert isinstance(theirs.grad, DTensor)
+        worst = max(worst, (4 * mine.grad.full_tensor() - theirs.grad.full_tensor()).abs().max().item())
+    return worst
+
+
+def test_a_state_of_ones_own_is_honoured() -> None:
+    assert max(run_ranks(_other_state)) < 1e-6
+
+
+def _inductor() -> float:
+    def prepare(model: nn.Module) -> None:
+        fully_shard(model)
+        register_comm_hook(model, Counts(), "mine")
+
+    return train_pair(Slim, lower="inductor", steps=2, prepare=prepare).gradient
+
+
+def test_under_inductor() -> None:
+    assert max(run_ranks(_inductor)) < 1e-4
+
+
+def test_the_gradient_comes_in_the_reductions_dtype() -> None:
+    run_ranks(_dtype_of_gradient)
+
+
+def _dtype_of_gradient() -> None:
+    seen = []
+
+    def hook(_: object, gradient: torch.Tensor, output: torch.Tensor) -> None:
+        seen.append((gradient.dtype, output.dtype))
+        dist.reduce_scatter_tensor(output, gradient)
+
+    model = fully_shard(Stack(1), mp_policy=MixedPrecisionPolicy(BF16, torch.float32))
+    compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    register_comm_hook(compiled, hook)
+    loss_of(compiled(torch.ones(2, WIDTH))).backward()
+    assert set(seen) == {(torch.float32, torch.float32)}
+
+
+def _nothing(_state: object, _gradient: torch.Tensor, _output: torch.Tensor) -> None: ...
+
+
+def _refusal(call: Callable[[], object]) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return caught.value
+
+
+def test_wrong_use_is_refused() -> None:
+    with fake_world(4):
+        model: Any = Stack(2)
+        assert "not sharded" in _refusal(lambda: register_comm_hook(model, _nothing)).what
+        fully_shard(model.blocks[0])
+        fully_shard(model)
+        assert "cannot be called" in _refusal(lambda: register_comm_hook(model, "hook")).what  # type: ignore[arg-type]
+        assert "with 3 arguments" in _refusal(lambda: register_comm_hook(model, lambda _, gradient: None)).what  # noqa: ARG005
+        assert "with 3 arguments" in _refusal(lambda: register_comm_hook(model, default_hooks.allreduce_hook)).what
+        for part in (model.blocks[0], model.blocks, model.head):
+            assert "a part of a sharded model" in _refusal(lambda: register_comm_hook(part, _nothing)).what  # noqa: B023
+        register_comm_hook(model, _nothing)
+        error = _refusal(lambda: register_comm_hook(model, _nothing))
+        assert "has a communication hook already" in error.what
+        assert "register_comm_hook(Stack)" in (error.where or "")
+
+
+def test_a_hook_of_the_whole_survives_a_later_call_above() -> None:
+    with fake_world(4):
+        model = nn.Sequential(Block(), Block())
+        fully_shard(model)
+        register_comm_hook(model, _nothing)
+        outer = nn.Sequential(model, nn.Linear(WIDTH, 2))
+        fully_shard(outer)
+        assert [unit.hook is not None for unit in units(outer)] == [False, True]
+        inner = units(outer)[1]
+        assert all(slot.spec.hook for slot in inner.params)

@@ -1,0 +1,167 @@
+"""Lists of modules to prefetch, with FSDP2's methods: numbers of one process, gathers where the lists say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from fsdp_compile import ConfigError, explain, fully_shard
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.layout.spec import parse
+from tests.fake_world import fake_world
+from tests.models.kinds import WIDTH, GraphBreaks, Slim, Stack, StackOfThree
+from tests.numerics.one_process.pair import Differences, train_pair
+from tests.numerics.one_process.test_model_kinds import assert_equal_training
+from tests.ranks import run_ranks
+
+Starts = list[tuple[str, int, int]]
+"""Unit, position of the start of its gather, position of its wait, in the order of the starts."""
+
+
+def _each_block(model: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def _starts(model: nn.Module) -> tuple[Starts, Starts]:
+    forward, backward = (
+        [
+            (c.unit, c.start.index, c.wait.index)
+            for c in graph.collectives
+            if c.kind is Kind.GATHER and c.wait is not None
+        ]
+        for graph in explain(model).graphs
+    )
+    return forward, backward
+
+
+def _names(starts: Starts) -> list[str]:
+    return [unit for unit, _, _ in starts]
+
+
+def _between_wait_and_wait(starts: Starts, unit: str, by: str) -> bool:
+    """Whether a gather starts after the wait for `by` and before the next wait of any gather."""
+    found = {name: (start, wait) for name, start, wait in starts}
+    after = found[by][1]
+    nexts = [wait for _, _, wait in starts if wait > after]
+    return after < found[unit][0] < min(nexts)
+
+
+def _trained(prefetch: object) -> tuple[Differences, Starts, Starts]:
+    models: list[Any] = []
+
+    def prepare(model: Any) -> None:
+        _each_block(model)
+        first, second, third = model.blocks
+        first.set_modules_to_forward_prefetch([second, third])
+        third.set_modules_to_backward_prefetch([second, first])
+        models.append(model)
+
+    found = train_pair(lambda: Slim(3), prepare=prepare, options={"prefetch": prefetch})
+    return (found, *_starts(models[0]))
+
+
+def _all_trained() -> list[tuple[Differences, Starts, Starts]]:
+    return [_trained(prefetch) for prefetch in ("auto", 0, "BACKWARD_POST")]
+
+
+@pytest.mark.core
+def test_named_units_start_where_the_module_that_names_them_is_used_however_others_are_scheduled() -> None:
+    for ranks in zip(*run_ranks(_all_trained), strict=True):
+        assert_equal_training([found for found, _, _ in ranks])
+        for _, forward, backward in ranks:
+            for starts, by, named in (
+                (forward, "blocks.0", ["blocks.1", "blocks.2"]),
+                (backward, "blocks.2", ["blocks.1", "blocks.0"]),
+            ):
+                assert [unit for unit in _names(starts) if unit in named] == named
+                assert all(_between_wait_and_wait(starts, unit, by) for unit in named)
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with fake_world(2):
+        yield
+
+
+def _step(model: nn.Module, **options: Any) -> nn.Module:
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "prefetch": 0, **options})
+    compiled(torch.ones(4, WIDTH)).sum().backward()
+    return model
+
+
+@pytest.mark.usefixtures("world")
+def test_a_list_may_overtake_and_can_be_taken_back() -> None:
+    model: Any = StackOfThree()
+    _each_block(model)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
+    assert _names(_starts(_step(model))[0]) == ["blocks.0", "blocks.2", "blocks.1", "(root)"]
+    model.blocks[0].set_modules_to_forward_prefetch([])
+    assert _names(_starts(_step(model))[0]) == ["blocks.0", "blocks.1", "blocks.2", "(root)"]
+
+
+@pytest.mark.usefixtures("world")
+def test_a_list_that_is_set_before_the_model_is_sharded_names_units_as_the_model_does() -> None:
+    model: Any = StackOfThree()
+    for block in model.blocks:
+        fully_shard(block)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
+    fully_shard(model)
+    text = model.blocks[0].up.__dict__["_fsdp_state"].reads["weight"].text
+    assert parse(text).forward_prefetch == ("blocks.2",)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2], model])
+    text = model.blocks[0].up.__dict__["_fsdp_state"].reads["weight"].text
+    assert parse(text).forward_prefetch == ("blocks.2", "(root)")
+
+
+def _before(model: Any) -> None:
+    model.blocks[1].set_modules_to_forward_prefetch([model.blocks[0]])
+
+
+def _beside_a_budget(model: Any) -> None:
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("make", "arrange", "options", "says"),
+    [
+        (Stack, _before, {}, "blocks.1 is told to prefetch blocks.0, which is needed before it"),
+        (Stack, _beside_a_budget, {"prefetch": "auto", "memory_budget_gb": 1.0}, "only one can hold"),
+        (GraphBreaks, _beside_a_budget, {}, "blocks.1, which its graph does not read"),
+    ],
+    ids=["needed-before", "budget", "graph-break"],
+)
+def test_lists_that_cannot_be_followed_are_refused(
+    make: Callable[[], nn.Module], arrange: Callable[[Any], None], options: dict[str, Any], says: str
+) -> None:
+    model = make()
+    _each_block(model)
+    arrange(model)
+    with pytest.raises((BackendCompilerFailed, ConfigError), match=r"told to prefetch|only one can hold") as caught:
+        _step(model, **options)
+    assert says in str(caught.value)
+
+
+@pytest.mark.usefixtures("world")
+def test_wrong_lists_are_refused_with_what_to_write() -> None:
+    model: Any = StackOfThree()
+    _each_block(model)
+    block = model.blocks[0]
+    for modules, says in (
+        (model.blocks[1], "is no list"),
+        ([block], "cannot prefetch itself"),
+        ([block.up], "no module of this model"),
+        ([nn.Linear(1, 1)], "no module of this model"),
+        ([None], "no module of this model"),
+    ):
+        for method in (block.set_modules_to_forward_prefetch, block.set_modules_to_backward_prefetch):
+            with pytest.raises(ConfigError, match=says) as caught:
+                method(modules)
+            assert caught.value.instead

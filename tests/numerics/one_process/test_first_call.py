@@ -1,0 +1,93 @@
+"""The first call of a plain model, and gradients that are never accumulated."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.models.kinds import WIDTH, Stack
+from tests.numerics.one_process.pair import batches, loss_of
+from tests.ranks import run_ranks
+
+
+class ReadEarly(Stack):
+    """Reads parameters in code that Dynamo leaves to Python, before its first graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    @torch._dynamo.disable
+    def early(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.early(x))
+
+
+def _worst(model: nn.Module, reference: nn.Module) -> float:
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item() for p, q in pairs)  # type: ignore[union-attr]
+
+
+def _read_early() -> list[float]:
+    torch.manual_seed(0)
+    model = ReadEarly()
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    world, rank = dist.get_world_size(), dist.get_rank()
+    worst = []
+    for batch in batches(3, 4 * world):
+        loss_of(compiled(batch.chunk(world)[rank])).backward()
+        loss_of(reference(batch)).backward()
+        worst.append(_worst(model, reference))
+        for each in (model, reference):
+            each.zero_grad()
+    return worst
+
+
+def test_parameters_read_before_the_first_graph_get_their_gradients() -> None:
+    for worst in run_ranks(_read_early):
+        assert max(worst) < 1e-5
+
+
+class PartlyUsed(nn.Module):
+    """Uses one layer or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, both: str) -> torch.Tensor:
+        return self.b(self.a(x)) if both == "both" else self.a(x)
+
+
+def _gradient_of_input_alone() -> bool:
+    model = PartlyUsed()
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    torch.autograd.grad(compiled(x, "both").sum(), x)
+    compiled(x, "one").sum().backward()
+    return model.a.weight.grad is not None and model.b.weight.grad is None
+
+
+def test_gradients_that_were_never_accumulated_are_forgotten() -> None:
+    assert run_ranks(_gradient_of_input_alone) == [True, True]
+
+
+def _one_padded_slot() -> float:
+    model = nn.Linear(6, 7, bias=False)
+    reference = copy.deepcopy(model)
+    torch.compile(model, backend="fsdp", options={"lower": "eager"})(torch.ones(2, 6)).sum().backward()
+    reference(torch.ones(2, 6)).sum().backward()
+    return _worst(model, reference)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_flat_shard_of_one_padded_slot(world_size: int) -> None:
+    assert max(run_ranks(_one_padded_slot, world_size=world_size)) < 1e-6

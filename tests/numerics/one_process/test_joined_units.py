@@ -1,0 +1,82 @@
+"""Units that share collectives train as units that do not: the same bits on two ranks, the same numbers on more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import explain, fully_shard
+from tests.models.kinds import WIDTH, Slim, Stack, Tied
+from tests.numerics.one_process.pair import Differences, batches, loss_of, train_pair
+from tests.numerics.one_process.test_model_kinds import assert_equal_training
+from tests.ranks import run_ranks
+
+
+def _trained(bucket_mb: float) -> list[torch.Tensor]:
+    """Losses and this rank's parameters after three steps."""
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options: dict[str, Any] = {"lower": "eager", "bucket_mb": bucket_mb}
+    compiled = torch.compile(model, backend="fsdp", options=options)
+    losses = []
+    for batch in batches(3, 4):
+        loss = loss_of(compiled(batch.chunk(2)[dist.get_rank()]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    parameters = [p.to_local().detach().clone() for p in model.parameters() if isinstance(p, DTensor)]
+    assert parameters
+    return [*losses, *parameters]
+
+
+def _on_two_ranks() -> tuple[bool, list[Differences]]:
+    alike = all(map(torch.equal, _trained(0), _trained(10)))
+    options = {"bucket_mb": "auto"}
+    return alike, [train_pair(Tied, options=options), train_pair(Stack, prepare=_keep_for_backward, options=options)]
+
+
+def _keep_for_backward(model: torch.nn.Module) -> None:
+    fully_shard(model, reshard_after_forward=False)
+
+
+@pytest.mark.core
+def test_sharing_collectives_changes_no_bit_on_two_ranks() -> None:
+    for alike, found in run_ranks(_on_two_ranks, world_size=2):
+        assert alike
+        assert_equal_training(found)
+
+
+def _hybrid() -> Differences:
+    def shard(model: torch.nn.Module) -> None:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+
+    return train_pair(Slim, prepare=shard, options={"bucket_mb": 10}, clip=0.5)
+
+
+def test_replicas_average_what_units_share() -> None:
+    assert_equal_training(run_ranks(_hybrid, world_size=4))
+
+
+def _collectives(options: dict[str, Any]) -> tuple[list[int], set[str]]:
+    """Collectives in forward and in backward of a stack of tiny blocks, and all units that they serve."""
+    plan = explain(Stack(12), torch.zeros(2, WIDTH), world_size=8, options={"lower": "eager", **options})
+    served = {unit for graph in plan.graphs for one in graph.collectives for unit in one.units}
+    return [len(graph.collectives) for graph in plan.graphs], served
+
+
+@pytest.mark.core
+def test_tiny_units_share_collectives_by_default_and_the_report_says_so() -> None:
+    apart, units = _collectives({"bucket_mb": 0})
+    shared, served = _collectives({})
+    assert len(units) >= 12
+    assert served == units
+    assert shared == [1, 2], "a gather in forward; one and a reduction in backward"
+    assert apart == [len(units), 2 * len(units)]
+    assert _collectives({"prefetch": 1})[0] == apart, "a fixed distance counts units"

@@ -1,0 +1,119 @@
+"""Every kind of model trains to the numbers of one process on the whole batch, graphs run operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_compile import fully_shard
+from tests.models.kinds import KINDS, Block, Checkpointed, GraphBreaks, Stack, Tied
+from tests.numerics.one_process.pair import Differences, train_pair
+from tests.ranks import run_ranks
+
+# float32 sums of at most a few hundred terms in another order; attention's keys have gradients near zero.
+LOSS, GRADIENT, PARAMETER = 1e-6, 2e-5, 1e-3
+
+
+def assert_equal_training(worst: list[Differences]) -> None:
+    for found in worst:
+        assert found.loss < LOSS
+        assert found.gradient < GRADIENT
+        assert found.parameter < PARAMETER
+
+
+def _kind(name: str) -> Differences:
+    return train_pair(KINDS[name], clip=0.5)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", KINDS)
+def test_kind(name: str) -> None:
+    assert_equal_training(run_ranks(_kind, name, world_size=2))
+
+
+@pytest.mark.parametrize(
+    "name", ["odd-shapes", *(pytest.param(name, marks=pytest.mark.long) for name in ("stack", "tied"))]
+)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_world_sizes(name: str, world_size: int) -> None:
+    assert_equal_training(run_ranks(_kind, name, world_size=world_size))
+
+
+def _keep_for_backward(model: nn.Module) -> None:
+    fully_shard(model, reshard_after_forward=False)
+
+
+def _bottom_up(model: nn.Module) -> None:
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    fully_shard(model)
+
+
+def _by_policy(model: nn.Module) -> None:
+    fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+def _hybrid(model: nn.Module) -> None:
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2)))
+
+
+def _prepared(prepare: Callable[[nn.Module], None], make: Callable[[], nn.Module]) -> Differences:
+    return train_pair(make, prepare=prepare)
+
+
+WAYS = (_keep_for_backward, _bottom_up, _by_policy, _hybrid)
+MADE = (Checkpointed, Tied, GraphBreaks)
+ALWAYS = {(_keep_for_backward, GraphBreaks), (_bottom_up, Tied), (_by_policy, Checkpointed), (_hybrid, Checkpointed)}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "make"),
+    [pytest.param(way, made, marks=[] if (way, made) in ALWAYS else pytest.mark.long) for made in MADE for way in WAYS],
+)
+def test_sharded_before_compile(prepare: Callable[[nn.Module], None], make: Callable[[], nn.Module]) -> None:
+    assert_equal_training(run_ranks(_prepared, prepare, make, world_size=4 if prepare is _hybrid else 2))
+
+
+def _changing_batches() -> Differences:
+    return train_pair(Stack, steps=6, sizes=(4, 3, 7, 4))
+
+
+def test_changing_batch_sizes() -> None:
+    assert_equal_training(run_ranks(_changing_batches))
+
+
+def _prefetch(distance: int) -> Differences:
+    return train_pair(Stack, options={"prefetch": distance})
+
+
+@pytest.mark.parametrize("distance", [0, 2, pytest.param(9, marks=pytest.mark.long)])
+def test_prefetch_distance_changes_no_number(distance: int) -> None:
+    assert_equal_training(run_ranks(_prefetch, distance))
+
+
+def _autocast() -> Differences:
+    return train_pair(Stack, autocast=torch.bfloat16)
+
+
+def test_autocast() -> None:
+    for found in run_ranks(_autocast):  # bfloat16 has 8 bits: 2^-8 per rounding
+        assert found.loss < 2e-2
+        assert found.gradient < 6e-2
+
+
+def _mixed_precision() -> Differences:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    return train_pair(Stack, prepare=lambda model: fully_shard(model, mp_policy=policy))
+
+
+def test_mixed_precision_policy() -> None:
+    for found in run_ranks(_mixed_precision):
+        assert found.loss < 2e-2
+        assert found.gradient < 1e-1

@@ -1,0 +1,74 @@
+"""Penalties over `self.parameters()` inside of a forward see full parameters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compile import fully_shard
+from tests.models.kinds import Slim
+from tests.numerics.one_process.pair import batches, gradient_difference
+from tests.ranks import run_ranks
+
+
+class _Squares(Slim):
+    """The mean square of the output, and a penalty."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x).square().mean()
+        return loss * (1 + self.penalty())
+
+    def penalty(self) -> torch.Tensor:
+        return torch.stack([p.square().sum() for p in self.parameters()]).sum()
+
+
+class _Undifferentiated(_Squares):
+    """A factor, to autograd."""
+
+    def penalty(self) -> torch.Tensor:
+        with torch.no_grad():
+            return super().penalty()
+
+
+class _Norm(_Squares):
+    """Of everything at once: its gradient uses one intermediate value of parameters alone twice."""
+
+    def penalty(self) -> torch.Tensor:
+        return torch.cat([p.flatten() for p in self.parameters()]).norm()
+
+
+class _Children(_Squares):
+    """Of matrices of two blocks."""
+
+    def penalty(self) -> torch.Tensor:
+        return sum((p.abs().sum() for n, p in self.blocks.named_parameters() if "weight" in n), torch.zeros(()))
+
+
+def _differences() -> dict[str, tuple[float, float]]:
+    """Of gradients, and of the loss in inference."""
+    found = {}
+    (batch,) = batches(1, 4 * dist.get_world_size())
+    for make in (_Squares, _Undifferentiated, _Norm, _Children):
+        torch.manual_seed(0)
+        model: nn.Module = make()
+        reference = copy.deepcopy(model)
+        compiled = torch.compile(fully_shard(model), backend="fsdp", options={"lower": "eager"})
+        compiled(batch.chunk(dist.get_world_size())[dist.get_rank()]).backward()
+        reference(batch).backward()
+        gradient = gradient_difference(model, reference)
+        with torch.no_grad():
+            expected = reference(batch)
+            found[make.__name__] = gradient, ((compiled(batch) - expected) / expected).abs().item()
+    return found
+
+
+@pytest.mark.core
+def test_a_penalty_over_parameters_is_one_of_full_parameters() -> None:
+    for found in run_ranks(_differences):
+        for name, (gradient, inference) in found.items():
+            assert gradient < 1e-5, name
+            assert inference < 1e-6, name

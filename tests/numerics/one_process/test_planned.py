@@ -1,0 +1,224 @@
+"""A planned schedule: the numbers of one process, in the memory that it was given."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile import BudgetTooSmallError, ConfigError, backend, fully_shard
+from fsdp_compile.cost.fusion import Fusion
+from fsdp_compile.cost.hardware import Quantity, hardware
+from fsdp_compile.cost.memory import Holder
+from fsdp_compile.explain.api import explain
+from fsdp_compile.explain.plan import Plan
+from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.lower.region import Region
+from fsdp_compile.passes.delay_weight_gradients import DelayPlan, DelayWeightGradients
+from fsdp_compile.passes.schedule_auto import ScheduleAuto
+from fsdp_compile.passes.settings import FUSION
+from tests.cost.graphs import Sketch
+from tests.fake_world import fake_world
+from tests.models.kinds import KINDS
+from tests.models.round_sizes import WIDTH, Stack, on_meta
+from tests.numerics.one_process.pair import Differences, train_pair
+from tests.numerics.one_process.test_model_kinds import assert_equal_training
+from tests.ranks import run_ranks
+
+SLOW = hardware("cpu", 0.01)
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _kind(name: str, **options: Any) -> Differences:
+    return train_pair(KINDS[name], clip=0.5, options={"prefetch": "auto", **options})
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["stack", "odd-shapes", "tied", "repeated"])
+def test_kind(name: str) -> None:
+    assert_equal_training(run_ranks(_kind, name, world_size=2))
+
+
+def test_a_slow_link_splits_units_at_the_edges() -> None:
+    assert_equal_training(run_ranks(_kind, "stack", hardware=SLOW, world_size=4))
+
+
+def _wide_first() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 512, bias=False), nn.Tanh(), nn.Linear(512, 16, bias=False))
+
+
+def _each_layer(model: nn.Module) -> None:
+    for layer in (model[0], model[2]):  # type: ignore[index]
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def _delayed() -> tuple[Differences, list[int]]:
+    slow = dataclasses.replace(SLOW.device, matmul={torch.float32: Quantity(3e7, "FLOP/s", "as slow as the link")})
+    moved: list[int] = []
+    plan = DelayWeightGradients.plan
+
+    def recorded(graph_pass: DelayWeightGradients, step: StepGraph) -> DelayPlan:
+        found = plan(graph_pass, step)
+        moved.append(len(found.moved))
+        assert not found.moved or found.tail_us < found.tail_before_us
+        return found
+
+    with mock.patch.object(DelayWeightGradients, "plan", recorded):
+        options = {"hardware": dataclasses.replace(SLOW, device=slow)}
+        found = train_pair(_wide_first, prepare=_each_layer, options=options)
+    return found, moved
+
+
+@pytest.mark.core
+def test_weight_gradients_that_are_really_delayed_are_those_of_one_process() -> None:
+    ranks = run_ranks(_delayed, world_size=2)
+    assert_equal_training([found for found, _ in ranks])
+    assert ranks[0][1] == ranks[1][1]
+    assert max(ranks[0][1]) > 0
+
+
+def _replicas() -> Differences:
+    def prepare(model: nn.Module) -> None:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+    return train_pair(KINDS["stack"], prepare=prepare, options={"prefetch": "auto", "hardware": SLOW})
+
+
+def test_hybrid_sharding() -> None:
+    assert_equal_training(run_ranks(_replicas, world_size=4))
+
+
+def _plan(gb_per_s: float, **options: Any) -> Plan:
+    model, x = on_meta(Stack)
+    given = {"lower": "eager", "mp_policy": MIXED, "prefetch": "auto", **options}
+    return explain(model, x, world_size=8, options=given, hardware=hardware(link=gb_per_s))
+
+
+def _gathered_bytes(plan: Plan) -> list[int]:
+    return [max(graph.memory.live_bytes[Holder.UNSHARDED]) for graph in plan.graphs]
+
+
+@pytest.mark.parametrize("gb_per_s", [0.1, 50.0, 1000.0])
+def test_by_default_it_holds_two_units_in_forward_and_four_in_backward(gb_per_s: float) -> None:
+    plan = _plan(gb_per_s)
+    forward, backward = plan.graphs
+    (unit,) = {c.size_bytes for c in _plan(1000.0).graphs[0].collectives}
+    # Small parameters are copied out of the message that they share.
+    copied = 2 * 2 * 2 * WIDTH
+    assert max(forward.memory.live_bytes[Holder.UNSHARDED]) <= 2 * unit + copied
+    # Reduced gradients are float32: two units of them are four in bytes.
+    both = zip(backward.memory.live_bytes[Holder.UNSHARDED], backward.memory.live_bytes[Holder.GRADIENT], strict=True)
+    assert max(gathered + gradients for gathered, gradients in both) <= 2 * unit + 4 * unit + unit + copied
+
+
+def test_a_budget_is_kept_and_one_that_cannot_be_is_refused_with_the_least_that_can() -> None:
+    free = _plan(1.0)
+    budget = free.peak_bytes * 0.98
+    held = _plan(1.0, memory_budget_gb=budget / 1e9)
+    assert held.peak_bytes <= budget
+    with pytest.raises(BudgetTooSmallError, match=r"do not hold what %.* needs at once") as caught:
+        _plan(1.0, memory_budget_gb=free.peak_bytes / 2e9)
+    assert "memory_budget_gb" in str(caught.value)
+    least = _plan(1.0, memory_budget_gb=caught.value.least_bytes / 1e9)
+    assert least.peak_bytes < caught.value.least_bytes, "a loss and unread buffers have room, too"
+    said = re.search(r"at least ([\d.e-]+),", str(caught.value))
+    assert said is not None
+    assert float(said[1]) * 1e9 == pytest.approx(caught.value.least_bytes, rel=0.01)
+    assert float(said[1]) * 1e9 >= caught.value.least_bytes, "a number copied from the message is accepted"
+
+
+@pytest.mark.parametrize("share", [1.0, 1.05, 1.2])
+def test_a_budget_is_kept_by_what_kernels_hold_until_they_run(share: float) -> None:
+    """Casts of gradients run right before their reduction, beside what a plan starts there."""
+    model = nn.Sequential(*(_Wide() for _ in range(3))).to("meta")
+
+    def planned(budget_bytes: float) -> Plan:
+        options = {"lower": "eager", "mp_policy": MIXED, "bucket_mb": 0, "memory_budget_gb": budget_bytes / 1e9}
+        x = torch.empty(16, 256, device="meta")
+        return explain(model, x, world_size=8, options=options, hardware=hardware(link=1.0))
+
+    with mock.patch.dict(FUSION, eager=Fusion.KERNELS):
+        with pytest.raises(BudgetTooSmallError) as caught:
+            planned(1e5)
+        budget_bytes = math.ceil(caught.value.least_bytes * share)
+        assert planned(budget_bytes).peak_bytes <= budget_bytes
+
+
+class _Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def test_a_graph_that_computes_nothing_needs_no_plan() -> None:
+    s = Sketch(Phase.BACKWARD)
+    plan = ScheduleAuto(budget_bytes=10**9).plan(s.done(s.input("tangents_1", 4)))
+    assert not plan.hoists
+    assert not plan.awaits
+
+
+def test_a_refused_forward_is_announced_to_no_rank() -> None:
+    announced: list[StepGraph] = []
+    error = BudgetTooSmallError("too little", where="here", instead="more")
+
+    def refuse(step: StepGraph) -> StepGraph:
+        if step.phase is Phase.FORWARD:
+            raise error
+        return step
+
+    halves = [Sketch(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+    region = Region({}, refuse, announce=announced.append)
+    with pytest.raises(BudgetTooSmallError):
+        region._both([s.done(s.input("x", 4)) for s in halves])
+    assert announced == []
+    region.transform = lambda step: step
+    assert region._both([s.done(s.input("x", 4)) for s in map(Sketch, Phase)]) == announced
+
+
+@pytest.mark.parametrize(("given", "reuse"), [({}, None), ({"memory_budget_gb": 1.0}, False)])
+def test_inductor_frees_at_the_last_use_under_a_budget(given: dict[str, Any], reuse: bool | None) -> None:  # noqa: FBT001
+    settings: list[Any] = []
+
+    def record(_gm: Any, _examples: Any, _region: Any, inductor: dict[str, Any]) -> Any:
+        settings.append(inductor)
+        raise RuntimeError("seen")
+
+    with fake_world(2), mock.patch.object(backend, "compile_with_inductor", record):
+        inductor: list[dict[str, Any]] = [{}, {"allow_buffer_reuse": True}]
+        for own in inductor:
+            options: dict[str, Any] = {**given, "inductor": own}
+            with pytest.raises(Exception, match="seen"):
+                torch.compile(nn.Linear(4, 4), backend="fsdp", options=options)(torch.ones(2, 4))
+            torch._dynamo.reset()
+    assert [s.get("allow_buffer_reuse") for s in settings] == [reuse, True]
+
+
+def test_a_larger_budget_is_used_where_the_link_is_the_bottleneck() -> None:
+    small, large = _plan(1.0), _plan(1.0, memory_budget_gb=1.0)
+    assert max(_gathered_bytes(small)) < max(_gathered_bytes(large))
+    assert large.step_us <= small.step_us
+
+
+def test_a_plan_for_another_link_is_the_one_made_for_it() -> None:
+    assert _plan(50.0).at(gb_per_s=1.0) == _plan(1.0)
+
+
+def test_options_that_a_fixed_distance_would_ignore_are_refused() -> None:
+    model, x = on_meta(Stack)
+    for option, value in (("memory_budget_gb", 1.0), ("hardware", SLOW)):
+        with pytest.raises(ConfigError, match=option):
+            explain(model, x, world_size=8, options={"prefetch": 1, option: value})
+    with pytest.raises(ConfigError, match="memory_budget_gb"):
+        explain(model, x, world_size=8, options={"prefetch": "auto", "memory_budget_gb": 0})

@@ -1,0 +1,249 @@
+"""Every strategy trains to the numbers of one process on the whole batch, and moves the bytes that it promises."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from fsdp_compile import fully_shard, no_sync
+from fsdp_compile.cost.communicate import Kind, communication
+from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.ir.graph import Phase, Role, require, role_of
+from fsdp_compile.ir.text.printer import format_graph
+from fsdp_compile.verify.check import complaints
+from tests.models.graphs import MODELS
+from tests.models.kinds import Checkpointed, Frozen, OddShapes, Slim, Stack, Tied
+from tests.numerics.one_process.pair import (
+    EPS,
+    LEARNING_RATE,
+    Differences,
+    batches,
+    gradient_difference,
+    loss_of,
+    mean_over_ranks,
+    parameter_difference,
+    relative,
+    train_pair,
+)
+from tests.numerics.one_process.strategies import PRECISIONS, STRATEGIES
+from tests.ranks import run_ranks
+from tests.verify.captured import World
+from tests.verify.graphs import graph
+
+BOUNDS: dict[str, tuple[float, float]] = {"fp32": (1e-6, 1e-5), "bf16": (3e-2, 1e-1)}
+"""Of loss and gradient: sums of float32 in another order, and 2^-8 per rounding of bfloat16."""
+
+
+PLACEMENTS: dict[str, tuple[Placement, ...]] = {
+    "full": (Shard(0),),
+    "grad-op": (Shard(0),),
+    "integer": (Shard(0),),
+    "no-shard": (Replicate(),),
+    "hybrid": (Replicate(), Shard(0)),
+    "hybrid-zero2": (Replicate(), Shard(0)),
+    "hybrid-of-one": (Replicate(), Shard(0)),
+}
+
+KINDS = ("one batch", "no_sync", "sharded")
+"""What a step accumulates: nothing, gradients that wait in full, gradients that were reduced."""
+
+
+@dataclasses.dataclass
+class _Training:
+    """A sharded compiled model, and a copy of it in one process on everything that all ranks see in a step."""
+
+    model: nn.Module
+    compiled: nn.Module
+    reference: nn.Module
+    optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer]
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> _Training:
+        """Shards one of the two models, whose weights are the same."""
+        torch.manual_seed(0)
+        model = Slim()
+        reference = copy.deepcopy(model)
+        fully_shard(model, **arguments)
+        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+        optimizers = tuple(torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE, eps=EPS) for m in (model, reference))
+        return cls(model, compiled, reference, optimizers)  # type: ignore[arg-type]
+
+    def step(self, kind: str, placements: tuple[Placement, ...]) -> Differences:
+        """One step of AdamW."""
+        world, rank = dist.get_world_size(), dist.get_rank()
+        parts = batches(1 if kind == "one batch" else 2, 4 * world, seed=KINDS.index(kind))
+        loss = torch.zeros(())
+        for part in parts:
+            with no_sync(self.model) if kind == "no_sync" and part is parts[0] else contextlib.nullcontext():
+                mine = loss_of(self.compiled(part.chunk(world)[rank]))
+                mine.backward()
+            loss += mine.detach()
+        expected = loss_of(self.reference(torch.cat(parts))) * len(parts)
+        expected.backward()
+        differences = Differences(
+            loss=relative(mean_over_ranks(loss), expected.detach()),
+            gradient=gradient_difference(self.model, self.reference),
+        )
+        for parameter in self.model.parameters():
+            assert isinstance(parameter.grad, DTensor)
+            assert parameter.grad.placements == placements
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        differences.parameter = parameter_difference(self.model, self.reference) / LEARNING_RATE
+        return differences
+
+
+def _train(strategies: list[str]) -> dict[tuple[str, str, str], Differences]:
+    """Every precision, strategy and kind of step."""
+    found = {}
+    with torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True):
+        for (precision, policy), strategy in itertools.product(PRECISIONS.items(), strategies):
+            training = _Training.of({**STRATEGIES[strategy](), "mp_policy": policy})
+            for kind in KINDS:
+                found[precision, strategy, kind] = training.step(kind, PLACEMENTS[strategy])
+    return found
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_every_strategy_equals_one_process(world_size: int) -> None:
+    """Gradients are averages over all ranks, whether a rank shares them with a group, with replicas or with both."""
+    same = {"integer", "hybrid"} if world_size == 2 else set()  # as "full" and "hybrid-of-one"
+    strategies = [name for name in STRATEGIES if name not in same]
+    for found in run_ranks(_train, strategies, world_size=world_size):
+        assert len(found) == len(PRECISIONS) * len(strategies) * len(KINDS)
+        for case, differences in found.items():
+            loss, gradient = BOUNDS[case[0]]
+            assert differences.loss < loss, case
+            assert differences.gradient < gradient, case
+            assert case[0] == "bf16" or differences.parameter < 1e-3, case
+
+
+def _bytes(nodes: Iterable[fx.Node]) -> int:
+    """Of the messages that collectives send."""
+    return sum(n.meta["val"].numel() * n.meta["val"].element_size() for start in nodes for n in start.all_input_nodes)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_hybrid_sharding_reduces_inside_the_group_and_averages_only_the_shard(replicas: int) -> None:
+    """A ring sends (F-1)/F of the gradient inside a group of F, and 2 (R-1)/R of 1/F of it over R replicas."""
+    group = 16 // replicas
+    step = graph(Phase.BACKWARD, world=World(16, replicas=replicas))
+    scatters, averages = list(step.nodes(Role.REDUCE)), list(step.nodes(Role.REPLICATE))
+    gradient = _bytes(scatters)
+    parameters = 4 * sum(p.numel() for p in MODELS["stack"][0]().parameters())
+    assert parameters <= gradient < 1.1 * parameters, "alignment is all that is added"
+    assert {node.args[-2] for node in scatters} == {group}
+    assert _bytes(averages) * group == gradient
+    sent = dict.fromkeys(Kind, 0.0)
+    for node in (*scatters, *averages):
+        moved = communication(node, hardware().link)
+        sent[moved.kind] += moved.sent_bytes
+    assert sent[Kind.REDUCE] == gradient * (group - 1) / group
+    assert sent[Kind.REPLICATE] == pytest.approx(2 * (replicas - 1) / replicas * gradient / group)
+    assert len(scatters) == len(averages) == 3, "one of each per unit"
+
+
+@pytest.mark.core
+def test_backward_gathers_a_kept_parameter_over_fewer_ranks() -> None:
+    """Forward saves 1/k of each parameter on each rank; backward gathers that over k ranks, and reduces over all."""
+    world = World(8, reshard_after_forward=2)
+    forward, backward = graph(Phase.FORWARD, world=world), graph(Phase.BACKWARD, world=world)
+    assert {node.args[1:] for node in forward.nodes(Role.GATHER)} == {(8, "fsdp.shard.0")}
+    assert {node.args[1:] for node in backward.nodes(Role.GATHER)} == {(2, "fsdp.post_forward.0")}
+    assert {node.args[2:] for node in backward.nodes(Role.REDUCE)} == {(8, "fsdp.shard.0")}
+    kept = [node for node in backward.nodes(Role.POST_FORWARD_SHARD) if node.op == "placeholder"]
+    for node in kept:
+        (spec,) = require(node).specs
+        assert node.meta["val"].numel() == 8 * spec.extent // 2
+        assert [spec.shape] != node.meta["val"].shape, "no parameter is saved whole"
+    assert {require(node).parameters[0] for node in kept} == {
+        name for name, _ in MODELS["stack"][0]().named_parameters() if "norm" in name or name.endswith("weight")
+    }, "those whose values gradients need"
+    full = forward.output.all_input_nodes
+    assert not [node for node in full if role_of(node) in (Role.FULL, Role.GATHER_WAIT)]
+    whole = graph(Phase.BACKWARD, world=World(8))
+    sent = [
+        sum(communication(node, hardware().link).sent_bytes for node in step.nodes(Role.GATHER))
+        for step in (backward, whole)
+    ]
+    assert sent[0] < 0.6 * sent[1], "1/2 instead of 7/8"
+
+
+def test_every_mesh_with_integer_reshard_is_verified() -> None:
+    for model in ("tied", "uneven", "partial"):
+        for world in (World(4, reshard_after_forward=2), World(8, replicas=2, reshard_after_forward=2)):
+            for phase in Phase:
+                assert complaints(graph(phase, model=model, world=world)) == []
+
+
+@pytest.mark.core
+def test_kept_parameters_train_as_in_one_process() -> None:
+    for found in run_ranks(_train_kept, world_size=4):
+        for name, differences in found.items():
+            assert differences.loss < 1e-6, name
+            assert differences.gradient < 2e-5, name
+
+
+def _train_kept() -> dict[str, Differences]:
+    """Padding, tied and frozen parameters, recomputation."""
+    return {
+        make.__name__: train_pair(make, prepare=lambda m: fully_shard(m, reshard_after_forward=2), steps=2)
+        for make in (OddShapes, Tied, Frozen, Checkpointed)
+    }
+
+
+def test_replicas_alone_gather_nothing_and_average_each_unit_at_once() -> None:
+    world = World(8, strategy=ShardingStrategy.NO_SHARD)
+    forward, backward = graph(Phase.FORWARD, world=world), graph(Phase.BACKWARD, world=world)
+    assert not list(forward.nodes(Role.GATHER)) + list(backward.nodes(Role.GATHER, Role.REDUCE))
+    averages = list(backward.nodes(Role.REPLICATE))
+    assert [require(node).unit for node in averages] == ["blocks.2", "blocks.1", "blocks.0"]
+    parameters = 4 * sum(p.numel() for p in MODELS["stack"][0]().parameters())
+    assert parameters <= _bytes(averages) < 1.1 * parameters
+
+
+@pytest.mark.parametrize("world", [World(8, replicas=2), World(8, strategy=ShardingStrategy.NO_SHARD)])
+def test_every_rank_issues_the_same_collectives_in_the_same_order(world: World) -> None:
+    first = graph(Phase.BACKWARD, world=world)
+    other = graph(Phase.BACKWARD, world=dataclasses.replace(world, rank=5))
+    assert format_graph(first) == format_graph(other)
+
+
+def _placed(name: str) -> None:
+    """Placements, local parts and state dict of a model under a strategy."""
+    torch.manual_seed(0)
+    model = Stack(1)
+    full = {key: value.clone() for key, value in model.state_dict().items()}
+    fully_shard(model, **STRATEGIES[name]())
+    for key, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert tuple(parameter.placements) == PLACEMENTS[name]
+        again = distribute_tensor(full[key], parameter.device_mesh, parameter.placements, src_data_rank=None)
+        assert torch.equal(parameter.to_local(), again.to_local()), key
+    state = {key: value + 1 for key, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), full[key] + 1), key
+
+
+def _all_placed() -> None:
+    for name in STRATEGIES:
+        _placed(name)
+
+
+def test_parameters_and_state_dicts_are_placed_as_the_strategy_says() -> None:
+    run_ranks(_all_placed, world_size=4)

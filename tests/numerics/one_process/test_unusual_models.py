@@ -1,0 +1,223 @@
+"""Models that reach their parameters in unusual ways train to the numbers of one process on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from fsdp_compile import UnsupportedModelError, fully_shard
+from tests.fake_world import fake_world
+from tests.models.kinds import Stack
+from tests.models.unusual import KINDS
+from tests.numerics.one_process.pair import Differences, batches, loss_of, train_pair
+from tests.numerics.one_process.test_model_kinds import assert_equal_training
+from tests.ranks import run_ranks
+
+LEFT_TO_PYTHON = ("recurrent", "recurrent-first", "experts")
+"""No frame of these reaches the backend: they have to be sharded before."""
+
+
+def _kind(name: str, *, sharded_before: bool, lower: str = "eager") -> Differences:
+    return train_pair(KINDS[name], prepare=fully_shard if sharded_before else None, lower=lower)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in LEFT_TO_PYTHON])
+def test_sharded_at_the_first_call(name: str) -> None:
+    assert_equal_training(run_ranks(_kind, name, sharded_before=False))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", [*LEFT_TO_PYTHON, "penalty-of-blocks", "channels-last"])
+def test_sharded_before_the_compile(name: str) -> None:
+    assert_equal_training(run_ranks(_kind, name, sharded_before=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["channels-last", "reads-of-another"])
+def test_through_inductor(name: str) -> None:
+    assert_equal_training(run_ranks(_kind, name, sharded_before=False, lower="inductor"))
+
+
+def _without_compile(name: str) -> float:
+    """The largest relative difference of a gradient between a sharded model that is not compiled and one process."""
+    torch.manual_seed(0)
+    model = KINDS[name]()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    (batch,) = batches(1, 4 * world)
+    loss_of(model(batch.chunk(world)[rank])).backward()
+    loss_of(reference(batch)).backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(
+        ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item()  # type: ignore[union-attr]
+        for p, q in pairs
+        if q.grad is not None
+    )
+
+
+@pytest.mark.parametrize("name", ["recurrent", "penalty", "penalty-of-blocks", "own-forward", "channels-last"])
+def test_without_compile(name: str) -> None:
+    assert max(run_ranks(_without_compile, name)) < 1e-4
+
+
+class _OwnForwardAtTheTop(Stack):
+    """The outermost module has a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.through_all  # type: ignore[method-assign]
+
+    def through_all(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.head.weight.t()
+
+
+def _own_forward_at_the_top(*, compiled: bool) -> float:
+    torch.manual_seed(0)
+    model = _OwnForwardAtTheTop()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    call = torch.compile(model, backend="fsdp", options={"lower": "eager"}) if compiled else model
+    (batch,) = batches(1, 4)
+    loss_of(call(batch)).backward()
+    loss_of(reference(batch)).backward()
+    weight, expected = model.head.weight.grad, reference.head.weight.grad
+    assert expected is not None
+    assert model.head.bias.grad is None
+    return (weight.full_tensor() - expected).abs().max().item()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_forward_of_the_instances_own(*, compiled: bool) -> None:
+    assert max(run_ranks(_own_forward_at_the_top, compiled=compiled)) < 1e-5
+
+
+class _Slow(nn.Module):
+    """A teacher that follows the student inside of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(32, 5), nn.Linear(32, 5).requires_grad_(requires_grad=False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for mine, slow in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            slow.mul_(0.9).add_(mine, alpha=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.follow()
+        return self.student(x) - self.teacher(x)
+
+
+class _SlowInPython(_Slow):
+    """The same, where the update is not compiled."""
+
+    follow = torch.compiler.disable(_Slow.follow)
+
+
+class _Clamped(nn.Module):
+    """Writes into what a read gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return x * self.weight
+
+
+def _moving_average() -> Differences:
+    return train_pair(_SlowInPython)
+
+
+def test_updates_of_parameters_inside_of_forward_are_kept() -> None:
+    assert_equal_training(run_ranks(_moving_average))
+
+
+@pytest.mark.parametrize(("make", "line"), [(_Slow, "slow.mul_"), (_Clamped, "clamp_")])
+def test_updates_inside_of_a_graph_are_refused_with_their_line(make: Callable[[], nn.Module], line: str) -> None:
+    with fake_world(2), pytest.raises(BackendCompilerFailed) as caught:
+        torch.compile(make(), backend="fsdp", options={"lower": "eager"})(torch.ones(2, 32))
+    error = caught.value.inner_exception
+    assert isinstance(error, UnsupportedModelError)
+    assert "changes a gathered parameter in place" in error.what
+    assert line in (error.where or "")
+    assert "torch.compiler.disable" in (error.instead or "")
+
+
+def _never_reached(name: str) -> tuple[str, bool]:
+    """The refusal of a model that is not sharded before, and whether it trains once it is."""
+    model = KINDS[name]()
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(compiled(torch.ones(4, 32))).backward()
+    with pytest.raises(UnsupportedModelError) as caught:
+        optimizer.step()
+    optimizer.zero_grad()
+    fully_shard(model)
+    loss_of(compiled(torch.ones(4, 32))).backward()
+    optimizer.step()
+    return str(caught.value), all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.core
+def test_a_model_that_never_reaches_the_backend_is_refused_at_the_first_optimizer_step() -> None:
+    for message, trained in run_ranks(_never_reached, "recurrent-first"):
+        assert "never handed to its backend" in message
+        assert "RecurrentFirst, parameter lstm.weight" in message
+        assert "fsdp_compile.fully_shard(model) before torch.compile" in message
+        assert trained
+
+
+def _is_refused_or_trains(name: str) -> bool:
+    """Whether a step of a model that is not sharded before is refused; if not, it must be that of one process."""
+    model = KINDS[name]()
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    (batch,) = batches(1, 8)
+    loss_of(compiled(batch.chunk(2)[dist.get_rank()])).backward()
+    loss_of(reference(batch)).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    try:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    except UnsupportedModelError as refusal:
+        return "never handed to its backend" in refusal.what
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs)  # type: ignore[attr-defined]
+    return True
+
+
+@pytest.mark.core
+def test_a_model_that_only_some_versions_hand_over_is_refused_or_trains() -> None:
+    """Up to torch 2.13 Dynamo leaves a forward with recurrent layers to Python; later it compiles what comes first."""
+    assert all(run_ranks(_is_refused_or_trains, "recurrent"))
+
+
+def _plain_beside_compiled() -> None:
+    """Another model's optimizer, and one of the ignored parameters of a compiled model, step as always."""
+    other = nn.Linear(32, 5)
+    model = Stack()
+    fully_shard(model, ignored_params=[model.head])
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    torch.compile(nn.Linear(2, 2), backend="fsdp")
+    for call in (compiled, other):
+        loss_of(call(torch.ones(4, 32))).backward()
+    for parameters in (list(other.parameters()), list(model.head.parameters())):
+        before = [p.clone() for p in parameters]
+        torch.optim.SGD(parameters, lr=0.1).step()
+        assert not any(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+
+
+def test_optimizers_of_plain_parameters_step_as_always() -> None:
+    run_ranks(_plain_beside_compiled)

@@ -1,0 +1,163 @@
+"""A loss inside of what is compiled, a whole training step compiled, and batch norm with its running statistics."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import fully_shard
+from tests.models.kinds import Slim, Stack
+from tests.numerics.one_process.pair import batches, loss_of
+from tests.ranks import run_ranks
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], torch.Tensor]
+
+
+def _loss_inside(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    def forward_and_loss(x: torch.Tensor) -> torch.Tensor:
+        return loss_of(model(x))
+
+    compiled = torch.compile(forward_and_loss, backend="fsdp", options={"lower": "eager"})
+    loss = compiled(batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@torch.compile(backend="fsdp", options={"lower": "eager"})
+def _all_inside(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    loss = loss_of(model(batch))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _train(step: Step) -> float:
+    """The largest difference of a parameter from one process after three steps."""
+    torch.manual_seed(0)
+    model = Slim()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for batch in batches(3, 4 * world):
+        step(model, optimizers[0], batch.chunk(world)[rank])
+        loss_of(reference(batch)).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return max((p.full_tensor() - q).abs().max().item() for p, q in pairs)  # type: ignore[attr-defined]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("step", [_loss_inside, _all_inside])
+def test_steps_that_are_compiled_with_more_than_the_model(step: Step) -> None:
+    assert max(run_ranks(_train, step)) < 1e-5
+
+
+class _Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.view(-1, 2, 4, 4)).flatten(1)
+
+
+def _batch_norm() -> None:
+    """Beside data parallelism by hand: each rank its own statistics, gradients averaged."""
+    torch.manual_seed(0)
+    model = _Normalized()
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for batch in batches(2, 4 * world):
+        mine = batch.chunk(world)[rank]
+        torch.testing.assert_close(compiled(mine), reference(mine))
+        loss_of(compiled(mine)).backward()
+        loss_of(reference(mine)).backward()
+        for parameter in reference.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(world)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, buffer in model.named_buffers():
+        assert not isinstance(buffer, DTensor)
+        torch.testing.assert_close(buffer, reference.get_buffer(name))
+    running = model.get_buffer("layers.1.running_mean")
+    everywhere = [torch.empty_like(running) for _ in range(world)]
+    dist.all_gather(everywhere, running)
+    assert not torch.equal(everywhere[0], everywhere[1]), "statistics are each rank's own"
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), reference.get_parameter(name).detach())  # type: ignore[attr-defined]
+
+
+def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
+    run_ranks(_batch_norm)
+
+
+def _after_an_exception() -> float:
+    """An exception between two blocks, then one in backward; the steps after them are as in one process."""
+    torch.manual_seed(0)
+    model = Stack()
+    fails = {"forward": False}
+
+    def maybe_fail(_module: nn.Module, _inputs: object) -> None:
+        if fails["forward"]:
+            raise ValueError("on purpose")
+
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    handle = model.blocks[1].register_forward_pre_hook(maybe_fail)
+    (batch,) = batches(1, 4)
+    fails["forward"] = True
+    with pytest.raises(ValueError, match="on purpose"):
+        model(batch)
+    handle.remove()
+    output = model(batch)
+    output.register_hook(lambda _: (_ for _ in ()).throw(ValueError("on purpose")))
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(output).backward()
+    loss_of(model(batch)).backward()
+    loss_of(reference(batch)).backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max((p.grad.full_tensor() - q.grad).abs().max().item() for p, q in pairs)  # type: ignore[union-attr]
+
+
+def test_nothing_is_left_behind_by_an_exception_in_the_middle_of_a_step() -> None:
+    assert max(run_ranks(_after_an_exception)) < 1e-6
+
+
+def _part_by_itself() -> float:
+    """A block of a sharded model is called without the model, and names that do not fit are refused on loading."""
+    torch.manual_seed(0)
+    model = Stack()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    x = torch.randn(2, 32)
+    torch.testing.assert_close(model.blocks[1](x), reference.blocks[1](x))
+    state = model.state_dict()
+    moved = state.pop("head.bias")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict({**state, "head.bias": moved, "tail.bias": moved})
+    return 0.0
+
+
+def test_a_part_runs_by_itself_and_loading_is_strict() -> None:
+    assert run_ranks(_part_by_itself) == [0.0, 0.0]

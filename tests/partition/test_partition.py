@@ -1,0 +1,155 @@
+"""What a rank holds: its share of parameters, gradients and optimizer state, and nothing unsharded from forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import fully_shard, units
+from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
+from fsdp_compile.lower import region
+from tests.models.kinds import WIDTH, Checkpointed, Frozen, Stack, StackOfThree
+from tests.numerics.one_process.pair import batches, loss_of
+from tests.ranks import run_ranks
+
+ALIGNMENT_BYTES = 128
+
+
+def _stored(tensors: Iterator[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind some tensors: padding counts, and views of one buffer count once."""
+    locals_ = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in locals_}
+    return sum(storages.values())
+
+
+def _held_after_a_step() -> dict[str, int]:
+    torch.manual_seed(0)
+    model = Stack()
+    full = sum(p.numel() * p.element_size() for p in model.parameters())
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    optimizer = torch.optim.AdamW(model.parameters())
+    (batch,) = batches(1, 4)
+    loss_of(compiled(batch)).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    held = {"full": full, "count": len(gradients)}
+    held["parameters"] = _stored(iter(model.parameters()))
+    held["gradients"] = _stored(iter(gradients))
+    optimizer.step()
+    state = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
+    held["state"] = _stored(iter(state))
+    held["slots"] = sum(1 for unit in units(model) for _ in unit.params)
+    return held
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_rank_holds_its_share(world_size: int) -> None:
+    """1/N of the bytes, plus one padded row and the alignment of each parameter."""
+    row = (3 * WIDTH + 1) * 4
+    for held in run_ranks(_held_after_a_step, world_size=world_size):
+        slack = held["slots"] * (ALIGNMENT_BYTES + row)
+        assert held["count"] == held["slots"]
+        assert held["parameters"] <= held["full"] / world_size + slack
+        assert held["gradients"] <= held["full"] / world_size + slack
+        assert held["state"] <= 2 * (held["full"] / world_size + slack)
+
+
+class _Saved:
+    """Bytes that autograd saves, by whether they are a parameter group, an activation, or something unsharded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shards = {flat.flat_param.data_ptr() for unit in units(model) for flat in unit.param_groups}
+        self.full = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
+        self.unsharded_bytes = 0
+        self.count = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if tensor.data_ptr() not in self.shards and (
+            tuple(tensor.shape) in self.full or tuple(reversed(tensor.shape)) in self.full
+        ):
+            self.unsharded_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+def _saved_bytes(make: type[nn.Module], *, keep: bool) -> tuple[int, int]:
+    model = fully_shard(make(), reshard_after_forward=not keep)
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    (batch,) = batches(1, 7)  # no activation has the shape of a parameter
+    saved = _Saved(model)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
+        loss = loss_of(compiled(batch))
+    loss.backward()
+    return saved.unsharded_bytes, saved.count
+
+
+@pytest.mark.parametrize("make", [Stack, Checkpointed])
+def test_no_unsharded_byte_is_saved_for_backward(make: type[nn.Module]) -> None:
+    for unsharded_bytes, count in run_ranks(_saved_bytes, make, keep=False):
+        assert count > 0
+        assert unsharded_bytes == 0
+
+
+def test_unsharded_parameters_are_saved_on_request() -> None:
+    for unsharded_bytes, _ in run_ranks(_saved_bytes, Stack, keep=True):
+        assert unsharded_bytes > 0
+
+
+Sent = dict[str, list[str]]
+"""Units that the graphs of a phase gather or reduce, one after the other; those of which the gather starts before the
+one in front of it is waited for; parameters that are reduced; units of what backward finds saved."""
+
+
+def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
+    torch._dynamo.reset()
+    seen: Sent = {}
+
+    class Watched(region.Region):
+        def finish(self, gm: Any, phase: Phase, compile_graph: Any) -> Any:
+            step = StepGraph(gm, phase)
+            seen.setdefault("saved", []).extend(require(n).unit for n in step.nodes(Role.SAVED_PARAM))
+            seen[f"{phase.value} gathers"] = [require(n).unit for n in step.nodes(Role.GATHER)]
+            seen[f"{phase.value} reduces"] = [require(n).unit for n in step.nodes(Role.REDUCE)]
+            seen[f"{phase.value} reduced"] = [name for n in step.nodes(Role.REDUCE) for name in require(n).parameters]
+            starts = list(step.nodes(Role.GATHER))
+            waits = {require(n).unit: n for n in reversed(list(step.nodes(Role.GATHER_WAIT)))}
+            before = [(waits[require(one).unit], following) for one, following in pairwise(starts)]
+            seen[f"{phase.value} ahead"] = [require(n).unit for wait, n in before if n < wait]
+            return super().finish(gm, phase, compile_graph)
+
+    from fsdp_compile import backend
+
+    original, backend.Region = backend.Region, Watched  # type: ignore[misc]
+    try:
+        (batch,) = batches(1, 7)
+        loss_of(torch.compile(make(), backend="fsdp", options={"lower": "eager", **options})(batch)).backward()
+    finally:
+        backend.Region = original  # type: ignore[misc]
+    return seen
+
+
+def _all_sent() -> tuple[Sent, ...]:
+    return sent(StackOfThree, bucket_mb=0), sent(Checkpointed, prefetch=1), sent(Frozen, prefetch=0)
+
+
+def test_backward_gathers_each_unit_again_and_reduces_it_once() -> None:
+    for stack, checkpointed, frozen in run_ranks(_all_sent):
+        for seen, blocks in ((stack, ["blocks.0", "blocks.1", "blocks.2"]), (checkpointed, ["blocks.0", "blocks.1"])):
+            assert seen["forward gathers"] == [*blocks, "head"]
+            assert seen["backward gathers"] == ["head", *reversed(blocks)]
+            assert seen["backward reduces"] == ["head", *reversed(blocks)]
+            assert seen["forward reduces"] == []
+        for phase in ("forward", "backward"):
+            assert checkpointed[f"{phase} ahead"] == checkpointed[f"{phase} gathers"][1:]
+            assert frozen[f"{phase} ahead"] == [], "prefetch=0"
+        # The frozen first block is gathered, but not again: no gradient goes through it.
+        assert frozen["forward gathers"] == ["blocks.0", "blocks.1", "blocks.2", "head"]
+        assert frozen["backward gathers"] == ["head", "blocks.2", "blocks.1"]
+        trained = {name for name, p in Frozen().named_parameters() if p.requires_grad and name != "unused"}
+        assert len(frozen["backward reduced"]) == len(trained)
+        assert set(frozen["backward reduced"]) == trained

@@ -1,0 +1,56 @@
+"""A model of transformers gets, part by part, the values of its own initialization."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_compile import ConfigError, fully_shard, materialize
+from tests.ranks import run_ranks
+from tests.sharding.test_materialize import assert_equal, on_meta
+
+transformers = pytest.importorskip("transformers")
+
+
+def _llama(*, tied: bool) -> torch.nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=61,  # uneven
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _check() -> None:
+    for tied in (False, True):
+        model = on_meta(lambda tied=tied: _llama(tied=tied))  # type: ignore[misc]
+        fully_shard(model)
+        torch.manual_seed(5)
+        materialize(model, param_init_fn=model._init_weights)
+
+        reference = _llama(tied=tied)
+        for module in reference.modules():
+            module._is_hf_initialized = False  # type: ignore[assignment]
+        torch.manual_seed(5)
+        reference.init_weights()  # type: ignore[operator]
+        assert_equal(model, reference)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=1, n_head=4, vocab_size=61, bos_token_id=None, eos_token_id=None
+    )
+    model = fully_shard(on_meta(lambda: transformers.GPT2LMHeadModel(config)))
+    with pytest.raises(ConfigError, match="uses a parameter or buffer of another one") as caught:
+        materialize(model, param_init_fn=model._init_weights)
+    assert "transformer.h.0.attn" in str(caught.value), "which scales a weight of its projection"
+
+
+@pytest.mark.core
+def test_init_weights_gives_the_values_of_one_process_or_names_the_module_that_reaches_into_another() -> None:
+    run_ranks(_check)

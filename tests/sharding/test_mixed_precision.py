@@ -1,0 +1,232 @@
+"""Dtypes of what is stored, sent and saved, and of what modules are given."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from fsdp_compile import ConfigError, MixedPrecision, fully_shard, units
+from fsdp_compile.config.policy import as_mixed_precision
+from fsdp_compile.ir.graph import Role
+from fsdp_compile.modules.casts import cast
+from tests.fake_world import fake_world
+from tests.models.kinds import WIDTH, Block, Stack
+from tests.numerics.one_process.test_mixed_precision import Normed
+from tests.verify.captured import World, capture
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with fake_world(4):
+        yield
+
+
+def _sent(make: Any, policy: Any, *, training: bool = True) -> list[dict[str, torch.dtype]]:
+    """By graph: parameter to the dtype in which it is gathered, or its gradient reduced."""
+    found: list[dict[str, torch.dtype]] = []
+    for step in capture(make, [torch.ones(4, WIDTH)], World(4, policy=policy), training=training):
+        for role in (Role.GATHER, Role.REDUCE):
+            dtypes: dict[str, torch.dtype] = {}
+            for node in step.nodes(role):
+                messages: Any = node.args[0]
+                for message in messages:
+                    dtypes |= dict.fromkeys(message.meta["fsdp"].parameters, message.meta["val"].dtype)
+            found.append(dtypes)
+    return found
+
+
+@pytest.mark.core
+def test_the_wire_is_narrow() -> None:
+    gathered, _, gathered_again, reduced = _sent(Normed, MixedPrecision(BF16, torch.float16))
+    names = {name for name, _ in Normed().named_parameters()}
+    norm = {"norm.weight": torch.float32, "norm.bias": torch.float32}
+    assert gathered == {**dict.fromkeys(names, BF16), **norm}
+    assert reduced == {**dict.fromkeys(names, torch.float16), **norm}
+    assert set(gathered_again.items()) <= set(gathered.items())
+
+
+@pytest.mark.usefixtures("world")
+def test_plain_policies_have_no_exceptions_as_in_fsdp2() -> None:
+    model = fully_shard(Normed(), mp_policy=MixedPrecisionPolicy(BF16))
+    assert {slot.spec.param_dtype for unit in units(model) for slot in unit.params} == {BF16}
+
+
+def test_eval_in_full_precision_gathers_in_full_precision() -> None:
+    def make() -> nn.Module:
+        return Normed().eval()
+
+    gathered, _ = _sent(make, MixedPrecision(BF16, full_precision_in_eval=True), training=False)
+    assert set(gathered.values()) == {torch.float32}
+
+
+def test_fields_and_defaults() -> None:
+    ours = MixedPrecision()
+    assert (ours.param_dtype, ours.reduce_dtype, ours.output_dtype, ours.buffer_dtype) == (None,) * 4
+    assert ours.cast_forward_inputs
+    assert ours.full_precision_classes == (_BatchNorm,)
+    assert not ours.full_precision_in_eval
+    assert not ours.keep_low_precision_grads
+    assert as_mixed_precision(MixedPrecisionPolicy()) == MixedPrecision(full_precision_classes=())
+    theirs = FSDP1MixedPrecision(BF16, torch.float32, torch.float16, True, False, True, (nn.LayerNorm,))  # noqa: FBT003
+    assert as_mixed_precision(theirs) == MixedPrecision(
+        BF16,
+        torch.float32,
+        cast_forward_inputs=False,
+        buffer_dtype=torch.float16,
+        full_precision_classes=(nn.LayerNorm,),
+        keep_low_precision_grads=True,
+        cast_root_forward_inputs=True,
+    )
+
+
+def test_wrong_values_are_refused() -> None:
+    with pytest.raises(ConfigError, match="param_dtype is"):
+        MixedPrecision(param_dtype=torch.int8)
+    with pytest.raises(ConfigError, match="full_precision_classes is"):
+        MixedPrecision(full_precision_classes=[nn.LayerNorm])  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("world")
+def test_buffers_are_cast_once_and_saved_as_they_were() -> None:
+    model = Normed()
+    before = copy.deepcopy(model.state_dict())
+    fully_shard(model, mp_policy=MixedPrecision(BF16, buffer_dtype=BF16))
+    assert model.scale.dtype is BF16
+    assert model.count.dtype is torch.int64, "integers are left"
+    assert model.norm.running_mean is not None
+    assert model.norm.running_mean.dtype is torch.float32, "of a module kept in full precision"
+    saved = model.state_dict()
+    for name in ("scale", "count", "norm.running_mean", "norm.num_batches_tracked"):
+        assert torch.equal(saved[name], before[name])
+        assert saved[name].dtype is before[name].dtype
+    held = model.scale
+    model.eval().train()
+    assert model.scale is held
+    model.scale.mul_(2)  # as training might
+    assert torch.equal(model.state_dict()["scale"], held.float())
+    model.load_state_dict(saved)
+    assert model.scale.dtype is BF16
+    assert torch.equal(model.state_dict()["scale"], before["scale"]), "what is loaded is not rounded"
+
+
+@pytest.mark.usefixtures("world")
+def test_buffers_follow_the_innermost_call() -> None:
+    model = nn.Sequential(Normed(), Normed())
+    fully_shard(model[0], mp_policy=MixedPrecision(BF16, buffer_dtype=torch.float16))
+    fully_shard(model, mp_policy=MixedPrecision(BF16, buffer_dtype=BF16))
+    assert [m.scale.dtype for m in model] == [torch.float16, BF16]
+
+
+class Sees(nn.Linear):
+    """A linear layer that notes what it was given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.given = x.dtype
+        return super().forward(x.to(BF16))
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("outer", "inner", "seen"),
+    [
+        (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16), BF16),
+        (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, cast_forward_inputs=False), torch.float32),
+        (FSDP1MixedPrecision(BF16), FSDP1MixedPrecision(BF16), torch.float32),
+        (FSDP1MixedPrecision(BF16), FSDP1MixedPrecision(BF16, cast_forward_inputs=True), BF16),
+    ],
+)
+def test_inner_units_cast_their_inputs_by_their_own_policy(outer: Any, inner: Any, seen: torch.dtype) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Sees(4, 4)
+            self.bias = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.given = x.dtype
+            return self.inner(x.float()) + self.bias
+
+    model = Outer()
+    fully_shard(model.inner, mp_policy=inner)
+    fully_shard(model, mp_policy=outer)
+    model(torch.ones(2, 4))
+    assert (model.given, model.inner.given) == (BF16, seen)
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("root", "others", "seen"), [(False, True, torch.float32), (True, False, BF16)])
+def test_fsdp1s_flag_for_the_root_overrides(*, root: bool, others: bool, seen: torch.dtype) -> None:
+    model = Sees(4, 4)
+    policy = FSDP1MixedPrecision(BF16, cast_root_forward_inputs=root, cast_forward_inputs=others)
+    fully_shard(model, mp_policy=policy)
+    model(torch.ones(2, 4))
+    assert model.given is seen
+
+
+@pytest.mark.usefixtures("world")
+def test_units_of_a_wrap_policy_cast_their_inputs() -> None:
+    model = Stack(2)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    assert [unit.title for unit in units(model)] == ["blocks.0", "blocks.1", "(root)"]
+    given = []
+    model.get_submodule("blocks.1.norm").register_forward_pre_hook(lambda _, args: given.append(args[0].dtype))
+    model.blocks[0].register_forward_hook(lambda _m, _args, output: output.float())
+    model(torch.ones(2, WIDTH))
+    assert given == [BF16]
+
+
+class Pair(NamedTuple):
+    """A named tuple of inputs."""
+
+    x: torch.Tensor
+    y: int
+
+
+@dataclasses.dataclass
+class Both:
+    """A dataclass of inputs."""
+
+    x: torch.Tensor
+    pair: Pair
+
+
+def test_casts_reach_into_containers_and_keep_what_is_not_floating() -> None:
+    x, index = torch.ones(2, requires_grad=True), torch.arange(2)
+    value = {"a": [x, index, None], "b": (Pair(x, 3), Both(x, Pair(x, 4))), "c": pack_sequence([x.detach()])}
+    got: dict[str, Any] = cast(value, BF16)
+    assert got["a"][0].dtype is BF16
+    assert got["a"][0].requires_grad
+    assert got["a"][1] is index
+    assert isinstance(got["b"][0], Pair)
+    assert got["b"][0].x.dtype is BF16
+    assert isinstance(got["b"][1], Both)
+    assert (got["b"][1].pair.x.dtype, got["b"][1].pair.y) == (BF16, 4)
+    assert isinstance(got["c"], PackedSequence)
+    assert got["c"].data.dtype is BF16
+
+
+@pytest.mark.usefixtures("world")
+def test_dtypes_of_the_policy_survive_a_conversion_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16))
+    plain = fully_shard(nn.Sequential(nn.Linear(8, 8)))
+    for each in (model, plain):
+        each.double()
+        each(torch.ones(2, 8, dtype=torch.float64))
+    assert {(s.spec.param_dtype, s.sharded_view.dtype) for unit in units(model) for s in unit.params} == {
+        (BF16, torch.float64)
+    }
+    assert {s.spec.param_dtype for unit in units(plain) for s in unit.params} == {torch.float64}

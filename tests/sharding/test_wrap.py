@@ -1,0 +1,299 @@
+"""Which modules become units: found automatically, by bottom-up calls, or by FSDP1's wrap policies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    _recursive_wrap,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import ConfigError, UnsupportedModelError, fully_shard, units
+from fsdp_compile.layout.spec import Reshard
+from tests.fake_world import fake_world
+from tests.models.outlines import Block, Small, Transformer
+
+
+@pytest.fixture(autouse=True)
+def _world_of_four() -> Iterator[None]:
+    with fake_world(4):
+        yield
+
+
+def _layout(model: nn.Module) -> dict[str, list[str]]:
+    """Titles of the units, each with the names of its parameters in the model."""
+    return {unit.title: sorted(unit.parameter_name(slot) for slot in unit.params) for unit in units(model)}
+
+
+def _block(model: Transformer, index: int) -> Block:
+    block = model.blocks[index]
+    assert isinstance(block, Block)
+    return block
+
+
+def _weight(module: nn.Module) -> nn.Parameter:
+    assert isinstance(module.weight, nn.Parameter)
+    return module.weight
+
+
+def _titles(model: nn.Module) -> list[str]:
+    """Titles of the units, after a check that they hold every parameter of the model exactly once."""
+    held = [name for names in _layout(model).values() for name in names]
+    assert sorted(held) == sorted(name for name, _ in model.named_parameters())
+    return list(_layout(model))
+
+
+class _ResNet(nn.Module):
+    """A stem, stages of blocks in nested Sequentials, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.layer1 = nn.Sequential(_ConvBlock(), _ConvBlock())
+        self.layer2 = nn.Sequential(_ConvBlock(), _ConvBlock(), _ConvBlock())
+        self.head = nn.Linear(8, 10)
+
+
+class _ConvBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
+        self.shortcut = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+
+
+class _Mixture(nn.Module):
+    """Blocks that contain repeated blocks themselves: the outermost ones are units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        for layer in self.layers:
+            layer.experts = nn.ModuleList(Block() for _ in range(3))
+
+
+class _Unlike(nn.Module):
+    """No module stands twice in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4))
+        self.head = nn.Linear(4, 7)
+
+
+AUTOMATIC: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "transformer": (Transformer, ["(root)", "blocks.0", "blocks.1", "blocks.2", "embed", "head"]),
+    "tied": (lambda: Transformer(tied=True), ["(root)", "blocks.0", "blocks.1", "blocks.2", "embed"]),
+    "sequential-of-linear": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), ["0", "2"]),
+    "resnet": (_ResNet, ["head", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2", "stem"]),
+    "module-dict": (lambda: _in_dict({"a": Block(), "b": Block(), "n": nn.LayerNorm(4)}), ["(root)", "d.a", "d.b"]),
+    "nested-blocks": (_Mixture, ["layers.0", "layers.1"]),
+    "no-repetition": (_Unlike, ["(root)"]),
+    "nested-sequential": (
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))),
+        ["0", "1", "2"],
+    ),
+}
+
+
+def _in_dict(modules: dict[str, nn.Module]) -> nn.Module:
+    root = nn.Module()
+    root.d = nn.ModuleDict(modules)
+    return root
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", AUTOMATIC)
+def test_automatic_split(kind: str) -> None:
+    make, expected = AUTOMATIC[kind]
+    model = fully_shard(make())
+    assert sorted(_titles(model)) == expected
+
+
+def test_the_root_keeps_what_is_no_block_and_no_matrix() -> None:
+    assert _layout(fully_shard(Transformer()))["(root)"] == ["norm.bias", "norm.weight"]
+
+
+def test_units_stand_in_registration_order() -> None:
+    model = fully_shard(Transformer())
+    assert [title for title in _titles(model) if title != "(root)"] == [
+        "embed",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "head",
+    ]
+
+
+def test_bottom_up_calls_are_taken_as_they_are() -> None:
+    model = Transformer()
+    for block in model.blocks[:2]:
+        fully_shard(block, reshard_after_forward=False)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert sorted(_titles(model)) == ["(root)", "blocks.0", "blocks.1"]
+    by_title = {unit.title: unit.policy for unit in units(model)}
+    assert by_title["blocks.0"].mesh_placement.reshard is Reshard.AFTER_BACKWARD
+    assert by_title["(root)"].mesh_placement.reshard is Reshard.AFTER_FORWARD
+    assert by_title["blocks.0"].mixed_precision.param_dtype is None
+    assert by_title["(root)"].mixed_precision.param_dtype is torch.bfloat16
+
+
+def test_an_ancestors_call_takes_a_descendants_call_as_one_unit() -> None:
+    """The call on the inner model alone would split it; called on the outer one too, it is FSDP2's bottom-up style."""
+    outer = nn.ModuleDict({"inner": Transformer(), "head": nn.Linear(4, 4)})
+    model = _in_dict(dict(outer))
+    parameters = list(model.parameters())
+    fully_shard(outer["inner"])
+    sharded = list(outer["inner"].parameters())
+    assert len(units(outer["inner"])) == 6
+    fully_shard(model)
+    assert sorted(_titles(model)) == ["(root)", "d.inner"]
+    assert all(a is b for a, b in zip(outer["inner"].parameters(), sharded, strict=True)), "identities are kept"
+    assert len(parameters) == len(list(model.parameters()))
+
+
+def test_units_of_an_explicit_split_below_are_not_merged() -> None:
+    inner = Transformer()
+    for block in inner.blocks:
+        fully_shard(block)
+    fully_shard(inner)
+    model = fully_shard(_in_dict({"inner": inner}))
+    assert sorted(_titles(model)) == ["d.inner", "d.inner.blocks.0", "d.inner.blocks.1", "d.inner.blocks.2"]
+
+
+def test_units_of_a_policy_below_are_kept_and_named_after_their_place() -> None:
+    inner = fully_shard(Transformer(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    middle = fully_shard(_in_dict({"d": inner, "own": nn.Linear(4, 4)}))
+    model = fully_shard(_in_dict({"middle": middle, "own": nn.Linear(4, 4)}))
+    blocks = [f"d.middle.d.d.blocks.{i}" for i in range(3)]
+    assert sorted(_titles(model)) == ["(root)", "d.middle", "d.middle.d.d", *blocks]
+
+
+def test_units_of_a_compiled_model_are_those_of_the_model() -> None:
+    model = fully_shard(Transformer())
+    assert units(torch.compile(model, backend="fsdp")) == units(model)  # type: ignore[arg-type]
+    assert units(Transformer()) == []
+
+
+class _Marked(nn.Module):
+    """Stands where FSDP1 would wrap."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def _wrapped_by_torch(model: nn.Module, policy: Any) -> set[str]:
+    """Names of the modules that FSDP1 wraps, by torch's own code."""
+    names = {id(module): name for name, module in model.named_modules()}
+    if isinstance(policy, ModuleWrapPolicy | CustomPolicy):
+        chosen = list(policy._run_policy(model, ignored_modules=set(), root_kwargs={}))
+    else:
+        _recursive_wrap(model, policy, _Marked, ignored_modules=set(), ignored_params=set())
+        chosen = [m.module for m in model.modules() if isinstance(m, _Marked)]
+    managed = {names[id(m)] for m in chosen if any(True for _ in m.parameters())}
+    return managed - {""}
+
+
+POLICIES: dict[str, Any] = {
+    "modules": ModuleWrapPolicy({Block, nn.Embedding}),
+    "nested-modules": ModuleWrapPolicy({Block, nn.Linear}),
+    "custom": CustomPolicy(lambda m: isinstance(m, nn.Linear) and m.out_features > 16),
+    "custom-dict": CustomPolicy(lambda m: {} if isinstance(m, nn.Linear) else isinstance(m, Block)),
+    "sizes-300": functools.partial(size_based_auto_wrap_policy, min_num_params=300),
+    "sizes-1000": functools.partial(size_based_auto_wrap_policy, min_num_params=1000),
+    "transformer": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+}
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_wrap_policies_choose_what_fsdp1_wraps(kind: str) -> None:
+    model = fully_shard(Transformer(), auto_wrap_policy=POLICIES[kind])
+    # FSDP1 makes its root a unit too; a module whose parameters all went to units below it makes none.
+    names = dict(model.named_modules())
+    expected = {
+        name
+        for name in _wrapped_by_torch(Transformer(), POLICIES[kind])
+        if any(_nearest(f"{name}.{n}", _wrapped_by_torch(Transformer(), POLICIES[kind])) == name
+               for n, _ in names[name].named_parameters())
+    }  # fmt: skip
+    assert {title for title in _titles(model) if title != "(root)"} == expected
+    assert expected
+
+
+def _nearest(parameter: str, chosen: set[str]) -> str:
+    return max((name for name in chosen if parameter.startswith(f"{name}.")), key=len)
+
+
+def test_a_policy_that_returns_arguments_is_refused() -> None:
+    policy = CustomPolicy(lambda m: {"forward_prefetch": True} if isinstance(m, Block) else False)
+    with pytest.raises(ConfigError, match="forward_prefetch"):
+        fully_shard(Transformer(), auto_wrap_policy=policy)
+    with pytest.raises(ConfigError, match="returned 'yes' for a"):
+        fully_shard(Transformer(), auto_wrap_policy=CustomPolicy(lambda _: "yes"))  # type: ignore[arg-type,return-value]
+
+
+def test_ignored_parameters_stay_as_they_are() -> None:
+    model = Transformer()
+    kept = _weight(_block(model, 1).up)
+    embedding = _weight(model.embed)
+    fully_shard(model, ignored_params={kept, embedding})
+    assert _block(model, 1).up.weight is kept
+    assert type(kept) is nn.Parameter
+    assert "embed" not in _layout(model)
+    held = {name for names in _layout(model).values() for name in names}
+    everything = {name for name, _ in model.named_parameters()}
+    assert everything - held == {"blocks.1.up.weight", "embed.weight"}
+
+
+def test_what_a_descendants_call_ignored_stays_ignored_in_its_ancestors() -> None:
+    model = Transformer()
+    kept = _weight(_block(model, 0).up)
+    fully_shard(model.blocks[0], ignored_params={kept})
+    fully_shard(model)
+    assert _block(model, 0).up.weight is kept
+    assert not isinstance(kept, DTensor)
+
+
+def test_a_parameter_tied_across_two_calls_is_stored_once() -> None:
+    """Tied before the first call, and tied between the two calls to what was sharded by then."""
+    for late in (False, True):
+        model = Transformer(tied=not late)
+        fully_shard(model.embed)
+        if late:
+            model.head.weight = model.embed.weight
+        fully_shard(model)
+        assert model.head.weight is model.embed.weight
+        assert isinstance(model.head.weight, DTensor)
+        assert sum("weight" in n and ("embed" in n or "head" in n) for ns in _layout(model).values() for n in ns) == 1
+
+
+def test_a_module_without_parameters_makes_no_unit() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Flatten())
+    assert fully_shard(model) is model
+    assert units(model) == []
+    assert model(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_parameters_that_are_dtensors_already_are_refused_unless_ignored() -> None:
+    model = Small()
+    (mesh,) = {unit.policy.mesh for unit in units(fully_shard(Small()))}
+    foreign = nn.Parameter(DTensor.from_local(torch.zeros(1, 6), mesh, run_check=False))
+    model.up.weight = foreign
+    with pytest.raises(UnsupportedModelError) as caught:
+        fully_shard(model)
+    assert "a DTensor already" in str(caught.value)
+    assert "up.weight" in str(caught.value)
+    fully_shard(model, ignored_params={foreign})
+    assert model.up.weight is foreign

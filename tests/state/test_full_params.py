@@ -1,0 +1,299 @@
+"""Inside of `full_params`, modules hold what an unsharded model would hold."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import ConfigError, full_params, fully_shard, units
+from tests.models.meta import Tied, tokens
+from tests.ranks import run_ranks
+
+
+def _pair(shape: tuple[int, ...] = (2,), **kwargs: Any) -> tuple[Any, Any]:
+    """A sharded model and an equal unsharded one, with gradients."""
+    torch.manual_seed(0)
+    reference = Tied()
+    model = copy.deepcopy(reference)
+    names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), **kwargs)
+    return model, reference
+
+
+def _backward(*models: Any) -> None:
+    for model in models:
+        model(tokens()).square().mean().backward()
+
+
+def _assert_shards_equal(model: nn.Module, reference: nn.Module) -> None:
+    for (name, mine), (other, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert name == other
+        assert isinstance(mine, DTensor), name
+        assert torch.equal(mine.full_tensor(), theirs), name
+
+
+def _check_view(shape: tuple[int, ...]) -> None:
+    model, reference = _pair(shape, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    before = dict(model.named_parameters())
+    with full_params(model):
+        shown = dict(model.named_parameters(remove_duplicate=False))
+        for name, theirs in reference.named_parameters(remove_duplicate=False):
+            mine = shown[name]
+            assert type(mine) is nn.Parameter
+            assert torch.equal(mine, theirs), name
+            assert mine.dtype == theirs.dtype, "full precision"
+            assert mine.requires_grad == theirs.requires_grad
+            assert mine.untyped_storage().nbytes() == theirs.numel() * theirs.element_size()
+        assert model.head.weight is model.embedding.weight
+        assert {type(m) for m in model.modules()} == {type(m) for m in reference.modules()}
+        state = model.state_dict()
+        assert state.keys() == reference.state_dict().keys()
+        assert torch.equal(model(tokens()), reference(tokens())), "the plain forward, uncast"
+        with torch.no_grad():
+            for module in (model, reference):
+                for i, parameter in enumerate(module.parameters()):
+                    parameter.mul_(0.5).add_(i)
+    assert all(p is before[n] for n, p in model.named_parameters())
+    _assert_shards_equal(model, reference)
+    assert torch.equal(state["head.weight"] * 1, reference.head.weight), "taken inside, still there"
+    assert not any(unit.param_state.value == "full" for unit in units(model))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (2, 2)])
+def test_everything_is_full_inside_and_what_was_written_is_kept(shape: tuple[int, ...]) -> None:
+    run_ranks(_check_view, shape, world_size=torch.Size(shape).numel())
+
+
+def _check_dropped() -> None:
+    model, reference = _pair((dist.get_world_size(),))
+    with full_params(model, writeback=False), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(9)
+    _assert_shards_equal(model, reference)
+
+
+def test_without_writeback_changes_are_dropped() -> None:
+    run_ranks(_check_dropped)
+    run_ranks(_check_dropped, world_size=1)
+
+
+def _check_own_part() -> None:
+    """Ranks that write different things keep their own rows."""
+    model = fully_shard(nn.Linear(3, 4))
+    with full_params(model), torch.no_grad():
+        model.weight.fill_(dist.get_rank())
+        model.bias = nn.Parameter(torch.arange(4.0))
+    full = model.weight.full_tensor()  # type: ignore[attr-defined]
+    assert full[:, 0].tolist() == [0, 0, 1, 1]
+    assert model.bias.full_tensor().tolist() == [0, 1, 2, 3]  # type: ignore[attr-defined]
+
+
+def test_each_rank_keeps_its_own_part() -> None:
+    run_ranks(_check_own_part)
+
+
+def _check_first_rank(shape: tuple[int, ...], *, offload: bool) -> None:
+    model, reference = _pair(shape)
+    _backward(model, reference)
+    with full_params(model, rank0_only=True, offload_to_cpu=offload, with_grads=True), torch.no_grad():
+        first = dist.get_rank() == 0
+        for name, mine in model.named_parameters():
+            theirs = reference.get_parameter(name)
+            assert isinstance(mine, DTensor) is not first
+            if first:
+                assert torch.equal(mine, theirs)
+                assert (mine.grad is None) == (theirs.grad is None)
+                mine.add_(1)
+                if mine.grad is not None:
+                    mine.grad.mul_(2)
+        full = [copy.deepcopy(p.detach()) for p in model.parameters()] if first else []
+        expected = [full]
+        dist.broadcast_object_list(expected)
+    for mine, value in zip(model.parameters(), expected[0], strict=True):
+        assert torch.equal(mine.full_tensor(), value)
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad.full_tensor(), 2 * theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)])
+def test_the_first_rank_alone_can_hold_and_write(shape: tuple[int, ...]) -> None:
+    run_ranks(_check_first_rank, shape, offload=len(shape) == 1, world_size=torch.Size(shape).numel())
+
+
+def _check_gradients() -> None:
+    model, reference = _pair()
+    _backward(model, reference)
+    model.average.bias.grad = None
+    with full_params(model, with_grads=True):
+        for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            if name == "average.bias" or theirs.grad is None:
+                assert mine.grad is None, name
+            else:
+                torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+        model.average.bias.grad = torch.ones(6)
+        model.average.weight.grad = None
+        model.embedding.weight.grad.fill_(7)
+    assert model.average.bias.grad.full_tensor().tolist() == [1] * 6
+    assert model.average.weight.grad is None
+    assert (model.embedding.weight.grad.full_tensor() == 7).all()
+    with full_params(model, with_grads=True, writeback=False):
+        model.embedding.weight.grad.fill_(8)
+    assert (model.embedding.weight.grad.full_tensor() == 7).all()
+    if dist.get_rank() == 1:
+        model.average.bias.grad = None
+    with full_params(model, with_grads=True):  # zeros stand for the part that is missing
+        assert model.average.bias.grad.tolist() == [1, 1, 1, 0, 0, 0]
+    with pytest.warns(UserWarning, match="with_grads=True"), full_params(model):
+        _backward(model)
+
+
+def test_gradients_are_full_and_kept() -> None:
+    run_ranks(_check_gradients)
+
+
+def _check_parts() -> None:
+    model, reference = _pair()
+    block, other = model.blocks[0], model.blocks[1]
+    x = torch.ones(3, 6)
+    with full_params(block):
+        assert type(block.up.weight) is nn.Parameter
+        assert isinstance(other.up.weight, DTensor)
+        assert torch.equal(block(x), reference.blocks[0](x))
+        with pytest.raises(ConfigError, match="partly held in full"):
+            model(tokens())
+        with pytest.raises(ConfigError, match="held in full already"), full_params(model):
+            pass
+        assert type(block.up.weight) is nn.Parameter
+        with full_params(other.down):
+            assert type(other.down.weight) is nn.Parameter
+    assert isinstance(block.up.weight, DTensor)
+    with full_params(model, recurse=False):
+        kept = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+        assert {n.split(".")[0] for n in kept} >= {"blocks"}
+        assert any(not isinstance(p, DTensor) for p in model.parameters())
+        with pytest.raises(ConfigError, match="partly held in full"):
+            model(tokens())
+    with full_params(model.blocks, recurse=False):  # no unit: nothing happens
+        assert isinstance(block.up.weight, DTensor)
+    compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    torch.testing.assert_close(compiled(tokens()), reference(tokens()))
+    with full_params(compiled):
+        assert type(compiled.head.weight) is nn.Parameter
+        with pytest.raises(Exception, match="while its parameters are held in full"):
+            compiled(tokens())
+        with torch.no_grad():
+            compiled.head.weight.mul_(2)
+            reference.head.weight.mul_(2)
+    torch.testing.assert_close(compiled(tokens()), reference(tokens()))
+
+
+@pytest.mark.core
+def test_parts_of_a_model_and_compiled_ones() -> None:
+    run_ranks(_check_parts)
+
+
+class _Meddling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with full_params(self.inner):
+            return self.inner(x)
+
+
+def _check_refused() -> None:
+    model = fully_shard(_Meddling())
+    with pytest.raises(ConfigError, match="inside a step") as caught:
+        model(torch.ones(2, 4))
+    assert "in a forward" in str(caught.value)
+    with pytest.raises(Exception, match="inside a step"):
+        torch.compile(model, backend="fsdp", options={"lower": "eager"})(torch.ones(2, 4))
+    plain = fully_shard(nn.Linear(4, 4))
+
+    def hook(_: torch.Tensor) -> None:
+        with full_params(plain):
+            pass
+
+    y = plain(torch.ones(2, 4, requires_grad=True))
+    y.register_hook(hook)
+    with pytest.raises(ConfigError, match="in a backward"):
+        y.sum().backward()
+    weight = plain.weight
+
+    class _Ours(Exception):  # noqa: N818
+        pass
+
+    with pytest.raises(_Ours), full_params(plain), torch.no_grad():  # noqa: PT012
+        plain.weight.fill_(3)
+        raise _Ours
+    assert plain.weight is weight
+    assert (plain.weight.full_tensor() == 3).all()  # type: ignore[attr-defined]
+    for change, what in ((_shape, "shape changed to (1, 4)"), (_freeze, "requires_grad changed"), (_drop, "removed")):
+        with pytest.raises(ConfigError) as caught, full_params(plain, rank0_only=what == "removed"):  # noqa: PT012
+            if what != "removed" or dist.get_rank() == 0:
+                change(plain)
+        assert ("removed" if what == "removed" and dist.get_rank() == 0 else "cannot be kept") in str(caught.value)
+        assert what in str(caught.value) or dist.get_rank() == 1
+        assert plain.weight is weight
+    with full_params(plain):
+        late = plain(torch.ones(2, 4)).sum()
+        kept = plain.weight
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer.step()
+    assert optimizer.param_groups[0]["params"][0] is plain.weight
+    with pytest.raises(ConfigError, match="was sharded since you took it"):
+        kept + 1
+    with pytest.raises(ConfigError, match="full parameters that are gone"):
+        late.backward()
+    with torch.device("meta"):
+        meta = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ConfigError, match="meta device"), full_params(meta):
+        pass
+
+
+def _shape(module: nn.Linear) -> None:
+    module.weight = nn.Parameter(torch.zeros(1, 4))
+
+
+def _freeze(module: nn.Linear) -> None:
+    module.weight.requires_grad_(False)  # noqa: FBT003  torch takes it by position only
+
+
+def _drop(module: nn.Linear) -> None:
+    del module.weight
+
+
+@pytest.mark.core
+def test_wrong_uses_are_refused_and_exceptions_leave_shards() -> None:
+    run_ranks(_check_refused)
+
+
+def _check_between() -> None:
+    """A look at the parameters between forward and backward changes nothing."""
+    model, reference = _pair()
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    losses = [m(tokens()).square().mean() for m in (compiled, reference)]
+    with full_params(model):
+        norm = sum(p.norm() for p in model.parameters())
+    assert torch.isfinite(norm)
+    for loss in losses:
+        loss.backward()
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
+
+
+def test_a_look_between_forward_and_backward_is_harmless() -> None:
+    run_ranks(_check_between)
