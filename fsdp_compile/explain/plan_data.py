@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.explain.report import GraphPlan, Skipped, UnitPlan, Volume
-from fsdp_compile.explain.scale.open_sizes import OpenSizes
+from fsdp_compile.explain.trace.open_sizes import OpenSizes
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime.units import FSDPUnit

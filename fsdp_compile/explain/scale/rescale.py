@@ -2,7 +2,7 @@
 
 How many ranks share a parameter stands in the text of its reads, and nowhere else in a graph before the passes. So the
 texts are written anew, the flat parameters get their new sizes, and the passes run again. Sizes of inputs are symbols
-in such a graph; numbers take their places before the passes (`open_sizes.py`).
+in such a graph; numbers take their places before the passes (`trace/open_sizes.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fsdp_compile.cost.hardware import Hardware, hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.build.plan import build_plan
 from fsdp_compile.explain.plan_data import PlanData, Traced
-from fsdp_compile.explain.scale.open_sizes import closed
 from fsdp_compile.explain.trace.dims import SYMBOLS
+from fsdp_compile.explain.trace.open_sizes import closed
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
 from fsdp_compile.layout import flat_layout
