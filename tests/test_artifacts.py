@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,25 +25,30 @@ def _train_once(folder: str) -> None:
     loss_of(compiled(batch)).backward()
 
 
-def test_every_pass_of_every_graph_is_written_once(tmp_path: Path) -> None:
-    run_ranks(_train_once, str(tmp_path / "out"))
-    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["graph00-forward", "graph01-backward"]
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("artifacts") / "out"
+    run_ranks(_train_once, str(folder))
+    return folder
+
+
+def test_every_pass_of_every_graph_is_written_once(written: Path) -> None:
+    assert sorted(f.name for f in written.iterdir()) == ["graph00-forward", "graph01-backward"]
     names = [p.name for p in passes(FSDPOptions())]
-    for graph in (tmp_path / "out").iterdir():
+    for graph in written.iterdir():
         expected = {"0-captured.txt"}
         for position, name in enumerate(names, 1):
             expected |= {f"{position}-{name}{kind}.txt" for kind in ("", ".plan", ".diff")}
         assert {f.name for f in graph.iterdir()} == expected
 
 
-def test_written_graphs_read_back(tmp_path: Path) -> None:
-    run_ranks(_train_once, str(tmp_path))
-    for file in tmp_path.glob("*/6-schedule-reshard.txt"):
+def test_written_graphs_read_back(written: Path) -> None:
+    for file in written.glob("*/6-schedule-reshard.txt"):
         text = file.read_text()
         assert "all_gather" in text
         assert format_graph(parse_graph(text)).rstrip("\n") == text.rstrip("\n")
-    assert "fsdp.unshard" in (tmp_path / "graph00-forward" / "0-captured.txt").read_text()
-    assert "added" in (tmp_path / "graph00-forward" / "1-insert-collectives.diff.txt").read_text()
+    assert "fsdp.unshard" in (written / "graph00-forward" / "0-captured.txt").read_text()
+    assert "added" in (written / "graph00-forward" / "1-insert-collectives.diff.txt").read_text()
 
 
 def _texts_of_all_ranks(folder: str) -> bool:

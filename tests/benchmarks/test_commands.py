@@ -51,6 +51,7 @@ def test_bytes_that_are_sent_are_the_floor_and_padding(tmp_path: Path) -> None:
     assert rows["fsdp_compile"]["copied_bytes"]["into gathers"] == 0
 
 
+@pytest.mark.long
 def test_peak_memory_is_measured_and_predicted(tmp_path: Path) -> None:
     results = _run("memory", tmp_path, *_EAGER)["results"]
     size_bytes = parameter_bytes(llama(SMOKE).make())

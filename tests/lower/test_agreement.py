@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import RankMismatchError, fully_shard
-from tests.models.kinds import Stack
+from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, gradient_difference, loss_of
 from tests.ranks import run_ranks
 
 
-class _OtherWay(Stack):
+class _OtherWay(Slim):
     """Rank 1 goes through the blocks backwards."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ class _OtherWay(Stack):
         return self.head(x)
 
 
-class _LessOnOne(Stack):
+class _LessOnOne(Slim):
     """Rank 1 leaves the last block out."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_ranks_may_look_up_different_numbers_of_rows() -> None:
 
 def _recompiles_alone() -> int:
     """Rank 1 meets other batch sizes than rank 0, and evaluates at another time of its life."""
-    model = Stack()
+    model = Slim()
     compiled = torch.compile(model, backend="fsdp", dynamic=False, options={"lower": "eager"})
     steps = 0
     for rows in (4, 4, 4, 4) if dist.get_rank() == 0 else (4, 3, 5, 4):
@@ -143,7 +143,7 @@ def test_replicas_of_ranks_that_differ_are_told_so_too() -> None:
 
 def _refuses_on_one(mesh_shape: tuple[int, ...]) -> tuple[str, int]:
     """The last rank's budget is too small; after that, everyone tries again."""
-    model = fully_shard(Stack(), mesh=init_device_mesh("cpu", mesh_shape))
+    model = fully_shard(Slim(), mesh=init_device_mesh("cpu", mesh_shape))
     is_last = dist.get_rank() == dist.get_world_size() - 1
 
     def step(budget_gb: float) -> None:
@@ -166,13 +166,13 @@ def test_who_would_wait_for_a_rank_that_refuses_hears_why_and_may_try_again(mesh
     for message, _ in others:
         assert f"rank {len(others)} refused to compile: " in message
         assert "memory_budget_gb" in message
-    assert {made for _, made in (*others, last)} == {len(list(Stack().parameters()))}
+    assert {made for _, made in (*others, last)} == {len(list(Slim().parameters()))}
 
 
 def _refuses_alone_and_goes_on() -> int:
     """Rank 1 is refused another graph of a model that it has one of; later, all ranks compile another model."""
     mesh = init_device_mesh("cpu", (2,))
-    model = fully_shard(Stack(), mesh=mesh)
+    model = fully_shard(Slim(), mesh=mesh)
     options: Any = {"lower": "eager"}
     compiled = torch.compile(model, backend="fsdp", options=options)
     loss_of(compiled(torch.ones(4, 32))).backward()

@@ -15,7 +15,7 @@ from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Role, Stage, StepGraph, require
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.insert_collectives import InsertCollectives
-from tests.models.kinds import WIDTH, Slim, Stack
+from tests.models.kinds import WIDTH, Slim
 
 PLANTED = "blocks.1.0.weight"
 PLANTED_PASS = "planted-fault"
@@ -23,7 +23,7 @@ _PASSES = pipeline.passes
 
 
 def make_model() -> nn.Module:
-    return Stack(1)
+    return Slim()
 
 
 def make_batch(step: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ def make_model_with_planted_bug() -> nn.Module:
     """Called in the processes of a comparison alone: the fault reaches the compiled side, and only there."""
     pipeline.passes = passes_with_fault  # type: ignore[assignment]
     pipeline.check = _approve
-    return Slim()
+    return make_model()
 
 
 def raises_on_one_rank(step: int) -> torch.Tensor:

@@ -53,8 +53,8 @@ def test_the_users_own_line_is_shown() -> None:
     with pytest.raises(InvariantError) as caught:
         check(step)
 
-    assert "tests/models/graphs.py" in str(caught.value)
-    assert "self.down(F.gelu(self.up(self.norm(x))))" in source_line(use)
+    assert "tests/models/layers.py" in str(caught.value)
+    assert "this.down(F.gelu(this.up(this.norm(x))))" in source_line(use)
 
 
 def test_only_the_first_complaints_are_shown_and_the_rest_is_counted() -> None:

@@ -14,7 +14,7 @@ from fsdp_compile import ConfigError, explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.layout.spec import parse
 from tests.fake_world import fake_world
-from tests.models.kinds import WIDTH, GraphBreaks, Slim, Stack, StackOfThree
+from tests.models.kinds import WIDTH, GraphBreaks, Stack, StackOfThree
 from tests.numerics.one_process.pair import Differences, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
@@ -63,7 +63,7 @@ def _trained(prefetch: object) -> tuple[Differences, Starts, Starts]:
         third.set_modules_to_backward_prefetch([second, first])
         models.append(model)
 
-    found = train_pair(lambda: Slim(3), prepare=prepare, options={"prefetch": prefetch})
+    found = train_pair(StackOfThree, prepare=prepare, options={"prefetch": prefetch})
     return (found, *_starts(models[0]))
 
 
