@@ -63,7 +63,6 @@ TRICKS = {
         "__init__.py",
         "modules/classes.py",
         "runtime/replaced_params.py",
-        "__init__.py",
     },
     r"(?<![\w.])gc\.": {"pipeline.py"},
     r"_getframe": {"_torch/dynamo.py"},
