@@ -3,35 +3,41 @@
 torch.compile(model, backend="fsdp") is all there is to call; `fully_shard` before it chooses meshes, dtypes and units.
 """
 
-from fsdp_compile.backend import fsdp
-from fsdp_compile.config.policy import MixedPrecision
-from fsdp_compile.config.prefetch import FSDPPrefetch
-from fsdp_compile.errors import (
-    BudgetTooSmallError,
-    ConfigError,
-    FSDPCompileError,
-    InvariantError,
-    ParityError,
-    RankFailedError,
-    RankMismatchError,
-    UnsupportedModelError,
-)
-from fsdp_compile.explain import explain
-from fsdp_compile.modules.methods import ShardedModule
-from fsdp_compile.optim.clip import clip_grad_norm_
-from fsdp_compile.optim.flat_step import flat_step
-from fsdp_compile.optim.grad_scaler import GradScaler
-from fsdp_compile.optim.step_in_backward import step_in_backward
-from fsdp_compile.options import FSDPOptions
-from fsdp_compile.parity.api import check_parity
-from fsdp_compile.runtime.accumulation import no_sync
-from fsdp_compile.runtime.module_state import units
-from fsdp_compile.runtime.unshard import UnshardHandle
-from fsdp_compile.sharding.comm_hook import register_comm_hook
-from fsdp_compile.sharding.fully_shard import fully_shard
-from fsdp_compile.sharding.materialize import materialize
-from fsdp_compile.state.full_params import full_params
-from fsdp_compile.state.load_from_rank0 import load_from_rank0
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from fsdp_compile.backend import fsdp
+    from fsdp_compile.config.policy import MixedPrecision
+    from fsdp_compile.config.prefetch import FSDPPrefetch
+    from fsdp_compile.errors import (
+        BudgetTooSmallError,
+        ConfigError,
+        FSDPCompileError,
+        InvariantError,
+        ParityError,
+        RankFailedError,
+        RankMismatchError,
+        UnsupportedModelError,
+    )
+    from fsdp_compile.explain.api import explain
+    from fsdp_compile.modules.methods import ShardedModule
+    from fsdp_compile.optim.clip import clip_grad_norm_
+    from fsdp_compile.optim.flat_step import flat_step
+    from fsdp_compile.optim.grad_scaler import GradScaler
+    from fsdp_compile.optim.step_in_backward import step_in_backward
+    from fsdp_compile.options import FSDPOptions
+    from fsdp_compile.parity.api import check_parity
+    from fsdp_compile.runtime.accumulation import no_sync
+    from fsdp_compile.runtime.module_state import units
+    from fsdp_compile.runtime.unshard import UnshardHandle
+    from fsdp_compile.sharding.comm_hook import register_comm_hook
+    from fsdp_compile.sharding.fully_shard import fully_shard
+    from fsdp_compile.sharding.materialize import materialize
+    from fsdp_compile.state.full_params import full_params
+    from fsdp_compile.state.load_from_rank0 import load_from_rank0
 
 __all__ = [
     "BudgetTooSmallError",
@@ -62,3 +68,63 @@ __all__ = [
     "step_in_backward",
     "units",
 ]
+
+_HOMES: Final = {
+    "BudgetTooSmallError": "fsdp_compile.errors",
+    "ConfigError": "fsdp_compile.errors",
+    "FSDPCompileError": "fsdp_compile.errors",
+    "FSDPOptions": "fsdp_compile.options",
+    "FSDPPrefetch": "fsdp_compile.config.prefetch",
+    "GradScaler": "fsdp_compile.optim.grad_scaler",
+    "InvariantError": "fsdp_compile.errors",
+    "MixedPrecision": "fsdp_compile.config.policy",
+    "ParityError": "fsdp_compile.errors",
+    "RankFailedError": "fsdp_compile.errors",
+    "RankMismatchError": "fsdp_compile.errors",
+    "ShardedModule": "fsdp_compile.modules.methods",
+    "UnshardHandle": "fsdp_compile.runtime.unshard",
+    "UnsupportedModelError": "fsdp_compile.errors",
+    "check_parity": "fsdp_compile.parity.api",
+    "clip_grad_norm_": "fsdp_compile.optim.clip",
+    "explain": "fsdp_compile.explain.api",
+    "flat_step": "fsdp_compile.optim.flat_step",
+    "fsdp": "fsdp_compile.backend",
+    "full_params": "fsdp_compile.state.full_params",
+    "fully_shard": "fsdp_compile.sharding.fully_shard",
+    "load_from_rank0": "fsdp_compile.state.load_from_rank0",
+    "materialize": "fsdp_compile.sharding.materialize",
+    "no_sync": "fsdp_compile.runtime.accumulation",
+    "register_comm_hook": "fsdp_compile.sharding.comm_hook",
+    "step_in_backward": "fsdp_compile.optim.step_in_backward",
+    "units": "fsdp_compile.runtime.module_state",
+}
+"""Where each public name is defined. Importing the package loads none of these: a name's first use does."""
+
+
+class _Package(ModuleType):
+    """This package, whose public names stay what they are.
+
+    The import system binds a submodule as an attribute of its package: without this class, importing
+    `fsdp_compile.explain.plan` would put a module in the place of the function `fsdp_compile.explain`.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+def _load(name: str) -> Any:
+    """A public name at its first use; afterwards it is an attribute like any other."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:  # a type checker would take every misspelled name for one that this function has
+    __getattr__ = _load
+sys.modules[__name__].__class__ = _Package

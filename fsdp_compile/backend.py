@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from fsdp_compile._torch.dynamo import caller_of_root_frame, list_mode_options, restart_trace
+from fsdp_compile._torch.dynamo import list_mode_options
+from fsdp_compile.capture.first_call import trace_again
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
 from fsdp_compile.capture.plain_model import refuse_unused_sharding, shard_plain_models
 from fsdp_compile.capture.reject_mutation import refuse_updates
@@ -20,7 +21,6 @@ from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.region import Region
-from fsdp_compile.modules.forward import in_forward_until_return
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import keep, transform
 
@@ -52,8 +52,7 @@ def fsdp(
             instead="lower='inductor', or leave them out",
         )
     if shard_plain_models(gm, example_inputs, checked):
-        in_forward_until_return(caller_of_root_frame())
-        raise restart_trace()
+        raise trace_again()
     refuse_unused_sharding(example_inputs, checked)
     refuse_updates(gm, example_inputs)
     if checked.embedding == "sharded":

@@ -12,9 +12,10 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
+from fsdp_compile.config.choices import bad_option, check_prefetch
 from fsdp_compile.config.policy import AnyOffloadPolicy as OffloadedBy
 from fsdp_compile.config.policy import AnyPrecisionPolicy, WrapPolicy
-from fsdp_compile.config.prefetch import SHORT_FORMS, FSDPPrefetch, named_rules
+from fsdp_compile.config.prefetch import FSDPPrefetch, named_rules
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import ReduceLayout
@@ -101,28 +102,27 @@ class FSDPOptions:
 
     def __post_init__(self) -> None:
         if self.lower not in ("inductor", "eager"):
-            raise _bad_value("lower", self.lower, '"inductor" or "eager"')
+            raise bad_option("lower", self.lower, '"inductor" or "eager"')
         if self.reduce_layout not in tuple(ReduceLayout):
-            raise _bad_value("reduce_layout", self.reduce_layout, '"aligned" or "fsdp2"')
+            raise bad_option("reduce_layout", self.reduce_layout, '"aligned" or "fsdp2"')
         if self.embedding not in ("gathered", "sharded"):
-            raise _bad_value("embedding", self.embedding, '"gathered" or "sharded"')
+            raise bad_option("embedding", self.embedding, '"gathered" or "sharded"')
         size = self.bucket_mb
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf):
-            raise _bad_value("bucket_mb", size, '"auto", 0 for none, or a number of 1e6 byte')
+            raise bad_option("bucket_mb", size, '"auto", 0 for none, or a number of 1e6 byte')
         self._check_schedule()
         if not isinstance(self.inductor, Mapping):
-            raise _bad_value("inductor", self.inductor, "a dict of settings of torch._inductor.config")
+            raise bad_option("inductor", self.inductor, "a dict of settings of torch._inductor.config")
         if self.artifacts is not None and not isinstance(self.artifacts, str | os.PathLike):
-            raise _bad_value("artifacts", self.artifacts, "the path of a folder")
+            raise bad_option("artifacts", self.artifacts, "the path of a folder")
         if self.mp_policy is not None and not isinstance(self.mp_policy, AnyPrecisionPolicy):
-            raise _bad_value("mp_policy", self.mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
+            raise bad_option("mp_policy", self.mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
 
     def _check_schedule(self) -> None:
         planned, rules = self.prefetch == "auto", named_rules(self.prefetch)
-        if not planned and rules is None and (type(self.prefetch) is not int or self.prefetch < 0):
-            names = ", ".join(f'"{name}"' for name in SHORT_FORMS)
-            raise _bad_value("prefetch", self.prefetch, f'"auto", 0, 1, 2, ..., {names} or FSDPPrefetch(...)')
-        if rules is not None:
+        if rules is None:
+            check_prefetch(self.prefetch)
+        else:
             object.__setattr__(self, "prefetch", rules)  # a short form is gone once it is read
         for name in ("memory_budget_gb", "hardware"):
             if getattr(self, name) is not None and not planned:
@@ -132,10 +132,10 @@ class FSDPOptions:
                     instead="'prefetch': 'auto', or leave it out",
                 )
         if self.hardware is not None and not isinstance(self.hardware, Hardware):
-            raise _bad_value("hardware", self.hardware, "fsdp_compile.cost.hardware.hardware(device, link)")
+            raise bad_option("hardware", self.hardware, "fsdp_compile.cost.hardware.hardware(device, link)")
         budget = self.memory_budget_gb
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
-            raise _bad_value("memory_budget_gb", budget, "a positive number of 1e9 byte")
+            raise bad_option("memory_budget_gb", budget, "a positive number of 1e9 byte")
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any] | FSDPOptions | None) -> FSDPOptions:
@@ -170,7 +170,3 @@ class FSDPOptions:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in _SHARDING}
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         return {name: value for name, value in given.items() if value is not defaults[name]}
-
-
-def _bad_value(name: str, value: object, allowed: str) -> ConfigError:
-    return ConfigError(f"option {name!r} cannot be {value!r}", where=f"options={{{name!r}: ...}}", instead=allowed)

@@ -16,18 +16,16 @@ import gc
 from typing import Any, Final
 
 from fsdp_compile.artifacts import Watcher
-from fsdp_compile.config.prefetch import Ahead, FSDPPrefetch
-from fsdp_compile.cost.fusion import Fusion
+from fsdp_compile.config.prefetch import FSDPPrefetch
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.cost.hardware import hardware_of
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
+from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.partition.auto_reshard import asks_for_choice, keep_unsharded
 from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.passes.bucket import BucketCollectives
-from fsdp_compile.passes.bucketing.join_small import worth_joining_bytes
 from fsdp_compile.passes.delay_weight_gradients import DelayWeightGradients
 from fsdp_compile.passes.explicit_prefetch import ExplicitPlan, ExplicitPrefetch
 from fsdp_compile.passes.insert_collectives import InsertCollectives
@@ -37,24 +35,16 @@ from fsdp_compile.passes.schedule_fsdp1 import ScheduleFSDP1
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
+from fsdp_compile.passes.settings import FUSION, budget_bytes, for_graph, join_bytes, limits_of
 from fsdp_compile.passes.update_in_backward import UpdateInBackward
 from fsdp_compile.planner.problem import of_graphs
 from fsdp_compile.verify.check import check
-from fsdp_compile.verify.limits import Limits
-from fsdp_compile.verify.table import Stage
 
 CAPTURE: Final = "capture"
 """What stands before the first pass, as `stop_after`: the markers themselves gather and reduce."""
 
-PROMISES: Final = {
-    Ahead.AT_NEED: Limits(prefetch=0),
-    Ahead.BEFORE_COMPUTE: Limits(prefetch=1),
-    Ahead.AFTER_COMPUTE: Limits(prefetch=0, alone=True),
-    Ahead.AT_ONCE: Limits(),
-}
-"""What each of FSDP1's rules holds at most."""
-FUSION = {"inductor": Fusion.KERNELS, "eager": Fusion.NONE}
-"""Who runs the graphs, by `FSDPOptions.lower`."""
+KINDS_OF_SCHEDULES: Final = ("auto", "BACKWARD_PRE", 1)
+"""Values of `FSDPOptions.prefetch` that bring all passes between them."""
 
 
 def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
@@ -63,7 +53,7 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     bucket = BucketCollectives(
         hardware=hardware if options.prefetch == "auto" else None,
         reduce_layout=ReduceLayout(options.reduce_layout),
-        join_bytes=0 if options.bucket_mb == "auto" else round(options.bucket_mb * 1e6),
+        join_bytes=join_bytes(options),
     )
     first = (InsertCollectives(), bucket, UpdateInBackward())
     last = (OrderUpdates(), ExplicitPrefetch(), ScheduleReshard())
@@ -77,7 +67,7 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     fusion = FUSION[options.lower]
     # Delaying holds activations longer, which a budget may not have room for.
     delayed = () if options.memory_budget_gb is not None else (DelayWeightGradients(hardware, fusion),)
-    schedule = ScheduleAuto(hardware, _budget_bytes(options), fusion)
+    schedule = ScheduleAuto(hardware, budget_bytes(options), fusion)
     return (*first, *delayed, schedule, *last)
 
 
@@ -96,13 +86,9 @@ def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole
     if not whole or options.prefetch != "auto" or not asks_for_choice(backward):
         return ()
     hardware = options.hardware or hardware_of(forward)
-    budget_bytes = _budget_bytes(options)
-    held_bytes = None if budget_bytes is None else of_graphs(budget_bytes)
+    budget = budget_bytes(options)
+    held_bytes = None if budget is None else of_graphs(budget)
     return keep_unsharded(forward, backward, hardware, FUSION[options.lower], budget_bytes=held_bytes, margin=MARGIN)
-
-
-def _budget_bytes(options: FSDPOptions) -> int | None:
-    return None if options.memory_budget_gb is None else round(options.memory_budget_gb * 1e9)
 
 
 def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
@@ -126,13 +112,8 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
 def _transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     watcher = Watcher(options.artifacts)
     watcher.captured(step)
-    layout = ReduceLayout(options.reduce_layout)
-    limits = dataclasses.replace(_promised(step.phase, options), reduce_layout=layout)
-    if options.prefetch == "auto" and options.hardware is None:
-        options = dataclasses.replace(options, hardware=hardware_of(step))
-    bucket_mb = _bucket_mb(step, options)
-    options = dataclasses.replace(options, bucket_mb=bucket_mb)
-    limits = dataclasses.replace(limits, joined_bytes=round(bucket_mb * 1e6))
+    options = for_graph(step, options)
+    limits = limits_of(step.phase, options)
     selected = _selected(options)
     for graph_pass in selected:
         plan = graph_pass.plan(step)
@@ -144,8 +125,8 @@ def _transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
         if isinstance(plan, SchedulePlan):
             limits = dataclasses.replace(limits, unsharded_bytes=plan.budget_bytes)
     if selected:
-        last = selected[-1].name
-        check(step, after=last, stage=_stage(last, options), limits=limits)
+        last = selected[-1]
+        check(step, after=last.name, stage=last.stage, limits=limits)
     step.graph.lint()
     step.gm.recompile()
     return step
@@ -160,29 +141,6 @@ def _refuse_beside_a_budget(plan: ExplicitPlan, options: FSDPOptions) -> None:
         )
 
 
-def _promised(phase: Phase, options: FSDPOptions) -> Limits:
-    """What a schedule that is not planned promises; a plan says by itself what it holds."""
-    if isinstance(options.prefetch, int):
-        return Limits(prefetch=options.prefetch)
-    if not isinstance(options.prefetch, FSDPPrefetch):
-        return Limits()
-    rule = options.prefetch.in_forward if phase is Phase.FORWARD else options.prefetch.in_backward
-    return PROMISES[rule]
-
-
-def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:
-    """What `bucket_mb` is for a graph, with the meaning that "auto" has there: the same on every rank."""
-    if options.bucket_mb != "auto":
-        return options.bucket_mb
-    specs = [spec for flat in step.nodes(Role.FLAT) for spec in require(flat).specs]
-    counts_units = options.prefetch != "auto" or any(s.forward_prefetch or s.backward_prefetch for s in specs)
-    # What is shared is held longer, which a budget may not have room for.
-    if counts_units or options.memory_budget_gb is not None or not specs:
-        return 0.0
-    ranks = max(max(spec.size, spec.replicas) for spec in specs)
-    return worth_joining_bytes(options.hardware or hardware_of(step), ranks) / 1e6
-
-
 def _selected(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     """The passes that run: all, or those up to `options.stop_after`."""
     every = passes(options)
@@ -193,14 +151,7 @@ def _selected(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
         raise ConfigError(
             f"there is no pass {options.stop_after!r}", where="options={'stop_after': ...}", instead=", ".join(names)
         )
-    selected = every[: names.index(options.stop_after)]
-    settle = [one for one in every if isinstance(one, OrderUpdates) and one not in selected]
-    updates = any(isinstance(one, UpdateInBackward) for one in selected)
-    return (*selected, *settle) if updates else selected  # schedules leave updates where they would be too early
-
-
-def _stage(last: str, options: FSDPOptions) -> Stage:
-    """How far a graph has come after a pass."""
-    if last == InsertCollectives.name:
-        return Stage.INSERTED
-    return Stage.FINAL if last == passes(options)[-1].name else Stage.BUCKETED
+    stop = names.index(options.stop_after)
+    # A graph that is stopped early runs as well, and schedules leave updates where they would be too early.
+    updates = any(isinstance(one, UpdateInBackward) for one in every[:stop])
+    return (*every[:stop], *(one for one in every[stop:] if updates and isinstance(one, OrderUpdates)))

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
@@ -66,6 +67,8 @@ def serve(connection: Connection, stacks: Path, parent_pid: int) -> None:
         parent_pid: The process whose end is also ours.
     """
     _live_and_die_with(parent_pid)
+    # Its records of collectives hold the code that called them, and that code what Dynamo compiled for it.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     import fsdp_compile  # noqa: F401  here rather than by the first task, so that what it makes is set aside as well
 
     set_aside()
@@ -124,8 +127,13 @@ def _serve_one(task: Task, connection: Connection) -> None:
 
 
 def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    # DTensor's caches keep a mesh per operator and shape for good, and would hand it out in worlds to come. Without its
+    # groups it looks them up by their names, and keeps no threads and sockets of worlds that are gone.
+    for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
+        mesh._pg_registry.clear()
 
 
 def _run(task: Task) -> Outcome:

@@ -10,7 +10,7 @@ from torch import fx
 
 from fsdp_compile import pipeline
 from fsdp_compile.errors import InvariantError
-from fsdp_compile.ir.graph import Phase, Role, StepGraph
+from fsdp_compile.ir.graph import Phase, Role, Stage, StepGraph
 from fsdp_compile.options import FSDPOptions
 from tests.verify import breaks
 from tests.verify.graphs import graph
@@ -25,6 +25,7 @@ class WrongPass:
     edit: Edit
     named: fx.Node | None = None
     name = "wrong-pass"
+    stage = Stage.FINAL
 
     def plan(self, _step: StepGraph) -> Edit:
         return self.edit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,8 +39,8 @@ def resolve_group(name: str) -> dist.ProcessGroup | None:
 _SERIAL_GLOO = "fsdp_serial_gloo"
 
 
-def serial_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second gloo group of the same ranks whose collectives run one after the other, on one thread.
+def serial_gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A second gloo group of some ranks whose collectives run one after the other, on one thread.
 
     Gloo runs the collectives of a group on two threads, and with several in flight it corrupts its heap now and then
     (`docs/versions.md`). Collectives still run beside computation. The number of threads can only be set on the backend
@@ -47,8 +48,7 @@ def serial_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if _SERIAL_GLOO not in dist.Backend.backend_list:
         dist.Backend.register_backend(_SERIAL_GLOO, _make_serial_gloo, devices=["cpu"])
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend=f"cpu:{_SERIAL_GLOO}", use_local_synchronization=True)
+    made = dist.new_group(list(ranks), backend=f"cpu:{_SERIAL_GLOO}", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
 

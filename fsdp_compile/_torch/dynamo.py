@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import convert_frame, symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import descriptors
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
@@ -46,29 +47,71 @@ __all__ = [
 ]
 
 
-def root_frame_locals() -> Mapping[str, Any] | None:
-    """Locals of the frame that Dynamo is compiling right now."""
-    translator = _root_translator()
-    return None if translator is None else translator.f_locals
+_SAVED: tuple[type, ...] = tuple(
+    getattr(descriptors, name)
+    # The second: values whose version autograd does not check. Private names; a torch may lack it.
+    for name in ("SavedForBackwardsAOTOutput", "SavedForBackwardsNoVcCheckAOTOutput")
+    if hasattr(descriptors, name)
+)
 
 
-def root_frame_globals() -> Mapping[str, Any]:
-    """Globals of the frame that Dynamo is compiling right now."""
-    translator = _root_translator()
-    return {} if translator is None else translator.f_globals
+def is_saved_for_backward(description: object) -> bool:
+    """Whether AOTAutograd describes an output of a forward graph as saved for backward, not returned."""
+    return isinstance(description, _SAVED)
+
+
+MODULE_CALLS = frozenset({"__call__", "_call_impl"})
+"""Names of the functions through which modules are called: `nn.Module`'s, and those of `torch.compile(module)`."""
+COMPILED_CALL = "compile_wrapper"
+"""Name of the function through which compiled code is entered."""
+_CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
+"""What Dynamo's expressions raise that are no Python, or need names which only its guards have."""
+
+
+def stack() -> Iterator[FrameType]:
+    """The Python frames of this thread, the caller's first."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_on_stack(waited_for: FrameType) -> bool:
+    """Whether a frame has not returned, seen from the thread that runs it."""
+    return any(frame is waited_for for frame in stack())
+
+
+def modules_being_called() -> Iterator[nn.Module | None]:
+    """Modules that this thread is in calls of, innermost first, with `None` where a call entered compiled code."""
+    for frame in stack():
+        name = frame.f_code.co_name
+        if name == COMPILED_CALL:
+            yield None
+        elif name in MODULE_CALLS and isinstance(called := frame.f_locals.get("self"), nn.Module):
+            yield called
 
 
 def caller_of_root_frame() -> FrameType | None:
     """The Python frame that called the function which Dynamo is compiling right now."""
     translator = _root_translator()
-    stack = []
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        stack.append(frame)
-        frame = frame.f_back
-    compiling = [i for i, f in enumerate(stack) if f.f_code.co_filename == convert_frame.__file__]
-    above = stack[compiling[-1] + 1 :] if compiling else []
+    frames = list(stack())
+    compiling = [i for i, f in enumerate(frames) if f.f_code.co_filename == convert_frame.__file__]
+    above = frames[compiling[-1] + 1 :] if compiling else []
     return next((f for f in above if translator is None or f.f_code is not translator.f_code), None)
+
+
+def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
+    """The values along the path on which Dynamo found a graph input in the frame that it is compiling, outermost first.
+
+    Dynamo writes the path as expressions over the frame's locals and globals, and evaluates them itself for guards.
+    """
+    translator = _root_translator()
+    scope = {"L": {}, "G": {}} if translator is None else {"L": translator.f_locals, "G": translator.f_globals}
+    for expression in source_prefixes(placeholder):
+        try:
+            yield eval(expression, dict(scope))
+        except _CANNOT_TELL:
+            continue
 
 
 def restart_trace() -> TensorifyScalarRestartAnalysis:

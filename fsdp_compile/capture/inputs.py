@@ -14,7 +14,6 @@ from fsdp_compile.ir.queries import GRADIENTS_OF_READS, read_text
 from fsdp_compile.layout.spec import UnshardSpec, parse
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
-from fsdp_compile.runtime.module_state import units
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
 
@@ -41,23 +40,22 @@ def is_whole_model(inputs: Sequence[object]) -> bool:
         flat for value in inputs if isinstance(value, torch.Tensor) and (flat := FSDPParamGroup.of(value)) is not None
     ]
     read = {flat.unit for flat in flats}
-    models = {id(unit.outermost): unit.outermost for unit in read if unit.outermost is not None}
-    return all(unit in read for model in models.values() for unit in units(model))
+    return all(unit in read for model in {unit.model for unit in read} for unit in model.units)
 
 
 def _beside(flat: FSDPParamGroup, record: Record) -> Iterator[tuple[torch.Tensor, Record]]:
     """What reads of a flat parameter may take besides it, with the record of each."""
-    for holder in flat.grad_accumulators.values():
+    for holder in flat.grads.accumulators.values():
         yield holder, dataclasses.replace(record, role=Role.GRAD_ACCUMULATOR)
     for role, place in (
-        (Role.UNREDUCED_GRAD, flat.unsharded_accumulated_grad),
-        (Role.PARTIAL_GRAD, flat.partial_reduce_output),
+        (Role.UNREDUCED_GRAD, flat.grads.unsharded_accumulated_grad),
+        (Role.PARTIAL_GRAD, flat.grads.partial_reduce_output),
     ):
         if place.value is not None:
             yield place.value, dataclasses.replace(record, role=role)
-    if flat.unsharded_params is not None:
+    if flat.unsharded.params is not None:
         for name, spec in zip(record.parameters, record.specs, strict=True):
-            kept = flat.unsharded_params.values[spec.offset]
+            kept = flat.unsharded.params.values[spec.offset]
             yield kept, dataclasses.replace(record, role=Role.UNSHARDED_PARAM, parameters=(name,), specs=(spec,))
 
 

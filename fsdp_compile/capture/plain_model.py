@@ -6,27 +6,23 @@ module that holds them and asks Dynamo to trace the frame again, which then read
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.dynamo import OptimizedModule, root_frame_globals, root_frame_locals, source_prefixes
+from fsdp_compile._torch.dynamo import source_prefixes
+from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_way
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.param_views import is_swapped_in
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
-from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
+from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.sharding.checks import added_later, refuse_wrappers
 from fsdp_compile.sharding.fully_shard import fully_shard
-
-_sharded_here: weakref.WeakSet[FSDPUnit] = weakref.WeakSet()
-"""Units that the backend made, with the options of its compile."""
 
 
 def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions) -> bool:
@@ -45,7 +41,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
             model is wrapped by another data parallelism.
         UnsupportedModelError: If a parameter belongs to no module.
     """
-    for module in _compiled_modules():
+    for module in compiled_modules():
         refuse_wrappers(module)
     sharded = False
     for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
@@ -60,7 +56,8 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
         _refuse_meta(module)
         before = set(units(module))
         fully_shard(module, **options.sharding)
-        _sharded_here.update(unit for unit in units(module) if unit not in before)
+        for unit in units(module):
+            unit.sharded_by_backend |= unit not in before
         sharded = True
     return sharded
 
@@ -77,7 +74,7 @@ def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> No
     """
     flats = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
     read = {flat.unit for flat in flats if flat is not None}
-    if options.sharding and read and not any(unit in _sharded_here for unit in read):
+    if options.sharding and read and not any(unit.sharded_by_backend for unit in read):
         name = next(iter(options.sharding))
         raise ConfigError(
             f"option {name!r} says how to shard, and the model was sharded before it was compiled",
@@ -109,7 +106,7 @@ def _is_unclaimed(module: nn.Module, parameter: nn.Parameter) -> bool:
 
 def _owner(placeholder: fx.Node, parameter: nn.Parameter) -> nn.Module:
     """The outermost module of the compiled thing that holds a parameter."""
-    for module in (*_compiled_modules(), *_modules_on_the_way(placeholder)):
+    for module in (*compiled_modules(), *modules_on_the_way(placeholder)):
         if _is_unclaimed(module, parameter):
             return module
     expressions = source_prefixes(placeholder)
@@ -118,41 +115,6 @@ def _owner(placeholder: fx.Node, parameter: nn.Parameter) -> nn.Module:
         where=expressions[-1] if expressions else placeholder.name,
         instead="make it an attribute of a module, or pass a plain tensor (requires_grad=True) to keep it unsharded",
     )
-
-
-def _compiled_modules() -> Iterator[nn.Module]:
-    """Modules that are being called right now by compiled code or as compiled modules, outermost first.
-
-    Where a graph break leaves a model's forward to Python, Dynamo compiles its children's forwards one by one. The
-    model is on the stack then, inside of the compiled call.
-    """
-    found: list[nn.Module] = []
-    inside: list[nn.Module] = []
-    frame: Any = sys._getframe()
-    while frame is not None:
-        name = frame.f_code.co_name
-        candidate = frame.f_locals.get("self") if name in ("__call__", "_call_impl") else None
-        if isinstance(candidate, OptimizedModule):
-            found.append(candidate._orig_mod)
-        elif isinstance(candidate, nn.Module):
-            inside.append(candidate)
-        elif name == "compile_wrapper":  # everything further in was called by compiled code
-            found.extend(inside)
-            inside.clear()
-        frame = frame.f_back
-    return iter(found[::-1])
-
-
-def _modules_on_the_way(placeholder: fx.Node) -> Iterator[nn.Module]:
-    """Modules along the path on which Dynamo found a graph input, outermost first."""
-    scope = {"L": root_frame_locals() or {}, "G": root_frame_globals()}
-    for expression in source_prefixes(placeholder):
-        try:
-            value = eval(expression, dict(scope))
-        except Exception:
-            continue
-        if isinstance(value, nn.Module):
-            yield value
 
 
 def _name_in(module: nn.Module, parameter: nn.Parameter) -> str:

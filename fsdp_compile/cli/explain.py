@@ -9,30 +9,34 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from rich.console import Console
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-
-from fsdp_compile.config.prefetch import SHORT_FORMS
-from fsdp_compile.cost.hardware import DEVICES, LINKS, hardware
+from fsdp_compile.config.choices import (
+    DEVICES,
+    DTYPES,
+    LINKS,
+    LOWER,
+    SHORT_FORMS,
+    check_name,
+    check_prefetch,
+    check_rate,
+    check_world_size,
+)
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.explain.api import explain
-from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.scale.scaling import Scaling
-from fsdp_compile.explain.show.tables import parts
-from fsdp_compile.training.model import Llama, ModelShape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fsdp_compile.explain.plan import Plan
 
 NAME = "explain"
 ABOUT = "Show units, collectives, time and memory of a model on any number of ranks; nothing is run."
 
 _RULES: Final = ", ".join(SHORT_FORMS)
-_BUILT_IN: Final = ModelShape(width=1024, layers=8, heads=16, seq_len=2048)
+_BUILT_IN: Final = {"width": 1024, "layers": 8, "heads": 16, "seq_len": 2048}
 _BATCH: Final = 4
 _WORLD_SIZES: Final = (8, 64, 512, 4096)
-_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": None}
+_DRAWINGS: Final = {".svg": "save_svg", ".png": "save_png"}
 _CONTRACT: Final = "a function without arguments that returns (model, args) or (model, args, kwargs)"
 
 
@@ -45,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{_CONTRACT}; it is called under torch.device('meta') (default: a small Llama)",
     )
     parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks to plan for (default: 8)")
-    parser.add_argument("--param-dtype", choices=list(_DTYPES), default="bfloat16", help="gathered (default: bfloat16)")
+    parser.add_argument("--param-dtype", choices=DTYPES, default="bfloat16", help="gathered (default: bfloat16)")
     parser.add_argument(
         "--prefetch",
         type=lambda text: int(text) if text.isdecimal() else text,
@@ -53,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f'buckets gathered ahead, "auto" (default) for a planned schedule, or a rule of FSDP1: {_RULES}',
     )
-    parser.add_argument("--lower", choices=["inductor", "eager"], default="inductor", help="default: inductor")
+    parser.add_argument("--lower", choices=LOWER, default="inductor", help="default: inductor")
     parser.add_argument("--device", default="h100-sxm", metavar="NAME", help=f"one of {', '.join(DEVICES)}")
     parser.add_argument("--link", default="ib-400", metavar="NAME", help=f"one of {', '.join(LINKS)}, or GB/s per rank")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
@@ -85,39 +89,55 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: If the model cannot be found, or an option has an impossible value.
         UnsupportedModelError: If it cannot be traced.
     """
-    draw = _drawing(arguments.scaling)
+    link = _link(arguments.link)
+    _check(arguments, link)
+    # Whatever is refused above is refused without importing torch.
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from fsdp_compile.cost.hardware import hardware
+    from fsdp_compile.explain.api import explain
+
     with torch.device("meta"):
         model, args, kwargs = _built_in() if arguments.model is None else _load(arguments.model)
-    policy = MixedPrecisionPolicy(param_dtype=_DTYPES[arguments.param_dtype])
+    dtype = None if arguments.param_dtype == "float32" else getattr(torch, arguments.param_dtype)
     plan = explain(
         model,
         *args,
         world_size=arguments.world_size,
-        options={"lower": arguments.lower, "prefetch": arguments.prefetch, "mp_policy": policy},
-        hardware=hardware(arguments.device, _link(arguments.link)),
+        options={"lower": arguments.lower, "prefetch": arguments.prefetch, "mp_policy": MixedPrecisionPolicy(dtype)},
+        hardware=hardware(arguments.device, link),
         **kwargs,
     )
     _show(plan, arguments)
-    if draw is not None:
+    if arguments.scaling is not None:
         scaling = plan.scaling(arguments.world_sizes)
-        _save(arguments.scaling, lambda path: draw(scaling, path))
+        _save(arguments.scaling, getattr(scaling, _DRAWINGS[arguments.scaling.suffix]))
     return 0
 
 
-def _drawing(path: Path | None) -> Callable[[Scaling, Path], object] | None:
-    """How the picture of `--scaling` is drawn, by the ending of its name."""
-    if path is None:
-        return None
+def _check(arguments: argparse.Namespace, link: str | float) -> None:
+    """Refuses what names and numbers alone show to be impossible."""
+    if arguments.scaling is not None:
+        _check_picture(arguments.scaling)
+    if isinstance(link, float):
+        check_rate(link)
+    check_name(arguments.device, DEVICES, "device")
+    if isinstance(link, str):
+        check_name(link, LINKS, "link")
+    check_prefetch(arguments.prefetch)
+    check_world_size(arguments.world_size)
+
+
+def _check_picture(path: Path) -> None:
     if find_spec("matplotlib") is None:
         raise ConfigError(
             "a picture takes matplotlib, which is not installed",
             where=f"--scaling {path}",
             instead="pip install 'fsdp-compile[plot]'",
         )
-    drawings = {".svg": Scaling.save_svg, ".png": Scaling.save_png}
-    if path.suffix not in drawings:
+    if path.suffix not in _DRAWINGS:
         raise ConfigError(f"{path} is no picture", where="--scaling", instead="a name that ends in .svg or .png")
-    return drawings[path.suffix]
 
 
 def _show(plan: Plan, arguments: argparse.Namespace) -> None:
@@ -127,6 +147,10 @@ def _show(plan: Plan, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(plan.to_dict(), indent=2))
     elif sys.stdout.isatty():
+        from rich.console import Console
+
+        from fsdp_compile.explain.show.tables import parts
+
         console = Console(highlight=False)
         for part in parts(plan):
             console.print(part)
@@ -134,7 +158,7 @@ def _show(plan: Plan, arguments: argparse.Namespace) -> None:
         print(plan, end="")
 
 
-def _save(path: Path, save: Any) -> None:
+def _save(path: Path, save: Callable[[Path], object]) -> None:
     try:
         save(path)
     except OSError as error:
@@ -143,12 +167,18 @@ def _save(path: Path, save: Any) -> None:
 
 
 def _built_in() -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
-    tokens = torch.zeros(_BATCH, _BUILT_IN.seq_len, dtype=torch.long)
-    return Llama(_BUILT_IN), (tokens,), {}
+    import torch
+
+    from fsdp_compile.training.model import Llama, ModelShape
+
+    shape = ModelShape(**_BUILT_IN)
+    return Llama(shape), (torch.zeros(_BATCH, shape.seq_len, dtype=torch.long),), {}
 
 
 def _load(path: str) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
     """Calls the function that a path names."""
+    from torch import nn
+
     module_name, _, function_name = path.partition(":")
     sys.path.insert(0, "")  # as `python -m` does, so that a file in the current folder is found
     try:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.config.choices import DEFAULT_PASSES, STAGES, check_pass
 from fsdp_compile.errors import ConfigError, InvariantError
-from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.ir.text.diff import diff_graphs, format_diff
-from fsdp_compile.ir.text.parser import parse_graph
-from fsdp_compile.ir.text.plan import format_plan
-from fsdp_compile.ir.text.printer import format_graph
-from fsdp_compile.options import FSDPOptions
-from fsdp_compile.passes.base import GraphPass
-from fsdp_compile.pipeline import passes
-from fsdp_compile.verify.check import check
-from fsdp_compile.verify.table import Stage
+
+if TYPE_CHECKING:
+    from fsdp_compile.ir.graph import StepGraph
+    from fsdp_compile.passes.base import GraphPass
 
 NAME = "opt"
 ABOUT = "Run passes on the text of a graph and print the graph that they make of it."
@@ -64,12 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--passes",
         metavar="A,B(OPTION=VALUE)",
-        default=",".join(default_passes()),
+        default=",".join(DEFAULT_PASSES),
         help="passes in the order in which they run; none for an empty one (default: %(default)s)",
     )
     parser.add_argument(
         "--verify",
-        choices=[_NEVER, *(stage.value for stage in Stage)],
+        choices=[_NEVER, *STAGES],
         default=_NEVER,
         help="refuse a result that breaks a rule of this stage (default: %(default)s)",
     )
@@ -91,8 +84,15 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: If the file, the graph or the passes cannot be read.
     """
-    pipeline = read_passes(arguments.passes)
-    step = parse_graph(_read(arguments.graph))
+    items = list(_items(arguments.passes))
+    text = _read(arguments.graph)
+    # Whatever is refused above is refused without importing torch.
+    from fsdp_compile.ir.graph import Stage
+    from fsdp_compile.ir.text.parser import parse_graph
+    from fsdp_compile.verify.check import check
+
+    pipeline = _make_all(items)
+    step = parse_graph(text)
     try:
         applied = list(apply_passes(step, pipeline))
         print(_report(step, applied, arguments), end="")
@@ -105,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _report(step: StepGraph, applied: list[Applied], arguments: argparse.Namespace) -> str:
+    from fsdp_compile.ir.text.printer import format_graph
+
     if arguments.json:
         passes_done = [dataclasses.asdict(one) for one in applied]
         return json.dumps({"passes": passes_done, "graph": format_graph(step)}, indent=2) + "\n"
@@ -122,6 +124,10 @@ def apply_passes(step: StepGraph, pipeline: list[GraphPass[Any]]) -> Iterator[Ap
     Raises:
         InvariantError: If a pass leaves a node before one that it needs.
     """
+    from fsdp_compile.ir.text.diff import diff_graphs, format_diff
+    from fsdp_compile.ir.text.plan import format_plan
+    from fsdp_compile.ir.text.printer import format_graph
+
     before = format_graph(step)
     for graph_pass in pipeline:
         plan = graph_pass.plan(step)
@@ -139,12 +145,17 @@ def apply_passes(step: StepGraph, pipeline: list[GraphPass[Any]]) -> Iterator[Ap
 
 def known_passes() -> dict[str, GraphPass[Any]]:
     """Every pass by name, with the options of a fixed schedule where a planned one has others."""
-    others = [options for prefetch in ("BACKWARD_PRE", 1) for options in passes(FSDPOptions(prefetch=prefetch))]
-    return {**default_passes(), **{graph_pass.name: graph_pass for graph_pass in others}}
+    from fsdp_compile.options import FSDPOptions
+    from fsdp_compile.pipeline import KINDS_OF_SCHEDULES, passes
+
+    return {one.name: one for prefetch in KINDS_OF_SCHEDULES for one in passes(FSDPOptions(prefetch=prefetch))}
 
 
 def default_passes() -> dict[str, GraphPass[Any]]:
     """The passes of a compile without options by name, in their order."""
+    from fsdp_compile.options import FSDPOptions
+    from fsdp_compile.pipeline import passes
+
     return {graph_pass.name: graph_pass for graph_pass in passes(FSDPOptions())}
 
 
@@ -157,7 +168,11 @@ def read_passes(text: str) -> list[GraphPass[Any]]:
     Raises:
         ConfigError: For an unknown pass or option, or text that is no such list.
     """
-    found: list[GraphPass[Any]] = []
+    return _make_all(_items(text))
+
+
+def _items(text: str) -> Iterator[tuple[str, str]]:
+    """Name and options of each pass that a text lists."""
     position = 0
     while position < len(text) and text != "none":
         match = _ITEM.match(text, position)
@@ -165,17 +180,17 @@ def read_passes(text: str) -> list[GraphPass[Any]]:
             raise ConfigError(
                 f"{text!r} is not a list of passes", where="--passes", instead="bucket,schedule-prefetch(distance=2)"
             )
-        found.append(_make(match[1], match[2] or ""))
+        check_pass(match[1])
+        yield match[1], match[2] or ""
         position = match.end()
-    return found
 
 
-def _make(name: str, options: str) -> GraphPass[Any]:
+def _make_all(items: Iterable[tuple[str, str]]) -> list[GraphPass[Any]]:
     known = known_passes()
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        raise ConfigError(f"there is no pass {name}", where="--passes", instead=near[0] if near else ", ".join(known))
-    graph_pass: Any = known[name]
+    return [_make(name, known[name], options) for name, options in items]
+
+
+def _make(name: str, graph_pass: Any, options: str) -> GraphPass[Any]:
     fields = [field.name for field in dataclasses.fields(graph_pass)] if dataclasses.is_dataclass(graph_pass) else []
     values = {}
     for option in filter(None, (part.strip() for part in options.split(","))):
@@ -193,6 +208,8 @@ def _make(name: str, options: str) -> GraphPass[Any]:
 def _convert(text: str, default: Any, where: str) -> Any:
     try:
         if "/" in text:  # a device and the GB/s of its link
+            from fsdp_compile.cost.hardware import hardware
+
             device, _, gb_per_s = text.partition("/")
             return hardware(device, float(gb_per_s))
         return int(text) if default is None else type(default)(text)

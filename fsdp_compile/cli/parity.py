@@ -6,23 +6,22 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from rich.console import Console
-from torch.distributed.fsdp import MixedPrecisionPolicy
-
+from fsdp_compile.config.choices import DTYPES, LOWER
 from fsdp_compile.errors import ConfigError, ParityError, RankFailedError
-from fsdp_compile.parity.api import check_parity
-from fsdp_compile.parity.experiment import Accumulation, Level, Reference
-from fsdp_compile.parity.report import ParityReport
+from fsdp_compile.parity.kinds import Accumulation, Level, Reference, check_counts
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdp_compile.parity.report import ParityReport
 
 NAME = "parity"
 ABOUT = "Train the compiled model beside an eager one on real processes and compare every number."
 
-_BUILT_IN: Final = "fsdp_compile.parity.builtin:make_model"
+_BUILT_IN: Final = "fsdp_compile.cli.parity_model:make_model"
 _CONTRACT: Final = "a function without arguments that returns a module"
-_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help="ranks with the same shard (default: 1)")
     parser.add_argument("--keep", action="store_true", help="keep gathered parameters for backward (ZeRO-2)")
-    parser.add_argument("--param-dtype", choices=list(_DTYPES), help="of gathered parameters (default: their own)")
-    parser.add_argument("--reduce-dtype", choices=list(_DTYPES), help="of reduced gradients (default: as gathered)")
-    parser.add_argument("--lower", choices=["inductor", "eager"], help="default: as the level says")
+    parser.add_argument("--param-dtype", choices=DTYPES, help="of gathered parameters (default: their own)")
+    parser.add_argument("--reduce-dtype", choices=DTYPES, help="of reduced gradients (default: as gathered)")
+    parser.add_argument("--lower", choices=LOWER, help="default: as the level says")
     parser.add_argument("--bisect", action="store_true", help="name the pass that introduces a difference")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
@@ -70,6 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: If a function cannot be found, or an option has an impossible value.
     """
+    counts = {"steps": arguments.steps, "micro_batches": arguments.micro_batches}
+    check_counts(arguments.world_size, arguments.replicas, **counts)
+    # Whatever is refused above is refused without importing torch.
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from fsdp_compile.parity.api import check_parity
+
     sys.path.insert(0, "")  # as `python -m` does, so that a file in the current folder is found
     module = arguments.model.partition(":")[0]
     try:
@@ -79,13 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
             world_size=arguments.world_size,
             reference=arguments.reference,
             level=arguments.level,
-            steps=arguments.steps,
-            micro_batches=arguments.micro_batches,
+            **counts,
             accumulation=arguments.accumulation,
             replicas=arguments.replicas,
             reshard_after_forward=not arguments.keep,
             mp_policy=MixedPrecisionPolicy(
-                param_dtype=_DTYPES.get(arguments.param_dtype), reduce_dtype=_DTYPES.get(arguments.reduce_dtype)
+                param_dtype=_dtype(arguments.param_dtype), reduce_dtype=_dtype(arguments.reduce_dtype)
             ),
             options={"lower": arguments.lower} if arguments.lower else {},
             bisect=arguments.bisect,
@@ -104,11 +109,19 @@ def _show(report: ParityReport, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(report.to_json())
     elif sys.stdout.isatty():
+        from rich.console import Console
+
         console = Console(highlight=False, markup=False)
         for part in report.parts():
             console.print(part)
     else:
         print(report, end="")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    return None if name is None else getattr(torch, name)
 
 
 def _load(path: str, contract: str) -> Callable[..., Any]:

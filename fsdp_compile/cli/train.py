@@ -10,14 +10,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from rich.console import Console
-
 from fsdp_compile.errors import ConfigError, RankFailedError
-from fsdp_compile.training.checkpoint import last_checkpoint, step_of
 from fsdp_compile.training.config import TrainConfig, flag
-from fsdp_compile.training.job import Job, Placement, new_job, resumed_job
-from fsdp_compile.training.launch import Interrupted, join, launch
-from fsdp_compile.training.world import DeviceKind
+from fsdp_compile.training.job import Job, new_job, resumed_job
+from fsdp_compile.training.placement import DeviceKind, Placement
 
 NAME = "train"
 ABOUT = "Train a small language model on real text over several processes, each holding its share of it."
@@ -68,12 +64,16 @@ def run(arguments: argparse.Namespace) -> int:
     """
     placement = Placement.find(arguments.ranks)
     job = _job(arguments, placement)
+    from fsdp_compile.training.launch import Interrupted, join, launch
+
     if placement.joins:
         join(job)
         return 0
     try:
         launch(job)
     except Interrupted as interrupted:
+        from rich.console import Console
+
         Console().show_cursor()  # a rank that is killed cannot end its progress bar
         print(f"\ninterrupted; {_how_to_go_on(job)}", file=sys.stderr)
         return 128 + interrupted.signal
@@ -110,6 +110,8 @@ def _job(arguments: argparse.Namespace, placement: Placement) -> Job:
 
 
 def _how_to_go_on(job: Job) -> str:
+    from fsdp_compile.training.checkpoint import last_checkpoint, step_of
+
     checkpoint = last_checkpoint(job.folder.checkpoints)
     if checkpoint is None:
         return "there is no checkpoint yet, start again"

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import os
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -31,11 +34,13 @@ class RankStore:
         prefix: Of all keys; the same on all ranks of the group, and never the same again in the life of the store.
         ranks: Of the group, by their numbers in the world.
         rank: The number of this one in the group.
+        agreed: Digests of what this rank has compared with the others here, and of refusals, in that order.
     """
 
     prefix: str
     ranks: tuple[int, ...]
     rank: int
+    agreed: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, name: str, group: dist.ProcessGroup) -> RankStore:
@@ -59,22 +64,47 @@ class RankStore:
         return dist.PrefixStore(self.prefix, default_store())
 
 
+_WeakGroup = weakref.ref[dist.ProcessGroup]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Alias:
-    """What a name stands for: `used` runs the collectives of `group`, whose ranks meet in `meeting`, if any."""
+    """What a name stands for: `used` runs the collectives, and its ranks meet in `meeting`, if there are any."""
 
     role: str
-    group: dist.ProcessGroup
-    used: dist.ProcessGroup
+    used: _WeakGroup
     meeting: RankStore | None
 
     def is_alive(self, name: str) -> bool:
-        return resolve_group(name) is self.used
+        used = self.used()
+        return used is not None and resolve_group(name) is used
 
 
-_aliases: dict[str, _Alias] = {}
-_runs: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""Runs of neighbours by the name of their group and their length, each with that group."""
+class _Registry:
+    """Groups by the names under which graphs find them, as in torch's own registry: one for the process.
+
+    Groups are the world's: what is remembered of them here keeps none alive, with its threads, when its world is gone.
+
+    Attributes:
+        aliases: By name.
+        made: Groups that were made here, by their purpose and ranks: one for all models and meshes of a world.
+        meshes: Hybrid meshes that were made here, by device type and shape, each with the world that it is a mesh of.
+    """
+
+    def __init__(self) -> None:
+        self.aliases: dict[str, _Alias] = {}
+        self.made: dict[tuple[str, tuple[int, ...]], _WeakGroup] = {}
+        self.meshes: dict[tuple[str, tuple[int, int]], tuple[_WeakGroup, DeviceMesh]] = {}
+
+    def forget_gone_worlds(self) -> None:
+        """Drops what is left of worlds that were destroyed; the numbers of their names are free again."""
+        for name in [name for name, known in self.aliases.items() if not known.is_alive(name)]:
+            del self.aliases[name]
+        for key in [key for key, (world, _) in self.meshes.items() if world() is not dist.group.WORLD]:
+            del self.meshes[key]
+
+
+registry = _Registry()
 GroupRole = Literal["shard", "replicate", "post_forward", "reduce"]
 
 
@@ -84,16 +114,17 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     All ranks of the group must call this together: for gloo, and for a "reduce" group, the name stands for a second
     group of the same ranks; with gloo it runs one collective at a time.
     """
-    for name in [n for n, known in _aliases.items() if not known.is_alive(n)]:
-        del _aliases[name]  # its world was destroyed; the number is free again
-    for name, known in _aliases.items():
-        if known.group is group and known.role == role:
-            return name
-    name = f"fsdp.{role}.{sum(known.role == role for known in _aliases.values())}"
+    aliases = registry.aliases
+    registry.forget_gone_worlds()
     used = _used(group, role)
+    for name, known in aliases.items():
+        if known.used() is used and known.role == role:  # what meshes of the same ranks share has one name, too
+            return name
+    names = (f"fsdp.{role}.{number}" for number in itertools.count())
+    name = next(name for name in names if name not in aliases)
     register_group_alias(name, used)
     place = RankStore.of(name, group) if group.size() > 1 and _has_processes(group) else None
-    _aliases[name] = _Alias(role, group, used, place)
+    aliases[name] = _Alias(role, weakref.ref(used), place)
     return name
 
 
@@ -101,24 +132,39 @@ def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
     """What runs the collectives of a group in a role: gathers do not wait for what a "reduce" group does."""
     if group.size() == 1:
         return group
+    ranks = tuple(dist.get_process_group_ranks(group))
     if _is_gloo(group):
-        return serial_gloo_group(group)
-    if role != "reduce":
-        return group
-    made = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+        return _made_once(f"{role} on gloo", ranks, serial_gloo_group)
+    return group if role != "reduce" else _made_once(role, ranks, _new_group)
+
+
+def _made_once(
+    purpose: str, ranks: tuple[int, ...], make: Callable[[Sequence[int]], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    """The group of these ranks for this purpose; they all call this together where there is none in this world yet."""
+    known = registry.made.get((purpose, ranks))
+    found = None if known is None else known()
+    if found is None or resolve_group(found.group_name) is not found:  # destroyed, by itself or with its world
+        found = make(ranks)
+        registry.made[purpose, ranks] = weakref.ref(found)
+    return found
+
+
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    made = dist.new_group(list(ranks), use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
 
 def rank_store(name: str) -> RankStore | None:
     """Where the ranks of a named group meet; `None` for a group of one rank, or of ranks that are no processes."""
-    alias = _aliases.get(name)
+    alias = registry.aliases.get(name)
     return alias.meeting if alias is not None and alias.is_alive(name) else None
 
 
 def rank_stores() -> list[RankStore]:
     """Those of all groups that this rank is in."""
-    return [place for name in _aliases if (place := rank_store(name)) is not None]
+    return [place for name in registry.aliases if (place := rank_store(name)) is not None]
 
 
 def _has_processes(group: dist.ProcessGroup) -> bool:
@@ -133,15 +179,21 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 def run_of(group: dist.ProcessGroup, length: int) -> dist.ProcessGroup:
     """The group of this rank's run of `length` neighbours in `group`; all ranks of `group` must call this together."""
-    known = _runs.get((group.group_name, length))
-    if known is not None and known[0] is group:
-        return known[1]
     ranks = dist.get_process_group_ranks(group)
     begin = ranks.index(dist.get_rank()) // length * length
-    made = dist.new_group(ranks[begin : begin + length], use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    _runs[group.group_name, length] = (group, made)
-    return made
+    return _made_once("run", tuple(ranks[begin : begin + length]), _new_group)
+
+
+def mesh_once(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
+    """The mesh (replicate, shard) of the world of one shape: one for all models. All ranks call this together."""
+    registry.forget_gone_worlds()
+    known = registry.meshes.get((device_type, shape))
+    if known is None:
+        world = dist.group.WORLD
+        assert world is not None
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+        known = registry.meshes[device_type, shape] = (weakref.ref(world), mesh)
+    return known[1]
 
 
 def default_mesh(device_type: str) -> DeviceMesh:

@@ -17,12 +17,11 @@ import os
 from typing import Literal
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp_compile.comm.groups import check_mesh, default_mesh
+from fsdp_compile.comm.groups import check_mesh, default_mesh, mesh_once
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.spec import Reshard
 
@@ -30,8 +29,6 @@ ReshardAfterForward = bool | int | Literal["auto"]
 """What `fully_shard(reshard_after_forward=...)` takes, besides `None` for its default."""
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _KEEPS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-_hybrid_meshes: dict[tuple[str, int], tuple[dist.ProcessGroup | None, DeviceMesh]] = {}
-"""Meshes made here, by device type and ranks per machine, each with the world that it is a mesh of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,12 +164,7 @@ def hybrid_mesh(device_type: str) -> DeviceMesh:
             where="sharding_strategy=HYBRID_SHARD without a mesh",
             instead="the same number of ranks on every machine, or a mesh (replicate, shard)",
         )
-    known = _hybrid_meshes.get((device_type, shard))
-    if known is None or known[0] is not dist.group.WORLD:
-        shape = (world // shard, shard)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-        known = _hybrid_meshes[device_type, shard] = (dist.group.WORLD, mesh)
-    return known[1]
+    return mesh_once(device_type, (world // shard, shard))
 
 
 def _ranks_per_machine(device_type: str) -> int:

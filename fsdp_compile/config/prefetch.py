@@ -8,12 +8,10 @@ from typing import Final
 
 from torch.distributed.fsdp import BackwardPrefetch
 
+from fsdp_compile.config.choices import BACKWARD_PREFETCH, SHORT_FORMS
 from fsdp_compile.errors import ConfigError
 
-_FORWARD: Final = "forward_prefetch"
-_NAMES: Final = {**{rule.name: rule for rule in BackwardPrefetch}, "none": None}
-SHORT_FORMS: Final = (*_NAMES, *(f"{name}+{_FORWARD}" for name in _NAMES))
-"""The texts that stand for rules."""
+_RULES: Final = {name: None if name == "none" else BackwardPrefetch[name] for name in BACKWARD_PREFETCH}
 
 
 class Ahead(enum.StrEnum):
@@ -87,7 +85,7 @@ def named_rules(value: object) -> FSDPPrefetch | None:
     if not isinstance(value, str) or value not in SHORT_FORMS:
         return None
     name, _, forward = value.partition("+")
-    return FSDPPrefetch(backward=_NAMES[name], forward=bool(forward))
+    return FSDPPrefetch(backward=_RULES[name], forward=bool(forward))
 
 
 def _bad(name: str, value: object, instead: str) -> ConfigError:

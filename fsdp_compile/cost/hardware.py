@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import fx
 
+from fsdp_compile.config.choices import check_name, check_rate
 from fsdp_compile.cost.formulas import collective_us
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import Role, StepGraph, require
@@ -250,20 +250,13 @@ def hardware(device: str = "h100-sxm", link: str | float = "ib-400") -> Hardware
         ConfigError: For an unknown name, or a rate that is not positive.
     """
     if isinstance(link, int | float):
-        if link <= 0:
-            raise ConfigError(f"a link of {link} GB/s sends nothing", where="hardware(link=...)", instead="50")
+        check_rate(link)
         return Hardware(_find(device, DEVICES, "device"), make_link(f"{link:g} GB/s", link, "given by the user"))
     return Hardware(_find(device, DEVICES, "device"), _find(link, LINKS, "link"))
 
 
 def _find(name: str, known: Mapping[str, Any], what: str) -> Any:
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        raise ConfigError(
-            f"there is no {what} {name!r}",
-            where=f"hardware({what}=...)",
-            instead=near[0] if near else "one of " + ", ".join(known),
-        )
+    check_name(name, known, what)
     return known[name]
 
 

@@ -15,6 +15,7 @@ from operator import getitem
 
 from torch import fx
 
+from fsdp_compile._torch.dynamo import is_saved_for_backward
 from fsdp_compile.cost.fusion import Kernels, shares_memory
 from fsdp_compile.cost.sizes import tensor_bytes, tensors_of, tensors_of_value
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
@@ -233,7 +234,7 @@ class _Walk:
         for node, note in itertools.zip_longest(nodes, notes[: len(nodes)]):
             if not isinstance(node, fx.Node):
                 continue
-            saved = type(note).__name__.startswith("SavedForBackwards")
+            saved = is_saved_for_backward(note)
             for buffer in self._all(node):
                 if buffer.holder is Holder.TEMPORARY or (buffer.holder is Holder.SAVED and not saved):
                     buffer.holder = Holder.SAVED if saved else Holder.OUTPUT

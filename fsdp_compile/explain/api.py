@@ -14,14 +14,15 @@ from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.build.plan import build_plan
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.scale.rescale import Setting, Traced, TracedGraphs, plan_at, plan_of
+from fsdp_compile.explain.plan_data import Traced, TracedGraphs
+from fsdp_compile.explain.scale.rescale import Setting, plan_at, plan_of
 from fsdp_compile.explain.trace.dims import Dims, open_inputs
 from fsdp_compile.explain.trace.stand_in import hollow_flats, stand_in
 from fsdp_compile.explain.trace.trace import trace
 from fsdp_compile.explain.trace.world import planning_mesh, planning_world
 from fsdp_compile.lower.compiled_regions import regions_of
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.pipeline import FUSION
+from fsdp_compile.passes.settings import FUSION
 from fsdp_compile.runtime.module_state import units
 from fsdp_compile.sharding.fully_shard import fully_shard
 
@@ -94,8 +95,8 @@ def explain(
         )
         setting = Setting(ranks, inputs.sizes, estimated_for)
         if inputs.sizes:
-            return plan_at(traced, setting)
-        return plan_of(traced, traced.units, [region.steps for region in regions], setting)
+            return Plan.of(plan_at(traced, setting))
+        return Plan.of(plan_of(traced, traced.units, [region.steps for region in regions], setting))
 
 
 def _one_of(hardware: Hardware | None, in_options: Hardware | None) -> Hardware | None:
@@ -126,4 +127,5 @@ def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> 
             instead="explain the plain model before it is sharded",
         )
     fusion = FUSION[regions[0].lower]
-    return build_plan(model, made, [r.steps for r in regions], world_size=ranks, hardware=hardware, fusion=fusion)
+    steps = [region.steps for region in regions]
+    return Plan.of(build_plan(model, made, steps, world_size=ranks, hardware=hardware, fusion=fusion))

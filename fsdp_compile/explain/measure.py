@@ -25,7 +25,7 @@ from fsdp_compile.cost.fusion import plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.sizes import concrete, tensor_bytes
 from fsdp_compile.errors import ConfigError, RankFailedError
-from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.plan_data import PlanData
 
 Times = Mapping[str, float]
 """Times in us by `signature_of`."""
@@ -33,7 +33,7 @@ _WARM_UP: Final = 1
 
 
 def measured(
-    plan: Plan, *, cache: str | Path | None = None, device: str | torch.device = "cpu", rounds: int = 5
+    plan: PlanData, *, cache: str | Path | None = None, device: str | torch.device = "cpu", rounds: int = 5
 ) -> Hardware:
     """The hardware of a plan, with measured times for its matmuls, attentions and all that is a kernel by itself.
 
@@ -66,7 +66,7 @@ def measured(
     return dataclasses.replace(plan.hardware, device=dataclasses.replace(plan.hardware.device, measured=known))
 
 
-def _nodes(plan: Plan) -> dict[str, fx.Node]:
+def _nodes(plan: PlanData) -> dict[str, fx.Node]:
     """One node for each operator that can be measured by itself."""
     assert plan.traced is not None
     found: dict[str, fx.Node] = {}

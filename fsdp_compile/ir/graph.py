@@ -26,6 +26,17 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
 
 
+class Stage(enum.Enum):
+    """How far a graph has come: some rules hold only at the end, and each pass says where it leaves a graph."""
+
+    INSERTED = "after-insert"
+    """One collective per parameter."""
+    BUCKETED = "after-bucket"
+    """One collective per bucket, and not yet where each is freed."""
+    FINAL = "final"
+    """What is lowered."""
+
+
 class Role(enum.Enum):
     """What a node is for."""
 

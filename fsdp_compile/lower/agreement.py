@@ -11,7 +11,6 @@ the only one that compiles, and go on with a graph that it has.
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Iterable
 
 import torch
@@ -26,8 +25,8 @@ from fsdp_compile.ir.graph import EXCHANGES, Record, Role, StepGraph, require, r
 _STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE, *EXCHANGES)
 _NAMES = re.compile(r"(?<= of )(.*)(?= \()")
 """The names of parameters in a line."""
-_orders: weakref.WeakKeyDictionary[groups.RankStore, set[str]] = weakref.WeakKeyDictionary()
-"""Digests of the orders of collectives that this process has compiled for each group."""
+_REFUSED = "refused"
+"""What stands among digests for an order that a rank refused to compile."""
 
 
 def agree(step: StepGraph) -> None:
@@ -48,14 +47,12 @@ def agree(step: StepGraph) -> None:
             continue
         mine = [_line(node) for node in starts if group_of(node) == alias]
         digest = digest_of("\n".join(_numbered(mine)))
-        known = _orders.setdefault(place, set())
-        if digest not in known:
-            known.add(digest)
+        if digest not in place.agreed:
+            place.agreed.append(digest)
             try:
-                _compare(place, len(known), digest, mine)
+                _compare(place, len(place.agreed), digest, mine)
             except RefusedElsewhereError:
-                known.remove(digest)
-                known.add(_refusal(len(known) + 1))
+                place.agreed[-1] = _REFUSED  # a refusal counts as an order, on all ranks
                 raise
 
 
@@ -78,16 +75,10 @@ def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
             continue
         if isinstance(error, RefusedElsewhereError) and error.heard_in == place.prefix:
             continue
-        known = _orders.setdefault(place, set())
-        if known != set(map(_refusal, range(1, len(known) + 1))):
+        if any(digest != _REFUSED for digest in place.agreed):
             continue
-        known.add(_refusal(len(known) + 1))
-        _rendezvous(place).refuse(len(known), error)
-
-
-def _refusal(number: int) -> str:
-    """What stands for a refusal among digests: each counts as an order, on all ranks."""
-    return f"refused {number}"
+        place.agreed.append(_REFUSED)
+        _rendezvous(place).refuse(len(place.agreed), error)
 
 
 def _compare(place: groups.RankStore, number: int, digest: str, mine: list[str]) -> None:

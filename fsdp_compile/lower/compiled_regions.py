@@ -1,13 +1,11 @@
 """What compiled models run: the graphs of each compiled region as the passes left them, for `explain(compiled)`.
 
-Lowering consumes a graph, so a copy of its nodes is kept for as long as one of the units that it reads is alive.
+Lowering consumes a graph, so each unit that it reads keeps a copy of its nodes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -21,7 +19,7 @@ class CompiledRegion:
     """One compiled region.
 
     Attributes:
-        number: Regions are numbered in the order in which they are compiled.
+        number: Regions of a model are numbered in the order in which they are compiled.
         lower: Who runs its graphs, as in `FSDPOptions.lower`.
         steps: Copies of its graphs, forward first.
     """
@@ -35,11 +33,6 @@ class CompiledRegion:
         self.steps.append(step.copy())
 
 
-_numbers = itertools.count()
-_regions: weakref.WeakKeyDictionary[FSDPUnit, dict[tuple[int, ...], CompiledRegion]] = weakref.WeakKeyDictionary()
-"""Regions by a unit that they read, and there by the parameter groups that they read."""
-
-
 def register_region(inputs: Sequence[object], lower: str) -> CompiledRegion:
     """Makes a place for the graphs of a region; of several compiles of one region the last stays.
 
@@ -48,17 +41,19 @@ def register_region(inputs: Sequence[object], lower: str) -> CompiledRegion:
         lower: As in `FSDPOptions.lower`.
     """
     found = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
-    flats = [flat for flat in found if flat is not None]
-    ran = CompiledRegion(next(_numbers), lower)
-    key = tuple(id(flat) for flat in flats)
-    for unit in {flat.unit for flat in flats}:
-        held = _regions.setdefault(unit, {})
-        if torch.is_grad_enabled() or key not in held:  # evaluation does not replace training
-            held[key] = ran
-    return ran
+    groups = [group for group in found if group is not None]
+    units = {group.unit for group in groups}
+    of_models = {unit for model in {unit.model for unit in units} for unit in model.units}
+    earlier = [region.number for unit in of_models for region in unit.compiled_regions.values()]
+    region = CompiledRegion(max(earlier, default=-1) + 1, lower)
+    key = tuple(map(id, groups))
+    for unit in units:
+        if torch.is_grad_enabled() or key not in unit.compiled_regions:  # evaluation does not replace training
+            unit.compiled_regions[key] = region
+    return region
 
 
 def regions_of(units: Iterable[FSDPUnit]) -> list[CompiledRegion]:
     """Regions that read any of `units`, each once, in the order in which they were compiled."""
-    found = {ran for unit in units for ran in _regions.get(unit, {}).values() if ran.steps}
-    return sorted(found, key=lambda ran: ran.number)
+    found = {region for unit in units for region in unit.compiled_regions.values() if region.steps}
+    return sorted(found, key=lambda region: region.number)

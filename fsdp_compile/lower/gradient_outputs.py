@@ -13,7 +13,8 @@ from fsdp_compile.ir.graph import MADE, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import beside
 from fsdp_compile.layout.spec import GradPlacement, Update
 from fsdp_compile.lower.wrappers import Compiled
-from fsdp_compile.runtime.kernels import accompany
+from fsdp_compile.runtime import gradients
+from fsdp_compile.runtime.kernels import consume_accumulated
 from fsdp_compile.runtime.units import FSDPParamGroup
 
 
@@ -78,7 +79,7 @@ def note_grad_outputs(compiled: Compiled, noted: Sequence[GradOutput]) -> Compil
         made = compiled(args)
         for flat, each in zip(flats, noted, strict=True):
             if flat is not None and each.update is Update.AFTER_BACKWARD:  # else the graph says so itself
-                flat.mark_produced(each.offsets, each.grad_placement)
+                gradients.mark_produced(flat, each.offsets, each.grad_placement)
         return made
 
     run._boxed_call = True  # type: ignore[attr-defined]
@@ -98,7 +99,7 @@ def _consume_pending(args: list[Any], each: GradOutput, flat: FSDPParamGroup | N
         None if at is None else args[at] for at in (each.unsharded_accumulated_grad, each.partial_reduce_output)
     )
     if flat is not None:
-        held, partial = accompany(flat, each.offsets, held, partial)
+        held, partial = consume_accumulated(flat, each.offsets, held, partial)
     else:  # saved-tensor hooks gave a copy, whose owner is unknown: what it holds is reduced at the end
         held, partial = (None if value is None else value.new_zeros(value.shape) for value in (held, partial))
     for at, value in ((each.unsharded_accumulated_grad, held), (each.partial_reduce_output, partial)):

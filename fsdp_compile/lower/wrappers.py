@@ -74,9 +74,9 @@ def check_inputs(compiled: Compiled, inputs: Sequence[FlatInput]) -> Compiled:
 def _replace_stale(args: list[Any], flat: FSDPParamGroup, at: FlatInput) -> None:
     if at.kept and is_outdated(flat):
         unshard_again(flat)
-        assert flat.unsharded_params is not None
+        assert flat.unsharded.params is not None
         for offset, position in at.kept:
-            args[position] = flat.unsharded_params.values[offset]
+            args[position] = flat.unsharded.params.values[offset]
 
 
 def read_again(forward: StepGraph, backward: StepGraph) -> frozenset[FlatKey]:

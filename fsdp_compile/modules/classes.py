@@ -1,10 +1,8 @@
-"""Methods that single modules get on top of those of their class.
+"""The class that a sharded module gets, and what its code gets when it says `self.weight`.
 
-What a module's code gets when it says `self.weight`.
-
-The class of a module that holds managed parameters is replaced by a cached subclass with one property per parameter.
-Inside `forward` the property gathers the full value; anywhere else it is the DTensor parameter, so that
-initialization, checkpoints and in-place writes work on what is stored.
+The class is a cached subclass of the module's own with one property per sharded parameter. Inside `forward` the
+property gathers the full value; anywhere else it is the DTensor parameter, so that initialization, checkpoints and
+in-place writes work on what is stored. As with FSDP2, its name is that of the user's class after `FSDP`.
 """
 
 from __future__ import annotations
@@ -13,54 +11,28 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import nn
 
 from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
+from fsdp_compile.config.casts import ForwardCasts, FullPrecision
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
-from fsdp_compile.modules import casts
-from fsdp_compile.modules.forward import OWN_FORWARD, _forward, _own_forward, in_forward
+from fsdp_compile.modules import buffers
+from fsdp_compile.modules.forward import enter_own_forward, forward, in_forward
 from fsdp_compile.modules.param_views import give_storages
 from fsdp_compile.runtime import update_in_backward
-from fsdp_compile.runtime.reduce_queue import reduce_alias
-from fsdp_compile.runtime.units import EVAL_READS, READS, UNSHARD_ARGS, FSDPParamGroup, FSDPUnit, note_layout, titles
-from fsdp_compile.runtime.unshard_args import UnshardArgs, refresh_unshard_args, set_unshard_args
+from fsdp_compile.runtime.module_state import ReadFrom, ensure_state, reads_of
+from fsdp_compile.runtime.reduce_group import reduce_alias
+from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit, titles
+from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, refresh_unshard_args, set_unshard_args
 
-_MIXIN = "_fsdp_mixin"
-"""Attribute of a module: the class whose methods it was given."""
-_made: dict[tuple[type[nn.Module], type], type[nn.Module]] = {}
-
-
-def give_methods(module: nn.Module, mixin: type) -> None:
-    """Adds the methods of `mixin` to those of one module; its class keeps its name."""
-    object.__setattr__(module, _MIXIN, mixin)
-    module.__class__ = with_methods(type(module), module)
-
-
-def with_methods(cls: type[nn.Module], module: nn.Module) -> type[nn.Module]:
-    """`cls` with the methods that `module` was given, if it was given any."""
-    mixin = module.__dict__.get(_MIXIN)
-    if mixin is None or issubclass(cls, mixin):
-        return cls
-    if (cls, mixin) not in _made:
-        members = {
-            "_fsdp_original_class": getattr(cls, "_fsdp_original_class", cls),
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__doc__": cls.__doc__,
-        }
-        _made[cls, mixin] = type(cls.__name__, (mixin, cls), members)
-    return _made[cls, mixin]
-
-
-Read = tuple[nn.Parameter, str, FSDPParamGroup]
-_LEAF = "_fsdp_leaf_"
-"""Start of the attributes of a module that are the leaves which its parameters are gathered from, each once."""
-_READINGS, _ORIGINAL = "_fsdp_readings", "_fsdp_original_class"
-_classes: dict[tuple[type[nn.Module], tuple[ParamRead, ...]], type[nn.Module]] = {}
+_FLAT = "_fsdp_flat_"
+"""Start of the attributes of a module that are the flat parameters it reads from, each once."""
+_KEY = "_fsdp_key"
+_classes: dict[ClassKey, type[nn.Module]] = {}
 
 
 class ParamRead(NamedTuple):
@@ -68,83 +40,96 @@ class ParamRead(NamedTuple):
 
     Attributes:
         name: Its attribute.
-        leaf: Number of the leaf among those of a module.
+        flat: Number of the flat parameter among those of a module.
         text: Of its `UnshardSpec`.
         eval_text: The same for eval mode, where that is another.
     """
 
     name: str
-    leaf: int
+    flat: int
     text: str
     eval_text: str | None
 
 
-def gather_on_read(module: nn.Module, reads: Mapping[str, Read], in_eval: Mapping[str, str] | None = None) -> None:
+class ClassKey(NamedTuple):
+    """What makes the class of a sharded module.
+
+    Attributes:
+        base: The class that the user wrote, or gave the module since.
+        reads: Its sharded parameters, by name.
+        casts: What is cast when its forward is entered and left.
+        methods: The class whose methods it gets on top.
+    """
+
+    base: type[nn.Module]
+    reads: tuple[ParamRead, ...]
+    casts: ForwardCasts | FullPrecision | None
+    methods: type | None
+
+
+def gather_on_read(
+    module: nn.Module, reads: Mapping[str, ReadFrom] | None = None, in_eval: Mapping[str, str] | None = None
+) -> None:
     """Makes `module` gather the named parameters, besides those it gathers already, when its forward reads them.
 
     Args:
         module: The module; its class is replaced by a subclass.
-        reads: For each parameter name, the leaf that it is gathered from, the text of its `UnshardSpec`, the parameter
-            group.
+        reads: Where each parameter is gathered from.
         in_eval: For those of `reads` that are read otherwise in eval mode, the text of that `UnshardSpec`.
     """
-    kept_in_eval = {n: t for n, t in module.__dict__.get(EVAL_READS, {}).items() if n not in reads}
-    object.__setattr__(module, READS, {**module.__dict__.get(READS, {}), **reads})
-    object.__setattr__(module, EVAL_READS, {**kept_in_eval, **(in_eval or {})})
+    state = ensure_state(module)
+    reads = reads or {}
+    others_in_eval = {name: text for name, text in state.eval_reads.items() if name not in reads}
+    state.reads = {**state.reads, **reads}
+    state.eval_reads = {**others_in_eval, **(in_eval or {})}
     for name in reads:
         set_unshard_args(module, name, None)
-    note_layout()
-    read_as_written(module)
+    if state.model is not None:
+        state.model.note_layout()
+    swap_class(module)
     enter_own_forward(module)
 
 
-def gather_slots(groups: Iterable[FSDPParamGroup]) -> None:
+def gather_params(groups: Iterable[FSDPParamGroup]) -> None:
     """Makes the modules that hold parameters of some parameter groups gather them from there."""
-    modules: dict[nn.Module, tuple[dict[str, Read], dict[str, str]]] = {}
+    modules: dict[nn.Module, tuple[dict[str, ReadFrom], dict[str, str]]] = {}
     for group in groups:
         for param in group.params:
             for module, attribute in param.module_refs:
                 reads, in_eval = modules.setdefault(module, ({}, {}))
-                reads[attribute] = (group.flat_param, param.spec.text, group)
+                reads[attribute] = ReadFrom(param.spec.text, group)
                 in_eval.update(param.eval_read(attribute))
+                ensure_state(module).model = group.unit.model
     for module, (reads, in_eval) in modules.items():
         gather_on_read(module, reads, in_eval)
 
 
-def read_as_written(module: nn.Module) -> None:
-    """Gives a module the class whose properties read as the module's `READS` and `EVAL_READS` say.
+def give_methods(module: nn.Module, methods: type) -> None:
+    """Adds the methods of a class to those of one module."""
+    ensure_state(module).methods = methods
+    swap_class(module)
 
-    What they say is part of the class, and the leaves are attributes, each once: so Dynamo guards on the class and on
-    one attribute for each parameter group, not on what it looks up for each parameter.
+
+def swap_class(module: nn.Module) -> None:
+    """Gives a module the class that its state asks for.
+
+    What reads say is part of the class, and the flat parameters are attributes, each once: so Dynamo guards on the
+    class and on one attribute for each parameter group, not on what it looks up for each parameter.
     """
-    reads, in_eval = module.__dict__[READS], module.__dict__[EVAL_READS]
-    number = {leaf: i for i, leaf in enumerate(dict.fromkeys(leaf for leaf, _, _ in reads.values()))}
-    for attribute in [a for a in module.__dict__ if a.startswith(_LEAF)]:
+    state = ensure_state(module)
+    number = {group: i for i, group in enumerate(dict.fromkeys(read.group for read in state.reads.values()))}
+    for attribute in [a for a in module.__dict__ if a.startswith(_FLAT)]:
         object.__delattr__(module, attribute)
-    for leaf, i in number.items():
-        object.__setattr__(module, f"{_LEAF}{i}", leaf)
-    readings = tuple(sorted(ParamRead(n, number[leaf], text, in_eval.get(n)) for n, (leaf, text, _) in reads.items()))
-    if getattr(type(module), _READINGS, None) != readings:
-        module.__class__ = _class_that_reads(module, readings)
-
-
-def _class_that_reads(module: nn.Module, readings: tuple[ParamRead, ...]) -> type[nn.Module]:
-    """The subclass for a module: of its original class, or of the one that somebody has given it since."""
+    for group, i in number.items():
+        object.__setattr__(module, f"{_FLAT}{i}", group.flat_param)
+    reads = sorted(ParamRead(n, number[r.group], r.text, state.eval_reads.get(n)) for n, r in state.reads.items())
     now = type(module)
-    is_own = now is original_class(module) or _ORIGINAL in vars(now)
-    key = original_class(module) if is_own else now, readings
-    if key not in _classes:
-        _classes[key] = _make_class(*key) if is_own else _make_class_over(*key)
-    return with_methods(_classes[key], module)
-
-
-def enter_own_forward(module: nn.Module) -> None:
-    """Makes reads gather in a forward that the user assigned to a module instance, which hides the class's."""
-    own = module.__dict__.get("forward")
-    if own is None or getattr(own, "__func__", None) is _own_forward:
-        return
-    object.__setattr__(module, OWN_FORWARD, own)
-    object.__setattr__(module, "forward", types.MethodType(_own_forward, module))
+    key = ClassKey(vars(now)[_KEY].base if _KEY in vars(now) else now, tuple(reads), state.casts, state.methods)
+    known: ClassKey | None = getattr(now, _KEY, None)  # of its class, or of one below the class that a user gave it
+    if known is None or known[1:] != key[1:]:
+        if key not in _classes:
+            _classes[key] = _make_class(key)
+        module.__class__ = _classes[key]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -152,37 +137,58 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_fsdp_original_class", type(module))
 
 
-def _make_class(original: type[nn.Module], readings: tuple[ParamRead, ...]) -> type[nn.Module]:
-    members = _read_members(readings) | {
+def swap_to_original_class(module: nn.Module) -> type[nn.Module]:
+    """Gives a module the class that the user wrote; returns the one that it had."""
+    sharded_class = type(module)
+    module.__class__ = original_class(module)
+    return sharded_class
+
+
+def swap_back(module: nn.Module, sharded_class: type[nn.Module]) -> None:
+    """Gives a module the class that `swap_to_original_class` returned, with the reads that it has by now."""
+    module.__class__ = sharded_class
+    swap_class(module)
+
+
+def _make_class(key: ClassKey) -> type[nn.Module]:
+    base = key.base
+    members: dict[str, Any] = {
+        _KEY: key,
+        "_fsdp_casts": key.casts,
+        **{read.name: _read_property(read) for read in key.reads},
+    }
+    members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    is_over_ours = hasattr(base, "_fsdp_original_class")  # `parametrize` gives a module a subclass of its class
+    name = base.__name__
+    if not is_over_ours:
+        outside, dot, name = base.__qualname__.rpartition(".")
+        name = f"FSDP{name}"
+        members |= _members_over(base) | {"__qualname__": f"{outside}{dot}{name}"}
+    has_methods = key.methods is None or issubclass(base, key.methods)
+    bases: tuple[type, ...] = (base,) if has_methods else (key.methods, base)  # type: ignore[assignment]
+    return type(name, bases, members)
+
+
+def _members_over(original: type[nn.Module]) -> dict[str, Any]:
+    """What every class over a user's has."""
+    members = {
         "train": _train,
         "__deepcopy__": _refuse_deepcopy,
+        "__reduce_ex__": _refuse_pickle,
         "named_parameters": _named_parameters,
         "get_parameter": _get_parameter,
         "_save_to_state_dict": _save_to_state_dict,
         "_load_from_state_dict": _load_from_state_dict,
         UNSHARD_ARGS: None,
-        _ORIGINAL: original,
+        "_fsdp_original_class": original,
         "_fsdp_original_forward": original.forward,
         "_fsdp_outermost_forward": _outermost_forward(original),
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
     }
     if original.forward is not nn.Module.forward:  # of containers that cannot be called
         # Each subclass has its own function object for the signature, over one code object for Dynamo's skip list.
-        forward = types.FunctionType(_forward.__code__, _forward.__globals__, "forward")
-        members["forward"] = functools.update_wrapper(forward, original.forward)
-    return type(original.__name__, (original,), members)
-
-
-def _make_class_over(given: type[nn.Module], readings: tuple[ParamRead, ...]) -> type[nn.Module]:
-    """The subclass of a class over one of ours, which somebody gave a module: `parametrize` does, for one."""
-    named = {"__module__": given.__module__, "__qualname__": given.__qualname__, "__doc__": given.__doc__}
-    return type(given.__name__, (given,), _read_members(readings) | named)
-
-
-def _read_members(readings: tuple[ParamRead, ...]) -> dict[str, Any]:
-    return {_READINGS: readings, **{reading.name: _read_property(reading) for reading in readings}}
+        made = types.FunctionType(forward.__code__, forward.__globals__, "forward")
+        members["forward"] = functools.update_wrapper(made, original.forward)
+    return members
 
 
 def _outermost_forward(original: type[nn.Module]) -> Callable[..., Any]:
@@ -202,19 +208,19 @@ def _call_original(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # no
     return self._fsdp_original_forward(*args, **kwargs)
 
 
-def _read_property(reading: ParamRead) -> property:
-    name, leaf, text, eval_text = reading.name, f"{_LEAF}{reading.leaf}", reading.text, reading.eval_text
+def _read_property(read_of: ParamRead) -> property:
+    name, flat_param, text, eval_text = read_of.name, f"{_FLAT}{read_of.flat}", read_of.text, read_of.eval_text
 
     def read(module: nn.Module) -> torch.Tensor | None:
         if torch.compiler.is_compiling() or in_forward() or calls_are_compiled():
             if eval_text is not None and not module.training:
-                return torch.ops.fsdp.unshard(getattr(module, leaf), eval_text)
-            variants = getattr(module, UNSHARD_ARGS)
-            if variants is None or name not in variants:
-                return torch.ops.fsdp.unshard(getattr(module, leaf), text)
-            return torch.ops.fsdp.unshard(getattr(module, leaf), *_arguments(text, variants[name]))
+                return torch.ops.fsdp.unshard(getattr(module, flat_param), eval_text)
+            args = getattr(module, UNSHARD_ARGS)
+            if args is None or name not in args:
+                return torch.ops.fsdp.unshard(getattr(module, flat_param), text)
+            return torch.ops.fsdp.unshard(getattr(module, flat_param), *_arguments(text, args[name]))
         if name not in module._parameters:  # deleted by the user
-            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(f"{original_class(module).__name__!r} object has no attribute {name!r}")
         return module._parameters[name]
 
     skip_code(read.__code__)  # one code object for all parameters: as a graph of its own it would recompile for each
@@ -258,27 +264,34 @@ def _get_parameter(self, target):  # type: ignore[no-untyped-def]  # noqa: ANN00
 def _save_to_state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  torch's
     original_class(module)._save_to_state_dict(module, destination, prefix, keep_vars)
     if not keep_vars:
-        reads: dict[str, Read] = getattr(module, READS)
-        give_storages(module, destination, prefix, [(name, group) for name, (_, _, group) in reads.items()])
-        casts.save_original(module, destination, prefix)
+        give_storages(module, destination, prefix, [(name, read.group) for name, read in reads_of(module).items()])
+        buffers.save_original(module, destination, prefix)
 
 
 def _train(module: nn.Module, mode: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's
     changed = original_class(module).train(module, mode)
-    casts.follow_mode(module)
+    buffers.follow_mode(module)
     return changed
 
 
 def _load_from_state_dict(module: nn.Module, *args: Any) -> None:
-    casts.restore(module)
+    buffers.restore(module)
     original_class(module)._load_from_state_dict(module, *args)
-    casts.follow_mode(module)
+    buffers.follow_mode(module)
+
+
+def _refuse_pickle(module: nn.Module, _protocol: SupportsIndex) -> Any:
+    raise UnsupportedModelError(
+        "a sharded module cannot be pickled: its class was made for its process groups and parameter groups",
+        where=original_class(module).__name__,
+        instead="model.state_dict(), or torch.distributed.checkpoint; full_params(model) to pickle full values",
+    )
 
 
 def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
     raise UnsupportedModelError(
         "a sharded module cannot be deep-copied: the copy would share process groups and parameter groups with it",
-        where=type(module).__name__,
+        where=original_class(module).__name__,
         instead="copy.deepcopy(model) before it is sharded, and move values with state_dict() and load_state_dict()",
     )
 
@@ -286,18 +299,19 @@ def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
 def rebuild_specs(unit: FSDPUnit) -> None:
     """Writes what a unit's policy, settings and optimizers say into its parameters' specs and into the next reads."""
     for group in unit.param_groups:
-        update = group.update_state.update = update_in_backward.wanted(group)
+        update = update_in_backward.choose_update(group)
         for param in group.params:
             param.spec = _rebuilt(param.spec, unit, update)
             if param.eval_spec is not None:
                 param.eval_spec = _rebuilt(param.eval_spec, unit, update)
             for module, attribute in param.module_refs:
-                module.__dict__[READS][attribute] = (group.flat_param, param.spec.text, group)
-                module.__dict__[EVAL_READS].update(param.eval_read(attribute))
+                state = ensure_state(module)
+                state.reads[attribute] = ReadFrom(param.spec.text, group)
+                state.eval_reads.update(param.eval_read(attribute))
         refresh_unshard_args(group)
     for module in {module: None for param in unit.params for module, _ in param.module_refs}:
         if original_class(module) is not type(module):  # else `full_params` gives the class back
-            read_as_written(module)
+            swap_class(module)
 
 
 def _rebuilt(spec: UnshardSpec, unit: FSDPUnit, update: Update) -> UnshardSpec:
@@ -314,7 +328,7 @@ def _rebuilt(spec: UnshardSpec, unit: FSDPUnit, update: Update) -> UnshardSpec:
         post_forward_group=post_forward_group,
         divide=unit.divide,
         reduce_group=reduce_alias(unit),
-        forward_prefetch=titles(unit.forward_prefetch),
-        backward_prefetch=titles(unit.backward_prefetch),
+        forward_prefetch=titles(unit.prefetched("forward_prefetch")),
+        backward_prefetch=titles(unit.prefetched("backward_prefetch")),
         update=update,
     )

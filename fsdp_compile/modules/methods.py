@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
 
 from torch import nn
 
@@ -13,10 +13,10 @@ from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile.comm.mesh import with_reshard
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import rebuild_specs
-from fsdp_compile.runtime import accumulation, post_backward
+from fsdp_compile.runtime import accumulation, gradients, post_backward, update_in_backward
 from fsdp_compile.runtime.group_state import ReduceGroup
-from fsdp_compile.runtime.module_state import is_sharded, units, units_of_call
-from fsdp_compile.runtime.reduce_queue import set_reduce_group
+from fsdp_compile.runtime.module_state import is_sharded, units_of_call
+from fsdp_compile.runtime.reduce_group import set_reduce_group
 from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.runtime.unshard import UnshardHandle, reshard, unshard
 
@@ -67,10 +67,8 @@ class ShardedModule:
         calls of their hooks, and what is held back is not flushed, until a last backward.
         """
         flag = _flag(is_last_backward, "set_is_last_backward")
-        own = _units(self, recurse=True)
-        models = {id(unit.outermost): cast("nn.Module", unit.outermost) for unit in own}
-        for model in models.values():
-            accumulation.switch(_units(model, recurse=True), last_backward=flag)
+        for model in dict.fromkeys(unit.model for unit in _units(self, recurse=True)):
+            accumulation.switch(model.units, last_backward=flag)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:  # noqa: FBT001
         """Sets whether gathered parameters are freed after backward, or kept for the next microbatch.
@@ -142,7 +140,7 @@ class ShardedModule:
         Until then, forwards take them and gather nothing.
 
         Args:
-            async_op: Returns a handle at once; the next forward waits by itself if nobody called `handle.wait()`.
+            async_op: Returns a handle at once; the next forward waits by itself if `handle.wait()` was not called.
         """
         own = list(_units(self, recurse=False))
         handle = unshard(own)
@@ -164,11 +162,8 @@ class ShardedModule:
         own = list(_units(self, recurse=True))
         for unit in own:
             for group in unit.param_groups:
-                group.unsharded_accumulated_grad.clear()
-                group.partial_reduce_output.clear()
-                group.flat_param.grad = None
-                group.unwritten.clear()
-                group.update_state.open_forwards, group.update_state.has_new_grads = 0, False
+                gradients.drop(group)
+                update_in_backward.reset(group)
             rebuild_specs(unit)
         reshard(own)
 
@@ -186,7 +181,7 @@ def _set_prefetch(self: object, modules: Sequence[nn.Module], field: str) -> Non
             instead="call it on the module whose gather the others follow",
         )
     named = [unit for module in modules for unit in _unit_of(module, self, where)]
-    setattr(own, field, tuple(dict.fromkeys(named)))
+    setattr(own, field, tuple(weakref.ref(unit) for unit in dict.fromkeys(named)))
     rebuild_specs(own)
 
 
@@ -195,8 +190,8 @@ def _unit_of(module: object, owner: nn.Module, where: str) -> list[FSDPUnit]:
     if module is owner:
         raise ConfigError("a module cannot prefetch itself", where=where, instead="modules that run after it")
     of_call = isinstance(module, nn.Module) and is_sharded(module)
-    outermost = next(iter(_units(owner, recurse=True))).outermost
-    among = units_of_call(module) if of_call else units(outermost)  # type: ignore[arg-type]
+    model = next(iter(_units(owner, recurse=True))).model
+    among = units_of_call(module) if of_call else model.units  # type: ignore[arg-type]
     found = [unit for unit in among if unit.root is module and unit.param_groups]
     if not found and not of_call:
         raise ConfigError(

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor
-from fsdp_compile.runtime.units import READS, FSDPParam, FSDPParamGroup
+from fsdp_compile.runtime.module_state import reads_of
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 
 def give_storages(
@@ -48,12 +49,12 @@ _SWAPPED_IN = "_fsdp_shown"
 """Attribute of a plain parameter that stands for a sharded one."""
 
 
-def own_slots(module: nn.Module) -> Iterator[tuple[str, FSDPParam]]:
+def own_params(module: nn.Module) -> Iterator[tuple[str, FSDPParam]]:
     """The sharded parameters that a module itself holds, by attribute, in registration order."""
-    reads = module.__dict__.get(READS, {})
+    reads = reads_of(module)
     for attribute in module._parameters:
         if attribute in reads:
-            params = reads[attribute][2].params
+            params = reads[attribute].group.params
             yield attribute, next(param for param in params if (module, attribute) in param.module_refs)
 
 

@@ -40,11 +40,14 @@ def start_copy(source: torch.Tensor, device: str) -> torch.Tensor:
     Returns:
         `[n]`, not to be read before `wait_copy`.
     """
-    if source.device.type == device:
-        return source.clone()
     to_host = device == "cpu"
-    result = torch.empty_like(source, device=device, pin_memory=to_host)
-    if source.numel() > 0:
+    if source.device.type == device:
+        result = source.clone()
+    else:
+        result = torch.empty_like(source, device=device, pin_memory=to_host)
+    # A graph that raised between a start and its wait left an event at an address that may be anyone's by now.
+    _running.pop(result.data_ptr(), None)
+    if source.device.type != device and source.numel() > 0:
         on_device = source.device if to_host else result.device
         _running[result.data_ptr()] = _copy_beside(source, result, _stream(on_device, device))
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -12,38 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.errors import ConfigError
-
-
-class Reference(StrEnum):
-    """What the compiled model is compared with; all of them run eagerly."""
-
-    SINGLE = "single"
-    """One unsharded process on the whole batch."""
-    DDP = "ddp"
-    """`DistributedDataParallel`."""
-    FSDP2 = "fsdp2"
-    """`torch.distributed.fsdp.fully_shard` at its defaults."""
-    FSDP1 = "fsdp1"
-    """`FullyShardedDataParallel`, with the original parameters."""
-
-
-class Level(StrEnum):
-    """How equal the two must be."""
-
-    BITWISE = "bitwise"
-    """Every bit of every loss, gradient, parameter and optimizer state."""
-    TOLERANCE = "tolerance"
-    """Up to the bounds of `bounds.py`, which follow from dtypes, lengths of sums and depth."""
-
-
-class Accumulation(StrEnum):
-    """How the gradients of the micro-batches of one step meet."""
-
-    REDUCE_EACH = "reduce-each"
-    """Every micro-batch is reduced, and sharded gradients are added."""
-    HOLD = "hold"
-    """All micro-batches but the last keep their gradients whole and unreduced, as inside of `no_sync`."""
-
+from fsdp_compile.parity.kinds import Accumulation, Level, Reference, check_counts
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -73,16 +41,7 @@ class Experiment:
     accumulation: Accumulation = Accumulation.REDUCE_EACH
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "steps", "replicas", "micro_batches"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} cannot be {value!r}", where="check_parity", instead="1, 2, 3, ...")
-        if self.world_size % self.replicas:
-            raise ConfigError(
-                f"{self.world_size} ranks cannot form {self.replicas} equal groups",
-                where="check_parity(replicas=...)",
-                instead=f"a divisor of {self.world_size}",
-            )
+        check_counts(self.world_size, self.replicas, steps=self.steps, micro_batches=self.micro_batches)
         if self.reference is Reference.DDP and self.mp_policy != MixedPrecisionPolicy():
             raise ConfigError(
                 "DDP has no mixed precision of parameters",

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from fsdp_compile._torch.dynamo import SavedForBackwardsAOTOutput
+from fsdp_compile._torch.dynamo import SavedForBackwardsAOTOutput, is_saved_for_backward
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph, require
@@ -115,15 +115,11 @@ def _save(forward: StepGraph, value: fx.Node) -> None:
     (returned,) = output.args
     assert isinstance(returned, tuple | list)
     notes = output.meta["desc"]
-    place = next((i for i, note in enumerate(notes) if _is_saved(note)), len(notes))
+    place = next((i for i, note in enumerate(notes) if is_saved_for_backward(note)), len(notes))
     output.args = (type(returned)([*returned[:place], value, *returned[place:]]),)
     saved = [SavedForBackwardsAOTOutput(0), *notes[place:]]
     numbered = [dataclasses.replace(note, idx=number) for number, note in enumerate(saved)]
     output.meta["desc"] = [*notes[:place], *numbered]
-
-
-def _is_saved(note: object) -> bool:
-    return type(note).__name__.startswith("SavedForBackwards")
 
 
 def _take(backward: StepGraph, reads: Iterable[fx.Node], value: fx.Node, record: Record) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import Stage, StepGraph
 
 PlanT = TypeVar("PlanT")
 
@@ -14,9 +14,11 @@ class GraphPass(Protocol[PlanT]):
 
     Attributes:
         name: As users write it, such as "insert-collectives".
+        stage: How far it leaves a graph, which decides the rules that hold there.
     """
 
     name: str
+    stage: Stage
 
     def plan(self, step: StepGraph) -> PlanT:
         """Decides what to do; reads the graph and changes nothing."""

@@ -20,7 +20,7 @@ from torch import fx
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.edit import GraphBuilder, erase_unused
-from fsdp_compile.ir.graph import GRADIENTS, SENT, Role, StepGraph, require, role_of
+from fsdp_compile.ir.graph import GRADIENTS, SENT, Role, Stage, StepGraph, require, role_of
 from fsdp_compile.ir.queries import Beside, first_of, flat_of, last_of, upstream
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.messages import narrow, view
@@ -68,6 +68,7 @@ class BucketCollectives:
     reduce_layout: ReduceLayout = ReduceLayout.ALIGNED
     join_bytes: int = 0
     name = "bucket"
+    stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> BucketPlan:
         """One bucket per unit, groups and dtype of the message; several at the edges, one for several tiny units."""

@@ -22,7 +22,7 @@ from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import Role, StepGraph, role_of
+from fsdp_compile.ir.graph import Role, Stage, StepGraph, role_of
 from fsdp_compile.passes.schedule_reduce import chains_of, followers_of
 
 LEAST_GAIN = 0.25
@@ -77,6 +77,7 @@ class DelayWeightGradients:
     hardware: Hardware = dataclasses.field(default_factory=named_hardware)
     fusion: Fusion = Fusion.KERNELS
     name = "delay-weight-gradients"
+    stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> DelayPlan:
         """Counts back from the last reduction to where delaying one more would not help."""

@@ -14,7 +14,7 @@ from torch import fx
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import DECLARING, ON_DEVICE, Phase, Role, StepGraph, require
+from fsdp_compile.ir.graph import DECLARING, ON_DEVICE, Phase, Role, Stage, StepGraph, require
 from fsdp_compile.ir.queries import Named, last_wait, lists_of, named_gathers, upstream
 from fsdp_compile.passes.schedule_prefetch import copies_to
 
@@ -38,6 +38,7 @@ class ExplicitPrefetch:
     """The pass; see the module's docstring."""
 
     name = "explicit-prefetch"
+    stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> ExplicitPlan:
         """Finds the place of each gather that a list names.

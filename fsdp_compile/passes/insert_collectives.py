@@ -24,7 +24,7 @@ from torch import fx
 
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.edit import GraphBuilder, sink
-from fsdp_compile.ir.graph import Record, Role, StepGraph, require
+from fsdp_compile.ir.graph import Record, Role, Stage, StepGraph, require
 from fsdp_compile.ir.queries import (
     GRADIENTS_OF_READS,
     READS,
@@ -88,6 +88,7 @@ class InsertCollectives:
     """The pass; see the module's docstring."""
 
     name = "insert-collectives"
+    stage = Stage.INSERTED
 
     def plan(self, step: StepGraph) -> InsertPlan:
         """Groups the markers by parameter."""

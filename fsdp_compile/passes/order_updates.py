@@ -13,7 +13,7 @@ import dataclasses
 from torch import fx
 
 from fsdp_compile.ir.edit import move_after
-from fsdp_compile.ir.graph import Role, StepGraph
+from fsdp_compile.ir.graph import Role, Stage, StepGraph
 from fsdp_compile.ir.queries import last_of, readers
 
 
@@ -36,6 +36,7 @@ class OrderUpdates:
     """The pass; see the module's docstring."""
 
     name = "order-updates"
+    stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> OrderPlan:
         """Compares each update with the last node that reads its flat parameter."""

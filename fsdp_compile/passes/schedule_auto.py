@@ -18,7 +18,7 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import BudgetTooSmallError
 from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import ON_DEVICE, SENT, Role, StepGraph, require
+from fsdp_compile.ir.graph import ON_DEVICE, SENT, Role, Stage, StepGraph, require
 from fsdp_compile.ir.queries import upstream
 from fsdp_compile.passes.schedule_prefetch import CopyMove, copies_to, lone_copies, start_copy_at
 from fsdp_compile.passes.schedule_reduce import Followers, chains_of, copies_apart, followers_of, lone_waits
@@ -87,6 +87,7 @@ class ScheduleAuto:
     budget_bytes: int | None = None
     fusion: Fusion = Fusion.KERNELS
     name = "schedule-auto"
+    stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> SchedulePlan:
         """Poses the problem, has it solved, and says where each node goes.

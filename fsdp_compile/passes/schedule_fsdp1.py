@@ -21,7 +21,7 @@ from torch import fx
 
 from fsdp_compile.config.prefetch import Ahead
 from fsdp_compile.cost.timeline import waits_of
-from fsdp_compile.ir.graph import SENT, Phase, Role, StepGraph, require
+from fsdp_compile.ir.graph import SENT, Phase, Role, Stage, StepGraph, require
 from fsdp_compile.ir.queries import aliases, first_of, last_of, upstream
 from fsdp_compile.passes.schedule_prefetch import (
     CopyMove,
@@ -48,6 +48,7 @@ class ScheduleFSDP1:
     forward: Ahead = Ahead.AT_NEED
     backward: Ahead = Ahead.BEFORE_COMPUTE
     name = "schedule-fsdp1"
+    stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> PrefetchPlan:
         """Finds the anchor of each gather that does not stay where it is needed."""

@@ -19,7 +19,7 @@ import dataclasses
 from torch import fx
 
 from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import ON_DEVICE, SENT, Role, StepGraph, require, role_of
+from fsdp_compile.ir.graph import ON_DEVICE, SENT, Role, Stage, StepGraph, require, role_of
 from fsdp_compile.ir.queries import first_of, upstream
 
 
@@ -56,6 +56,7 @@ class SchedulePrefetch:
 
     distance: int = 1
     name = "schedule-prefetch"
+    stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> PrefetchPlan:
         """Finds the anchor of each gather."""

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from fsdp_compile.ir.edit import move_before
-from fsdp_compile.ir.graph import GRADIENTS, Role, StepGraph, role_of
+from fsdp_compile.ir.graph import GRADIENTS, Role, Stage, StepGraph, role_of
 from fsdp_compile.ir.queries import last_of, upstream
 from fsdp_compile.passes.emit.reduce import STARTS
 
@@ -59,6 +59,7 @@ class ScheduleReduce:
     """The pass; see the module's docstring."""
 
     name = "schedule-reduce"
+    stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> ReducePlan:
         """Finds the next collective of the same stage after each."""

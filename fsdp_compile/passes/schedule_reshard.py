@@ -13,7 +13,7 @@ import dataclasses
 from torch import fx
 
 from fsdp_compile.ir.edit import GraphBuilder
-from fsdp_compile.ir.graph import Record, Role, StepGraph, require, role_of
+from fsdp_compile.ir.graph import Record, Role, Stage, StepGraph, require, role_of
 from fsdp_compile.ir.queries import aliases, last_of
 from fsdp_compile.ops.effects import RESHARD
 
@@ -39,6 +39,7 @@ class ScheduleReshard:
     """The pass; see the module's docstring."""
 
     name = "schedule-reshard"
+    stage = Stage.FINAL
 
     def plan(self, step: StepGraph) -> ReshardPlan:
         """Finds the last use of each bucket."""

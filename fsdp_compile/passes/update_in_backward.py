@@ -13,7 +13,7 @@ import dataclasses
 from torch import fx
 
 from fsdp_compile.ir.edit import GraphBuilder, move_after
-from fsdp_compile.ir.graph import MADE, Role, StepGraph, require
+from fsdp_compile.ir.graph import MADE, Role, Stage, StepGraph, require
 from fsdp_compile.ir.queries import Beside, last_of, readers, upstream
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.ops import effects
@@ -51,6 +51,7 @@ class UpdateInBackward:
     """The pass; see the module's docstring."""
 
     name = "update-in-backward"
+    stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> UpdatePlan:
         """Finds the flat gradients that are complete in the graph, and the earliest place for each."""

@@ -1,4 +1,4 @@
-"""`no_sync`, and the switches behind it."""
+"""Gradients that are accumulated before they are fully reduced: `no_sync`, and what is done with them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import nn
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.ops.unshard import sum_over_replicas, sum_over_shards
-from fsdp_compile.runtime import gradients, module_state
-from fsdp_compile.runtime.group_state import CommSettings, PendingGrads
+from fsdp_compile.runtime import gradients, module_state, update_in_backward
+from fsdp_compile.runtime.group_state import CommSettings
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 from fsdp_compile.runtime.unshard_args import grad_placement_of, refresh_unshard_args
-
-_active: list[nn.Module] = []
-"""Models inside of a `no_sync` block, innermost last."""
 
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulates gradients without communication: forwards inside of the block keep theirs whole on each rank.
+    """Accumulates gradients without communication: forwards inside of the block leave theirs unsharded on each rank.
 
     The next backward outside of it adds them to its own gradients and reduces the sum once. What a backward will do is
-    decided when its forward runs. Unreduced gradients take the memory of a full gradient, in the dtype of reductions;
+    decided when its forward runs. Accumulated gradients take the memory of a full gradient, in the dtype of reductions;
     they are not in `.grad`, and `zero_grad()` does not drop them.
 
     Args:
@@ -34,21 +32,24 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         ConfigError: If `model` is no module.
     """
-    model = getattr(model, "_orig_mod", model)
-    if not isinstance(model, nn.Module):
+    module = module_state.unwrap(model)
+    if not isinstance(module, nn.Module):
         raise ConfigError(
-            f"{type(model).__name__} is not a torch.nn.Module",
+            f"{type(module).__name__} is not a torch.nn.Module",
             where="no_sync(model)",
             instead="the model, or what torch.compile(model) returned; for a compiled function, the model it calls",
         )
-    before = {unit: dataclasses.replace(unit.comm_settings) for unit in module_state.units(model)}
-    _active.append(model)
+    before = {unit: dataclasses.replace(unit.comm_settings) for unit in module_state.units(module)}
+    inside = [module_state.ensure_state(part) for part in module.modules()]
+    for state in inside:
+        state.no_sync_depth += 1
     try:
         switch(before, reduce_gradients=False, all_reduce=False)
         yield
     finally:
-        _active.remove(model)
-        for unit in module_state.units(model):
+        for state in inside:
+            state.no_sync_depth -= 1
+        for unit in module_state.units(module):
             was = before.get(unit, CommSettings())
             switch([unit], reduce_gradients=was.reduce_gradients, all_reduce=was.all_reduce)
 
@@ -63,29 +64,42 @@ def switch(units: Iterable[FSDPUnit], **flags: bool) -> None:
                 refresh_unshard_args(group)
 
 
-def follow_active(module: nn.Module, made: Iterable[FSDPUnit]) -> None:
-    """Lets units that were just made hold their gradients back if their model is inside of a `no_sync` block."""
-    if any(module is part for model in _active for part in model.modules()):
+def follow_no_sync(module: nn.Module, made: Iterable[FSDPUnit]) -> None:
+    """Lets units that were just made accumulate gradients if their model is inside of a `no_sync` block."""
+    state = module_state.state_of(module)
+    if state is not None and state.no_sync_depth:
         switch(made, reduce_gradients=False, all_reduce=False)
 
 
-def pending_grads_of(group: FSDPParamGroup, placement: GradPlacement) -> PendingGrads:
-    """Where gradients are collected that are summed as far as `placement`, which is not all the way."""
-    return group.unsharded_accumulated_grad if placement is GradPlacement.UNREDUCED else group.partial_reduce_output
+def collect(group: FSDPParamGroup, placement: GradPlacement, gradient: torch.Tensor) -> None:
+    """Takes a gradient that autograd accumulated into the leaf for gradients that are not fully reduced."""
+    gradients.refuse_double_backward(group, gradient)
+    update_in_backward.refuse_second(group)
+    if placement is GradPlacement.REDUCE_SCATTERED:
+        group.grads.unsharded_accumulated_grad.commit()
+    group.grads.pending[placement].add(gradient, group.grads.take_produced(placement))
+    if grad_placement_of(group) is not placement:  # the next reads may be such that reduce it further
+        refresh_unshard_args(group)
+
+
+def roll_back(group: FSDPParamGroup) -> None:
+    """Takes back gradients that a graph consumed and never reduced."""
+    if group.grads.roll_back():
+        refresh_unshard_args(group)
 
 
 def reduce_rest(group: FSDPParamGroup) -> None:
-    """Reduces, as far as the unit asks for now, what no graph has taken along, and adds it to the parameters' `.grad`.
+    """Reduces, as far as the unit asks for now, what no graph has reduced, and adds it to the parameters' `.grad`.
 
-    That is the case after a backward whose forward ran while gradients were held back, and for parameters that the last
-    microbatch did not use.
+    That is the case after a backward whose forward ran without reduction, and for parameters that the last microbatch
+    did not use.
     """
     placement = grad_placement_of(group)
     spec = group.params[0].spec
-    full = group.unsharded_accumulated_grad.drain() if placement is not GradPlacement.UNREDUCED else None
+    full = group.grads.unsharded_accumulated_grad.drain() if placement is not GradPlacement.UNREDUCED else None
     if full is not None:
-        group.partial_reduce_output.add(sum_over_shards(full.value, spec), full.offsets)
-    summed = group.partial_reduce_output.drain() if placement is GradPlacement.REDUCED else None
+        group.grads.partial_reduce_output.add(sum_over_shards(full.value, spec), full.offsets)
+    summed = group.grads.partial_reduce_output.drain() if placement is GradPlacement.REDUCED else None
     if summed is not None:
         gradient = sum_over_replicas(summed.value, spec).to(group.flat_param)
         gradients.accumulate_sharded_grads(group, gradient, summed.offsets)

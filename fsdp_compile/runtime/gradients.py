@@ -6,7 +6,7 @@ own hooks run, and the flat gradient is forgotten, so that `zero_grad`, clipping
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -14,23 +14,22 @@ from torch import nn
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
 from fsdp_compile._torch.tensors import make_dtensor, views_of
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.layout.spec import GradPlacement, Update
+from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 
 def on_flat_grad(group: FSDPParamGroup) -> None:
-    """Notes that `flat.flat_param` has a gradient; the last backward of a step writes it to the parameters' `.grad`.
+    """Takes a gradient that autograd accumulated into a flat parameter; the last backward of a step writes it on.
 
-    Autograd calls this when everything in this backward that read the leaf has run, so it may be updated.
+    Everything in this backward that read the flat parameter has run, so it may be updated.
     """
     if group.update_state.is_updated:
         group.flat_param.grad = None  # or the next step would add it
-        group.take_produced(GradPlacement.REDUCED)
+        group.grads.take_produced(GradPlacement.REDUCED)
         update_in_backward.refuse_second(group)
-    group.unsharded_accumulated_grad.commit()
-    group.partial_reduce_output.commit()
-    group.unwritten |= group.take_produced(GradPlacement.REDUCED)
+    group.grads.commit()
+    group.grads.unwritten |= group.grads.take_produced(GradPlacement.REDUCED)
     if group.unit.comm_settings.last_backward:
         write_sharded_grads(group)
     if group.update_state.has_new_grads and update_in_backward.is_complete(group):
@@ -38,9 +37,9 @@ def on_flat_grad(group: FSDPParamGroup) -> None:
 
 
 def write_sharded_grads(group: FSDPParamGroup) -> None:
-    """Moves the gradient of `flat.flat_param` into the parameters whose gradients arrived, and clears it."""
+    """Moves the gradient of a flat parameter to the `.grad` of its parameters."""
     gradient, group.flat_param.grad = group.flat_param.grad, None
-    offsets, group.unwritten = group.unwritten, set()
+    offsets, group.grads.unwritten = group.grads.unwritten, set()
     if gradient is None:
         return
     refuse_double_backward(group, gradient)
@@ -53,7 +52,7 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
     parts = views_of(gradient, [param.place for param in params])
     for param, part in zip(params, parts, strict=True):
         accumulate(param, make_dtensor(part, param.dtensor))
-    group.update_state.has_new_grads = group.update_state.update is Update.IN_BACKWARD
+    update_in_backward.note_new_grads(group)
 
 
 def refuse_double_backward(group: FSDPParamGroup, gradient: torch.Tensor) -> None:
@@ -74,7 +73,7 @@ def refuse_double_backward(group: FSDPParamGroup, gradient: torch.Tensor) -> Non
 def accumulate(param: FSDPParam, gradient: torch.Tensor) -> None:
     """Adds a gradient in the parameter's dtype; what is kept may be narrower (`keep_low_precision_grads`)."""
     parameter = param.parameter
-    # This runs once per parameter in every step, so what few parameters have is asked for before it is looked at.
+    # This runs once per parameter in every step, so hooks, which few parameters have, are asked for once.
     if parameter._backward_hooks:
         for hook in parameter._backward_hooks.values():
             replaced = hook(gradient)
@@ -96,3 +95,14 @@ def _add_in(dtype: torch.dtype, parameter: nn.Parameter, gradient: torch.Tensor)
         total = gradient if parameter.grad is None else parameter.grad.to(gradient.dtype) + gradient
         allow_any_gradient_dtype(parameter)
         parameter.grad = total.to(dtype)
+
+
+def mark_produced(group: FSDPParamGroup, offsets: Iterable[int], placement: GradPlacement) -> None:
+    """Notes which parameters the gradient that autograd is about to accumulate covers, and how far it is reduced."""
+    group.grads.mark_produced(offsets, placement)
+
+
+def drop(group: FSDPParamGroup) -> None:
+    """Drops gradients that have not reached the parameters."""
+    group.grads.clear()
+    group.flat_param.grad = None

@@ -1,14 +1,48 @@
-"""State of one parameter group that knows no group: gradients, gathered parameters, updates, settings."""
+"""What a unit is told to do, and how far the unshard and the update of one of its parameter groups are."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_compile.layout.spec import UnshardSpec, Update
+from fsdp_compile.comm.mesh import MeshPlacement
+from fsdp_compile.config.policy import MixedPrecision, Offload
+from fsdp_compile.errors import InvariantError
+from fsdp_compile.layout.spec import Update
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPolicy:
+    """How the parameters of a unit are stored, sent and reduced.
+
+    Attributes:
+        mesh_placement: Over which ranks, and what is kept for backward.
+        mixed_precision: Dtypes; `None` in it keeps the parameter's own.
+        offload: Whether shards live on the host; `None` keeps them on the mesh's device.
+    """
+
+    mesh_placement: MeshPlacement
+    mixed_precision: MixedPrecision
+    offload: Offload | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks."""
+        return self.mesh_placement.mesh
+
+    @property
+    def size(self) -> int:
+        """Ranks in the shard group."""
+        return self.mesh_placement.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the shard group."""
+        return self.mesh_placement.rank
 
 
 @dataclasses.dataclass
@@ -59,123 +93,6 @@ class ParamState(enum.Enum):
     """Plain, full parameters, inside of `full_params`."""
 
 
-@dataclasses.dataclass
-class AccumulatedGrad:
-    """Gradients of some parameters of one flat parameter.
-
-    Attributes:
-        value: `[parts * numel]`: rank after rank, each with the rows that it will keep; one part for partial results.
-        offsets: The parameters that have gradients in it.
-        consumed: Slots whose gradients are still in `value` and no longer count.
-    """
-
-    value: torch.Tensor
-    offsets: set[int]
-    consumed: set[int] = dataclasses.field(default_factory=set)
-
-
-class PendingGrads:
-    """The place of one flat parameter's unreduced gradients.
-
-    Args:
-        specs: The parameters.
-        parts: Into how many parts of the flat parameter's size the value is divided.
-    """
-
-    def __init__(self, specs: Iterable[UnshardSpec], parts: int) -> None:
-        self._specs: Mapping[int, UnshardSpec] = {spec.offset: spec for spec in specs}
-        self._parts = parts
-        self._grad: AccumulatedGrad | None = None
-        self._uncommitted: list[tuple[torch.Tensor, set[int]]] = []
-
-    def __bool__(self) -> bool:
-        return self._grad is not None
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether something is held, or was taken and has not arrived."""
-        return self._grad is not None or bool(self._uncommitted)
-
-    @property
-    def value(self) -> torch.Tensor | None:
-        """What is held, for a graph to borrow."""
-        return None if self._grad is None else self._grad.value
-
-    def add(self, gradient: torch.Tensor, offsets: Iterable[int]) -> None:
-        """Accumulates a gradient that covers the parameters at `offsets`, and is zero elsewhere.
-
-        Args:
-            gradient: `[parts * numel]`, in the dtype of reductions; it is kept.
-            offsets: Slots of the parameter group.
-        """
-        pending = self._grad
-        if pending is None:
-            self._grad = AccumulatedGrad(gradient, set(offsets))
-        else:
-            value = self._without(pending.value, pending.consumed) + gradient
-            self._grad = AccumulatedGrad(value, pending.offsets | set(offsets))
-
-    def consume(self, borrowed: torch.Tensor, offsets: Iterable[int]) -> torch.Tensor:
-        """Gives away what is held of some parameters.
-
-        Args:
-            borrowed: What the taker was given when its forward ran; if something was added since, nothing is taken.
-            offsets: Slots that the taker reduces; it does not look at others.
-
-        Returns:
-            A tensor like `borrowed`: the gradients of these parameters, zeros for those that were taken before.
-        """
-        pending, wanted = self._grad, set(offsets)
-        if pending is None or pending.value.data_ptr() != borrowed.data_ptr():
-            return torch.zeros_like(borrowed)
-        value = self._without(borrowed, wanted & pending.consumed)
-        self._uncommitted.append((pending.value, wanted & pending.offsets))
-        pending.consumed |= wanted & pending.offsets
-        pending.offsets -= wanted
-        if not pending.offsets:
-            self._grad = None
-        return value
-
-    def commit(self) -> None:
-        """Notes that what was taken has arrived where it was to go."""
-        self._uncommitted.clear()
-
-    def roll_back(self) -> bool:
-        """Holds again what was taken and never arrived: `torch.autograd.grad` drops gradients that nobody asked for.
-
-        Returns:
-            Whether there was anything.
-        """
-        lost, self._uncommitted = self._uncommitted, []
-        for value, offsets in lost:
-            if self._grad is not None and self._grad.value is value:
-                self._grad.offsets |= offsets
-                self._grad.consumed -= offsets
-            else:
-                self.add(self._without(value, self._specs.keys() - offsets), offsets)
-        return bool(lost)
-
-    def drain(self) -> AccumulatedGrad | None:
-        """Gives away everything."""
-        pending, self._grad = self._grad, None
-        return pending and AccumulatedGrad(self._without(pending.value, pending.consumed), pending.offsets)
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._grad = None
-        self._uncommitted.clear()
-
-    def _without(self, value: torch.Tensor, offsets: Iterable[int]) -> torch.Tensor:
-        """`value` with zeros in the parameters at `offsets`."""
-        gone = [self._specs[offset] for offset in offsets]
-        if not gone:
-            return value
-        rows = value.view(self._parts, -1).clone()
-        for spec in gone:
-            rows[:, spec.offset : spec.offset + spec.extent] = 0
-        return rows.view(-1)
-
-
 @dataclasses.dataclass(frozen=True)
 class UnshardedParams:
     """Full parameters, and the moment at which they were those of the parameter group.
@@ -200,6 +117,42 @@ class PendingAllGather:
 
     messages: tuple[tuple[torch.Tensor, ...], ...]
     version: tuple[int, ...]
+
+
+class UnshardedState:
+    """Whether the parameters of one group are gathered between calls: SHARDED -> GATHERING -> UNSHARDED -> SHARDED.
+
+    Attributes:
+        all_gather: An all-gather of them that is still running: GATHERING.
+        params: The full parameters: UNSHARDED.
+    """
+
+    def __init__(self) -> None:
+        self.all_gather: PendingAllGather | None = None
+        self.params: UnshardedParams | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing is gathered, or on its way."""
+        return self.all_gather is None and self.params is None
+
+    def start(self, all_gather: PendingAllGather) -> None:
+        """Enters GATHERING; what was gathered before, and is out of date, is freed."""
+        if self.all_gather is not None:
+            raise InvariantError("an all-gather was started while another one of the same parameters runs")
+        self.all_gather, self.params = all_gather, None
+
+    def finish(self, params: UnshardedParams) -> None:
+        """Enters UNSHARDED."""
+        if self.all_gather is None:
+            raise InvariantError("an all-gather was finished that was not started")
+        self.all_gather, self.params = None, params
+
+    def free(self) -> None:
+        """Enters SHARDED; memory may not be freed while it is written."""
+        if self.all_gather is not None:
+            raise InvariantError("parameters were freed while their all-gather runs")
+        self.params = None
 
 
 @dataclasses.dataclass

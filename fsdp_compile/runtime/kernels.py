@@ -20,32 +20,29 @@ from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 _LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
 
 
-def accompany(
-    flat: FSDPParamGroup,
+def consume_accumulated(
+    group: FSDPParamGroup,
     offsets: Sequence[int],
     unsharded_accumulated_grad: torch.Tensor | None,
     partial_reduce_output: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What may really be added to gradients of the parameters at `offsets`: nothing that has been reduced before.
+    """Takes out what may be added to gradients of the parameters at `offsets`: nothing that has been reduced before.
 
     Args:
-        flat: The parameter group.
-        offsets: Slots that get gradients.
+        group: The parameter group.
+        offsets: Of the parameters that get gradients.
         unsharded_accumulated_grad: What their reads were given to add before the reduction.
         partial_reduce_output: What their reads were given to add before the sum over replicas.
     """
     if unsharded_accumulated_grad is None and partial_reduce_output is None:
         return None, None
-    unsharded_accumulated_grad = (
-        None
-        if unsharded_accumulated_grad is None
-        else flat.unsharded_accumulated_grad.consume(unsharded_accumulated_grad, offsets)
-    )
-    partial_reduce_output = (
-        None if partial_reduce_output is None else flat.partial_reduce_output.consume(partial_reduce_output, offsets)
-    )
-    refresh_unshard_args(flat)
-    post_backward.queue_post_backward(flat)
+    grads = group.grads
+    if unsharded_accumulated_grad is not None:
+        unsharded_accumulated_grad = grads.unsharded_accumulated_grad.consume(unsharded_accumulated_grad, offsets)
+    if partial_reduce_output is not None:
+        partial_reduce_output = grads.partial_reduce_output.consume(partial_reduce_output, offsets)
+    refresh_unshard_args(group)
+    post_backward.queue_post_backward(group)
     return unsharded_accumulated_grad, partial_reduce_output
 
 
@@ -61,8 +58,8 @@ def _reduce_grad(
     read = parse(spec)
     owner = FSDPParamGroup.of(flat)
     if owner is not None:
-        owner.mark_produced([read.offset], read.grad_placement)
-        unsharded_accumulated_grad, partial_reduce_output = accompany(
+        gradients.mark_produced(owner, [read.offset], read.grad_placement)
+        unsharded_accumulated_grad, partial_reduce_output = consume_accumulated(
             owner, [read.offset], unsharded_accumulated_grad, partial_reduce_output
         )
     return reduced_gradient(flat, grad, read, unsharded_accumulated_grad, partial_reduce_output)
@@ -81,7 +78,7 @@ def _reduce_rows(
     read = parse(spec)
     owner = FSDPParamGroup.of(flat)
     if owner is not None:
-        owner.mark_produced([read.offset], read.grad_placement)
+        gradients.mark_produced(owner, [read.offset], read.grad_placement)
     return reduced_rows(flat, grad, ids, spec, padding_idx, scale_grad_by_freq)
 
 
@@ -99,8 +96,7 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) 
     if not is_accumulated_in_this_backward(owner.flat_param):
         return  # `torch.autograd.grad` asks for other gradients
     update_in_backward.refuse_second(owner)
-    owner.unsharded_accumulated_grad.commit()
-    owner.partial_reduce_output.commit()
+    owner.grads.commit()
     post_backward.queue_post_backward(owner)
     is_last = update_in_backward.is_complete(owner) and owner.update_state.open_forwards == 0
     waiting = owner.flat_param.grad
@@ -109,13 +105,13 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) 
     elif not is_last or _is_kept(owner, offsets):
         gradient = gradient.clone()
     owner.flat_param.grad = gradient
-    owner.unwritten |= set(offsets)
+    owner.grads.unwritten |= set(offsets)
     if is_last:
         gradients.write_sharded_grads(owner)
         update_in_backward.run(owner)
     else:
         # For the hook of the flat parameter, which autograd calls although it adds nothing.
-        owner.mark_produced(offsets, GradPlacement.REDUCED)
+        gradients.mark_produced(owner, offsets, GradPlacement.REDUCED)
 
 
 def _is_kept(flat: FSDPParamGroup, offsets: Sequence[int]) -> bool:

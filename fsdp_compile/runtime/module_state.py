@@ -1,27 +1,29 @@
-"""What a call of `fully_shard` leaves on a module, and the only functions that walk modules for it."""
+"""The one attribute that FSDP keeps on a module, and the only functions that walk modules for it.
+
+What traced code reads stays flat on the module, since Dynamo guards attribute by attribute: `_fsdp_flat_<i>`,
+`_fsdp_unshard_args`, and `_fsdp_own_forward` where an instance has a forward of its own.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from torch import nn
 
+from fsdp_compile.config.casts import ForwardCasts, FullPrecision
 from fsdp_compile.config.policy import MixedPrecision
-from fsdp_compile.runtime.units import READS, FSDPParam, FSDPUnit
+from fsdp_compile.runtime.buffers import CastBuffer
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, ModelState
+from fsdp_compile.runtime.view_check import ViewCheck
 
-
-def units_below(module: nn.Module) -> list[FSDPUnit]:
-    """Units that modules at and below `module` read from."""
-    reads = [read for m in module.modules() for read in m.__dict__.get(READS, {}).values()]
-    return list(dict.fromkeys(group.unit for _, _, group in reads))
-
-
-def params_in(module: nn.Module, unit: FSDPUnit) -> Iterator[FSDPParam]:
-    """The parameters of a unit that modules at and below `module` hold."""
-    inside = set(module.modules())
-    return (param for param in unit.params if any(owner in inside for owner, _ in param.module_refs))
+_STATE = "_fsdp_state"
+ParamOwner = tuple[nn.Module, str]
+"""The first module that holds a parameter, and the attribute."""
+ParamRef = tuple[str, nn.Module, str, nn.Parameter]
+"""Name of the module, the module, the attribute, the parameter."""
 
 
 class Nesting(enum.Enum):
@@ -31,15 +33,8 @@ class Nesting(enum.Enum):
     INSIDE = "inside"
 
 
-ParamOwner = tuple[nn.Module, str]
-"""The first module that holds a parameter, and the attribute."""
-ParamRef = tuple[str, nn.Module, str, nn.Parameter]
-"""Name of the module, the module, the attribute, the parameter."""
-_STATE = "_fsdp_sharding"
-
-
 @dataclasses.dataclass
-class Sharding:
+class ShardingCall:
     """What one call of `fully_shard` made.
 
     Attributes:
@@ -55,14 +50,90 @@ class Sharding:
     nesting: Nesting = Nesting.OUTERMOST
 
 
+class ReadFrom(NamedTuple):
+    """Where a module's parameter is gathered from.
+
+    Attributes:
+        text: Of its `UnshardSpec`.
+        group: The parameter group.
+    """
+
+    text: str
+    group: FSDPParamGroup
+
+
+@dataclasses.dataclass(eq=False)
+class ModuleState:
+    """What FSDP knows of one module.
+
+    Attributes:
+        model: The sharded model that it is a part of.
+        call: What the call of `fully_shard` on this very module made.
+        reads: The sharded parameters that it holds, by attribute.
+        eval_reads: For those of them that eval mode gathers otherwise, the text of that `UnshardSpec`.
+        casts: What is cast when its forward is entered and left.
+        cast_buffers: Its buffers in another dtype than they were made in, by name.
+        methods: The class whose methods it was given on top of its own.
+        view_check: What tells that everything below it is where the last step left it.
+        no_sync_depth: How many `no_sync` blocks it is inside of.
+    """
+
+    model: ModelState | None = None
+    call: ShardingCall | None = None
+    reads: dict[str, ReadFrom] = dataclasses.field(default_factory=dict)
+    eval_reads: dict[str, str] = dataclasses.field(default_factory=dict)
+    casts: ForwardCasts | FullPrecision | None = None
+    cast_buffers: dict[str, CastBuffer] = dataclasses.field(default_factory=dict)
+    methods: type | None = None
+    view_check: ViewCheck | None = None
+    no_sync_depth: int = 0
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """What FSDP knows of a module, if anything."""
+    return module.__dict__.get(_STATE)
+
+
+def ensure_state(module: nn.Module) -> ModuleState:
+    """What FSDP knows of a module, from now on."""
+    state = state_of(module)
+    if state is None:
+        state = ModuleState()
+        object.__setattr__(module, _STATE, state)
+    return state
+
+
+def reads_of(module: nn.Module) -> dict[str, ReadFrom]:
+    """The sharded parameters that a module itself holds, by attribute."""
+    state = state_of(module)
+    return {} if state is None else state.reads
+
+
+def call_on(module: nn.Module) -> ShardingCall | None:
+    """What the call of `fully_shard` on this very module made, if there was one."""
+    state = state_of(module)
+    return None if state is None else state.call
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on this very module."""
+    return call_on(module) is not None
+
+
+def unwrap(model: object) -> object:
+    """The module that `torch.compile` wrapped, or what was given."""
+    return getattr(model, "_orig_mod", model)
+
+
 def units(model: nn.Module) -> list[FSDPUnit]:
     """The units of a model, in registration order of their root modules; empty if nothing in it is sharded."""
-    model = getattr(model, "_orig_mod", model)
-    return [unit for m in _modules_below(model) if _STATE in m.__dict__ for unit in m.__dict__[_STATE].units]
+    module = unwrap(model)
+    assert isinstance(module, nn.Module)
+    return [unit for m in _modules_below(module) if (call := call_on(m)) is not None for unit in call.units]
 
 
 def _modules_below(root: nn.Module) -> Iterable[nn.Module]:
-    """What `root.modules()` gives, in that order, without making names: this runs once in every step."""
+    """What `root.modules()` gives, in that order, without making names."""
     found: dict[nn.Module, None] = {}
     todo: list[nn.Module | None] = [root]
     while todo:
@@ -75,20 +146,29 @@ def _modules_below(root: nn.Module) -> Iterable[nn.Module]:
 
 def units_of_call(module: nn.Module) -> list[FSDPUnit]:
     """The units that the call of `fully_shard` on this very module made."""
-    return list(module.__dict__[_STATE].units) if _STATE in module.__dict__ else []
+    call = call_on(module)
+    return [] if call is None else list(call.units)
+
+
+def units_below(module: nn.Module) -> list[FSDPUnit]:
+    """Units that modules at and below `module` read from."""
+    reads = (read for m in module.modules() for read in reads_of(m).values())
+    return list(dict.fromkeys(read.group.unit for read in reads))
+
+
+def params_in(module: nn.Module, unit: FSDPUnit) -> Iterator[FSDPParam]:
+    """The parameters of a unit that modules at and below `module` hold."""
+    inside = set(module.modules())
+    return (param for param in unit.params if any(owner in inside for owner, _ in param.module_refs))
 
 
 def is_ignored(root: nn.Module, parameter: nn.Parameter) -> bool:
     """Whether a call of `fully_shard` in `root` was told to leave `parameter` alone."""
-    return any(id(parameter) in m.__dict__[_STATE].ignored for m in root.modules() if _STATE in m.__dict__)
+    return any(id(parameter) in call.ignored for m in root.modules() if (call := call_on(m)) is not None)
 
 
 def is_inside(module: nn.Module) -> bool:
     """Whether `module` is a part of a model of which a module above it is sharded, too."""
-    asked = [module] if is_sharded(module) else [m for m in module.modules() if is_sharded(m)]
-    return any(m.__dict__[_STATE].nesting is Nesting.INSIDE for m in asked)
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on this very module."""
-    return _STATE in module.__dict__
+    own = call_on(module)
+    asked = [own] if own is not None else [call_on(m) for m in module.modules()]
+    return any(call is not None and call.nesting is Nesting.INSIDE for call in asked)

@@ -1,63 +1,77 @@
-"""A unit, its parameter groups and their parameters."""
+"""Units, their parameter groups, and the model that they are parts of.
+
+    module -> ModuleState -> ModelState -> FSDPUnit -> FSDPParamGroup -> FSDPParam -> nn.Parameter
+
+References the other way are weak, so that `del model` frees its memory at once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.autograd import backward_in_progress
-from fsdp_compile._torch.tensors import ViewPlace, local_tensor, views_of
-from fsdp_compile.comm.mesh import MeshPlacement
-from fsdp_compile.config.policy import MixedPrecision, Offload
+from fsdp_compile._torch.tensors import ViewPlace, local_tensor
 from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
 from fsdp_compile.ops.comm_hook import Registered
+from fsdp_compile.runtime.grad_state import GradState
 from fsdp_compile.runtime.group_state import (
     CommSettings,
     ParamState,
-    PendingGrads,
     ReduceGroup,
+    UnitPolicy,
+    UnshardedState,
     UpdateState,
     WrapSource,
 )
 
-if TYPE_CHECKING:
-    from fsdp_compile.runtime.group_state import PendingAllGather, UnshardedParams
 
-READS = "_fsdp_reads"
-"""Attribute of a sharded module: parameter name to (flat parameter, text of its `UnshardSpec`, parameter group)."""
-EVAL_READS = "_fsdp_eval_reads"
-"""Attribute of a sharded module: parameter name to the text of the read that eval mode makes, where it is another."""
-UNSHARD_ARGS = "_fsdp_variants"
-"""Attribute of a sharded module: parameter name to what its reads take besides (`variants.py`); absent by default."""
-_layouts = [0]
+class ModuleRefs(Sequence[tuple[nn.Module, str]]):
+    """Every (module, attribute) that holds a parameter; modules that are gone are left out.
 
+    Args:
+        refs: Those that hold it now.
+    """
 
-def note_layout() -> None:
-    """Says that what was remembered of modules is stale."""
-    _layouts[0] += 1
+    def __init__(self, refs: Iterable[tuple[nn.Module, str]]) -> None:
+        self._refs = [(weakref.ref(module), attribute) for module, attribute in refs]
 
+    def append(self, module: nn.Module, attribute: str) -> None:
+        """Adds one more."""
+        self._refs.append((weakref.ref(module), attribute))
 
-def layouts() -> int:
-    """How often anything was laid out, so that what is remembered of modules can be told stale."""
-    return _layouts[0]
+    def __iter__(self) -> Iterator[tuple[nn.Module, str]]:
+        for reference, attribute in self._refs:
+            module = reference()
+            if module is not None:
+                yield module, attribute
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[nn.Module, str]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[nn.Module, str]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return list(self)[index]
 
 
 @dataclasses.dataclass(eq=False)
 class FSDPParam:
-    """One managed parameter and its place.
+    """One sharded parameter, and its place in its group's flat parameter.
 
     Attributes:
-        name: Name of the parameter relative to its unit's root module.
-        module_refs: Every (module, attribute) that holds it; more than one if it is tied.
+        name: Relative to its unit's root module.
+        module_refs: More than one if it is tied.
         parameter: The DTensor parameter that users, optimizers and checkpoints see.
         spec: Where it lies and how it is gathered.
         rank: This rank's place in the shard group.
@@ -67,12 +81,12 @@ class FSDPParam:
             behind.
         eval_spec: How it is gathered in eval mode, where that differs.
         grad_dtype: Dtype of its `.grad`, where that is not its own.
-        position: Its place in the order of registration, among the parameters of its parameter group.
+        position: Its place in the order of registration, among the parameters of its group.
         is_read_before: Whether a graph from before it was sharded may send it a gradient.
     """
 
     name: str
-    module_refs: list[tuple[nn.Module, str]]
+    module_refs: ModuleRefs
     parameter: nn.Parameter
     spec: UnshardSpec
     rank: int
@@ -94,13 +108,9 @@ class FSDPParam:
         """For a module that holds it as `attribute`: the text by which eval mode reads it, where that differs."""
         return {} if self.eval_spec is None else {attribute: self.eval_spec.text}
 
-    def view_of(self, group: torch.Tensor) -> torch.Tensor:
-        """This parameter's part of a contiguous tensor, without a history, that is laid out like its flat parameter."""
-        return views_of(group, [self.place])[0]
-
     @functools.cached_property
     def place(self) -> ViewPlace:
-        """Where in a contiguous tensor that is laid out like its flat parameter this parameter's part is."""
+        """Where in a contiguous tensor that is laid out like the flat parameter this parameter's part is."""
         strides = tuple(math.prod(self.sharded_size[dim + 1 :]) for dim in range(len(self.sharded_size)))
         return self.sharded_size, strides, self.spec.offset
 
@@ -111,68 +121,44 @@ class FSDPParamGroup:
     Attributes:
         flat_param: The buffer, `[numel]`, the same size on every rank. Reads gather from it, autograd accumulates into
             it.
-        parameters: The parameters in it, by offset.
-        produced: Offsets of the parameters with a gradient of the backward pass `produced_in_backward`, by how far it is
-            summed.
-        produced_in_backward: Which backward pass that was.
-        unwritten: Offsets of the parameters whose gradients wait in `flat_param.grad` for the last backward pass.
-        unsharded_accumulated_grad: Full gradients that wait for their reduction.
-        partial_reduce_output: Reduced gradients that wait for their sum over replicas.
-        grad_accumulators: The leaves that gradients go to which are not summed over all ranks, by how far they are.
-        unsharded_params: The full parameters, by offset, while they stay gathered between calls.
-        all_gather: An all-gather of them that is still running.
-        update_state: How far an update in backward is.
-        unit: The unit that it belongs to.
+        params: The parameters in it, by offset.
+        grads: Where their gradients are in their life. Only `gradients`, `accumulation` and `kernels` change it.
+        unsharded: Whether they are gathered between calls. Only `unshard` changes it.
+        update_state: How far an update in backward is. Only `update_in_backward` changes it.
     """
 
+    # Compiled code sees the buffer under other identities; only its address tells which group it is.
     _by_address: ClassVar[weakref.WeakValueDictionary[int, FSDPParamGroup]] = weakref.WeakValueDictionary()
 
-    def __init__(self, unit: FSDPUnit, leaf: nn.Parameter, slots: Iterable[FSDPParam]) -> None:
-        self.unit = unit
-        self.flat_param = leaf
-        self.params = tuple(slots)
-        self.produced: dict[GradPlacement, set[int]] = {}
-        self.produced_in_backward = -1
-        self.unwritten: set[int] = set()
-        specs = [param.spec for param in self.params]
-        self.unsharded_accumulated_grad = PendingGrads(specs, specs[0].size if specs else 1)
-        self.partial_reduce_output = PendingGrads(specs, 1)
-        self.unsharded_params: UnshardedParams | None = None
-        self.all_gather: PendingAllGather | None = None
-        self.grad_accumulators: dict[GradPlacement, torch.Tensor] = {}
+    def __init__(self, unit: FSDPUnit, flat_param: nn.Parameter, params: Iterable[FSDPParam]) -> None:
+        self._unit = weakref.ref(unit)
+        self.flat_param = flat_param
+        self.params = tuple(params)
+        self.grads = GradState([param.spec for param in self.params])
+        self.unsharded = UnshardedState()
         self.update_state = UpdateState()
-        if leaf.device.type != "meta":
-            FSDPParamGroup._by_address[leaf.data_ptr()] = self
+        if flat_param.device.type != "meta":
+            FSDPParamGroup._by_address[flat_param.data_ptr()] = self
+
+    @property
+    def unit(self) -> FSDPUnit:
+        """The unit that it belongs to."""
+        unit = self._unit()
+        assert unit is not None
+        return unit
 
     @staticmethod
-    def of(leaf: torch.Tensor) -> FSDPParamGroup | None:
-        """The parameter group whose buffer a tensor is, by address: compiled code sees it under other identities."""
-        if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.is_meta:
+    def of(flat_param: torch.Tensor) -> FSDPParamGroup | None:
+        """The group whose buffer a tensor is, by address: compiled code sees it under other identities."""
+        if type(flat_param) not in (torch.Tensor, nn.Parameter) or flat_param.is_meta:
             return None
-        found = FSDPParamGroup._by_address.get(leaf.data_ptr())
-        return found if found is not None and found.flat_param.numel() == leaf.numel() else None
+        found = FSDPParamGroup._by_address.get(flat_param.data_ptr())
+        return found if found is not None and found.flat_param.numel() == flat_param.numel() else None
 
     @staticmethod
     def alive() -> list[FSDPParamGroup]:
         """Every parameter group of this process that is on a device."""
-        return list(dict.fromkeys(FSDPParamGroup._by_address.values()))
-
-    def mark_produced(self, offsets: Iterable[int], placement: GradPlacement) -> None:
-        """Notes which parameters the gradient that is about to be accumulated covers; the others get none."""
-        backward = backward_in_progress()
-        if self.produced_in_backward != backward:
-            # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
-            self.produced, self.produced_in_backward = {placement: set(offsets)}, backward
-        else:
-            self.produced.setdefault(placement, set()).update(offsets)
-
-    def take_produced(self, placement: GradPlacement) -> set[int]:
-        """What `mark_produced` was told since this was asked last.
-
-        All parameters if that was nothing: saved-tensor hooks gave backward a copy of the buffer, of an unknown group.
-        Then zeros stand for "no gradient".
-        """
-        return self.produced.pop(placement, None) or {param.spec.offset for param in self.params}
+        return [group for group in dict.fromkeys(FSDPParamGroup._by_address.values()) if group._unit() is not None]
 
     def params_at(self, offsets: Collection[int]) -> Sequence[FSDPParam]:
         """The parameters that lie at `offsets`, which are mostly all."""
@@ -182,27 +168,19 @@ class FSDPParamGroup:
 
     @property
     def has_pending_grads(self) -> bool:
-        """Whether there are gradients that have not reached the parameters."""
-        return (
-            self.unsharded_accumulated_grad.is_pending
-            or self.partial_reduce_output.is_pending
-            or self.update_state.has_new_grads
-            or self.flat_param.grad is not None
-        )
+        """Whether there are gradients that have not reached the parameters, or the update that waits for them."""
+        return self.grads.is_pending or self.update_state.has_new_grads or self.flat_param.grad is not None
 
     @property
     def is_idle(self) -> bool:
         """Whether it has nothing of earlier passes, and the next ones do nothing out of the ordinary for it."""
-        accumulation, progress = self.unit.comm_settings, self.update_state
-        is_updated_alone = progress.update is Update.IN_BACKWARD or progress.is_updated
-        is_kept = self.unsharded_params is not None or self.all_gather is not None or self.unit.stays_unsharded
-        return accumulation.last_backward and not (is_updated_alone or is_kept or self.has_pending_grads)
+        settings, update = self.unit.comm_settings, self.update_state
+        is_updated_alone = update.update is Update.IN_BACKWARD or update.is_updated
+        is_unsharded = not self.unsharded.is_sharded or self.unit.stays_unsharded
+        return settings.last_backward and not (is_updated_alone or is_unsharded or self.has_pending_grads)
 
     def is_broken(self) -> bool:
-        """Whether some parameter is no longer its view of this buffer: replaced, converted, moved, frozen, thawed.
-
-        Looks at identities alone, since it runs once per parameter at every step.
-        """
+        """Whether some parameter is no longer its view of this buffer: replaced, converted, moved, frozen, thawed."""
         trainable = self.flat_param.requires_grad
         for param in self.params:
             parameter = param.parameter
@@ -210,79 +188,123 @@ class FSDPParamGroup:
                 return True
             if parameter.untyped_storage() is not param.dtensor_storage:
                 return True
-            for module, attribute in param.module_refs:
-                if module._parameters.get(attribute) is not parameter:
-                    return True
+            if any(module._parameters.get(attribute) is not parameter for module, attribute in param.module_refs):
+                return True
         return False
 
 
-@dataclasses.dataclass(frozen=True)
-class UnitPolicy:
-    """How the parameters of a unit are stored, sent and reduced.
+class ModelState:
+    """What one sharded model does in a step: one for each outermost module that `fully_shard` was called on.
 
     Attributes:
-        mesh_placement: Over which ranks, and what is kept for backward.
-        mixed_precision: Dtypes; `None` in it keeps the parameter's own.
-        offload: Whether shards live on the host; `None` keeps them on the mesh's device.
+        units: All units of the model, in registration order of their roots.
+        layout_version: Changes when parameters are laid out anew or modules hold others, which makes view checks stale.
+        queued_in_backward: The backward pass whose end `post_backward` waits for.
+        pre_forward: Called with the outermost module of each forward before it starts.
     """
 
-    mesh_placement: MeshPlacement
-    mixed_precision: MixedPrecision
-    offload: Offload | None = None
+    def __init__(self, pre_forward: Callable[[nn.Module], None] = lambda _: None) -> None:
+        self.units: tuple[FSDPUnit, ...] = ()
+        self.layout_version = 0
+        self.queued_in_backward: int | None = None
+        self.pre_forward = pre_forward
+        self._pending: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
+        # Autograd runs hooks on a thread of each device, and models may be trained on several threads.
+        self._lock = threading.RLock()
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The ranks."""
-        return self.mesh_placement.mesh
+    def adopt(self, units: Iterable[FSDPUnit]) -> None:
+        """Makes units parts of this model, and forgets its earlier ones."""
+        self.units = tuple(units)
+        for unit in self.units:
+            if unit.model is not self:
+                unit.model.note_layout()
+                unit.model = self
+                for group in unit.param_groups:
+                    self.mark_pending(group)
 
-    @property
-    def size(self) -> int:
-        """Ranks in the shard group."""
-        return self.mesh_placement.size
+    def note_layout(self) -> None:
+        """Makes view checks of the model stale."""
+        self.layout_version += 1
 
-    @property
-    def rank(self) -> int:
-        """This rank's place in the shard group."""
-        return self.mesh_placement.rank
+    def mark_pending(self, group: FSDPParamGroup) -> None:
+        """Notes that a group may have work at the end of backward or before the next forward."""
+        with self._lock:
+            self._pending.add(group)
+
+    def is_any_pending(self) -> bool:
+        """Whether any group has."""
+        with self._lock:
+            if self._pending:
+                for group in [group for group in self._pending if group.is_idle]:
+                    self._pending.discard(group)
+            return bool(self._pending)
+
+    def pending_in(self, units: Iterable[FSDPUnit]) -> list[FSDPParamGroup]:
+        """The groups of some units of the model that have, in the units' order, which is the same on all ranks."""
+        with self._lock:
+            if not self.is_any_pending():
+                return []
+            return [group for unit in units for group in unit.param_groups if group in self._pending]
 
 
 @dataclasses.dataclass(eq=False)
 class FSDPUnit:
-    """One unit and its parameter groups.
+    """The parameters that are gathered together, reduced together and freed together.
 
     Attributes:
-        root: The module that the unit is named after.
-        name: Fully qualified name of `root` in the outermost sharded module; empty for that module itself.
+        root_ref: The module that the unit is named after.
+        name: Fully qualified name of that module in the outermost sharded one; empty for that module itself.
         policy: How its parameters are stored, sent and reduced.
         wrap_source: Why it exists.
-        groups: One parameter group per dtype and trainability.
+        model_ref: The model that it is a part of.
+        param_groups: One for each dtype and trainability.
         param_state: What its modules hold at the moment.
-        comm_settings: What happens to gradients and gathered parameters between steps.
-        outermost: The outermost sharded module that it is part of.
-        of_model: All units of that module, as they stand there.
+        comm_settings: What the next passes do with gradients and gathered parameters.
         hook: A reduction of the user's.
         reduce_group: Which process group reduces its gradients.
-        forward_prefetch: Units whose gathers start where this one is used first in forward.
+        forward_prefetch: Units whose all-gathers start where this one is used first in forward.
         backward_prefetch: The same in backward.
+        sharded_by_backend: Whether a compile made it, with the options of that compile.
+        compiled_regions: What compiled graphs of it hold, by the parameter groups that they read; `lower` fills it.
     """
 
-    root: nn.Module
+    root_ref: weakref.ref[nn.Module]
     name: str
     policy: UnitPolicy
     wrap_source: WrapSource
+    model_ref: weakref.ref[ModelState]
     param_groups: list[FSDPParamGroup] = dataclasses.field(default_factory=list)
     param_state: ParamState = ParamState.SHARDED
     hook: Registered | None = None
     comm_settings: CommSettings = dataclasses.field(default_factory=CommSettings)
-    outermost: nn.Module | None = None
-    of_model: tuple[FSDPUnit, ...] = ()
     reduce_group: ReduceGroup = ReduceGroup.SHARED
-    forward_prefetch: tuple[FSDPUnit, ...] = ()
-    backward_prefetch: tuple[FSDPUnit, ...] = ()
+    forward_prefetch: tuple[weakref.ref[FSDPUnit], ...] = ()
+    backward_prefetch: tuple[weakref.ref[FSDPUnit], ...] = ()
+    sharded_by_backend: bool = False
+    compiled_regions: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.outermost = self.outermost or self.root
-        self.of_model = self.of_model or (self,)
+    def prefetched(self, field: Literal["forward_prefetch", "backward_prefetch"]) -> Iterator[FSDPUnit]:
+        """The units that one of these fields names."""
+        references: tuple[weakref.ref[FSDPUnit], ...] = getattr(self, field)
+        return (unit for reference in references if (unit := reference()) is not None)
+
+    @property
+    def root(self) -> nn.Module:
+        """The module that the unit is named after."""
+        root = self.root_ref()
+        assert root is not None
+        return root
+
+    @property
+    def model(self) -> ModelState:
+        """The model that it is a part of."""
+        model = self.model_ref()
+        assert model is not None
+        return model
+
+    @model.setter
+    def model(self, model: ModelState) -> None:
+        self.model_ref = weakref.ref(model)
 
     @property
     def grad_placement(self) -> GradPlacement:
@@ -290,11 +312,9 @@ class FSDPUnit:
         if not self.comm_settings.reduce_gradients:
             return GradPlacement.UNREDUCED
         has_replicas = self.policy.mesh.ndim == 2 and self.policy.mesh.size(0) > 1
-        return (
-            GradPlacement.REDUCE_SCATTERED
-            if has_replicas and not self.comm_settings.all_reduce
-            else GradPlacement.REDUCED
-        )
+        if has_replicas and not self.comm_settings.all_reduce:
+            return GradPlacement.REDUCE_SCATTERED
+        return GradPlacement.REDUCED
 
     @property
     def divide(self) -> float | None:
@@ -339,8 +359,3 @@ class FSDPUnit:
 def titles(units: Iterable[FSDPUnit]) -> tuple[str, ...]:
     """Their names for people."""
     return tuple(unit.title for unit in units)
-
-
-def device_of(unit: FSDPUnit) -> torch.device:
-    """Where the unit's parameter groups live."""
-    return unit.param_groups[0].flat_param.device

@@ -65,8 +65,35 @@ def wanted(group: FSDPParamGroup) -> Update:
 
 
 def begin(group: FSDPParamGroup) -> None:
-    """Notes that a forward starts: gradients that arrive from now on are of another step."""
+    """Notes that a forward starts: gradients that come from now on are of another step."""
     group.update_state.is_updated = False
+
+
+def note_new_grads(group: FSDPParamGroup) -> None:
+    """Notes that parameters of a group got gradients."""
+    group.update_state.has_new_grads = group.update_state.update is Update.IN_BACKWARD
+
+
+def note_late_grads(group: FSDPParamGroup) -> None:
+    """Notes whether graphs from before its parameters were sharded may still send them gradients."""
+    group.update_state.expects_late_grad |= any(param.is_read_before for param in group.params)
+
+
+def end_backward(group: FSDPParamGroup) -> None:
+    """Updates what is left at the end of the last backward of a step: no late gradient can come any more."""
+    group.update_state.expects_late_grad = False
+    run(group)
+
+
+def choose_update(group: FSDPParamGroup) -> Update:
+    """When the parameters of a group are to be updated, from now on."""
+    group.update_state.update = wanted(group)
+    return group.update_state.update
+
+
+def reset(group: FSDPParamGroup) -> None:
+    """Forgets forwards without a backward, and gradients that no update has seen."""
+    group.update_state.open_forwards, group.update_state.has_new_grads = 0, False
 
 
 def note_read(group: FSDPParamGroup) -> None:
@@ -92,7 +119,7 @@ def note_backward(group: FSDPParamGroup) -> None:
 
 def is_complete(group: FSDPParamGroup) -> bool:
     """Whether the gradient that is there now is the last that this step adds to a parameter group."""
-    waits = group.unsharded_accumulated_grad or group.partial_reduce_output or group.update_state.expects_late_grad
+    waits = any(group.grads.pending.values()) or group.update_state.expects_late_grad
     return group.unit.comm_settings.last_backward and not waits
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -18,15 +18,12 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout import flat_layout
 from fsdp_compile.layout.flat_layout import local_part, local_shape
 from fsdp_compile.layout.spec import UnshardSpec
-from fsdp_compile.modules.casts import FullPrecision
-from fsdp_compile.modules.classes import gather_slots, rebuild_specs
-from fsdp_compile.modules.forward import FORWARD_CASTS
+from fsdp_compile.modules.classes import gather_params, rebuild_specs
 from fsdp_compile.runtime import post_backward, replaced_params, update_in_backward
-from fsdp_compile.runtime.reduce_queue import reduce_alias
-from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, UnitPolicy, titles
+from fsdp_compile.runtime.reduce_group import reduce_alias
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, ModuleRefs, UnitPolicy, titles
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
-
-PlacementFn = Callable[[nn.Parameter], Shard | None]
+from fsdp_compile.sharding.arguments import PlacementFn
 
 
 @dataclasses.dataclass
@@ -40,6 +37,7 @@ class ParamToShard:
         dim: The dimension to shard; `None` for a 0-d parameter.
         order: As in `UnshardSpec`, if the parameter is a DTensor, which does not tell.
         device: Where its shard goes, if not to where the parameter is.
+        keeps_own_dtype: Whether some module that holds it is kept in full precision.
     """
 
     name: str
@@ -48,6 +46,7 @@ class ParamToShard:
     dim: int | None
     order: tuple[int, ...] = ()
     device: torch.device | None = None
+    keeps_own_dtype: bool = False
 
     @property
     def target(self) -> torch.device:
@@ -64,13 +63,13 @@ def allocate_flat_params(unit: FSDPUnit, members: Sequence[ParamToShard]) -> Non
     A parameter that is a DTensor already keeps its identity. A full one is retired.
     """
     key = lambda m: (  # noqa: E731
-        str(m.parameter.dtype), m.parameter.requires_grad, str(m.target), keeps_own_dtype(m)
+        str(m.parameter.dtype), m.parameter.requires_grad, str(m.target), m.keeps_own_dtype
     )  # fmt: skip
     _refuse_to_lose_gradients(unit)
     kinds = [list(alike) for _, alike in itertools.groupby(sorted(members, key=key), key)]
     order = {id(m): i for i, m in enumerate(members)}
     unit.param_groups = [_param_group(unit, sorted(alike, key=lambda m: order[id(m)])) for alike in kinds]
-    gather_slots(unit.param_groups)
+    gather_params(unit.param_groups)
     for flat in unit.param_groups:
         refresh_unshard_args(flat)
     follow_updaters(unit)
@@ -79,7 +78,7 @@ def allocate_flat_params(unit: FSDPUnit, members: Sequence[ParamToShard]) -> Non
 def follow_updaters(unit: FSDPUnit) -> None:
     """Writes into a unit's specs when its parameters, which may be others now, are to be updated."""
     for flat in unit.param_groups:
-        flat.update_state.expects_late_grad |= any(param.is_read_before for param in flat.params)
+        update_in_backward.note_late_grads(flat)
     if any(update_in_backward.wanted(flat) is not flat.params[0].spec.update for flat in unit.param_groups):
         rebuild_specs(unit)
 
@@ -104,7 +103,7 @@ def _param_group(unit: FSDPUnit, members: list[ParamToShard]) -> FSDPParamGroup:
         shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.quantized or dtypes.sent, reduced=dtypes.reduced
     )
     buffer = _buffer(unit, members, planned.numel)
-    params = [_slot(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
+    params = [_sharded(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
     flat = FSDPParamGroup(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), params)
     post_backward.install_grad_hooks(flat)
     post_backward.install_grad_accumulators(flat)
@@ -135,19 +134,14 @@ class _Dtypes:
 def _dtypes(policy: UnitPolicy, member: ParamToShard) -> _Dtypes:
     """Integer parameters, and those of modules that are kept in full precision, are sent and reduced as stored."""
     stored, asked = member.parameter.dtype, policy.mixed_precision
-    if keeps_own_dtype(member):
+    if member.keeps_own_dtype:
         return _Dtypes(stored, stored, stored)
     sent = (asked.param_dtype or stored) if stored.is_floating_point else stored
     quantized = asked.gather_dtype if stored.is_floating_point and policy.size > 1 else None
     return _Dtypes(stored, sent, asked.reduce_dtype or sent, quantized)
 
 
-def keeps_own_dtype(member: ParamToShard) -> bool:
-    """Whether some module that holds the parameter is, or is inside, one that is kept in full precision."""
-    return any(isinstance(module.__dict__.get(FORWARD_CASTS), FullPrecision) for module, _ in member.module_refs)
-
-
-def _slot(
+def _sharded(
     unit: FSDPUnit, member: ParamToShard, place: flat_layout.Slot, buffer: torch.Tensor, dtypes: _Dtypes
 ) -> FSDPParam:
     policy, parameter = unit.policy, member.parameter
@@ -172,13 +166,13 @@ def _slot(
         post_forward_group=_post_forward_alias(policy),
         compute=compute_device(policy.offload, policy.mesh.device_type),
         reduce_group=reduce_alias(unit),
-        forward_prefetch=titles(unit.forward_prefetch),
-        backward_prefetch=titles(unit.backward_prefetch),
+        forward_prefetch=titles(unit.prefetched("forward_prefetch")),
+        backward_prefetch=titles(unit.prefetched("backward_prefetch")),
     )
-    held = local_shape(shape, member.dim, policy.size, policy.rank)
-    numel = torch.Size(held).numel()
-    local = buffer[place.offset : place.offset + numel].view(held)
-    param = FSDPParam(member.name, member.module_refs, parameter, spec, policy.rank, held, local, position=place.index)
+    size = local_shape(shape, member.dim, policy.size, policy.rank)
+    view = buffer[place.offset : place.offset + torch.Size(size).numel()].view(size)
+    refs = ModuleRefs(member.module_refs)
+    param = FSDPParam(member.name, refs, parameter, spec, policy.rank, size, view, position=place.index)
     in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_dtype=None)
     if policy.mixed_precision.full_precision_in_eval and in_eval != spec:
         param.eval_spec = in_eval
@@ -189,7 +183,7 @@ def _slot(
 
 
 def _alias(policy: UnitPolicy, dim: int | None, role: GroupRole) -> str:
-    """Name of the group along a dimension of the mesh; empty if there is none, or nobody to be averaged with."""
+    """Name of the group along a dimension of the mesh; empty if there is none, or one rank alone."""
     if dim is None or (role == "replicate" and policy.mesh.size(dim) == 1):
         return ""
     return alias_of(policy.mesh.get_group(dim), role)

@@ -1,24 +1,37 @@
-"""Whose values a parameter begins with.
-
-The arguments of one call of `fully_shard` that say how units are sharded, and what a wrap policy changes in them.
-"""
+"""The arguments of one call of `fully_shard`: read and checked before anything is touched."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import Shard
 
 from fsdp_compile.comm.mesh import mesh_placement, with_reshard
-from fsdp_compile.config.policy import MixedPrecision, Offload, as_mixed_precision
+from fsdp_compile.config.policy import (
+    AnyOffloadPolicy,
+    AnyPrecisionPolicy,
+    MixedPrecision,
+    Offload,
+    WrapPolicy,
+    as_mixed_precision,
+    as_offload,
+)
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.runtime.units import UnitPolicy
-from fsdp_compile.sharding.checks import refuse_reshard
+from fsdp_compile.runtime.group_state import ReduceGroup, UnitPolicy
+from fsdp_compile.sharding import checks, devices
+from fsdp_compile.sharding.checks import Ignored, refuse_reshard
+from fsdp_compile.sharding.devices import Device
+
+InitFn = Callable[[nn.Module], object]
+PlacementFn = Callable[[nn.Parameter], Shard | None]
 
 
 class InitFrom(enum.Enum):
@@ -49,7 +62,7 @@ _OVERRIDES = ("sharding_strategy", "reshard_after_forward", "mesh", "mp_policy")
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class UnitArguments:
     """How a call wants its units; see `fully_shard`.
 
     Attributes:
@@ -110,3 +123,87 @@ class Arguments:
             policy.mesh_placement if kept is None else with_reshard(policy.mesh_placement, reshard_after_forward=kept)
         )
         return UnitPolicy(placement, precision, self.offload)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitChoices:
+    """What users write about units, not checked yet; see `fully_shard`."""
+
+    sharding_strategy: ShardingStrategy | None
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | Literal["auto"] | None
+    mp_policy: AnyPrecisionPolicy
+    offload_policy: AnyOffloadPolicy
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What one call of `fully_shard` asks for.
+
+    Attributes:
+        unit: How it wants its units.
+        policy: Of a unit that overrides nothing.
+        ignored: Parameters, and modules, that it leaves alone.
+        device: Where shards and buffers go that are on the CPU or on meta; `None` leaves them.
+        init_from: Whose values count.
+        placement: Which dimension of a parameter is sharded.
+        wrap_policy: Which modules become units; `None` for the automatic split.
+        init_fn: Initializes what is on meta.
+        reduce_group: Which process group reduces gradients.
+    """
+
+    unit: UnitArguments
+    policy: UnitPolicy
+    ignored: Ignored
+    device: torch.device | None
+    init_from: InitFrom
+    placement: PlacementFn | None
+    wrap_policy: WrapPolicy | None
+    init_fn: InitFn | None
+    reduce_group: ReduceGroup
+
+    @staticmethod
+    def read(  # noqa: PLR0913  fully_shard's arguments
+        module: nn.Module,
+        choices: UnitChoices,
+        *,
+        ignored_params: object,
+        device_id: Device | None,
+        shard_placement_fn: PlacementFn | None,
+        auto_wrap_policy: WrapPolicy | None,
+        param_init_fn: InitFn | None,
+        sync_module_states: object,
+        separate_reduce_group: bool,
+    ) -> Arguments:
+        """Checks the arguments of `fully_shard`, and makes the mesh if there is none; changes nothing of the module.
+
+        Raises:
+            ConfigError: As `fully_shard`.
+        """
+        checks.refuse_root(module)
+        checks.refuse_reshard(choices.reshard_after_forward)
+        offload = as_offload(choices.offload_policy)
+        init_from = InitFrom.of(sync_module_states)
+        checks.check_init_fn(param_init_fn)
+        precision = as_mixed_precision(choices.mp_policy)
+        checks.refuse_module(module)
+        ignored = checks.ignored_in(module, ignored_params)
+        checks.refuse_gradients(module, ignored.ids)
+        kind = devices.kind_of(module, device_id, offload)
+        unit = UnitArguments(
+            choices.sharding_strategy, choices.mesh, choices.reshard_after_forward, precision, kind, offload
+        )
+        policy = unit.policy()
+        device = devices.chosen(policy.mesh, device_id)
+        devices.refuse_misplaced(module, ignored.ids, device, policy)
+        return Arguments(
+            unit,
+            policy,
+            ignored,
+            device,
+            init_from,
+            shard_placement_fn,
+            auto_wrap_policy,
+            param_init_fn,
+            ReduceGroup.OWN if separate_reduce_group else ReduceGroup.SHARED,
+        )

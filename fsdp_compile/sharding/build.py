@@ -1,47 +1,111 @@
-"""The places of a model that hold parameters which are to be sharded.
-
-Makes units out of modules and the places of their parameters.
-"""
+"""Which parameter goes into which unit: a plan of one call of `fully_shard`, which changes nothing yet."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.modules.classes import gather_on_read
-from fsdp_compile.runtime import module_state
-from fsdp_compile.runtime.group_state import WrapSource
-from fsdp_compile.runtime.module_state import ParamOwner, ParamRef
-from fsdp_compile.runtime.replaced_params import ReplacedParameter
-from fsdp_compile.runtime.units import READS, FSDPParam, FSDPUnit, UnitPolicy
-from fsdp_compile.runtime.unshard_args import refresh_unshard_args
-from fsdp_compile.sharding import allocate, devices
-from fsdp_compile.sharding.allocate import ParamToShard, PlacementFn
+from fsdp_compile.runtime.group_state import UnitPolicy, WrapSource
+from fsdp_compile.runtime.module_state import ParamOwner, ParamRef, call_on, is_sharded, reads_of, units
+from fsdp_compile.runtime.replaced_params import current
+from fsdp_compile.sharding import allocate, devices, sync_states, wrap
+from fsdp_compile.sharding.allocate import ParamToShard
+from fsdp_compile.sharding.arguments import Arguments
+from fsdp_compile.sharding.mixed_precision import PrecisionPlan, any_full_precision
 
 
-def unmanaged(root: nn.Module, sharded: Iterable[FSDPUnit], ignored: set[int]) -> Iterator[ParamRef]:
-    """Every place that holds a parameter which is not sharded yet; places of tied ones that are join their parameter.
+@dataclasses.dataclass(frozen=True)
+class UnitPlan:
+    """One unit that is to be made.
 
-    Args:
-        root: The module that is about to be sharded.
-        sharded: Units of earlier calls in it.
-        ignored: `id`s of parameters to leave alone.
+    Attributes:
+        root: The module that it is named after.
+        name: Fully qualified name of that module.
+        policy: How its parameters are stored, sent and reduced.
+        params: Its parameters, in registration order.
+    """
+
+    root: nn.Module
+    name: str
+    policy: UnitPolicy
+    params: list[ParamToShard]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingPlan:
+    """What one call of `fully_shard` will do.
+
+    Attributes:
+        units: Units to make, in registration order of their roots; those without parameters are left out.
+        roots: Every module that a unit was to be named after, with its policy; not the module of the call.
+        wrap_source: Why these.
+        below: Modules that earlier calls sharded.
+        ignored: `id`s of parameters that this call and earlier ones leave alone.
+        tied: Parameters that earlier calls sharded, with the further places that hold them.
+        precision: What is kept in full precision, and which buffers are cast.
+        first_rank: What the first rank has values for.
+        different: Those of `roots` for which a wrap policy has chosen dtypes.
+    """
+
+    units: list[UnitPlan]
+    roots: dict[nn.Module, UnitPolicy]
+    wrap_source: WrapSource
+    below: list[nn.Module]
+    ignored: set[int]
+    tied: list[tuple[nn.Parameter, nn.Module, str]]
+    precision: PrecisionPlan
+    first_rank: sync_states.FirstRankValues
+    different: frozenset[nn.Module]
+
+
+def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
+    """Plans one call of `fully_shard`. With `sync_module_states` all ranks of the mesh call it together.
 
     Raises:
-        UnsupportedModelError: If a parameter is a DTensor already.
+        ConfigError: If the wrap policy returns what no unit can have, or a parameter cannot be sharded as asked.
+        RankMismatchError: With `sync_module_states`, if ranks have different models.
+        UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
     """
-    params = {id(param.parameter): param for unit in sharded for param in unit.params}
+    below = [m for m in module.modules() if is_sharded(m)]
+    earlier = {i for m in below if (call := call_on(m)) is not None for i in call.ignored}
+    ignored = arguments.ignored.ids | earlier
+    occurrences, tied = _places(module, ignored)
+    managed = {parameter for _, _, _, parameter in occurrences}
+    roots: dict[nn.Module, UnitPolicy] = {}
+    source = WrapSource.CALL
+    if arguments.wrap_policy is not None:
+        chosen = wrap.policy_units(module, arguments.wrap_policy, managed)
+        roots = {root: arguments.unit.overridden(overrides) for root, overrides in chosen.items()}
+    elif not below:
+        roots = dict.fromkeys(wrap.automatic_units(module, managed), arguments.policy)
+        source = WrapSource.SPLIT
+    precision = PrecisionPlan()
+    different = {root: own for root, own in roots.items() if own.mixed_precision != arguments.unit.precision}
+    for root, own in different.items():
+        precision.add(root, own.mixed_precision, below)
+    precision.add(module, arguments.unit.precision, [*below, *different])
+    planned = _units(module, {**roots, module: arguments.policy}, occurrences, arguments, precision)
+    first_rank = sync_states.look(module, each_once(occurrences), arguments.policy.mesh, arguments.init_from)
+    return ShardingPlan(planned, roots, source, below, ignored, tied, precision, first_rank, frozenset(different))
+
+
+def _places(root: nn.Module, ignored: set[int]) -> tuple[list[ParamRef], list[tuple[nn.Parameter, nn.Module, str]]]:
+    """Every place that holds a parameter which is not sharded yet, and those that hold one which is, further away."""
+    sharded = {id(param.parameter) for unit in units(root) for param in unit.params}
+    occurrences: list[ParamRef] = []
+    tied: list[tuple[nn.Parameter, nn.Module, str]] = []
     for name, module in root.named_modules():
-        for attribute, parameter in list(module._parameters.items()):
-            if parameter is None or id(parameter) in ignored or attribute in module.__dict__.get(READS, {}):
+        for attribute, held in module._parameters.items():
+            if held is None or id(held) in ignored or attribute in reads_of(module):
                 continue
-            param = parameter.param if isinstance(parameter, ReplacedParameter) else params.get(id(parameter))
-            if param is not None:
-                _join_slot(param, module, attribute)
+            parameter = current(held)
+            assert isinstance(parameter, nn.Parameter)
+            if parameter is not held or id(parameter) in sharded:
+                tied.append((parameter, module, attribute))
             elif isinstance(parameter, DTensor):
                 raise UnsupportedModelError(
                     f"a parameter is a DTensor already, with placements {parameter.placements}",
@@ -49,7 +113,8 @@ def unmanaged(root: nn.Module, sharded: Iterable[FSDPUnit], ignored: set[int]) -
                     instead="shard plain parameters, or list it in ignored_params to leave it as it is",
                 )
             else:
-                yield name, module, attribute, parameter
+                occurrences.append((name, module, attribute, parameter))
+    return occurrences, tied
 
 
 def each_once(occurrences: Iterable[ParamRef]) -> Iterator[tuple[str, ParamOwner, nn.Parameter]]:
@@ -61,36 +126,14 @@ def each_once(occurrences: Iterable[ParamRef]) -> Iterator[tuple[str, ParamOwner
             yield f"{name}.{attribute}".removeprefix("."), (owner, attribute), parameter
 
 
-def _join_slot(param: FSDPParam, module: nn.Module, attribute: str) -> None:
-    owner, owner_attribute = param.module_refs[0]
-    module._parameters[attribute] = param.parameter
-    param.module_refs.append((module, attribute))
-    read = getattr(owner, READS)[owner_attribute]
-    gather_on_read(module, {attribute: read}, param.eval_read(attribute))
-    refresh_unshard_args(read[2])
-
-
-def make_units(
+def _units(
     module: nn.Module,
     roots: dict[nn.Module, UnitPolicy],
-    origin: WrapSource,
-    occurrences: list[module_state.ParamRef],
-    placement: PlacementFn | None,
-    device: torch.device | None,
-) -> list[FSDPUnit]:
-    """Makes the units of one call of `fully_shard`, and fills their parameter groups.
-
-    Args:
-        module: What it was called on.
-        roots: The modules that units are named after, with their policies.
-        origin: Why these.
-        occurrences: Where each parameter stands.
-        placement: Which dimension of a parameter is split.
-        device: Where the shards of parameters without memory go.
-
-    Returns:
-        The units that have parameters, in the order of `roots`.
-    """
+    occurrences: list[ParamRef],
+    arguments: Arguments,
+    precision: PrecisionPlan,
+) -> list[UnitPlan]:
+    """Gives every parameter to the innermost root at or above the first module that holds it."""
     names = {id(m): name for name, m in module.named_modules()}
     chosen = {names[id(m)]: m for m in roots}
     members: dict[str, dict[int, ParamToShard]] = {name: {} for name in chosen}
@@ -101,19 +144,22 @@ def make_units(
             members[unit_name][id(parameter)].module_refs.append((owner, attribute))
             continue
         full_name = f"{module_name}.{attribute}" if module_name else attribute
-        dim = allocate.shard_dim(full_name, parameter, roots[chosen[unit_name]].size, placement)
+        dim = allocate.shard_dim(full_name, parameter, roots[chosen[unit_name]].size, arguments.placement)
         local_name = full_name.removeprefix(f"{unit_name}.") if unit_name else full_name
-        moves_to = devices.destination(parameter, device)
         members[unit_name][id(parameter)] = ParamToShard(
-            local_name, [(owner, attribute)], parameter, dim, device=moves_to
+            local_name,
+            [(owner, attribute)],
+            parameter,
+            dim,
+            device=devices.destination(parameter, arguments.device),
         )
-    made = []
-    for name, root in chosen.items():
-        if members[name]:
-            unit = FSDPUnit(root, name, roots[root], origin)
-            allocate.allocate_flat_params(unit, list(members[name].values()))
-            made.append(unit)
-    return made
+    for member in (member for unit in members.values() for member in unit.values()):
+        member.keeps_own_dtype = any_full_precision((m for m, _ in member.module_refs), precision)
+    return [
+        UnitPlan(root, name, roots[root], list(members[name].values()))
+        for name, root in chosen.items()
+        if members[name]
+    ]
 
 
 def _nearest(name: str, chosen: dict[str, nn.Module]) -> str:
@@ -121,41 +167,3 @@ def _nearest(name: str, chosen: dict[str, nn.Module]) -> str:
     while name not in chosen:
         name = name.rpartition(".")[0]
     return name
-
-
-def merged_split(root: nn.Module, parts: list[FSDPUnit]) -> list[FSDPUnit]:
-    """Undoes the automatic split of an earlier call, which was one call of a bottom-up series after all.
-
-    Args:
-        root: The module of that call.
-        parts: Its units.
-
-    Returns:
-        One unit, or `parts` if a person chose any of them.
-    """
-    if len(parts) < 2 or any(part.wrap_source is not WrapSource.SPLIT for part in parts):
-        return parts
-    first = parts[0]
-    unit = FSDPUnit(
-        root,
-        "",
-        first.policy,
-        WrapSource.CALL,
-        hook=first.hook,
-        comm_settings=first.comm_settings,
-        reduce_group=first.reduce_group,
-    )
-    names = {id(m): name for name, m in root.named_modules()}
-    members = [
-        ParamToShard(
-            f"{names[id(part.root)]}.{param.name}".removeprefix("."),
-            param.module_refs,
-            param.parameter,
-            param.spec.dim,
-            param.spec.order,
-        )
-        for part in parts
-        for param in part.params
-    ]
-    allocate.allocate_flat_params(unit, members)
-    return [unit]

@@ -1,7 +1,4 @@
-"""Parameters that `fully_shard` is told to leave alone: neither sharded, nor gathered, nor reduced.
-
-What `fully_shard` refuses before it touches anything.
-"""
+"""What `fully_shard` refuses before it touches anything, and what it is told to leave alone."""
 
 from __future__ import annotations
 
@@ -14,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.runtime.module_state import is_ignored, is_sharded
+from fsdp_compile.modules.classes import original_class
+from fsdp_compile.runtime.module_state import is_ignored, is_sharded, reads_of, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
-from fsdp_compile.runtime.units import READS, FSDPUnit
+from fsdp_compile.runtime.units import FSDPUnit
 
 _OPTION = "fully_shard(ignored_params=...)"
 
@@ -69,7 +67,7 @@ def _parameters_of(module: nn.Module, root: nn.Module) -> set[int]:
             where=where,
             instead="leave the call out, or ignore modules in it",
         )
-    if any(READS in part.__dict__ for part in module.modules()):
+    if any(reads_of(part) for part in module.modules()):
         raise ConfigError(
             "a module to ignore is sharded already",
             where=where,
@@ -113,6 +111,22 @@ def refuse_reshard(reshard_after_forward: object) -> None:
         )
 
 
+def refuse_module(module: nn.Module) -> None:
+    """Refuses a module that is sharded already, by this package or by another.
+
+    Raises:
+        ConfigError: If it is, or is a part of one that is.
+    """
+    refuse_wrappers(module)
+    if is_sharded(module):
+        raise ConfigError(
+            "this module is sharded already",
+            where=f"fully_shard({original_class(module).__name__})",
+            instead="call fully_shard() once per module, children before parents",
+        )
+    refuse_part(module, units(module))
+
+
 def refuse_wrappers(root: nn.Module) -> None:
     """Refuses a model of which another data parallelism has taken hold.
 
@@ -140,14 +154,13 @@ def refuse_part(module: nn.Module, units_below: Iterable[FSDPUnit]) -> None:
     """
     known = set(units_below)
     for name, part in module.named_modules():
-        for _, _, group in part.__dict__.get(READS, {}).values():
-            held_first = any(
-                param.module_refs[0][0] is part for param in group.params
-            )  # else it is tied to one from elsewhere
+        for _, group in reads_of(part).values():
+            # Else it is tied to one from elsewhere.
+            held_first = any(param.module_refs[0][0] is part for param in group.params if param.module_refs)
             if held_first and group.unit not in known:
                 raise ConfigError(
                     "the parameters of this module were sharded by a call on a module above it",
-                    where=f"fully_shard({type(module).__name__})" + (f", {name}" if name else ""),
+                    where=f"fully_shard({original_class(module).__name__})" + (f", {name}" if name else ""),
                     instead="call fully_shard() on children before parents",
                 )
 
@@ -171,12 +184,12 @@ def refuse_gradients(root: nn.Module, ignored: Container[int]) -> None:
 
 
 def refuse_new_parameters(root: nn.Module) -> None:
-    """Refuses parameters that came into sharded modules after they were sharded: nobody would reduce their gradients.
+    """Refuses parameters that came into sharded modules after they were sharded: their gradients would not be reduced.
 
     Raises:
         ConfigError: If there is one that no call was told to ignore.
     """
-    if not holds_plain_parameters(root):  # the usual case, without a name made or a module looked at twice
+    if not holds_plain_parameters(root):  # the usual case, without making names
         return
     for path, module in root.named_modules():
         if is_sharded(module):
@@ -204,3 +217,17 @@ def added_later(name: str) -> ConfigError:
         where=name,
         instead="add it before fully_shard() or the first compiled call, or list it in ignored_params",
     )
+
+
+def check_init_fn(param_init_fn: object) -> None:
+    """Refuses what cannot be called.
+
+    Raises:
+        ConfigError: If it is neither `None` nor callable.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ConfigError(
+            f"param_init_fn is a {type(param_init_fn).__name__}, which cannot be called",
+            where="param_init_fn",
+            instead="a function of one module that initializes the module's own parameters and buffers",
+        )

@@ -12,7 +12,6 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.ops import comm_hook
 from fsdp_compile.ops.comm_hook import CommHook
 from fsdp_compile.runtime import module_state
-from fsdp_compile.runtime.units import READS
 from fsdp_compile.sharding import allocate, views
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
 
 def _refuse(model: nn.Module, units: list[FSDPUnit]) -> None:
     where = f"register_comm_hook({type(model).__name__})"
-    if module_state.is_inside(model) or (not units and any(READS in m.__dict__ for m in model.modules())):
+    if module_state.is_inside(model) or (not units and any(module_state.reads_of(m) for m in model.modules())):
         raise ConfigError(
             "the module is a part of a sharded model", where=where, instead="the outermost module: one hook for all"
         )

@@ -36,7 +36,7 @@ def kind_of(root: nn.Module, device_id: Device | None, offload: Offload | None =
 
 
 def chosen(mesh: DeviceMesh, device_id: Device | None) -> torch.device | None:
-    """Where shards and buffers go; `None` if nobody asked for a device.
+    """Where shards and buffers go; `None` if no device was asked for.
 
     Raises:
         ConfigError: If the device is of another kind than the mesh, or does not exist.
@@ -99,8 +99,8 @@ def refuse_left_behind(root: nn.Module, ignored: Container[int], target: torch.d
     if kind == "cpu" or target is not None:
         return
     for name, parameter in root.named_parameters():
-        settled = id(parameter) in ignored or parameter.is_meta or isinstance(parameter, DTensor)
-        if not settled and parameter.device.type == "cpu":
+        is_left_alone = id(parameter) in ignored or parameter.is_meta or isinstance(parameter, DTensor)
+        if not is_left_alone and parameter.device.type == "cpu":
             raise ConfigError(
                 f"{name} is on the CPU, and the mesh communicates on {kind}",
                 where=f"fully_shard({type(root).__name__}), parameter {name}",

@@ -1,8 +1,9 @@
-"""`fully_shard`: which parameters go into which unit."""
+"""`fully_shard`: read the arguments, plan, allocate, install, initialize."""
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable
 from typing import Literal, TypeVar
 
@@ -10,52 +11,34 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 
-from fsdp_compile.config.policy import AnyOffloadPolicy as OffloadedBy
-from fsdp_compile.config.policy import AnyPrecisionPolicy, WrapPolicy, as_mixed_precision, as_offload
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy
 from fsdp_compile.modules.classes import gather_on_read, give_methods, rebuild_specs
 from fsdp_compile.modules.methods import ShardedModule
-from fsdp_compile.runtime import accumulation, replaced_params
-from fsdp_compile.runtime.group_state import ReduceGroup, WrapSource
-from fsdp_compile.runtime.module_state import _STATE, Nesting, Sharding, is_sharded, units
-from fsdp_compile.runtime.reduce_queue import set_reduce_group
-from fsdp_compile.runtime.units import READS, FSDPUnit, UnitPolicy
-from fsdp_compile.sharding import build, devices, sync_states, wrap
-from fsdp_compile.sharding.allocate import PlacementFn
-from fsdp_compile.sharding.arguments import Arguments, InitFrom
-from fsdp_compile.sharding.build import make_units, merged_split
-from fsdp_compile.sharding.checks import (
-    ignored_in,
-    refuse_gradients,
-    refuse_part,
-    refuse_reshard,
-    refuse_root,
-    refuse_wrappers,
+from fsdp_compile.runtime import (
+    accumulation,
+    kernels,  # noqa: F401  registers the kernels of operators
+    replaced_params,
+    unshard,
 )
-from fsdp_compile.sharding.materialize import InitFn, check_init_fn, fill_in
-from fsdp_compile.sharding.mixed_precision import cast_at, keep_full_precision
-
-
-def introduce(module: nn.Module, every: Iterable[FSDPUnit], made: Iterable[FSDPUnit]) -> None:
-    """Gives a module that was just sharded its methods.
-
-    Args:
-        module: The module.
-        every: All units in it, of which it is the outermost module now.
-        made: Those that are new.
-    """
-    of_model = tuple(every)
-    for unit in of_model:
-        unit.outermost, unit.of_model = module, of_model
-    give_methods(module, ShardedModule)
-    accumulation.follow_active(module, made)
-
-
-def separate(units: Iterable[FSDPUnit]) -> None:
-    """Makes units reduce gradients on a process group of their own."""
-    for unit in set_reduce_group(units, ReduceGroup.OWN):
-        rebuild_specs(unit)
-
+from fsdp_compile.runtime.group_state import WrapSource
+from fsdp_compile.runtime.module_state import (
+    Nesting,
+    ShardingCall,
+    call_on,
+    ensure_state,
+    reads_of,
+    state_of,
+    units,
+)
+from fsdp_compile.runtime.units import FSDPParam, FSDPUnit, ModelState
+from fsdp_compile.runtime.unshard_args import refresh_unshard_args
+from fsdp_compile.sharding import devices
+from fsdp_compile.sharding.allocate import ParamToShard, allocate_flat_params
+from fsdp_compile.sharding.arguments import Arguments, InitFn, PlacementFn, UnitChoices
+from fsdp_compile.sharding.build import ShardingPlan, plan_units
+from fsdp_compile.sharding.materialize import fill_in
+from fsdp_compile.sharding.mixed_precision import any_full_precision, cast_at
+from fsdp_compile.sharding.views import pre_forward
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -67,7 +50,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     reshard_after_forward: bool | int | Literal["auto"] | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: AnyPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
-    offload_policy: OffloadedBy = OffloadPolicy(),  # noqa: B008  frozen
+    offload_policy: AnyOffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
     ignored_params: Iterable[nn.Parameter | nn.Module] | None = None,
     auto_wrap_policy: WrapPolicy | None = None,
     param_init_fn: InitFn | None = None,
@@ -119,86 +102,135 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         RankMismatchError: With `sync_module_states`, if ranks have different models.
         UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
     """
-    refuse_root(module)
-    refuse_reshard(reshard_after_forward)
-    offload = as_offload(offload_policy)
-    source = InitFrom.of(sync_module_states)
-    check_init_fn(param_init_fn)
-    precision = as_mixed_precision(mp_policy)
-    _refuse_module(module)
-    listed = ignored_in(module, ignored_params)
-    ignored = listed.ids
-    refuse_gradients(module, ignored)
-    kind = devices.kind_of(module, device_id, offload)
-    arguments = Arguments(sharding_strategy, mesh, reshard_after_forward, precision, kind, offload)
-    policy = arguments.policy()
-    device = devices.chosen(policy.mesh, device_id)
-    devices.refuse_misplaced(module, ignored, device, policy)
-    below = [m for m in module.modules() if is_sharded(m)]
-    _take_over(module, below)
-    ignored |= {i for m in below for i in m.__dict__[_STATE].ignored}
-    occurrences = list(build.unmanaged(module, units(module), ignored))
-    managed = {p for _, _, _, p in occurrences}
-    roots: dict[nn.Module, UnitPolicy] = {}
-    origin = WrapSource.CALL
-    if auto_wrap_policy is not None:
-        chosen = wrap.policy_units(module, auto_wrap_policy, managed)
-        roots = {root: arguments.overridden(overrides) for root, overrides in chosen.items()}
-    elif not below:
-        roots, origin = dict.fromkeys(wrap.automatic_units(module, managed), policy), WrapSource.SPLIT
-    states = sync_states.look(module, build.each_once(occurrences), policy.mesh, source)
-    different = {root: own for root, own in roots.items() if own.mixed_precision != precision}
-    for root, own in different.items():
-        keep_full_precision(root, own.mixed_precision, below)
-    keep_full_precision(module, precision, [*below, *different])
-    made = make_units(module, {**roots, module: policy}, origin, occurrences, shard_placement_fn, device)
-    object.__setattr__(module, _STATE, Sharding(made, ignored, precision))
-    introduce(module, units(module), made)
-    if separate_reduce_group:
-        separate(made)
-    _enter_forwards(module)
-    replaced_params.update_optimizers_at_their_next_step()
-    if device is not None:
-        devices.move_buffers(module, device, [*below, *listed.modules])
-    states.send(module, made, device)
-    for descendant in below:
-        descendant.__dict__[_STATE].nesting = Nesting.INSIDE
-        cast_at(descendant, descendant.__dict__[_STATE].precision, Nesting.INSIDE)
-    for root, own in roots.items() if origin is WrapSource.CALL else ():
-        output = own.mixed_precision.output_dtype if root in different else None
-        cast_at(root, dataclasses.replace(own.mixed_precision, output_dtype=output), Nesting.INSIDE)
-    cast_at(module, precision, Nesting.OUTERMOST)
-    if param_init_fn is not None:
-        fill_in(module, device, param_init_fn, source)
+    arguments = Arguments.read(
+        module,
+        UnitChoices(sharding_strategy, mesh, reshard_after_forward, mp_policy, offload_policy),
+        ignored_params=ignored_params,
+        device_id=device_id,
+        shard_placement_fn=shard_placement_fn,
+        auto_wrap_policy=auto_wrap_policy,
+        param_init_fn=param_init_fn,
+        sync_module_states=sync_module_states,
+        separate_reduce_group=separate_reduce_group,
+    )
+    plan = plan_units(module, arguments)
+    made = _allocate(module, plan, arguments)
+    _install(module, made, plan, arguments)
+    _initialize(module, made, plan, arguments)
     return module
 
 
-def _refuse_module(module: nn.Module) -> None:
-    refuse_wrappers(module)
-    if is_sharded(module):
-        raise ConfigError(
-            "this module is sharded already",
-            where=f"fully_shard({type(module).__name__})",
-            instead="call fully_shard() once per module, children before parents",
-        )
-    refuse_part(module, units(module))
-
-
-def _take_over(module: nn.Module, below: list[nn.Module]) -> None:
-    """Makes the units of earlier calls parts of a larger model."""
-    for descendant in below:
-        sharding: Sharding = descendant.__dict__[_STATE]
-        sharding.units = merged_split(descendant, sharding.units)
+def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> list[FSDPUnit]:
+    """Makes the units: their flat parameters, and DTensors in the place of plain parameters."""
+    model = ModelState(pre_forward)
+    ensure_state(module).model = model
+    plan.precision.apply()
+    for descendant in plan.below:
+        _undo_split(descendant, model)
     names = {id(m): name for name, m in module.named_modules()}
-    for unit in units(module):
+    earlier = units(module)
+    for unit in earlier:
         unit.name = names[id(unit.root)]
-    for unit in units(module):
+    model.adopt(earlier)
+    for unit in earlier:
         if unit.forward_prefetch or unit.backward_prefetch:
             rebuild_specs(unit)  # it names other units
+    params = {id(param.parameter): param for unit in earlier for param in unit.params}
+    for parameter, owner, attribute in plan.tied:
+        _tie(params[id(parameter)], owner, attribute)
+    made = []
+    for planned in plan.units:
+        root = weakref.ref(planned.root)
+        unit = FSDPUnit(root, planned.name, planned.policy, plan.wrap_source, weakref.ref(model))
+        unit.reduce_group = arguments.reduce_group
+        allocate_flat_params(unit, planned.params)
+        made.append(unit)
+    return made
+
+
+def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arguments: Arguments) -> None:
+    """Gives modules their state, classes, casts and methods, and optimizers the sharded parameters."""
+    state = ensure_state(module)
+    assert state.model is not None
+    state.call = ShardingCall(made, plan.ignored, arguments.unit.precision)
+    state.model.adopt(units(module))
+    _enter_forwards(module)
+    give_methods(module, ShardedModule)
+    accumulation.follow_no_sync(module, made)
+    for descendant in plan.below:
+        call = call_on(descendant)
+        assert call is not None
+        call.nesting = Nesting.INSIDE
+        cast_at(descendant, call.precision, Nesting.INSIDE)
+    for root, own in plan.roots.items() if plan.wrap_source is WrapSource.CALL else ():
+        output = own.mixed_precision.output_dtype if root in plan.different else None
+        cast_at(root, dataclasses.replace(own.mixed_precision, output_dtype=output), Nesting.INSIDE)
+    cast_at(module, arguments.unit.precision, Nesting.OUTERMOST)
+    for part in module.modules():
+        part_state = state_of(part)
+        if part_state is not None:
+            part_state.model = state.model
+    replaced_params.update_optimizers_at_their_next_step()
+    unshard.count_optimizer_steps()
+
+
+def _initialize(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arguments: Arguments) -> None:
+    """Moves buffers, and gives parameters and buffers the values that the call asks for."""
+    device = arguments.device
+    if device is not None:
+        devices.move_buffers(module, device, [*plan.below, *arguments.ignored.modules])
+    plan.first_rank.send(module, made, device)
+    if arguments.init_fn is not None:
+        fill_in(module, device, arguments.init_fn, arguments.init_from)
+
+
+def _undo_split(root: nn.Module, model: ModelState) -> None:
+    """Makes one unit of an automatic split, which was one call of a bottom-up series after all."""
+    call = call_on(root)
+    assert call is not None
+    parts = call.units
+    if len(parts) < 2 or any(part.wrap_source is not WrapSource.SPLIT for part in parts):
+        return
+    first = parts[0]
+    unit = FSDPUnit(
+        weakref.ref(root),
+        "",
+        first.policy,
+        WrapSource.CALL,
+        weakref.ref(model),
+        hook=first.hook,
+        comm_settings=first.comm_settings,
+        reduce_group=first.reduce_group,
+    )
+    names = {id(m): name for name, m in root.named_modules()}
+    params = [
+        ParamToShard(
+            f"{names[id(part.root)]}.{param.name}".removeprefix("."),
+            list(param.module_refs),
+            param.parameter,
+            param.spec.dim,
+            param.spec.order,
+            keeps_own_dtype=any_full_precision(owner for owner, _ in param.module_refs),
+        )
+        for part in parts
+        for param in part.params
+    ]
+    allocate_flat_params(unit, params)
+    call.units = [unit]
+
+
+def _tie(param: FSDPParam, module: nn.Module, attribute: str) -> None:
+    """Makes one more module hold a sharded parameter."""
+    owner, owner_attribute = param.module_refs[0]
+    module._parameters[attribute] = param.parameter
+    param.module_refs.append(module, attribute)
+    read = reads_of(owner)[owner_attribute]
+    gather_on_read(module, {attribute: read}, param.eval_read(attribute))
+    refresh_unshard_args(read.group)
 
 
 def _enter_forwards(root: nn.Module) -> None:
     """Lets modules whose code may read parameters of their children know when they are inside their forward."""
     for module in root.modules():
-        if READS not in module.__dict__ and any(READS in m.__dict__ for m in module.modules()):
-            gather_on_read(module, {})
+        if not reads_of(module) and any(reads_of(part) for part in module.modules()):
+            gather_on_read(module)

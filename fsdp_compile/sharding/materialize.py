@@ -9,7 +9,6 @@ in the order of `model.modules()`, so that random numbers are drawn as in a plai
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -20,9 +19,10 @@ from fsdp_compile.comm import exchange
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.modules import param_views
-from fsdp_compile.modules.classes import original_class
+from fsdp_compile.modules.classes import original_class, swap_back, swap_to_original_class
 from fsdp_compile.runtime.units import FSDPParam
-from fsdp_compile.sharding.arguments import InitFrom
+from fsdp_compile.sharding import checks
+from fsdp_compile.sharding.arguments import InitFn, InitFrom
 from fsdp_compile.sharding.devices import device_on
 from fsdp_compile.sharding.views import allocate_from_meta
 
@@ -50,9 +50,6 @@ def _mark(dtype: torch.dtype) -> float | int | None:
         return torch.iinfo(dtype).min
     narrow = dtype.is_floating_point and dtype.itemsize < 2  # float8 formats: not all have NaN, few have operators
     return float("nan") if (dtype.is_floating_point and not narrow) or dtype.is_complex else None
-
-
-InitFn = Callable[[nn.Module], object]
 
 
 def materialize(
@@ -89,7 +86,7 @@ def fill_in(
     """`materialize`, with values of each rank's own initialization, or of the first rank's."""
     from fsdp_compile.runtime.module_state import units  # which calls this
 
-    check_init_fn(param_init_fn)
+    checks.check_init_fn(param_init_fn)
     sharded = units(model)
     if not sharded:
         raise ConfigError(
@@ -122,20 +119,6 @@ def fill_in(
             exchange.broadcast_from_first(value.detach(), spec)
 
 
-def check_init_fn(param_init_fn: object) -> None:
-    """Refuses what cannot be called.
-
-    Raises:
-        ConfigError: If it is neither `None` nor callable.
-    """
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise ConfigError(
-            f"param_init_fn is a {type(param_init_fn).__name__}, which cannot be called",
-            where="param_init_fn",
-            instead="a function of one module that initializes the module's own parameters and buffers",
-        )
-
-
 @dataclasses.dataclass
 class _Work:
     """What one call of `materialize` goes through its modules with.
@@ -156,11 +139,11 @@ class _Work:
 
     def initialize(self, module: nn.Module, name: str) -> None:
         """Lets a module make its own values in full, and keeps this rank's part."""
-        params = dict(param_views.own_slots(module))
+        params = dict(param_views.own_params(module))
         for param in params.values():
             param_views.swap_in_full(param, self._start(param))
         self._replace_unsharded(module, params)
-        sharded_class, module.__class__ = type(module), original_class(module)
+        sharded_class = swap_to_original_class(module)
         shapes = {attribute: (t.shape, t.dtype) for attribute, t in _own(module).items()}
         try:
             with torch.no_grad(), _OwnStateOnly(name):
@@ -172,7 +155,7 @@ class _Work:
                     self._keep(param)
             self.unwritten.difference_update(param.parameter for param in params.values())
         finally:
-            module.__class__ = sharded_class
+            swap_back(module, sharded_class)
             for param in params.values():
                 param_views.swap_in_sharded(param)
 

@@ -2,55 +2,84 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from fsdp_compile.config.casts import CastWhen, ForwardCasts, FullPrecision
 from fsdp_compile.config.policy import MixedPrecision
-from fsdp_compile.modules.casts import CastWhen, ForwardCasts, FullPrecision, cast_buffers
+from fsdp_compile.modules.buffers import cast_buffers
 from fsdp_compile.modules.classes import gather_on_read
-from fsdp_compile.modules.forward import FORWARD_CASTS
-from fsdp_compile.runtime.module_state import Nesting
+from fsdp_compile.runtime.module_state import Nesting, ensure_state, state_of
+
+
+@dataclasses.dataclass
+class PrecisionPlan:
+    """What is to be done to modules before their parameters are sharded.
+
+    Attributes:
+        whole: Modules that are kept in full precision.
+        buffers: Modules with buffers to cast, and their policies.
+    """
+
+    whole: dict[nn.Module, FullPrecision] = dataclasses.field(default_factory=dict)
+    buffers: dict[nn.Module, MixedPrecision] = dataclasses.field(default_factory=dict)
+
+    def add(self, root: nn.Module, precision: MixedPrecision, done: Sequence[nn.Module]) -> None:
+        """Plans for the modules of `root`, without those of modules that have a policy of their own.
+
+        Args:
+            root: The module that a policy is for.
+            precision: The policy.
+            done: Modules in it that another call, or another unit, has planned for.
+        """
+        apart = {id(m) for other in done for m in other.modules()}
+        for module in root.modules():
+            if id(module) not in apart and _is_whole(module, precision):
+                self.whole.update({m: FullPrecision(_own_dtype(m)) for m in module.modules() if id(m) not in apart})
+        if precision.buffer_dtype is not None:
+            own = (m for m in root.modules() if id(m) not in apart and not keeps_full_precision(m, self))
+            self.buffers.update(dict.fromkeys(own, precision))
+
+    def apply(self) -> None:
+        """Marks modules, and casts buffers."""
+        for module, casts in self.whole.items():
+            ensure_state(module).casts = casts
+            gather_on_read(module)
+        for module, precision in self.buffers.items():
+            assert precision.buffer_dtype is not None
+            if cast_buffers(module, precision.buffer_dtype, restore_in_eval=precision.full_precision_in_eval):
+                gather_on_read(module)
+
+
+def keeps_full_precision(module: nn.Module, planned: PrecisionPlan | None = None) -> bool:
+    """Whether a module is, or is inside, one that is kept in full precision, by now or by a plan."""
+    state = state_of(module)
+    is_kept = state is not None and isinstance(state.casts, FullPrecision)
+    return is_kept or (planned is not None and module in planned.whole)
 
 
 def cast_at(module: nn.Module, precision: MixedPrecision, nesting: Nesting) -> None:
     """Lets a module cast its inputs and outputs as a policy says, unless it is kept in full precision."""
-    casts = precision.cast_forward_inputs
+    casts_inputs = precision.cast_forward_inputs
     if nesting is Nesting.OUTERMOST and precision.cast_root_forward_inputs is not None:
-        casts = precision.cast_root_forward_inputs
+        casts_inputs = precision.cast_root_forward_inputs
     when = CastWhen.TRAINING if precision.full_precision_in_eval else CastWhen.ALWAYS
-    boundary = ForwardCasts(precision.param_dtype if casts else None, precision.output_dtype, when)
-    if isinstance(module.__dict__.get(FORWARD_CASTS), FullPrecision):
+    casts = ForwardCasts(precision.param_dtype if casts_inputs else None, precision.output_dtype, when)
+    state = ensure_state(module)
+    if isinstance(state.casts, FullPrecision):
         return
-    if boundary.inputs is not None or boundary.output is not None or FORWARD_CASTS in module.__dict__:
-        object.__setattr__(module, FORWARD_CASTS, boundary)
-        gather_on_read(module, {})
+    if casts.inputs is not None or casts.output is not None or state.casts is not None:
+        state.casts = casts
+        gather_on_read(module)
 
 
-def keep_full_precision(root: nn.Module, precision: MixedPrecision, sharded_below: Sequence[nn.Module]) -> None:
-    """Marks the modules below `root` whose parameters keep their dtype, and casts the buffers of all others.
-
-    Args:
-        root: The module that is being sharded, before its units are made.
-        precision: Its policy.
-        sharded_below: Modules in it that an earlier call sharded: they have their own policy.
-    """
-    settled = {id(m) for done in sharded_below for m in done.modules()}
-    for module in list(root.modules()):
-        if id(module) not in settled and _is_whole(module, precision):
-            for part in module.modules():
-                if id(part) not in settled:
-                    object.__setattr__(part, FORWARD_CASTS, FullPrecision(_own_dtype(part)))
-                    gather_on_read(part, {})
-    if precision.buffer_dtype is None:
-        return
-    for module in root.modules():
-        if id(module) in settled or isinstance(module.__dict__.get(FORWARD_CASTS), FullPrecision):
-            continue
-        if cast_buffers(module, precision.buffer_dtype, restore_in_eval=precision.full_precision_in_eval):
-            gather_on_read(module, {})
+def any_full_precision(modules: Iterable[nn.Module], planned: PrecisionPlan | None = None) -> bool:
+    """Whether some of the modules that hold a parameter is kept in full precision."""
+    return any(keeps_full_precision(module, planned) for module in modules)
 
 
 def _is_whole(module: nn.Module, precision: MixedPrecision) -> bool:
@@ -59,5 +88,5 @@ def _is_whole(module: nn.Module, precision: MixedPrecision) -> bool:
 
 
 def _own_dtype(module: nn.Module) -> torch.dtype:
-    held = itertools.chain(module.parameters(), module.buffers())
-    return next((t.dtype for t in held if t.is_floating_point()), torch.float32)
+    values = itertools.chain(module.parameters(), module.buffers())
+    return next((t.dtype for t in values if t.is_floating_point()), torch.float32)

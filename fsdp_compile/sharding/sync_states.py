@@ -28,7 +28,7 @@ _OPTION = "fully_shard(sync_module_states=True)"
 
 @dataclasses.dataclass
 class FirstRankValues:
-    """What the first rank has; looked at before parameters are sharded, since full ones are gone afterwards.
+    """What the first rank has; read before parameters are sharded, since full ones are gone afterwards.
 
     Attributes:
         mesh: The ranks.

@@ -1,35 +1,29 @@
 """Parameters that are no longer views of their flat parameter: noticed before a step, and put back.
 
 `.to()`, `load_state_dict(assign=True)`, `module.weight = nn.Parameter(...)` and `requires_grad_()` all change what a
-module holds. The next step would read the old values, and updates would go to memory that nobody gathers. So every
+module holds. The next step would read the old values, and updates would go to memory that is never gathered. So every
 step begins with a look at the identities of all parameters; where one has changed, its values are copied into place.
-
-Whether everything below a module is where the last step left it: looked at before each step.
-
-`integrity.py` says what may have changed, and puts it right unit by unit. Usually nothing has, and that is seen by a
-few comparisons of whole lists of identities: no Python code runs per parameter.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import operator
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compile._torch.dynamo import calls_are_compiled
-from fsdp_compile._torch.tensors import hold_locals, local_tensor, plain_torch_functions
+from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.config.policy import compute_device
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.runtime import unshard
 from fsdp_compile.runtime.group_state import ParamState
-from fsdp_compile.runtime.module_state import units_below
-from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, layouts
+from fsdp_compile.runtime.module_state import ensure_state, units_below
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit
+from fsdp_compile.runtime.view_check import ViewCheck
 from fsdp_compile.sharding import allocate, checks
+from fsdp_compile.sharding.mixed_precision import any_full_precision
 
 
 def check(unit: FSDPUnit) -> None:
@@ -119,6 +113,8 @@ def repair_in_place(group: FSDPParamGroup) -> bool:
 def _held(unit: FSDPUnit, param: FSDPParam) -> nn.Parameter | None:
     """What all owners of a parameter hold now; `None` if they hold different things."""
     held = [module._parameters.get(attribute) for module, attribute in param.module_refs]
+    if not held:  # the modules that held it are gone: it trains no longer
+        return param.parameter
     if any(parameter is None for parameter in held):
         raise ConfigError(
             "a sharded parameter was removed from its module",
@@ -166,7 +162,10 @@ def members(unit: FSDPUnit) -> list[allocate.ParamToShard]:
             name = param.name if (module, attribute) == param.module_refs[0] else f"{param.name} ({attribute})"
             order = param.spec.order if isinstance(parameter, DTensor) and parameter is param.parameter else ()
             dim = _dim(unit, param, parameter)
-            found[id(parameter)] = allocate.ParamToShard(name, [(module, attribute)], parameter, dim, order)
+            is_whole = any_full_precision(owner for owner, _ in param.module_refs)
+            found[id(parameter)] = allocate.ParamToShard(
+                name, [(module, attribute)], parameter, dim, order, keeps_own_dtype=is_whole
+            )
     return list(found.values())
 
 
@@ -178,23 +177,20 @@ def _dim(unit: FSDPUnit, param: FSDPParam, parameter: nn.Parameter) -> int | Non
     return allocate.shard_dim(unit.parameter_name(param), parameter, unit.policy.size, None)
 
 
-_VIEW_CHECK = "_fsdp_watched"
-_tables_of = operator.attrgetter("_parameters", "_modules")
-_END = object()
-"""Ends what is compared, so that neither side may be longer."""
-_requires_grad = operator.attrgetter("requires_grad")
-
-
-def units_with_intact_views(root: nn.Module) -> Sequence[FSDPUnit]:
-    """The units that modules in `root` read from, each parameter of them a view of its flat parameter.
+def pre_forward(root: nn.Module) -> None:
+    """Restores parameters below a module that are no longer views of their flat parameter, and unshards what is due.
 
     Raises:
-        ConfigError: As `integrity.check` and `sharding.refuse_new_parameters`.
+        ConfigError: As `check` and `checks.refuse_new_parameters`.
     """
-    view_check: ViewCheck | None = root.__dict__.get(_VIEW_CHECK)
+    state = ensure_state(root)
+    view_check = state.view_check
     if view_check is None or not view_check.is_intact():
         view_check = _put_in_place(root)
-    return view_check.units
+        # In compiled code a new parameter is an input of a graph, where the backend sees it; until then, check again.
+        is_known = not calls_are_compiled() or not checks.holds_plain_parameters(root)
+        state.view_check = view_check if is_known else None
+    unshard.pre_forward(view_check.units, view_check.models)
 
 
 def _put_in_place(root: nn.Module) -> ViewCheck:
@@ -203,102 +199,10 @@ def _put_in_place(root: nn.Module) -> ViewCheck:
         refuse_held(unit)
     for unit in units:
         check(unit)
-    # After the check, which takes parameters in that were put in the place of others. In compiled code one that is new
-    # is an input of a graph, and the backend sees it; but then it is not to be known from now on.
-    is_known = not calls_are_compiled() or not checks.holds_plain_parameters(root)
+    # After the check, which takes parameters in that were put in the place of others.
     if not calls_are_compiled():
         checks.refuse_new_parameters(root)
-    view_check = ViewCheck.of(root)
-    if is_known:
-        object.__setattr__(root, _VIEW_CHECK, view_check)
-    return view_check
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ViewCheck:
-    """A module in which everything is in place, and what tells that it still is.
-
-    Attributes:
-        units: What modules in it read from.
-        modules: Those in it, and others that hold parameters of the units.
-        tables: The dicts of parameters and of modules of each of these.
-        names: Of what the dicts hold.
-        contents: The parameters and modules that the dicts hold, and `_END`.
-        parameters: All of the units.
-        locals: The view that each of them holds.
-        storages: The own, empty storage of each of them, which `.data = ...` replaces.
-        trainable: Whether each of them gets gradients.
-        layouts: How often anything had been laid out.
-    """
-
-    units: tuple[FSDPUnit, ...]
-    modules: tuple[nn.Module, ...]
-    tables: tuple[dict[str, Any], ...]
-    names: list[str]
-    contents: tuple[object, ...]
-    parameters: tuple[DTensor, ...]
-    locals: tuple[torch.Tensor, ...]
-    storages: tuple[torch.UntypedStorage | None, ...]
-    trainable: tuple[bool, ...]
-    layouts: int
-
-    @staticmethod
-    def of(root: nn.Module) -> ViewCheck:
-        """Takes what is there now to be in place."""
-        units = units_below(root)
-        params = [param for unit in units for param in unit.params]
-        modules = tuple(
-            dict.fromkeys([*root.modules(), *(module for param in params for module, _ in param.module_refs)])
-        )
-        tables = tuple(_tables(modules))
-        return ViewCheck(
-            units=tuple(units),
-            modules=modules,
-            tables=tables,
-            names=_names(tables),
-            contents=(*_contents(tables), _END),
-            parameters=tuple(param.dtensor for param in params),
-            locals=tuple(param.sharded_view for param in params),
-            storages=tuple(param.dtensor_storage for param in params),
-            trainable=tuple(
-                group.flat_param.requires_grad for unit in units for group in unit.param_groups for _ in group.params
-            ),
-            layouts=layouts(),
-        )
-
-    def is_intact(self) -> bool:
-        """Whether nothing was replaced, converted, moved, frozen, thawed, added, removed or laid out anew since."""
-        if self.layouts != layouts():
-            return False
-        with plain_torch_functions():  # asking each parameter's class for its own takes as long again
-            return (
-                _same(_tables(self.modules), self.tables)
-                and _names(self.tables) == self.names
-                and _same(itertools.chain(_contents(self.tables), (_END,)), self.contents)
-                and hold_locals(self.parameters, self.locals)
-                and _same(map(torch.Tensor.untyped_storage, self.parameters), self.storages)
-                and _same(map(_requires_grad, self.parameters), self.trainable)
-            )
-
-
-def _tables(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
-    """The dicts of parameters and of modules of each module."""
-    return itertools.chain.from_iterable(map(_tables_of, modules))
-
-
-def _names(tables: Iterable[dict[str, Any]]) -> list[str]:
-    """The names in some of them."""
-    return list(itertools.chain.from_iterable(tables))
-
-
-def _contents(tables: Iterable[dict[str, Any]]) -> Iterator[object]:
-    """The parameters and the modules that are in some of them."""
-    return itertools.chain.from_iterable(map(dict.values, tables))
-
-
-def _same(found: Iterable[object], expected: Iterable[object]) -> bool:
-    """Whether two sequences hold the same objects, up to the end of the shorter; `==` of tensors compares values."""
-    return all(map(operator.is_, found, expected))
+    return ViewCheck.of(root, units)
 
 
 def allocate_from_meta(unit: FSDPUnit, waiting: Sequence[FSDPParam], device: torch.device) -> None:

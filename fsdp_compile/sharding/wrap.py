@@ -1,4 +1,4 @@
-"""Which modules become units when nobody says so, and how FSDP1's wrap policies say so.
+"""Which modules become units by default, and how FSDP1's wrap policies say so.
 
 Repeated blocks first: the outermost modules that stand at least twice, with one class, in a `ModuleList`, `Sequential`
 or `ModuleDict`. Then every remaining leaf module with a matrix (embedding, output head) by itself, since the two ends

@@ -20,12 +20,12 @@ from fsdp_compile.comm import exchange
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.modules import param_views
-from fsdp_compile.modules.classes import original_class, read_as_written
+from fsdp_compile.modules.classes import original_class, swap_back, swap_to_original_class
 from fsdp_compile.modules.forward import in_forward
 from fsdp_compile.runtime import replaced_params
 from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import params_in, units_below
-from fsdp_compile.runtime.units import READS, FSDPParam, FSDPUnit, note_layout
+from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
 from fsdp_compile.sharding import views
 
 
@@ -275,8 +275,8 @@ class _FullParams:
 
     def swap_in(self, module: nn.Module) -> None:
         """Gathers and shows everything; where nothing below `module` stays sharded, forwards are the plain ones."""
-        note_layout()
         for unit in self.units:
+            unit.model.note_layout()
             unit.param_state = ParamState.UNSHARDED
         for param in self.params:
             param.swap_in()
@@ -285,8 +285,7 @@ class _FullParams:
         if full and below <= full:
             for each in module.modules():
                 if original_class(each) is not type(each):
-                    self.classes.append((each, type(each)))
-                    each.__class__ = original_class(each)
+                    self.classes.append((each, swap_to_original_class(each)))
 
     def swap_out(self) -> list[ConfigError]:
         """Shows the shards again, with what was written if that is to be kept.
@@ -295,13 +294,11 @@ class _FullParams:
             What could not be kept, alike on every rank that holds full parameters.
         """
         for module, sharded_class in self.classes:
-            module.__class__ = sharded_class
-            if READS in module.__dict__:
-                read_as_written(module)  # which may have changed meanwhile
+            swap_back(module, sharded_class)  # its reads may have changed meanwhile
         problems = [param.swap_out() for param in self.params]
         for unit in self.units:
             unit.param_state = ParamState.SHARDED
-        note_layout()
+            unit.model.note_layout()
         return [problem for problem in problems if problem is not None]
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile.comm import exchange
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.modules import casts
+from fsdp_compile.modules import buffers
 from fsdp_compile.runtime.module_state import units
 from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.runtime.unshard import reshard
@@ -53,7 +53,7 @@ def load_from_rank0(
 
     Args:
         model: After `fully_shard`.
-        state_dict: Full, plain tensors by name, on the first rank of the mesh; not looked at on others.
+        state_dict: Full, plain tensors by name, on the first rank of the mesh; ignored on others.
         strict: Whether missing and unexpected names are errors. What is missing keeps its value, or stays on meta for
             `materialize`.
         device: Where to put what is on meta; by default the current device of the mesh's kind.
@@ -81,7 +81,7 @@ def load_from_rank0(
         problems += [f"{name} is not in the model" for name in keys.unexpected]
     _refuse(problems)
     for module in model.modules():
-        casts.restore(module)  # those that are cast while the model trains
+        buffers.restore(module)  # those that are cast while the model trains
     target = device_on(mesh, device, where=f"{_WHERE}(device=...)")
     given = {state.key: state for state in states if state.name in found["given"]}  # the last name counts
     _give_memory(model, sharded, given.keys(), target)
@@ -96,7 +96,7 @@ def load_from_rank0(
                 state.value.copy_(full)
             exchange.overwrite(state.value.detach(), mesh)
     for module in model.modules():
-        casts.follow_mode(module)
+        buffers.follow_mode(module)
     reshard(sharded)  # what is kept in full is old
     return keys
 

@@ -4,15 +4,14 @@ The way of one run:
 
 | file | does |
 |---|---|
-| `config.py` | what is trained: every option, checked |
+| `config.py` | what is trained: every option, checked; the learning rate of every step |
 | `job.py` | one run: its options, its folder, new or resumed |
 | `launch.py` | starts the local ranks, or joins an existing `torchrun` |
 | `world.py` | this rank, its device, its process group |
-| `corpus.py`, `batches.py` | text as bytes; which windows of it each step and rank reads |
-| `model.py`, `schedule.py` | the model; the learning rate of every step |
+| `data.py` | text as bytes; which windows of it each step and rank reads |
+| `model.py` | the model, and text that it writes |
 | `trainer.py` | `torch.compile(model, backend="fsdp")`, AdamW, one step, the held-out loss |
 | `held_bytes.py` | what a rank holds against what an unsharded one would |
-| `checkpoint.py`, `metrics.py`, `plot.py`, `sample.py` | what a run leaves in its folder |
-| `progress.py` | what a run shows |
+| `checkpoint.py`, `metrics.py` | what a run leaves in its folder, and what it shows |
 | `loop.py` | the run itself |
 """

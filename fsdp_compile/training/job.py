@@ -6,20 +6,15 @@ One run: what it trains, where its folder is, on how many ranks, new or resumed.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.training.checkpoint import last_checkpoint, step_of
 from fsdp_compile.training.config import TrainConfig
-from fsdp_compile.training.data import read_corpus
-from fsdp_compile.training.world import DeviceKind
+from fsdp_compile.training.placement import DeviceKind, Placement
 
 RUNS = Path("runs")
 
@@ -121,9 +116,6 @@ def newest_folder() -> RunFolder:
     return RunFolder(configs[-1].parent)
 
 
-RANKS_WITHOUT_GPU = 2
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A run whose options were all found possible, before anything is started for it.
@@ -143,46 +135,6 @@ class Job:
     device: DeviceKind
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where ranks are to run.
-
-    Attributes:
-        ranks: Number of ranks on all hosts.
-        local_ranks: Those on this host.
-        joins: Whether a launcher has already started them, this process being one.
-    """
-
-    ranks: int
-    local_ranks: int
-    joins: bool
-
-    @classmethod
-    def find(cls, ranks: int | None, environment: Mapping[str, str] = os.environ) -> Placement:
-        """Join the ranks of an elastic launcher, or ask for local ones.
-
-        Args:
-            ranks: What the user asked for; None for the launcher's ranks, else one per GPU, else 2.
-            environment: Holds RANK and WORLD_SIZE where a launcher has started this process.
-
-        Raises:
-            ConfigError: The number is not positive, or not that of the launcher.
-        """
-        if ranks is not None and ranks < 1:
-            raise ConfigError(f"there cannot be {ranks} ranks", where="--ranks", instead="1 or more")
-        if "RANK" in environment and "WORLD_SIZE" in environment:
-            started = int(environment["WORLD_SIZE"])
-            if ranks not in (None, started):
-                raise ConfigError(
-                    f"the launcher has started {started} ranks, not {ranks}",
-                    where="--ranks",
-                    instead="leave --ranks away below torchrun",
-                )
-            return cls(started, int(environment.get("LOCAL_WORLD_SIZE", "1")), joins=True)
-        wanted = ranks or torch.cuda.device_count() or RANKS_WITHOUT_GPU
-        return cls(wanted, wanted, joins=False)
-
-
 def new_job(options: Mapping[str, Any], out: Path | None, placement: Placement, device: DeviceKind) -> Job:
     """A run from its first step.
 
@@ -197,10 +149,14 @@ def new_job(options: Mapping[str, Any], out: Path | None, placement: Placement, 
     """
     config = TrainConfig.from_dict(options)
     _check_share(config, placement)
+    folder = new_folder(out)
+    # Whatever is refused above is refused without importing torch.
+    from fsdp_compile.training.data import read_corpus
+
     read_corpus(config.data, config.seq_len)
     return Job(
         config=config,
-        folder=new_folder(out),
+        folder=folder,
         done_steps=0,
         ranks=placement.ranks,
         device=device.resolve(placement.local_ranks),
@@ -223,6 +179,10 @@ def resumed_job(options: Mapping[str, Any], path: Path | None, placement: Placem
     config, fingerprint = folder.read_config()
     config = config.resumed_with(options)
     _check_share(config, placement)
+    # Whatever is refused above is refused without importing torch.
+    from fsdp_compile.training.checkpoint import last_checkpoint, step_of
+    from fsdp_compile.training.data import read_corpus
+
     checkpoint = last_checkpoint(folder.checkpoints)
     if checkpoint is None:
         raise ConfigError(f"{folder.path} holds no complete checkpoint", where="--resume", instead="a new run")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import fully_shard
+from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.training.config import MixedPrecision, Schedule, TrainConfig
 from fsdp_compile.training.data import Batches, Corpus
 from fsdp_compile.training.held_bytes import HeldBytes, expected, measured

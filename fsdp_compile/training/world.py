@@ -6,44 +6,15 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.training.placement import DeviceKind
 
 T = TypeVar("T")
-
-
-class DeviceKind(StrEnum):
-    """Where a run computes; AUTO takes GPUs where every local rank has one."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-    def resolve(self, local_ranks: int) -> DeviceKind:
-        """CPU or CUDA.
-
-        Args:
-            local_ranks: Ranks on this host; each needs a GPU of its own.
-
-        Raises:
-            ConfigError: CUDA was asked for and there are fewer GPUs than ranks.
-        """
-        gpus = torch.cuda.device_count()
-        if self is DeviceKind.CUDA and gpus < local_ranks:
-            raise ConfigError(
-                f"{local_ranks} ranks need a GPU each and this host has {gpus}",
-                where="--device cuda",
-                instead="fewer --ranks, or --device cpu",
-            )
-        if self is DeviceKind.AUTO:
-            return DeviceKind.CUDA if gpus >= local_ranks else DeviceKind.CPU
-        return self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_compile.errors import InvariantError
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import Stage, StepGraph
 from fsdp_compile.verify.facts import Facts
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.report import Complaint, hint, summary, where
-from fsdp_compile.verify.table import RULES, Rule, Stage
+from fsdp_compile.verify.table import RULES, Rule
 
 
 def check(

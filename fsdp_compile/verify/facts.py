@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compile._torch.dynamo import is_saved_for_backward
 from fsdp_compile.ir.graph import DECLARING, Phase, Record, Role, StepGraph, record_of, require, role_of
 from fsdp_compile.verify.collective import Collective, Kind, collectives_of
 from fsdp_compile.verify.limits import Limits
@@ -109,7 +110,7 @@ class Facts:
             kept = self.outputs[count:]
         else:
             notes = self.step.output.meta.get("desc") or ()
-            kept = [out for out, note in zip(self.outputs, notes, strict=False) if _says_saved(note)]
+            kept = [out for out, note in zip(self.outputs, notes, strict=False) if is_saved_for_backward(note)]
         return [node for node in kept if isinstance(node, fx.Node)]
 
     @cached_property
@@ -189,7 +190,3 @@ def record_units(node: fx.Node) -> set[str]:
 def is_models(node: fx.Node) -> bool:
     """Whether a node computes something and is the user's model's own."""
     return node.op == "call_function" and role_of(node) is None
-
-
-def _says_saved(note: object) -> bool:
-    return type(note).__name__.startswith("SavedForBackwards")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable
 
+from fsdp_compile.ir.graph import Stage
 from fsdp_compile.verify.facts import Facts
 from fsdp_compile.verify.report import Complaint
 from fsdp_compile.verify.rules import (
@@ -22,17 +22,6 @@ from fsdp_compile.verify.rules import (
     updates,
     waits,
 )
-
-
-class Stage(enum.Enum):
-    """Points of the pipeline at which a graph is checked."""
-
-    INSERTED = "after-insert"
-    """After insert-collectives: one collective per parameter."""
-    BUCKETED = "after-bucket"
-    """After bucket, and after every scheduling pass but the last."""
-    FINAL = "final"
-    """After schedule-reshard: what is lowered."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -180,7 +181,10 @@ def _check_saved_tensor_hooks() -> None:
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
             loss = loss_of(pair.compiled(x))
-        loss.backward()
+        # A compiled graph has to save its flat parameters; eager reads keep them.
+        is_copied = how is Run.SHARDED
+        with pytest.warns(UserWarning, match="zeros instead of None") if is_copied else contextlib.nullcontext():
+            loss.backward()
         everyone = torch.empty(4 * dist.get_world_size(), 6)
         dist.all_gather_into_tensor(everyone, x)
         loss_of(pair.reference(everyone)).backward()

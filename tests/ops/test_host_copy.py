@@ -80,6 +80,18 @@ def test_without_an_accelerator_a_copy_is_a_copy() -> None:
     assert not host_copy._running
 
 
+@pytest.mark.core
+def test_an_event_that_a_failed_graph_left_is_not_waited_for() -> None:
+    left = mock.Mock()
+    copied = torch.empty(4)
+    with mock.patch.dict(host_copy._running, {copied.data_ptr(): left}):  # it raised, and its memory was given away
+        with mock.patch.object(torch.Tensor, "clone", return_value=copied):
+            started = START(torch.arange(4.0), "cpu")
+        WAIT(started)
+        assert not host_copy._running
+    left.wait.assert_not_called()
+
+
 GRAPH = """graph forward on cpu
 %x = input() : f32[8, 8]
 %y = input() : f32[8, 8]

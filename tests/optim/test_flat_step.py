@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, flat_step, fully_shard, units
+from fsdp_compile._torch.tensors import views_of
 from fsdp_compile.optim.flat_step import ELEMENTWISE
 from fsdp_compile.runtime import gradients
 from tests.fake_world import fake_world
@@ -76,7 +77,7 @@ def _give_gradients(model: nn.Module, plain: list[nn.Parameter], step: int, miss
         for flat in unit.param_groups:
             buffer = torch.zeros_like(flat.flat_param.detach())
             for slot in flat.params:
-                slot.view_of(buffer).normal_()
+                views_of(buffer, [slot.place])[0].normal_()
             if flat.flat_param.requires_grad:
                 skipped = (
                     {flat.params[missing].spec.offset} if missing is not None and len(flat.params) > missing else set()
@@ -94,7 +95,7 @@ def _assert_alike(model: nn.Module, plain: list[nn.Parameter]) -> None:
     for flat in (flat for unit in units(model) for flat in unit.param_groups):
         rest = flat.flat_param.detach().clone()
         for slot in flat.params:
-            slot.view_of(rest).zero_()
+            views_of(rest, [slot.place])[0].zero_()
         assert not rest.any(), "padding was updated"
 
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from fsdp_compile import pipeline
 from fsdp_compile.ir.edit import GraphBuilder
-from fsdp_compile.ir.graph import Role, StepGraph, require
+from fsdp_compile.ir.graph import Role, Stage, StepGraph, require
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.insert_collectives import InsertCollectives
 from tests.models.kinds import WIDTH, Slim
@@ -34,6 +34,7 @@ class ScaleOneGradient:
     """The fault: what is reduced for `PLANTED` is multiplied by 1 + 2^-10."""
 
     name = PLANTED_PASS
+    stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> list[Node]:
         return [node for node in step.nodes(Role.REDUCE) if require(node).parameters == (PLANTED,)]

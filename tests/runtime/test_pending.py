@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import fsdp_compile
-from fsdp_compile.runtime import pending
 from fsdp_compile.runtime.units import FSDPParamGroup
 from tests.fake_world import fake_world
 
@@ -25,35 +24,39 @@ def _quick_turns() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def _flats(count: int) -> list[FSDPParamGroup]:
+def _model(count: int) -> nn.Module:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
     for layer in model:
         fsdp_compile.fully_shard(layer)
-    fsdp_compile.fully_shard(model)
-    return [flat for unit in fsdp_compile.units(model) for flat in unit.param_groups]
+    return fsdp_compile.fully_shard(model)
+
+
+def _groups(model: nn.Module) -> list[FSDPParamGroup]:
+    return [group for unit in fsdp_compile.units(model) for group in unit.param_groups]
 
 
 def test_what_is_done_is_forgotten() -> None:
     with fake_world(2):
-        flats = _flats(3)
+        model = _model(3)
+        flats = _groups(model)
         units = [flat.unit for flat in flats]
-        assert pending.are_idle(flats)
+        state = units[0].model
+        assert not state.is_any_pending()
         flats[2].flat_param.grad = torch.zeros_like(flats[2].flat_param)
         flats[1].update_state.has_new_grads = True
         for flat in reversed(flats):
-            pending.mark_pending(flat)
-        assert pending.pending_in(units) == flats[1:], "in the units' order, without what is settled"
-        assert pending.pending_in(units[:1]) == []
-        assert not pending.are_idle(flats)
-        assert pending.are_idle(flats[:1])
+            flat.unit.model.mark_pending(flat)
+        assert state.pending_in(units) == flats[1:], "in the units' order, without what is settled"
+        assert state.pending_in(units[:1]) == []
+        assert state.is_any_pending()
         flats[1].update_state.has_new_grads, flats[2].flat_param.grad = False, None
-        assert not pending.is_any_pending()
+        assert not state.is_any_pending()
 
 
 @pytest.mark.usefixtures("_quick_turns")
 def test_threads_do_not_disturb_one_another() -> None:
     with fake_world(2):
-        every = [_flats(20) for _ in range(3)]
+        models = [_model(20) for _ in range(3)]
         failed: list[BaseException] = []
 
         def work(flats: list[FSDPParamGroup]) -> None:
@@ -63,7 +66,7 @@ def test_threads_do_not_disturb_one_another() -> None:
             except BaseException as error:  # what a thread raises is seen by nobody else
                 failed.append(error)
 
-        threads: list[Any] = [threading.Thread(target=work, args=(flats,)) for flats in every]
+        threads: list[Any] = [threading.Thread(target=work, args=(_groups(model),)) for model in models]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -75,8 +78,8 @@ def _note_and_settle(flats: list[FSDPParamGroup]) -> None:
     units = [flat.unit for flat in flats]
     for flat in flats:
         flat.update_state.has_new_grads = True
-        pending.mark_pending(flat)
-    assert pending.pending_in(units) == flats
+        flat.unit.model.mark_pending(flat)
+    assert units[0].model.pending_in(units) == flats
     for flat in flats:
         flat.update_state.has_new_grads = False
-    assert pending.are_idle(flats)
+    assert not units[0].model.pending_in(units)

@@ -475,7 +475,7 @@ def test_a_class_that_somebody_gave_a_module_stays() -> None:
         assert type(layer) is Doubled
         model.set_gradient_divide_factor(3.0)
         assert isinstance(layer, Doubled)
-        assert "divide=3" in type(layer)._fsdp_readings[0].text
+        assert "divide=3" in type(layer)._fsdp_key.reads[0].text
         model.reset_iter_state()
         assert torch.equal(_step(model, 1), expected)
         assert isinstance(layer.weight, DTensor), "outside of a forward"

@@ -17,14 +17,13 @@ from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.config.prefetch import FSDPPrefetch
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import hardware
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import Stage, StepGraph
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.region import Region, keep_nothing
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.partition.auto_reshard import keep_unsharded
 from fsdp_compile.pipeline import passes
-from fsdp_compile.verify.table import Stage
 from tests.fake_world import fake_world
 
 

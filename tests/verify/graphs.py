@@ -8,10 +8,9 @@ import torch
 
 from fsdp_compile import MixedPrecision
 from fsdp_compile.config.prefetch import FSDPPrefetch
-from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.ir.graph import Phase, Stage, StepGraph
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.spec import Update
-from fsdp_compile.verify.table import Stage
 from tests.models.graphs import MODELS
 from tests.verify.captured import World, capture, copied
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.cost.timeline import waits_of
-from fsdp_compile.ir.graph import Phase, Role, StepGraph, role_of
+from fsdp_compile.ir.graph import Phase, Role, Stage, StepGraph, role_of
 from fsdp_compile.ir.queries import aliases
 from fsdp_compile.ir.text.parser import parse_graph
 from fsdp_compile.ir.text.printer import format_graph
@@ -19,7 +19,6 @@ from fsdp_compile.layout.spec import Update
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.report import Complaint
-from fsdp_compile.verify.table import Stage
 from tests.models.graphs import MODELS
 from tests.verify.captured import World, capture
 from tests.verify.graphs import OPEN, graph

@@ -37,9 +37,9 @@ class TakingAlong(World):
             for flat in unit.param_groups:
                 spec = flat.params[0].spec
                 every = [slot.spec.offset for slot in flat.params]
-                flat.unsharded_accumulated_grad.add(torch.zeros(flat.flat_param.numel() * spec.size), every)
+                flat.grads.unsharded_accumulated_grad.add(torch.zeros(flat.flat_param.numel() * spec.size), every)
                 if spec.replicas > 1:
-                    flat.partial_reduce_output.add(torch.zeros(flat.flat_param.numel()), every)
+                    flat.grads.partial_reduce_output.add(torch.zeros(flat.flat_param.numel()), every)
                 refresh_unshard_args(flat)
 
 

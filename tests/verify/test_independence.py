@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import fsdp_compile.verify
-from fsdp_compile.verify.table import RULES, Stage
+from fsdp_compile.ir.graph import Stage
+from fsdp_compile.verify.table import RULES
 
 PACKAGE = Path(inspect.getfile(fsdp_compile.verify)).parent
 FILES = sorted(PACKAGE.rglob("*.py"))

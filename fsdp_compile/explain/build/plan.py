@@ -16,7 +16,7 @@ from fsdp_compile.cost.timeline import schedule
 from fsdp_compile.explain.build.collectives import collectives
 from fsdp_compile.explain.build.memory import memory_curve, spans
 from fsdp_compile.explain.build.skipped import skipped
-from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.plan_data import PlanData
 from fsdp_compile.explain.report import GraphPlan, UnitPlan, Volume
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.layout.spec import Reshard, UnshardSpec
@@ -31,7 +31,7 @@ def build_plan(
     world_size: int,
     hardware: Hardware,
     fusion: Fusion,
-) -> Plan:
+) -> PlanData:
     """Reports on all graphs of a sharded model.
 
     Args:
@@ -51,7 +51,7 @@ def build_plan(
             plan, memory = _graph(step, number, memory, hardware=hardware, fusion=fusion, names=names)
             (forwards if step.phase is Phase.FORWARD else backwards).append(plan)
     graphs = (*forwards, *reversed(backwards))
-    return Plan(
+    return PlanData(
         title=type(model).__name__,
         world_size=world_size,
         hardware=hardware,

@@ -2,7 +2,7 @@
 
 How many ranks share a parameter stands in the text of its reads, and nowhere else in a graph before the passes. So the
 texts are written anew, the flat parameters get their new sizes, and the passes run again. Sizes of inputs are symbols
-in such a graph; numbers take their places before the passes (`open_sizes.py`).
+in such a graph; numbers take their places before the passes (`trace/open_sizes.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx, nn
 
-from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware, hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.build.plan import build_plan
-from fsdp_compile.explain.plan import Plan
-from fsdp_compile.explain.scale.open_sizes import OpenSizes, closed
+from fsdp_compile.explain.plan_data import PlanData, Traced
 from fsdp_compile.explain.trace.dims import SYMBOLS
+from fsdp_compile.explain.trace.open_sizes import closed
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, TEXT_POSITION, read_text
 from fsdp_compile.layout import flat_layout
@@ -31,42 +30,6 @@ from fsdp_compile.pipeline import keep, transform
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
 aten = torch.ops.aten
-
-
-@dataclasses.dataclass(frozen=True)
-class TracedGraphs:
-    """One compiled region as it was traced.
-
-    Attributes:
-        steps: Its graphs before the first pass, forward first.
-        sizes: What the symbols in them mean; none, unless dimensions of the inputs are open.
-        whole: Whether they are all of the model.
-    """
-
-    steps: tuple[StepGraph, ...]
-    sizes: OpenSizes
-    whole: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """What plans are made of.
-
-    Attributes:
-        model: The stand-in that was traced.
-        units: Its units.
-        regions: Its compiled regions.
-        world_size: Ranks that it was traced for.
-        options: Options of the compile.
-        fusion: Who would run the graphs.
-    """
-
-    model: nn.Module
-    units: tuple[FSDPUnit, ...]
-    regions: tuple[TracedGraphs, ...]
-    world_size: int
-    options: FSDPOptions
-    fusion: Fusion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +47,9 @@ class Setting:
     hardware: Hardware
 
 
-def rescaled(plan: Plan, *, world_size: int | None, gb_per_s: float | None, sizes: Mapping[str, int | None]) -> Plan:
+def rescaled(
+    plan: PlanData, *, world_size: int | None, gb_per_s: float | None, sizes: Mapping[str, int | None]
+) -> PlanData:
     """See `Plan.at`."""
     traced = plan.traced
     if traced is None:
@@ -101,7 +66,7 @@ def rescaled(plan: Plan, *, world_size: int | None, gb_per_s: float | None, size
     return plan_at(traced, Setting(ranks, {**plan.sizes, **given}, there))
 
 
-def plan_at(traced: Traced, setting: Setting) -> Plan:
+def plan_at(traced: Traced, setting: Setting) -> PlanData:
     """Runs the passes on graphs that were traced, as they are in a given setting.
 
     Raises:
@@ -125,7 +90,7 @@ def plan_at(traced: Traced, setting: Setting) -> Plan:
 
 def plan_of(
     traced: Traced, units: Sequence[FSDPUnit], regions: Sequence[Sequence[StepGraph]], setting: Setting
-) -> Plan:
+) -> PlanData:
     """Reports on graphs behind the passes.
 
     Args:
@@ -146,7 +111,7 @@ def plan_of(
     return dataclasses.replace(made, sizes=dict(setting.sizes), traced=traced, steps=steps)
 
 
-def _refuse_sizes(plan: Plan, given: Mapping[str, int]) -> None:
+def _refuse_sizes(plan: PlanData, given: Mapping[str, int]) -> None:
     for name, size in given.items():
         if name not in plan.sizes:
             raise ConfigError(
@@ -236,7 +201,7 @@ def _numel(specs: Mapping[str, UnshardSpec]) -> int:
 
 def _resized(unit: FSDPUnit, order: Order, ranks: int) -> FSDPUnit:
     """A unit of the same parameters, whose flat parameters have sizes and no memory."""
-    made = FSDPUnit(unit.root, unit.name, unit.policy, unit.wrap_source)
+    made = FSDPUnit(unit.root_ref, unit.name, unit.policy, unit.wrap_source, unit.model_ref)
     for flat in unit.param_groups:
         slots = {unit.parameter_name(slot): slot for slot in flat.params}
         specs = _laid_out({name: slot.spec for name, slot in slots.items()}, order, flat.flat_param.dtype, ranks)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.plan_data import PlanData
+from fsdp_compile.explain.scale.rescale import rescaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +111,15 @@ class Scaling:
         return path
 
 
-def scaling(plan: Plan, world_sizes: Sequence[int], gb_per_s: float | None) -> Scaling:
+def scaling(plan: PlanData, world_sizes: Sequence[int], gb_per_s: float | None) -> Scaling:
     """See `Plan.scaling`."""
     if not world_sizes:
         raise ConfigError("no number of ranks is given", where="Plan.scaling(world_sizes=[])", instead="[8, 64, 512]")
-    plans = [plan.at(world_size=ranks, gb_per_s=gb_per_s) for ranks in world_sizes]
+    plans = [rescaled(plan, world_size=ranks, gb_per_s=gb_per_s, sizes={}) for ranks in world_sizes]
     return Scaling(plan.title, plans[0].hardware.link.name, tuple(map(_row, plans)))
 
 
-def _row(plan: Plan) -> ScalingRow:
+def _row(plan: PlanData) -> ScalingRow:
     return ScalingRow(
         world_size=plan.world_size,
         step_us=plan.step_us,

@@ -16,9 +16,8 @@ from fsdp_compile.cost.fusion import plan_kernels
 from fsdp_compile.cost.hardware import Device, make_link
 from fsdp_compile.cost.memory import Holder, Memory, memory_of
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.plan_data import PlanData, Traced
 from fsdp_compile.explain.report import Collective
-from fsdp_compile.explain.scale.rescale import Traced
 from fsdp_compile.explain.scale.symbolic_memory import Sum, added_up, largest, live_sums
 from fsdp_compile.explain.scale.symbolic_sizes import RANKS, OpenGraphSizes, extent, stored_dtypes
 from fsdp_compile.ir.graph import Phase
@@ -88,7 +87,7 @@ class Formulas:
         return dict(zip(expressions, map(float, compute(*sizes.values())), strict=True))
 
 
-def formulas(plan: Plan) -> Formulas:
+def formulas(plan: PlanData) -> Formulas:
     """See `Plan.formulas`.
 
     Raises:
@@ -137,7 +136,7 @@ def formulas(plan: Plan) -> Formulas:
     )
 
 
-def _of_graphs(plan: Plan, traced: Traced) -> dict[str, sympy.Expr]:
+def _of_graphs(plan: PlanData, traced: Traced) -> dict[str, sympy.Expr]:
     """What follows from the nodes of graphs: FLOPs, their time, and memory."""
     work: Counter[Work] = Counter()
     saved: Sum = Counter()

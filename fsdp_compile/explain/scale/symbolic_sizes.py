@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.cost.sizes import Sizes, tensor_bytes, tensors_of, tensors_of_value
-from fsdp_compile.explain.scale.open_sizes import OPEN, OpenSizes
+from fsdp_compile.explain.trace.open_sizes import OPEN, OpenSizes
 from fsdp_compile.ir.graph import Record, Role, record_of, role_of
 from fsdp_compile.layout.flat_layout import ALIGNMENT_BYTES
 from fsdp_compile.layout.spec import UnshardSpec

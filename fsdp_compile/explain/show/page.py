@@ -14,11 +14,11 @@ from importlib import resources
 from typing import Any
 
 from fsdp_compile.cost.memory import Holder
-from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.plan_data import PlanData
 from fsdp_compile.explain.report import Collective, GraphPlan, MemoryCurve, Volume
 
 _DERIVED: dict[type, tuple[str, ...]] = {
-    Plan: ("step_us", "floor_us", "peak_bytes", "host_bytes"),
+    PlanData: ("step_us", "floor_us", "peak_bytes", "host_bytes"),
     Volume: ("total_bytes",),
     Collective: ("time_us",),
     GraphPlan: ("copied_bytes",),
@@ -28,7 +28,7 @@ _DERIVED: dict[type, tuple[str, ...]] = {
 def to_plain(value: Any) -> Any:
     """Dataclasses as dicts, enums as their values, everything else as JSON has it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.repr] + list(_DERIVED.get(type(value), ()))
+        names = [field.name for field in dataclasses.fields(value) if field.repr] + _derived(value)
         return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {_key(key): to_plain(item) for key, item in value.items()}
@@ -39,6 +39,10 @@ def to_plain(value: Any) -> Any:
     return value
 
 
+def _derived(value: object) -> list[str]:
+    return [name for kind, names in _DERIVED.items() if isinstance(value, kind) for name in names]
+
+
 def _key(key: Any) -> str:
     return str(key.value) if isinstance(key, enum.Enum) else str(key)
 
@@ -47,7 +51,7 @@ _POINTS = 900
 """Memory is drawn with about this many points per graph; each is the largest sum of its stretch of time."""
 
 
-def page(plan: Plan) -> str:
+def page(plan: PlanData) -> str:
     """The text of the page."""
     parts = {
         "TITLE": html.escape(f"{plan.title} on {plan.world_size} ranks"),
@@ -61,7 +65,7 @@ def page(plan: Plan) -> str:
     return text
 
 
-def page_data(plan: Plan) -> dict[str, Any]:
+def page_data(plan: PlanData) -> dict[str, Any]:
     """What the script draws: the report, with one clock for all graphs and thinned memory curves."""
     data = to_plain(plan)
     offset = 0.0

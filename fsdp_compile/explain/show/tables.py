@@ -15,7 +15,7 @@ from rich.table import Table
 
 from fsdp_compile.cost.communicate import COPIES, Kind
 from fsdp_compile.cost.copies import Way
-from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.plan_data import PlanData
 from fsdp_compile.explain.report import Collective, Exposure, GraphPlan, Layout
 from fsdp_compile.ir.graph import Phase
 
@@ -63,7 +63,7 @@ behind: so much compute covers it; queued: the link was busy that long
 """
 
 
-def render(plan: Plan, *, width: int) -> str:
+def render(plan: PlanData, *, width: int) -> str:
     """The report as plain text.
 
     Args:
@@ -77,7 +77,7 @@ def render(plan: Plan, *, width: int) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def parts(plan: Plan) -> Iterator[RenderableType]:
+def parts(plan: PlanData) -> Iterator[RenderableType]:
     """Everything that is shown, in order."""
     device, link = plan.hardware.device, plan.hardware.link
     yield f"{plan.title} on {plan.world_size} ranks, {device.name}, {link.name}: estimates, nothing was run\n"
@@ -105,7 +105,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _summary(plan: Plan) -> Table:
+def _summary(plan: PlanData) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -114,7 +114,7 @@ def _summary(plan: Plan) -> Table:
     return table
 
 
-def _summary_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+def _summary_rows(plan: PlanData) -> Iterator[tuple[str, str]]:
     exposed = sum(graph.exposed_us for graph in plan.graphs)
     compute = sum(graph.compute_us for graph in plan.graphs)
     link = sum(graph.communication_us for graph in plan.graphs)
@@ -144,7 +144,7 @@ def _summary_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "volume floor", f"{size(floor)} = (2 b_p + b_g) P (N-1)/N; sent / floor = {ratio}"
 
 
-def _units(plan: Plan) -> Table:
+def _units(plan: PlanData) -> Table:
     table = _table("units", "unit", "parameters ", "elements ", "stored, sent, reduced", "full ", "per rank ")
     shape = lambda u: (u.parameters, u.numel, u.stored, u.sent, u.reduced, u.shard_bytes)  # noqa: E731
     for _, same in itertools.groupby(plan.units, key=shape):
@@ -249,7 +249,7 @@ def _copied(graph: GraphPlan) -> str:
     return ", ".join(f"{size(graph.copied_bytes[way])} {way.value}" for way in ways)
 
 
-def _skipped(plan: Plan) -> Table:
+def _skipped(plan: PlanData) -> Table:
     table = _table("skipped", "what", "why")
     for item in plan.skipped:
         table.add_row(item.what, item.why)

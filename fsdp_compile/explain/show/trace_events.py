@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from fsdp_compile.explain.plan import Plan
+from fsdp_compile.explain.plan_data import PlanData
 from fsdp_compile.explain.report import Collective, GraphPlan
 
 _PROCESS: Final = 1
@@ -13,7 +13,7 @@ _COMPUTE: Final = 0
 _STALLS: Final = 1
 
 
-def trace_events(plan: Plan) -> dict[str, Any]:
+def trace_events(plan: PlanData) -> dict[str, Any]:
     """All lanes and the memory curve as events; times in us."""
     groups = dict.fromkeys(c.group for graph in plan.graphs for c in graph.collectives)
     lanes = {group: number for number, group in enumerate(groups, start=_STALLS + 1)}
@@ -28,7 +28,7 @@ def trace_events(plan: Plan) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _names(plan: Plan, lanes: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _names(plan: PlanData, lanes: dict[str, int]) -> Iterator[dict[str, Any]]:
     yield _meta("process_name", _COMPUTE, f"{plan.title} on {plan.world_size} ranks")
     for name, number in {"compute": _COMPUTE, "exposed": _STALLS, **lanes}.items():
         yield _meta("thread_name", number, name)

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.modules.classes import gather_slots
+from fsdp_compile.modules.classes import gather_params
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.module_state import units
 from fsdp_compile.runtime.units import FSDPParamGroup
@@ -57,7 +57,7 @@ def hollow_flats(model: nn.Module) -> None:
     """Gives the meta flat parameters of a sharded stand-in addresses, by which the backend knows them."""
     for unit in units(model):
         unit.param_groups = [FSDPParamGroup(unit, _hollow_leaf(flat), flat.params) for flat in unit.param_groups]
-        gather_slots(unit.param_groups)
+        gather_params(unit.param_groups)
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:

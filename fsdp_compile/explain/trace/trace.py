@@ -20,8 +20,8 @@ from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
-from fsdp_compile.explain.scale.open_sizes import OpenSizes, open_sizes
 from fsdp_compile.explain.trace.dims import OpenInputs
+from fsdp_compile.explain.trace.open_sizes import OpenSizes, open_sizes
 from fsdp_compile.explain.trace.stand_in import hollow
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.eager import compile_eagerly

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile._torch.distributed import fake_store
 from fsdp_compile.comm.mesh import HYBRID, hybrid_mesh
+from fsdp_compile.config.choices import check_world_size
 from fsdp_compile.errors import ConfigError
 
 
@@ -37,12 +38,7 @@ def planning_world(world_size: int | None) -> Iterator[int]:
             )
         yield held
         return
-    if world_size is None or world_size < 1:
-        raise ConfigError(
-            f"cannot plan for world_size={world_size}",
-            where="explain(world_size=...)",
-            instead="the number of ranks, such as 64",
-        )
+    world_size = check_world_size(world_size)
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     try:
         yield world_size

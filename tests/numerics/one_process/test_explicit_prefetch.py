@@ -113,10 +113,10 @@ def test_a_list_that_is_set_before_the_model_is_sharded_names_units_as_the_model
         fully_shard(block)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
     fully_shard(model)
-    text = model.blocks[0].up.__dict__["_fsdp_reads"]["weight"][1]
+    text = model.blocks[0].up.__dict__["_fsdp_state"].reads["weight"].text
     assert parse(text).forward_prefetch == ("blocks.2",)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2], model])
-    text = model.blocks[0].up.__dict__["_fsdp_reads"]["weight"][1]
+    text = model.blocks[0].up.__dict__["_fsdp_state"].reads["weight"].text
     assert parse(text).forward_prefetch == ("blocks.2", "(root)")
 
 

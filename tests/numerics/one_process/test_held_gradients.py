@@ -222,9 +222,9 @@ def _kept() -> tuple[float, float, int, int]:
     first, second, third = batches(3, 4 * dist.get_world_size())
     handle = pair.compiled.unshard(async_op=True)  # type: ignore[operator]
     handle.wait()
-    kept = sum(flat.unsharded_params is not None for unit in units(model) for flat in unit.param_groups)
+    kept = sum(flat.unsharded.params is not None for unit in units(model) for flat in unit.param_groups)
     pair.backward(first)
-    freed = sum(flat.unsharded_params is not None for unit in units(model) for flat in unit.param_groups)
+    freed = sum(flat.unsharded.params is not None for unit in units(model) for flat in unit.param_groups)
     by_hand = pair.difference()
     pair.step()
     pair.compiled.unshard(async_op=True)  # type: ignore[operator]  # nobody waits: the next forward does
@@ -233,10 +233,10 @@ def _kept() -> tuple[float, float, int, int]:
         pair.backward(batch)
     pair.step()  # what is kept is out of date now
     pair.backward(first)
-    stays = sum(flat.unsharded_params is not None for unit in units(model) for flat in unit.param_groups)
+    stays = sum(flat.unsharded.params is not None for unit in units(model) for flat in unit.param_groups)
     difference = pair.difference()
     pair.compiled.reshard()  # type: ignore[operator]
-    assert all(flat.unsharded_params is None for unit in units(model) for flat in unit.param_groups)
+    assert all(flat.unsharded.params is None for unit in units(model) for flat in unit.param_groups)
     return by_hand, difference, kept - freed, stays
 
 

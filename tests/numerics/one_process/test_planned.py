@@ -24,7 +24,7 @@ from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.region import Region
 from fsdp_compile.passes.delay_weight_gradients import DelayPlan, DelayWeightGradients
 from fsdp_compile.passes.schedule_auto import ScheduleAuto
-from fsdp_compile.pipeline import FUSION
+from fsdp_compile.passes.settings import FUSION
 from tests.cost.graphs import Sketch
 from tests.fake_world import fake_world
 from tests.models.kinds import KINDS

@@ -13,7 +13,8 @@ from fsdp_compile.config.prefetch import Ahead
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.report import Collective, GraphPlan
-from fsdp_compile.pipeline import PROMISES, passes
+from fsdp_compile.passes.settings import PROMISES
+from fsdp_compile.pipeline import passes
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.limits import Limits
 from tests.models.graphs import MODELS

@@ -1,0 +1,54 @@
+"""The first call of a compiled plain model: which model it is, and how Dynamo is made to trace it again.
+
+A backend is given a graph and its inputs, and not the model. What tells the model is the Python stack below which
+Dynamo compiles, and the path on which Dynamo found a parameter. Both go by private names of torch, which stand in
+`_torch/dynamo.py` and are pinned by `tests/capture/test_first_call.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx, nn
+
+from fsdp_compile._torch.dynamo import (
+    OptimizedModule,
+    caller_of_root_frame,
+    modules_being_called,
+    restart_trace,
+    values_on_the_way,
+)
+from fsdp_compile.modules.forward import in_forward_until_return
+
+
+def compiled_modules() -> list[nn.Module]:
+    """Modules that are being called right now by compiled code or as compiled modules, outermost first.
+
+    Where a graph break leaves a model's forward to Python, Dynamo compiles its children's forwards one by one. The
+    model is on the stack then, inside of the compiled call.
+    """
+    found: list[nn.Module] = []
+    inside: list[nn.Module] = []
+    for called in modules_being_called():
+        if called is None:  # everything further in was called by compiled code
+            found.extend(inside)
+            inside.clear()
+        elif isinstance(called, OptimizedModule):
+            found.append(called._orig_mod)
+        else:
+            inside.append(called)
+    return found[::-1]
+
+
+def modules_on_the_way(placeholder: fx.Node) -> Iterator[nn.Module]:
+    """Modules along the path on which Dynamo found a graph input, outermost first."""
+    return (value for value in values_on_the_way(placeholder) if isinstance(value, nn.Module))
+
+
+def trace_again() -> Exception:
+    """What to raise so that Dynamo traces the frame again, which now reads from flat parameters.
+
+    The frame's caller has entered a forward that nobody knew to be one: until it returns, reads gather by themselves.
+    """
+    in_forward_until_return(caller_of_root_frame())
+    return restart_trace()

@@ -1,0 +1,111 @@
+"""A plan as data: what the passes make of a model, and numbers that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import nn
+
+from fsdp_compile.cost.fusion import Fusion
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.explain.report import GraphPlan, Skipped, UnitPlan, Volume
+from fsdp_compile.explain.trace.open_sizes import OpenSizes
+from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.runtime.units import FSDPUnit
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedGraphs:
+    """One compiled region as it was traced.
+
+    Attributes:
+        steps: Its graphs before the first pass, forward first.
+        sizes: What the symbols in them mean; none, unless dimensions of the inputs are open.
+        whole: Whether they are all of the model.
+    """
+
+    steps: tuple[StepGraph, ...]
+    sizes: OpenSizes
+    whole: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What plans are made of.
+
+    Attributes:
+        model: The stand-in that was traced.
+        units: Its units.
+        regions: Its compiled regions.
+        world_size: Ranks that it was traced for.
+        options: Options of the compile.
+        fusion: Who would run the graphs.
+    """
+
+    model: nn.Module
+    units: tuple[FSDPUnit, ...]
+    regions: tuple[TracedGraphs, ...]
+    world_size: int
+    options: FSDPOptions
+    fusion: Fusion
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanData:
+    """What the passes make of a model.
+
+    Attributes:
+        title: Name of the model.
+        world_size: Ranks.
+        hardware: What times are estimated for.
+        units: All units, in registration order.
+        graphs: In the order in which they run: forwards, then backwards.
+        volume: Communication of one step.
+        skipped: What is not done, and why.
+        sizes: Of the dimensions that were open when the model was traced, by name.
+        traced: The graphs before the passes, for `at`; `None` for a model that has run.
+        steps: For each region the graphs behind the passes, for `formulas`; none for a model that has run.
+    """
+
+    title: str
+    world_size: int
+    hardware: Hardware
+    units: tuple[UnitPlan, ...]
+    graphs: tuple[GraphPlan, ...]
+    volume: Volume
+    skipped: tuple[Skipped, ...]
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    traced: Traced | None = dataclasses.field(default=None, repr=False, compare=False)
+    steps: tuple[tuple[StepGraph, ...], ...] = dataclasses.field(default=(), repr=False, compare=False)
+
+    @property
+    def forward(self) -> tuple[GraphPlan, ...]:
+        """Forward graphs; more than one after graph breaks."""
+        return tuple(graph for graph in self.graphs if graph.phase is Phase.FORWARD)
+
+    @property
+    def backward(self) -> tuple[GraphPlan, ...]:
+        """Backward graphs; none without gradients."""
+        return tuple(graph for graph in self.graphs if graph.phase is Phase.BACKWARD)
+
+    @property
+    def step_us(self) -> float:
+        """Estimated time of forward and backward."""
+        return sum(graph.end_us for graph in self.graphs)
+
+    @property
+    def floor_us(self) -> float:
+        """What no schedule can beat: all compute, or all communication, whichever takes longer."""
+        return max(sum(g.compute_us for g in self.graphs), sum(g.communication_us for g in self.graphs))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest sum of live bytes in any graph."""
+        return max((graph.memory.peak_bytes for graph in self.graphs), default=0)
+
+    @property
+    def host_bytes(self) -> int:
+        """What one rank holds in the memory of the host: offloaded shards and gradients, without optimizer state."""
+        return sum(unit.host_bytes for unit in self.units)

@@ -1,0 +1,70 @@
+"""What options mean to passes: budgets in byte, what "auto" is for one graph, what the result is held to."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from fsdp_compile.config.prefetch import Ahead, FSDPPrefetch
+from fsdp_compile.cost.fusion import Fusion
+from fsdp_compile.cost.hardware import hardware_of
+from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
+from fsdp_compile.layout.flat_layout import ReduceLayout
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.passes.bucketing.join_small import worth_joining_bytes
+from fsdp_compile.verify.limits import Limits
+
+PROMISES: Final = {
+    Ahead.AT_NEED: Limits(prefetch=0),
+    Ahead.BEFORE_COMPUTE: Limits(prefetch=1),
+    Ahead.AFTER_COMPUTE: Limits(prefetch=0, alone=True),
+    Ahead.AT_ONCE: Limits(),
+}
+"""What each of FSDP1's rules holds at most."""
+FUSION: Final = {"inductor": Fusion.KERNELS, "eager": Fusion.NONE}
+"""Who runs the graphs, by `FSDPOptions.lower`."""
+
+
+def budget_bytes(options: FSDPOptions) -> int | None:
+    """The budget of a device in byte, if there is one."""
+    return None if options.memory_budget_gb is None else round(options.memory_budget_gb * 1e9)
+
+
+def join_bytes(options: FSDPOptions) -> int:
+    """Bytes up to which units share collectives; 0 for "auto", which `for_graph` replaces by a number."""
+    return 0 if options.bucket_mb == "auto" else round(options.bucket_mb * 1e6)
+
+
+def for_graph(step: StepGraph, options: FSDPOptions) -> FSDPOptions:
+    """Options with what is left to us decided for one graph: the same on every rank."""
+    if options.prefetch == "auto" and options.hardware is None:
+        options = dataclasses.replace(options, hardware=hardware_of(step))
+    return dataclasses.replace(options, bucket_mb=_bucket_mb(step, options))
+
+
+def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:
+    if options.bucket_mb != "auto":
+        return options.bucket_mb
+    specs = [spec for flat in step.nodes(Role.FLAT) for spec in require(flat).specs]
+    counts_units = options.prefetch != "auto" or any(s.forward_prefetch or s.backward_prefetch for s in specs)
+    # What is shared is held longer, which a budget may not have room for.
+    if counts_units or options.memory_budget_gb is not None or not specs:
+        return 0.0
+    ranks = max(max(spec.size, spec.replicas) for spec in specs)
+    return worth_joining_bytes(options.hardware or hardware_of(step), ranks) / 1e6
+
+
+def limits_of(phase: Phase, options: FSDPOptions) -> Limits:
+    """What a graph is held to, but for the budget that a planned schedule finds by itself."""
+    return dataclasses.replace(
+        _promised(phase, options), reduce_layout=ReduceLayout(options.reduce_layout), joined_bytes=join_bytes(options)
+    )
+
+
+def _promised(phase: Phase, options: FSDPOptions) -> Limits:
+    if isinstance(options.prefetch, int):
+        return Limits(prefetch=options.prefetch)
+    if not isinstance(options.prefetch, FSDPPrefetch):
+        return Limits()
+    rule = options.prefetch.in_forward if phase is Phase.FORWARD else options.prefetch.in_backward
+    return PROMISES[rule]

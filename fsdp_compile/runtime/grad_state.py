@@ -1,0 +1,220 @@
+"""Gradients of one parameter group on their way from backward to `.grad`.
+
+An accumulated gradient is never changed in place, since graphs may have read it: one that adds it to its own gradient
+before reducing both. It stays until such a graph's backward consumes it, so that a forward whose loss is thrown away
+loses nothing; and each parameter's is consumed once, so that a second backward through a graph counts nothing twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from fsdp_compile._torch.autograd import backward_in_progress
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec
+
+
+@dataclasses.dataclass
+class AccumulatedGrad:
+    """Accumulated gradients of some parameters of one group.
+
+    Attributes:
+        value: `[parts * numel]`: rank after rank, each with the rows that it will keep; one part for partial results.
+        offsets: The parameters that have gradients in it.
+        consumed: Parameters whose gradients are still in `value` and no longer count.
+    """
+
+    value: torch.Tensor
+    offsets: set[int]
+    consumed: set[int] = dataclasses.field(default_factory=set)
+
+
+class PendingGrads:
+    """Accumulated gradients of one parameter group that wait for the next stage of their reduction.
+
+    Args:
+        specs: The parameters.
+        parts: Into how many parts of the flat parameter's size the value is divided.
+    """
+
+    def __init__(self, specs: Iterable[UnshardSpec], parts: int) -> None:
+        self._specs: Mapping[int, UnshardSpec] = {spec.offset: spec for spec in specs}
+        self._parts = parts
+        self._grad: AccumulatedGrad | None = None
+        self._uncommitted: list[tuple[torch.Tensor, set[int]]] = []
+
+    def __bool__(self) -> bool:
+        return self._grad is not None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is something, or something was consumed and is not committed."""
+        return self._grad is not None or bool(self._uncommitted)
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The accumulated gradient, for a graph to read."""
+        return None if self._grad is None else self._grad.value
+
+    def add(self, gradient: torch.Tensor, offsets: Iterable[int]) -> None:
+        """Accumulates a gradient that covers the parameters at `offsets`, and is zero elsewhere.
+
+        Args:
+            gradient: `[parts * numel]`, in the dtype of reductions; it is kept.
+            offsets: Of parameters of the group.
+        """
+        pending = self._grad
+        if pending is None:
+            self._grad = AccumulatedGrad(gradient, set(offsets))
+        else:
+            value = self._without(pending.value, pending.consumed) + gradient
+            self._grad = AccumulatedGrad(value, pending.offsets | set(offsets))
+
+    def consume(self, borrowed: torch.Tensor, offsets: Iterable[int]) -> torch.Tensor:
+        """Takes the gradients of some parameters out, for a graph that adds them to its own before it reduces both.
+
+        Args:
+            borrowed: What the graph's forward read; if something was added since, nothing is consumed.
+            offsets: Of the parameters that the graph reduces; it ignores the others.
+
+        Returns:
+            A tensor like `borrowed`: the gradients of these parameters, zeros for those that were consumed before.
+        """
+        pending, wanted = self._grad, set(offsets)
+        if pending is None or pending.value.data_ptr() != borrowed.data_ptr():
+            return torch.zeros_like(borrowed)
+        value = self._without(borrowed, wanted & pending.consumed)
+        self._uncommitted.append((pending.value, wanted & pending.offsets))
+        pending.consumed |= wanted & pending.offsets
+        pending.offsets -= wanted
+        if not pending.offsets:
+            self._grad = None
+        return value
+
+    def commit(self) -> None:
+        """Notes that what was consumed has been reduced."""
+        self._uncommitted.clear()
+
+    def roll_back(self) -> bool:
+        """Takes back what was consumed and never reduced: `torch.autograd.grad` drops what was not asked for.
+
+        Returns:
+            Whether there was anything.
+        """
+        lost, self._uncommitted = self._uncommitted, []
+        for value, offsets in lost:
+            if self._grad is not None and self._grad.value is value:
+                self._grad.offsets |= offsets
+                self._grad.consumed -= offsets
+            else:
+                self.add(self._without(value, self._specs.keys() - offsets), offsets)
+        return bool(lost)
+
+    def drain(self) -> AccumulatedGrad | None:
+        """Takes everything out."""
+        pending, self._grad = self._grad, None
+        return pending and AccumulatedGrad(self._without(pending.value, pending.consumed), pending.offsets)
+
+    def clear(self) -> None:
+        """Drops everything."""
+        self._grad = None
+        self._uncommitted.clear()
+
+    def _without(self, value: torch.Tensor, offsets: Iterable[int]) -> torch.Tensor:
+        """`value` with zeros in the parameters at `offsets`."""
+        gone = [self._specs[offset] for offset in offsets]
+        if not gone:
+            return value
+        rows = value.view(self._parts, -1).clone()
+        for spec in gone:
+            rows[:, spec.offset : spec.offset + spec.extent] = 0
+        return rows.view(-1)
+
+
+class GradState:
+    """Where the gradients of one parameter group are in their life.
+
+    Args:
+        specs: The parameters.
+
+    Attributes:
+        pending: Accumulated gradients that wait for the next stage of their reduction, by the stage they have reached.
+        accumulators: For the same stages, the leaves that autograd accumulates such gradients into.
+        unwritten: Offsets of the parameters with gradients in the flat parameter's `.grad` that are not in theirs yet.
+    """
+
+    def __init__(self, specs: Sequence[UnshardSpec]) -> None:
+        size = specs[0].size if specs else 1
+        self.pending = {
+            GradPlacement.UNREDUCED: PendingGrads(specs, size),
+            GradPlacement.REDUCE_SCATTERED: PendingGrads(specs, 1),
+        }
+        self.accumulators: dict[GradPlacement, torch.Tensor] = {}
+        self.unwritten: set[int] = set()
+        self._all = frozenset(spec.offset for spec in specs)
+        self._produced: dict[GradPlacement, set[int]] = {}
+        self._produced_in = -1
+
+    @property
+    def unsharded_accumulated_grad(self) -> PendingGrads:
+        """Full gradients that wait for their reduce-scatter."""
+        return self.pending[GradPlacement.UNREDUCED]
+
+    @property
+    def partial_reduce_output(self) -> PendingGrads:
+        """Reduce-scattered gradients that wait for their all-reduce over replicas."""
+        return self.pending[GradPlacement.REDUCE_SCATTERED]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether some wait for a stage of their reduction, or were consumed and are not committed."""
+        return any(grads.is_pending for grads in self.pending.values())
+
+    def mark_produced(self, offsets: Iterable[int], placement: GradPlacement) -> None:
+        """Notes which parameters the gradient that autograd is about to accumulate covers; the others get none.
+
+        Args:
+            offsets: Of the parameters.
+            placement: How far the gradient is reduced.
+        """
+        backward = backward_in_progress()
+        if self._produced_in != backward:
+            # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
+            self._produced, self._produced_in = {placement: set(offsets)}, backward
+        else:
+            self._produced.setdefault(placement, set()).update(offsets)
+
+    def take_produced(self, placement: GradPlacement) -> set[int]:
+        """Which parameters `mark_produced` was called with since this was asked last.
+
+        All of them if that was not called, with a warning: saved-tensor hooks gave backward a copy of the flat
+        parameter, of which only the address tells whose it is.
+        """
+        produced = self._produced.pop(placement, None)
+        if produced is None:
+            warnings.warn(
+                "hooks on saved tensors gave backward a copy of a flat parameter: parameters without a gradient get "
+                "zeros instead of None. Let the hooks return tensors that are leaves as they are.",
+                stacklevel=2,
+            )
+            return set(self._all)
+        return produced
+
+    def commit(self) -> None:
+        """Notes that what was consumed has been reduced."""
+        for grads in self.pending.values():
+            grads.commit()
+
+    def roll_back(self) -> bool:
+        """Takes back what was consumed and never reduced; returns whether there was anything."""
+        rolled_back = [grads.roll_back() for grads in self.pending.values()]
+        return any(rolled_back)
+
+    def clear(self) -> None:
+        """Drops everything that has not reached the parameters."""
+        for grads in self.pending.values():
+            grads.clear()
+        self.unwritten.clear()

@@ -1,0 +1,98 @@
+"""On how many ranks and which devices a run computes; torch is imported only where GPUs are to be counted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fsdp_compile.errors import ConfigError
+
+RANKS_WITHOUT_GPU = 2
+
+
+class DeviceKind(StrEnum):
+    """Where a run computes; AUTO takes GPUs where every local rank has one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+    def resolve(self, local_ranks: int) -> DeviceKind:
+        """CPU or CUDA.
+
+        Args:
+            local_ranks: Ranks on this host; each needs a GPU of its own.
+
+        Raises:
+            ConfigError: CUDA was asked for and there are fewer GPUs than ranks.
+        """
+        gpus = _count_gpus()
+        if self is DeviceKind.CUDA and gpus < local_ranks:
+            raise ConfigError(
+                f"{local_ranks} ranks need a GPU each and this host has {gpus}",
+                where="--device cuda",
+                instead="fewer --ranks, or --device cpu",
+            )
+        if self is DeviceKind.AUTO:
+            return DeviceKind.CUDA if gpus >= local_ranks else DeviceKind.CPU
+        return self
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks are to run.
+
+    Attributes:
+        wanted: Number of ranks on all hosts; `None` for one per GPU of this host, or `RANKS_WITHOUT_GPU`.
+        started_here: Ranks on this host that a launcher has started, this process being one; `None` without a launcher.
+    """
+
+    wanted: int | None
+    started_here: int | None = None
+
+    @classmethod
+    def find(cls, ranks: int | None, environment: Mapping[str, str] = os.environ) -> Placement:
+        """Join the ranks of an elastic launcher, or ask for local ones.
+
+        Args:
+            ranks: What the user asked for; None for the launcher's ranks, else one per GPU, else 2.
+            environment: Holds RANK and WORLD_SIZE where a launcher has started this process.
+
+        Raises:
+            ConfigError: The number is not positive, or not that of the launcher.
+        """
+        if ranks is not None and ranks < 1:
+            raise ConfigError(f"there cannot be {ranks} ranks", where="--ranks", instead="1 or more")
+        if "RANK" in environment and "WORLD_SIZE" in environment:
+            started = int(environment["WORLD_SIZE"])
+            if ranks not in (None, started):
+                raise ConfigError(
+                    f"the launcher has started {started} ranks, not {ranks}",
+                    where="--ranks",
+                    instead="leave --ranks away below torchrun",
+                )
+            return cls(started, int(environment.get("LOCAL_WORLD_SIZE", "1")))
+        return cls(ranks)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks on all hosts."""
+        return self.wanted or _count_gpus() or RANKS_WITHOUT_GPU
+
+    @property
+    def local_ranks(self) -> int:
+        """Those on this host."""
+        return self.started_here or self.ranks
+
+    @property
+    def joins(self) -> bool:
+        """Whether a launcher has already started them."""
+        return self.started_here is not None
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,204 @@
+"""Models that are dropped leave nothing behind: no memory, no threads, no files, and this without the collector."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_compile
+from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
+from tests.fake_world import fake_world
+from tests.ranks import run_ranks
+
+_MODELS = 30
+_WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"separate_reduce_group": True},
+    {"reshard_after_forward": False},
+)
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="threads and files are counted in /proc")
+
+
+class _Model(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(2)])
+        self.head = nn.Linear(width, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x) * self.scale
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _sharded(*, by_layer: bool = False, **settings: Any) -> Any:
+    model = _Model()
+    for layer in model.layers if by_layer else ():
+        fsdp_compile.fully_shard(layer, **settings)
+    return fsdp_compile.fully_shard(model, **settings)
+
+
+def _train(model: nn.Module, *, compiled: bool) -> None:
+    run = torch.compile(model, backend="fsdp", options={"lower": "eager"}) if compiled else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        run(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _what_dies_with(model: nn.Module) -> list[weakref.ref[Any]]:
+    units = fsdp_compile.units(model)
+    groups = [group for unit in units for group in unit.param_groups]
+    held = [*model.modules(), *units, *groups, *(group.flat_param for group in groups), *model.parameters()]
+    return [weakref.ref(each) for each in held]
+
+
+def _left(references: list[weakref.ref[Any]]) -> list[str]:
+    return [type(each).__name__ for reference in references if (each := reference()) is not None]
+
+
+def _open() -> dict[str, int]:
+    """Threads and open files of this process; threads take their names a moment after they start."""
+    return {kind: len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("task", "fd")}
+
+
+def _alive() -> dict[str, int]:
+    return dict(
+        collections.Counter(type(o).__name__ for o in gc.get_objects() if isinstance(o, FSDPParamGroup | FSDPUnit))
+    )
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("settings", _WAYS)
+def test_a_model_dies_with_its_last_reference(settings: dict[str, Any], *, by_layer: bool) -> None:
+    with fake_world(2), _without_collector():
+        model = _sharded(by_layer=by_layer, **settings)
+        _train(model, compiled=False)
+        references = _what_dies_with(model)
+        del model
+        assert _left(references) == []
+
+
+def test_a_compiled_model_dies_with_its_last_reference() -> None:
+    torch._dynamo.reset()
+    with fake_world(2), _without_collector():
+        _train(_sharded(), compiled=True)  # compiles: what torch makes meanwhile has cycles
+        gc.collect()
+        model = _sharded()
+        _train(model, compiled=True)
+        references = _what_dies_with(model)
+        del model
+        assert _left(references) == []
+
+
+def test_prefetched_modules_that_name_each_other_do_not_keep_each_other() -> None:
+    with fake_world(2), _without_collector():
+        model = _sharded(by_layer=True)
+        first, second = model.layers
+        first.set_modules_to_forward_prefetch([second])
+        second.set_modules_to_backward_prefetch([first])
+        references = _what_dies_with(model)
+        del model, first, second
+        assert _left(references) == []
+
+
+def test_a_part_outlives_its_model() -> None:
+    with fake_world(2):
+        model = _sharded()
+        part = model.layers[0]
+        del model
+        gc.collect()
+        part(torch.ones(2, 16)).sum().backward()
+        assert all(parameter.grad is not None for parameter in part.parameters())
+
+
+def test_a_part_that_was_called_alone_does_not_keep_its_model() -> None:
+    with fake_world(2), _without_collector():
+        model = _Model()
+        fsdp_compile.fully_shard(model.head)
+        fsdp_compile.fully_shard(model)  # the layers are in one unit with a parameter of the model's own
+        model.layers[0](torch.ones(2, 16)).sum().backward()
+        references = _what_dies_with(model)
+        del model
+        assert _left(references) == []
+
+
+def _drop_models() -> tuple[list[dict[str, int]], list[dict[str, int]], list[str]]:
+    left: list[str] = []
+    for settings in _WAYS:  # what models share is made for the first ones
+        _train(_sharded(**settings), compiled=True)
+    gc.collect()
+    opened, alive = [_open()], [_alive()]
+    with _without_collector():
+        for number in range(_MODELS):
+            model = _sharded(**_WAYS[number % len(_WAYS)])
+            _train(model, compiled=True)
+            references = _what_dies_with(model)
+            del model
+            left += _left(references)
+        opened.append(_open())
+        alive.append(_alive())
+    return opened, alive, left
+
+
+@linux_only
+def test_many_models_leave_nothing_behind() -> None:
+    for opened, alive, left in run_ranks(_drop_models, world_size=2):
+        assert left == []
+        assert alive[0] == alive[1]
+        assert opened[0] == opened[1]
+
+
+def _drop_models_of_own_meshes() -> list[int]:
+    made = []
+    for _ in range(4):
+        mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+        before = _open()["task"]
+        for settings in _WAYS:
+            _train(fsdp_compile.fully_shard(_Model(), mesh=mesh, **settings), compiled=False)
+        made.append(_open()["task"] - before)
+    return made
+
+
+@linux_only
+def test_meshes_of_the_same_ranks_share_what_is_made_for_them() -> None:
+    for made in run_ranks(_drop_models_of_own_meshes, world_size=2):
+        assert made[0] > 0
+        assert made[1:] == [0, 0, 0], "threads that we make, besides those of the mesh"
+
+
+def _train_one(width: int) -> dict[str, int]:
+    model = fsdp_compile.fully_shard(_Model(width), separate_reduce_group=True)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, width)).sum().backward()
+    optimizer.step()
+    return _open()
+
+
+@linux_only
+def test_worlds_that_are_gone_leave_no_threads() -> None:
+    opened = [run_ranks(_train_one, width, world_size=2)[0] for width in (8, 9, 10, 11, 12, 13)]
+    assert opened[0] == opened[-1]
