@@ -22,12 +22,12 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def backward_in_progress() -> int:
-    """A number that identifies the backward pass that this thread is running; -1 outside of any."""
+    """The number of the backward pass that this thread is running; -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 
 def below_autograd() -> AbstractContextManager[None]:
-    """Operators called inside go straight to their device's implementation."""
+    """A context in which operators go straight to their device's kernels."""
     return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return, unused-ignore]
 
 
@@ -43,23 +43,24 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def after_this_backward(call: Callable[[], None]) -> None:
-    """Calls `call` when the backward pass that this thread is running has made all gradients."""
+    """Calls `call` when the current backward pass has made all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def is_saved_by_autograd(tensor: torch.Tensor) -> bool:
-    """Whether something besides the Python object holds a leaf: an autograd graph that has read it."""
+    """Whether an autograd graph has read a leaf and still refers to it."""
+    # One use is the Python object's.
     return tensor._use_count() > 1  # type: ignore[attr-defined]
 
 
 def own_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
-    """What autograd has accumulated into a leaf, whatever its class says `.grad` is."""
+    """The gradient that autograd accumulated into a leaf, whatever its class says `.grad` is."""
     with plain_torch_functions():
         return _GRAD.__get__(leaf)
 
 
 def clear_own_gradient(leaf: torch.Tensor) -> None:
-    """Forgets what autograd has accumulated into a leaf, whatever its class says `.grad` is."""
+    """Clears the gradient that autograd accumulated into a leaf, whatever its class says `.grad` is."""
     with plain_torch_functions():
         _GRAD.__set__(leaf, None)
 

@@ -40,21 +40,19 @@ _SERIAL_GLOO = "fsdp_serial_gloo"
 
 
 def serial_gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A second gloo group of some ranks whose collectives run one after the other, on one thread.
-
-    Gloo runs the collectives of a group on two threads, and with several in flight it corrupts its heap now and then
-    (`docs/versions.md`). Collectives still run beside computation. The number of threads can only be set on the backend
-    itself: `new_group` does not pass options on to gloo.
-    """
+    """A second gloo group of some ranks whose collectives run one after the other, on one thread."""
     if _SERIAL_GLOO not in dist.Backend.backend_list:
         dist.Backend.register_backend(_SERIAL_GLOO, _make_serial_gloo, devices=["cpu"])
+    # Gloo runs the collectives of a group on two threads, and with several in flight it corrupts its heap now and then
+    # (`docs/versions.md`). The number of threads can only be set on the backend itself: `new_group` does not pass
+    # options on to gloo. Collectives still overlap with computation.
     made = dist.new_group(list(ranks), backend=f"cpu:{_SERIAL_GLOO}", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
 
 def _gloo_devices() -> list[Any]:
-    """What gloo listens on: the interfaces that its variable names, as in torch's own groups, or the default."""
+    """The interfaces that gloo's variable names, as in torch's own groups, or the default."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if not names:
         return [dist.ProcessGroupGloo.create_default_device()]

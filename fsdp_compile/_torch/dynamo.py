@@ -65,7 +65,7 @@ MODULE_CALLS = frozenset({"__call__", "_call_impl"})
 COMPILED_CALL = "compile_wrapper"
 """Name of the function through which compiled code is entered."""
 _CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
-"""What Dynamo's expressions raise that are no Python, or need names which only its guards have."""
+"""Raised by expressions of Dynamo that are no Python, or need names which only its guards have."""
 
 
 def stack() -> Iterator[FrameType]:
@@ -77,12 +77,12 @@ def stack() -> Iterator[FrameType]:
 
 
 def is_on_stack(waited_for: FrameType) -> bool:
-    """Whether a frame has not returned, seen from the thread that runs it."""
+    """Whether a frame of this thread has not returned."""
     return any(frame is waited_for for frame in stack())
 
 
 def modules_being_called() -> Iterator[nn.Module | None]:
-    """Modules that this thread is in calls of, innermost first, with `None` where a call entered compiled code."""
+    """Modules whose calls this thread is in, innermost first, with `None` where a call entered compiled code."""
     for frame in stack():
         name = frame.f_code.co_name
         if name == COMPILED_CALL:
@@ -101,11 +101,9 @@ def caller_of_root_frame() -> FrameType | None:
 
 
 def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
-    """The values along the path on which Dynamo found a graph input in the frame that it is compiling, outermost first.
-
-    Dynamo writes the path as expressions over the frame's locals and globals, and evaluates them itself for guards.
-    """
+    """The values along the path by which Dynamo found a graph input in the frame that it compiles, outermost first."""
     translator = _root_translator()
+    # Dynamo writes the path as expressions over the frame's locals and globals, and evaluates them itself for guards.
     scope = {"L": {}, "G": {}} if translator is None else {"L": translator.f_locals, "G": translator.f_globals}
     for expression in source_prefixes(placeholder):
         try:
@@ -115,14 +113,12 @@ def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
 
 
 def restart_trace() -> TensorifyScalarRestartAnalysis:
-    """The exception that makes Dynamo trace the current frame again from its start.
-
-    Dynamo lets this one kind pass unchanged through a backend call. The log of earlier graph breaks is cleared, since
-    the new trace sees other classes and takes other paths.
-    """
+    """The exception that makes Dynamo trace the current frame again from its start."""
     translator = _root_translator()
     if translator is not None:
+        # The new trace sees other classes and takes other paths than those of earlier graph breaks.
         translator.speculation_log.clear()
+    # Dynamo lets this one type pass unchanged through a backend call.
     return TensorifyScalarRestartAnalysis(restart_reason="fsdp_compile sharded the model")
 
 
@@ -134,7 +130,7 @@ def _root_translator() -> Any:
 
 
 def backend_of(compiled: OptimizedModule) -> object:
-    """The function that was given to `torch.compile`, or looked up by the name that was."""
+    """The function that was given to `torch.compile`, or found by the given name."""
     found: Any = getattr(compiled.dynamo_ctx, "callback", None)
     while hasattr(found, "_torchdynamo_orig_backend"):
         found = found._torchdynamo_orig_backend
@@ -142,12 +138,12 @@ def backend_of(compiled: OptimizedModule) -> object:
 
 
 def was_looked_at(code: types.CodeType) -> bool:
-    """Whether Dynamo has tried to compile a function since it was last reset, whatever became of that."""
+    """Whether Dynamo has tried to compile a function since it was last reset."""
     return code in convert_frame.input_codes
 
 
 def calls_are_compiled() -> bool:
-    """Whether Dynamo looks at the frames that this thread enters."""
+    """Whether Dynamo intercepts the frames that this thread enters."""
     return callable(get_eval_frame_callback())
 
 
@@ -162,7 +158,7 @@ def let_size_vary(tensor: torch.Tensor, dim: int) -> None:
 
 
 def symbol_of(size: int | torch.SymInt) -> sympy.Symbol | None:
-    """The symbol that was made for a size, also if it has turned out to have one value only."""
+    """The symbol that was made for a size, even if it turned out to have one value only."""
     made = size.node._expr if isinstance(size, torch.SymInt) else None
     return made if isinstance(made, sympy.Symbol) else None
 

@@ -37,17 +37,18 @@ def new_dtensor(local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[An
 
 
 def local_tensor(parameter: DTensor) -> torch.Tensor:
-    """The very tensor that a DTensor holds, without autograd and without a view."""
+    """The local tensor of a DTensor itself, without autograd and without a view."""
     return parameter._local_tensor
 
 
 def hold_locals(parameters: Iterable[DTensor], locals_: Iterable[torch.Tensor]) -> bool:
-    """Whether each DTensor holds the very tensor that is given for it."""
+    """Whether the local tensor of each DTensor is the very one that is given for it."""
     return all(map(operator.is_, map(_LOCAL, parameters), locals_))
 
 
 def set_local_tensor(parameter: DTensor, local: torch.Tensor) -> None:
-    """Makes an existing DTensor hold `local`, keeping its identity (optimizers hold parameters by identity)."""
+    """Replaces the local tensor of a DTensor."""
+    # In place: optimizers refer to parameters by identity.
     parameter._local_tensor = local
 
 
@@ -62,7 +63,7 @@ def views_of(tensor: torch.Tensor, places: Sequence[ViewPlace]) -> list[torch.Te
 
 
 def is_plain_fake(value: object) -> bool:
-    """Whether a value is a fake tensor about which its shape, strides, dtype and device say everything."""
+    """Whether shape, strides, dtype and device say everything about a fake tensor."""
     return (
         type(value) is FakeTensor
         and value.layout is torch.strided
@@ -75,16 +76,17 @@ def is_plain_fake(value: object) -> bool:
 def fake_tensor(
     like: FakeTensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, *, begin: Any = None
 ) -> FakeTensor:
-    """A fake tensor on the device of another, made as torch makes those whose types it has cached.
+    """A fake tensor on the device of `like`.
 
     Args:
-        like: The other one.
+        like: Another fake tensor.
         shape: Sizes.
         strides: In elements.
         dtype: Of the elements.
         begin: The first element in the memory of `like`, which is shared; `None` for memory of its own.
     """
     mode, device = like.fake_mode, like.device
+    # As torch makes those whose metadata it has cached.
     with in_kernel_invocation_manager(mode):
         if begin is None:
             made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -95,7 +97,7 @@ def fake_tensor(
 
 
 def memory_id(tensor: torch.Tensor) -> int:
-    """A number that tensors share which are views of one memory; fake tensors have memory in this sense, too."""
+    """A number that views of one memory share; fake tensors have memory in this sense, too."""
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return held.untyped_storage()._cdata
 

@@ -1,7 +1,4 @@
-"""Moving whole parameters between the ranks of a shard group, outside of any graph: one parameter at a time.
-
-Whether ranks that draw random numbers for one model draw the same ones.
-"""
+"""Moving whole values between ranks outside of graphs: one parameter or buffer at a time."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_
 from fsdp_compile.layout.spec import UnshardSpec
 
 CHUNK_BYTES = 250 * 2**20
-"""The most that one message of a value from the first rank takes: larger ones go in parts."""
+"""Size of the largest message: larger values are sent in chunks."""
 _EAGER = EagerBuilder()
 
 
 def gather(local: torch.Tensor, spec: UnshardSpec) -> torch.Tensor:
-    """The full value on every rank, in the dtype that is stored. All ranks of the shard group call it together.
+    """The full value on every rank, in the stored dtype; all ranks of the shard group call it together.
 
     Args:
         local: This rank's part, without padding.
-        spec: The parameter's slot.
+        spec: Of the parameter.
 
     Returns:
         A tensor of `spec.shape` in memory of its own, on the device that communicates.
@@ -54,12 +51,12 @@ def gather_to_first(local: torch.Tensor, spec: UnshardSpec) -> torch.Tensor | No
 
 
 def scatter_from_first(full: torch.Tensor | None, like: torch.Tensor, spec: UnshardSpec) -> torch.Tensor:
-    """This rank's part of the value that the first rank of the shard group has, sent in chunks of `CHUNK_BYTES`.
+    """This rank's part of the value of the first rank of the shard group.
 
     Args:
-        full: The full value on the first rank; not looked at on others.
-        like: This rank's part as it is now: its shape, dtype and device.
-        spec: The parameter's slot.
+        full: The full value on the first rank; ignored on others.
+        like: This rank's part before: its shape, dtype and device.
+        spec: Of the parameter.
     """
     group = group_named(spec.group) if spec.size > 1 else None
     rows = None
@@ -78,42 +75,41 @@ def scatter_from_first(full: torch.Tensor | None, like: torch.Tensor, spec: Unsh
 
 
 def share_among_replicas(shard: torch.Tensor, spec: UnshardSpec) -> None:
-    """Overwrites a contiguous tensor with what the first replica's rank at the same place has."""
+    """Overwrites a contiguous tensor with that of the first replica's rank at the same place."""
     if spec.replicas > 1:
         _broadcast(shard, spec, spec.replicate_group)
 
 
 def broadcast_from_first(value: torch.Tensor, spec: UnshardSpec) -> None:
-    """Overwrites a contiguous tensor with what the first rank of the mesh has."""
+    """Overwrites a contiguous tensor with that of the first rank of the mesh."""
     share_among_replicas(value, spec)
     if spec.size > 1:
         _broadcast(value, spec, spec.group)
 
 
 def take_from_first(local: torch.Tensor, full: torch.Tensor | None, spec: UnshardSpec) -> None:
-    """Overwrites this rank's part with its part of what the first rank of the mesh has in full.
-
-    Every other rank receives only its part, and every other replica a copy of the first one's.
+    """Overwrites this rank's part with its part of the full value of the first rank of the mesh.
 
     Args:
         local: This rank's part; contiguous.
-        full: The full value on the first rank; not looked at on others.
-        spec: The parameter's slot.
+        full: The full value on the first rank; ignored on others.
+        spec: Of the parameter.
     """
     if is_first_replica(spec):
+        # Parts are sent within the first replica, and only then over replicas: no rank receives more than its part.
         local.copy_(scatter_from_first(full, local, spec))
     share_among_replicas(local, spec)
 
 
 def broadcast(value: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Overwrites a contiguous tensor with what the first rank of a group has, in chunks of `CHUNK_BYTES`."""
+    """Overwrites a contiguous tensor with that of the first rank of a group, in chunks of `CHUNK_BYTES`."""
     message = as_bytes(value)
     for chunk in _chunks(message.numel(), 1):
         dist.broadcast(message[chunk], group=group, group_src=0)
 
 
 def _chunks(count: int, bytes_each: int) -> Iterator[slice]:
-    """Parts of `count` elements such that the elements of one part have at most `CHUNK_BYTES` together."""
+    """Slices of `count` elements, each of at most `CHUNK_BYTES`."""
     step = max(1, CHUNK_BYTES // bytes_each)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
@@ -126,7 +122,8 @@ def _broadcast(value: torch.Tensor, spec: UnshardSpec, group: str) -> None:
 
 
 def wire_device(local: torch.Tensor, spec: UnshardSpec) -> torch.device:
-    """The device on which a shard's group communicates: not the host's where the shard is offloaded."""
+    """The device on which a shard's group communicates."""
+    # An offloaded shard is on the host, its group is not.
     return torch.device(spec.compute) if spec.compute else local.device
 
 
@@ -150,12 +147,12 @@ def padded(local: torch.Tensor, spec: UnshardSpec) -> torch.Tensor:
 
 
 def rows_of(full: torch.Tensor, spec: UnshardSpec) -> torch.Tensor:
-    """A full value as `[size, extent]`, padding zero: row r is what rank r holds."""
+    """A full value as `[size, extent]`, padding zero: row r is rank r's part."""
     return gradient_rows(_EAGER, full, spec).contiguous()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: sent like that, every dtype arrives bit by bit over every backend."""
+    """The memory of a contiguous tensor as bytes, which every backend sends unchanged whatever the dtype."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -181,7 +178,7 @@ def wire_of(mesh: DeviceMesh) -> torch.device:
 
 
 def overwrite(value: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Gives a tensor, or all that a tensor subclass consists of, the values of the first rank of a mesh."""
+    """Overwrites a tensor, or all that a tensor subclass consists of, with that of the first rank of a mesh."""
     for part in _parts(value):
         sent = part.to(wire_of(mesh)).contiguous()
         broadcast_from_first_rank(sent, mesh)
@@ -190,7 +187,7 @@ def overwrite(value: torch.Tensor, mesh: DeviceMesh) -> None:
 
 
 def share_text(text: str, mesh: DeviceMesh) -> str:
-    """What the first rank of a mesh says."""
+    """The text of the first rank of a mesh, on every rank."""
     message = torch.tensor(list(text.encode()), dtype=torch.uint8, device=wire_of(mesh))
     length = torch.tensor([message.numel()], device=wire_of(mesh))
     broadcast_from_first_rank(length, mesh)
@@ -206,39 +203,41 @@ def is_first(mesh: DeviceMesh) -> bool:
 
 
 def broadcast_from_first_rank(value: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Over replicas first: then the first rank of each shard group has what the others of the group get."""
+    """Overwrites a contiguous tensor with that of the first rank of a mesh."""
     for dim in range(mesh.ndim):
+        # Over replicas first: then the first rank of each shard group has the value that the group gets.
         broadcast(value, mesh.get_group(dim))
 
 
 def all_reduce_max(value: torch.Tensor, mesh: DeviceMesh) -> None:
-    """The largest of all ranks' values, in place."""
+    """Reduces a tensor to the largest of all ranks' values, in place."""
     for dim in range(mesh.ndim):
         dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dim))
 
 
 def fingerprint(device: torch.device) -> int:
-    """A number that tells states of the default generators (of the CPU and of `device`) apart."""
+    """A number that identifies the state of the default generators of the CPU and of `device`."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
     digest = hashlib.sha256(b"".join(bytes(state.tolist()) for state in states)).digest()
-    return int.from_bytes(digest[:7], "big")
+    return int.from_bytes(digest[:7], "big")  # 7 bytes: its negative fits into an int64, too
 
 
 def check_alike(before: int, after: int, spec: UnshardSpec, device: torch.device) -> None:
-    """Refuses an initialization for which ranks drew different numbers. All ranks of the mesh call it together.
+    """Refuses an initialization for which ranks drew different numbers; all ranks of the mesh call it together.
 
     Args:
         before: `fingerprint` before the initialization.
-        after: And after it.
-        spec: A parameter of the mesh.
+        after: `fingerprint` after it.
+        spec: Of a parameter on the mesh.
         device: Where the mesh's groups communicate.
 
     Raises:
         RankMismatchError: On all ranks, if numbers were drawn and states differed before.
     """
     groups = [spec.group] * (spec.size > 1) + [spec.replicate_group] * (spec.replicas > 1)
+    # One reduction finds the largest and the smallest state, and whether any rank drew numbers.
     bounds = torch.tensor([before, -before, int(after != before)], device=device)
     for name in groups:
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group_named(name))

@@ -1,6 +1,6 @@
 """Process groups: the default mesh, and names for groups that are the same on every rank.
 
-Torch names the group of a mesh dimension after its ranks, so ranks of one HSDP mesh would compile different graphs.
+torch names the group of a mesh dimension after its ranks, so ranks of one HSDP mesh would compile different graphs.
 Graphs name our aliases instead: `fsdp.shard.0` is, on each rank, the group that this rank shards over.
 """
 
@@ -23,18 +23,18 @@ from fsdp_compile.errors import ConfigError
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _REAL_BACKENDS = ("gloo", "nccl", "xccl", "mpi")
-"""Parts of the names of backends behind whose ranks there are processes."""
+"""Backends whose ranks are processes, unlike those of the fake one."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankStore:
-    """Where the ranks of a group find each other in the store of the world; equal to no other one.
+    """The part of the world's store through which the ranks of a group meet; equal to no other one.
 
     Attributes:
-        prefix: Of all keys; the same on all ranks of the group, and never the same again in the life of the store.
+        prefix: Of all keys; the same on all ranks of the group, and never used again in the life of the store.
         ranks: Of the group, by their numbers in the world.
         rank: The number of this one in the group.
-        agreed: Digests of what this rank has compared with the others here, and of refusals, in that order.
+        agreed: Digests of what this rank has compared with the others, and of refusals, in that order.
     """
 
     prefix: str
@@ -44,7 +44,7 @@ class RankStore:
 
     @classmethod
     def of(cls, name: str, group: dist.ProcessGroup) -> RankStore:
-        """A new place for a group. All of its ranks call this together, so that they count alike."""
+        """A new one for a group; all of its ranks call this together, so that they count alike."""
         ranks = tuple(dist.get_process_group_ranks(group))
         prefix = f"fsdp_compile/{name}/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
         # Worlds of one store may follow each other: each rank counts how often it was in this group.
@@ -53,14 +53,14 @@ class RankStore:
 
     @property
     def timeout_s(self) -> float:
-        """How long the world's store waits for a key: as long as its collectives wait, unless the user made it."""
+        """How long the world's store waits for a key: as long as its collectives, unless the user made it."""
         store = default_store()
         while isinstance(store, dist.PrefixStore):  # has a timeout of its own, which says nothing
             store = store.underlying_store
         return store.timeout.total_seconds()  # type: ignore[attr-defined]
 
     def store(self) -> dist.Store:
-        """The store of the world, with the prefix of this place."""
+        """The store of the world, with this prefix."""
         return dist.PrefixStore(self.prefix, default_store())
 
 
@@ -69,7 +69,7 @@ _WeakGroup = weakref.ref[dist.ProcessGroup]
 
 @dataclasses.dataclass(frozen=True)
 class _Alias:
-    """What a name stands for: `used` runs the collectives, and its ranks meet in `meeting`, if there are any."""
+    """What a name stands for: `used` runs the collectives; its ranks, if they are processes, compare in `meeting`."""
 
     role: str
     used: _WeakGroup
@@ -83,21 +83,20 @@ class _Alias:
 class _Registry:
     """Groups by the names under which graphs find them, as in torch's own registry: one for the process.
 
-    Groups are the world's: what is remembered of them here keeps none alive, with its threads, when its world is gone.
-
     Attributes:
         aliases: By name.
         made: Groups that were made here, by their purpose and ranks: one for all models and meshes of a world.
-        meshes: Hybrid meshes that were made here, by device type and shape, each with the world that it is a mesh of.
+        meshes: Hybrid meshes that were made here, by device type and shape, each with its world.
     """
 
     def __init__(self) -> None:
+        # Weak references to groups: none stays alive, with its threads, after its world was destroyed.
         self.aliases: dict[str, _Alias] = {}
         self.made: dict[tuple[str, tuple[int, ...]], _WeakGroup] = {}
         self.meshes: dict[tuple[str, tuple[int, int]], tuple[_WeakGroup, DeviceMesh]] = {}
 
     def forget_gone_worlds(self) -> None:
-        """Drops what is left of worlds that were destroyed; the numbers of their names are free again."""
+        """Drops entries of worlds that were destroyed; their names may be used again."""
         for name in [name for name, known in self.aliases.items() if not known.is_alive(name)]:
             del self.aliases[name]
         for key in [key for key, (world, _) in self.meshes.items() if world() is not dist.group.WORLD]:
@@ -111,14 +110,14 @@ GroupRole = Literal["shard", "replicate", "post_forward", "reduce"]
 def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     """The rank-independent name of `group`; names are numbered in the order of first use, alike on every rank.
 
-    All ranks of the group must call this together: for gloo, and for a "reduce" group, the name stands for a second
-    group of the same ranks; with gloo it runs one collective at a time.
+    All ranks of the group must call this together: for gloo, and for a "reduce" group, a second group of the same ranks
+    is made.
     """
     aliases = registry.aliases
     registry.forget_gone_worlds()
     used = _used(group, role)
     for name, known in aliases.items():
-        if known.used() is used and known.role == role:  # what meshes of the same ranks share has one name, too
+        if known.used() is used and known.role == role:  # meshes of the same ranks share the name, too
             return name
     names = (f"fsdp.{role}.{number}" for number in itertools.count())
     name = next(name for name in names if name not in aliases)
@@ -129,19 +128,21 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
 
 
 def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
-    """What runs the collectives of a group in a role: gathers do not wait for what a "reduce" group does."""
+    """The group that runs the collectives of a group in a role."""
     if group.size() == 1:
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
+    # One collective at a time: see `serial_gloo_group`.
     if _is_gloo(group):
         return _made_once(f"{role} on gloo", ranks, serial_gloo_group)
+    # Collectives of one group wait for each other, so all-gathers would wait for reductions.
     return group if role != "reduce" else _made_once(role, ranks, _new_group)
 
 
 def _made_once(
     purpose: str, ranks: tuple[int, ...], make: Callable[[Sequence[int]], dist.ProcessGroup]
 ) -> dist.ProcessGroup:
-    """The group of these ranks for this purpose; they all call this together where there is none in this world yet."""
+    """The group of some ranks for a purpose; they call this together if there is none in this world yet."""
     known = registry.made.get((purpose, ranks))
     found = None if known is None else known()
     if found is None or resolve_group(found.group_name) is not found:  # destroyed, by itself or with its world
@@ -163,7 +164,7 @@ def rank_store(name: str) -> RankStore | None:
 
 
 def rank_stores() -> list[RankStore]:
-    """Those of all groups that this rank is in."""
+    """Those of all groups of this rank."""
     return [place for name in registry.aliases if (place := rank_store(name)) is not None]
 
 
@@ -185,7 +186,7 @@ def run_of(group: dist.ProcessGroup, length: int) -> dist.ProcessGroup:
 
 
 def mesh_once(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
-    """The mesh (replicate, shard) of the world of one shape: one for all models. All ranks call this together."""
+    """The mesh (replicate, shard) of the world of one shape, for all models. All ranks call this together."""
     registry.forget_gone_worlds()
     known = registry.meshes.get((device_type, shape))
     if known is None:
@@ -222,11 +223,7 @@ def _start_world(device_type: str) -> None:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Refuses a mesh that is neither 1-D (shard) nor 2-D (replicate, shard).
-
-    Raises:
-        ConfigError: If it has another number of dimensions.
-    """
+    """Raises `ConfigError` for a mesh that is neither 1-D (shard) nor 2-D (replicate, shard)."""
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"mesh is a {type(mesh).__name__}, not a DeviceMesh",

@@ -33,15 +33,12 @@ _KEEPS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 @dataclasses.dataclass(frozen=True)
 class MeshPlacement:
-    """Where the parameters of a unit are.
+    """Over which ranks the parameters of a unit are sharded and replicated, and when they are resharded.
 
     Attributes:
-        mesh: The ranks.
-        shard_dim: The dimension of `mesh` that they are split over; `None` if every rank holds them whole.
-        replicate_dim: The dimension over which they are copies of each other; `None` if there is none.
-        reshard: Whether gathered parameters are kept for backward.
-        post_forward_size: Neighbours that together keep gathered parameters for backward, a part each; 1 if there are
-        none.
+        shard_dim: The dimension of `mesh` over which they are sharded; `None` if they are not.
+        replicate_dim: The dimension of `mesh` over which they are replicated; `None` if they are not.
+        post_forward_size: Neighbours that together keep unsharded parameters for backward, a part each; 1 if none do.
     """
 
     mesh: DeviceMesh
@@ -52,21 +49,21 @@ class MeshPlacement:
 
     @property
     def size(self) -> int:
-        """Ranks that a parameter is split over."""
+        """Ranks in the shard group."""
         return 1 if self.shard_dim is None else self.mesh.size(self.shard_dim)
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's place in the shard group."""
         return 0 if self.shard_dim is None else self.mesh.get_local_rank(self.shard_dim)
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same part."""
+        """Ranks in the replicate group."""
         return 1 if self.replicate_dim is None else self.mesh.size(self.replicate_dim)
 
     def placements(self, dim: int | None) -> tuple[Shard | Replicate, ...]:
-        """Placements of a DTensor whose dimension `dim` is split; `None` for a value that every rank holds whole."""
+        """Placements of a DTensor that is sharded on `dim`; `None` for a 0-d one, which every rank has whole."""
         split = Replicate() if dim is None else Shard(dim)
         return tuple(split if d == self.shard_dim else Replicate() for d in range(self.mesh.ndim))
 
@@ -81,13 +78,13 @@ def mesh_placement(
     """The mesh placement that the arguments of `fully_shard` ask for.
 
     Args:
-        strategy: FSDP1's name, or `None` for what `mesh` and `reshard_after_forward` say.
+        strategy: FSDP1's name; `None` for `mesh` and `reshard_after_forward`.
         mesh: As for `fully_shard`; `None` for one over the whole world.
         reshard_after_forward: As for `fully_shard`.
         device_type: Of the mesh that is made if there is none.
 
     Raises:
-        ConfigError: If the arguments contradict each other, or the machines' ranks cannot be told.
+        ConfigError: If the arguments contradict each other, or the ranks of a machine cannot be counted.
     """
     if strategy is None:
         mesh = default_mesh(device_type) if mesh is None else mesh
@@ -123,14 +120,11 @@ def mesh_placement(
 
 
 def with_reshard(placement: MeshPlacement, *, reshard_after_forward: ReshardAfterForward | None) -> MeshPlacement:
-    """The same ranks with what FSDP2's argument asks for: `None` frees after forward, 1 keeps, the group's size frees.
-
-    Raises:
-        ConfigError: If a number does not divide the shard group.
-    """
+    """The same ranks with FSDP2's argument; raises `ConfigError` if a number does not divide the shard group."""
     size, post_forward_size = placement.size, 1
     keeps = reshard_after_forward is False
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        # 1 keeps all on each rank, which is False; the group's size keeps the shards, which is True.
         post_forward_size, keeps = reshard_after_forward, reshard_after_forward == 1 < size
         if post_forward_size < 1 or size % post_forward_size:
             raise ConfigError(
@@ -154,7 +148,7 @@ def hybrid_mesh(device_type: str) -> DeviceMesh:
     """A mesh (replicate, shard) that shards over the ranks of each machine; the same one for every call in a world.
 
     Raises:
-        ConfigError: If nobody says how many ranks share a machine, or the world does not divide by that.
+        ConfigError: If the ranks of a machine cannot be counted, or the world does not divide by their number.
     """
     world = default_mesh(device_type).size()  # starts the world if need be
     shard = _ranks_per_machine(device_type)
@@ -174,8 +168,8 @@ def _ranks_per_machine(device_type: str) -> int:
     count = 0 if device_type == "cpu" else torch.get_device_module(device_type).device_count()
     if not count:
         raise ConfigError(
-            f"nobody says how many ranks share a machine: LOCAL_WORLD_SIZE is {told!r}, and a {device_type} is not "
-            "counted",
+            f"it is not known how many ranks share a machine: LOCAL_WORLD_SIZE is {told!r}, and a {device_type} is "
+            "not counted",
             where="sharding_strategy=HYBRID_SHARD without a mesh",
             instead="torchrun, which sets LOCAL_WORLD_SIZE, or a mesh (replicate, shard)",
         )

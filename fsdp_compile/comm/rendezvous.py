@@ -1,4 +1,4 @@
-"""How ranks of a group compare what they have, through the store of the world, and hear of each other's failures.
+"""How the ranks of a group compare texts through the store of the world, and learn of each other's failures.
 
 Under a prefix that no other group uses, in this world or in a later one of the same store:
 
@@ -10,8 +10,6 @@ Under a prefix that no other group uses, in this world or in a later one of the 
     <n>/refused       why a rank compiles nothing in round n: ends this round alone, since ranks may try again
     <n>/arrived, all  how many have compared; set when all have
     <n>/left          how many have gone on; the last one deletes the round's keys
-
-Nobody blocks in the store: a rank looks for what it waits for, then for `failed`, again and again.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ class RefusedElsewhereError(RankFailedError):
 
     Args:
         rank: That rank, by its number in the world.
-        reason: What it said: arguments of its error.
-        heard_in: Prefix of the room in which this rank has heard of it.
+        reason: The arguments of its error.
+        heard_in: Prefix of the group's keys through which this rank has learned of it.
     """
 
     def __init__(self, rank: int, reason: dict[str, str | None], heard_in: str) -> None:
@@ -49,7 +47,7 @@ class RefusedElsewhereError(RankFailedError):
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Two texts of one round that should be one.
+    """Two texts of one round that should be equal.
 
     Attributes:
         first: Text of the group's first rank.
@@ -81,7 +79,7 @@ class Rendezvous:
     timeout_s: float
 
     def compare(self, number: int, digest: str, text: str) -> Difference | None:
-        """One round: everyone compares with the group's first rank, and nobody goes on before all have.
+        """One round: every rank compares with the group's first rank, and none returns before all have.
 
         Args:
             number: Of the round, the same on all ranks.
@@ -108,16 +106,14 @@ class Rendezvous:
             ) from error
 
     def tell(self, error: FSDPCompileError) -> None:
-        """Ends all waiting in this room, now and later, with what went wrong here or elsewhere; the first error stays.
-
-        If the store fails, nobody can be told: the error that there is says more than another one would.
-        """
+        """Ends all waiting of the group, now and later, with an error of this or another group; the first one stays."""
         with contextlib.suppress(RuntimeError):
+            # If the store fails, the error that is being told says more than that of the store.
             if not self.store.check(["failed"]):
                 self.store.set("failed", json.dumps({"kind": type(error).__name__, **_parts(error)}))
 
     def refuse(self, number: int, error: FSDPCompileError) -> None:
-        """Ends one round, which this rank would have taken part in; whoever is in it, or will be, hears why."""
+        """Ends one round, which this rank would have taken part in: its ranks, now or later, get the reason."""
         rank, reason = self.ranks[self.rank], _parts(error)
         if isinstance(error, RefusedElsewhereError):
             rank, reason = error.rank, error.reason
@@ -149,6 +145,7 @@ class Rendezvous:
 
     def _wait(self, at: str, key: str) -> None:
         deadline_s, pause_s = time.monotonic() + self.timeout_s, _FIRST_PAUSE_S
+        # Polling, not the blocking `store.wait`: a failure or a refusal of another rank must end the wait.
         while not self.store.check([key]):
             self._refuse_failed()
             self._refuse_refused(at)

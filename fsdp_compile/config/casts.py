@@ -1,4 +1,4 @@
-"""What is cast where values enter and leave a module."""
+"""Casts of a module's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ class CastWhen(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class ForwardCasts:
-    """What is cast at a module that a policy was set on.
-
-    Attributes:
-        inputs: Dtype of floating-point inputs; `None` leaves them.
-        output: Dtype of floating-point outputs; `None` leaves them.
-        when: In which mode inputs are cast.
-    """
+    """Casts of a module with a policy: dtypes of floating-point inputs and outputs; `None` leaves them."""
 
     inputs: torch.dtype | None
     output: torch.dtype | None
@@ -33,10 +27,6 @@ class ForwardCasts:
 
 @dataclasses.dataclass(frozen=True)
 class FullPrecision:
-    """A module that computes in its own dtype whatever is around it: outputs get the dtype that its inputs had.
-
-    Attributes:
-        dtype: Dtype of its parameters.
-    """
+    """A module that computes in its own dtype whatever surrounds it: outputs get the dtype of its inputs."""
 
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What users choose by name, without torch: a command line is read, and refused, before anything large is imported.
+"""Options that have names, without torch: a command line is read, and refused, before it is imported.
 
 Where names belong to values (a device to its numbers, a pass to its class), `tests/test_imports.py` compares the two.
 """
@@ -20,7 +20,7 @@ STAGES: Final = ("after-insert", "after-bucket", "final")
 FORWARD_PREFETCH: Final = "forward_prefetch"
 BACKWARD_PREFETCH: Final = ("BACKWARD_PRE", "BACKWARD_POST", "none")
 SHORT_FORMS: Final = (*BACKWARD_PREFETCH, *(f"{name}+{FORWARD_PREFETCH}" for name in BACKWARD_PREFETCH))
-"""The texts that stand for FSDP1's rules."""
+"""Names of FSDP1's rules."""
 
 DEFAULT_PASSES: Final = (
     "insert-collectives",
@@ -37,11 +37,7 @@ PASSES: Final = (*DEFAULT_PASSES, "schedule-fsdp1", "schedule-reduce", "schedule
 
 
 def check_name(name: str, known: Collection[str], what: str) -> None:
-    """Refuses the name of a device or link that is not known.
-
-    Raises:
-        ConfigError: With the nearest known one.
-    """
+    """Raises `ConfigError`, with the nearest known one, for the name of a device or link that is not known."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         raise ConfigError(
@@ -52,44 +48,29 @@ def check_name(name: str, known: Collection[str], what: str) -> None:
 
 
 def check_rate(gb_per_s: float) -> None:
-    """Refuses a link that sends nothing.
-
-    Raises:
-        ConfigError: If the rate is not positive.
-    """
+    """Raises `ConfigError` for the rate of a link that is not positive."""
     if gb_per_s <= 0:
         raise ConfigError(f"a link of {gb_per_s} GB/s sends nothing", where="hardware(link=...)", instead="50")
 
 
 def check_pass(name: str) -> None:
-    """Refuses the name of a pass that does not exist.
-
-    Raises:
-        ConfigError: With the nearest known one.
-    """
+    """Raises `ConfigError`, with the nearest known one, for the name of a pass that does not exist."""
     if name not in PASSES:
         near = difflib.get_close_matches(name, PASSES, n=1, cutoff=0.4)
         raise ConfigError(f"there is no pass {name}", where="--passes", instead=near[0] if near else ", ".join(PASSES))
 
 
 def check_prefetch(value: object) -> None:
-    """Refuses what is neither "auto" nor a distance nor a short form.
-
-    Raises:
-        ConfigError: With all that is allowed.
-    """
+    """Raises `ConfigError` for what is neither "auto" nor a distance nor one of `SHORT_FORMS`."""
     named = isinstance(value, str) and value in ("auto", *SHORT_FORMS)
+    # Not `isinstance`: a bool is an int, and no distance.
     if not named and (type(value) is not int or value < 0):
         names = ", ".join(f'"{name}"' for name in SHORT_FORMS)
         raise bad_option("prefetch", value, f'"auto", 0, 1, 2, ..., {names} or FSDPPrefetch(...)')
 
 
 def check_world_size(world_size: int | None) -> int:
-    """The number of ranks to plan for; refuses one that is not given, or not positive.
-
-    Raises:
-        ConfigError: If so.
-    """
+    """The number of ranks to plan for; raises `ConfigError` if it is not given, or not positive."""
     if world_size is None or world_size < 1:
         raise ConfigError(
             f"cannot plan for world_size={world_size}",
@@ -100,5 +81,5 @@ def check_world_size(world_size: int | None) -> int:
 
 
 def bad_option(name: str, value: object, allowed: str) -> ConfigError:
-    """What is said about a value that an option of the compile cannot have."""
+    """The error for a value that an option of the compile cannot have."""
     return ConfigError(f"option {name!r} cannot be {value!r}", where=f"options={{{name!r}: ...}}", instead=allowed)

@@ -18,26 +18,26 @@ from fsdp_compile.ops.quantize import SUPPORTED
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecision(MixedPrecisionPolicy):
-    """FSDP2's `MixedPrecisionPolicy`, and what FSDP1 knew beyond it.
+    """FSDP2's `MixedPrecisionPolicy`, and the options that FSDP1 had beyond it.
 
     `param_dtype`, `reduce_dtype`, `output_dtype` and `cast_forward_inputs` are inherited.
 
     Attributes:
-        buffer_dtype: Dtype of floating-point buffers. They are cast once, when the module is sharded; state dicts hold
+        buffer_dtype: Dtype of floating-point buffers. They are cast once, when the module is sharded; state dicts have
             them in their original dtype. `None` leaves them.
-        full_precision_classes: Parameters and buffers of modules of these classes keep their own dtype, in the gather,
-            in computation and in the reduction. Such a module's inputs are cast to it, and its outputs back to the
-            dtype of its inputs. By default batch norms, as in FSDP1.
+        full_precision_classes: Parameters and buffers of modules of these classes keep their own dtype, in the
+            all-gather, in computation and in the reduction. Such a module's inputs are cast to it, and its outputs back
+            to the dtype of its inputs. By default batch norms, as in FSDP1.
         full_precision_in_eval: A module in eval mode reads its parameters in their own dtype, and its buffers are
             restored; inputs are not cast.
         keep_low_precision_grads: `.grad` is left in `param_dtype`. Such gradients are summed in the parameter's dtype
-            and rounded after each backward. The optimizer must take them.
+            and rounded after each backward. The optimizer must accept them.
         gather_dtype: `torch.int8` or `torch.float8_e4m3fn` to send large parameters in 8 bits, with one scale for each
             128 elements: 1.03 bytes each instead of `param_dtype`'s. Parameters whose share per rank is below 16 KiB
-            travel as they are. `ops/quantize.py` has the error: at most 1/254 of the block's largest magnitude
+            are sent in `param_dtype`. `ops/quantize.py` has the error: at most 1/254 of the block's largest magnitude
             for int8, 1/28 for float8. `None` sends `param_dtype`.
-        cast_root_forward_inputs: What `cast_forward_inputs` means for the outermost sharded module; `None` means the
-            same as for any other.
+        cast_root_forward_inputs: `cast_forward_inputs` for the outermost sharded module; `None` for the same as for any
+            other.
     """
 
     buffer_dtype: torch.dtype | None = None
@@ -83,6 +83,7 @@ def as_mixed_precision(policy: AnyPrecisionPolicy) -> MixedPrecision:
             policy.reduce_dtype,
             policy.output_dtype,
             policy.cast_forward_inputs,
+            # FSDP2 excludes no module.
             full_precision_classes=(),
         )
     if isinstance(policy, FSDP1MixedPrecision):
@@ -117,9 +118,8 @@ class Offload:
     """Shards live on the host.
 
     Attributes:
-        pinned: In page-locked memory, from which a device copies by itself.
-        from_cpu_to_cpu: Graphs copy even where the host computes, which then stands for a device: for plans of devices
-            that are not there.
+        pinned: In page-locked memory, from which a device copies without the host.
+        from_cpu_to_cpu: Graphs copy even where the host computes: for plans, in which it stands for a device.
     """
 
     pinned: bool
@@ -127,15 +127,11 @@ class Offload:
 
 
 AnyOffloadPolicy = OffloadPolicy | CPUOffload | Offload
-"""What users write: FSDP2's policies, or FSDP1's `CPUOffload`; and what they come to."""
+"""FSDP2's policies, FSDP1's `CPUOffload`, and what they are converted to."""
 
 
 def as_offload(policy: object) -> Offload | None:
-    """What a policy asks for; `None` if parameters stay on their device.
-
-    Raises:
-        ConfigError: If it is none of torch's policies.
-    """
+    """Any of torch's policies, as ours; `None` if parameters stay on their device. Raises `ConfigError` for others."""
     if isinstance(policy, Offload):
         return policy
     if isinstance(policy, CPUOffloadPolicy):
@@ -152,11 +148,7 @@ def as_offload(policy: object) -> Offload | None:
 
 
 def planned(policy: object) -> AnyOffloadPolicy:
-    """The same policy for a plan in which the CPU stands for a device that is not there.
-
-    Raises:
-        ConfigError: If it is none of torch's policies.
-    """
+    """The same policy for a plan in which the CPU stands for a device that is not there."""
     offload = as_offload(policy)
     return OffloadPolicy() if offload is None else Offload(pinned=False, from_cpu_to_cpu=True)
 
@@ -167,11 +159,7 @@ def compute_device(offload: Offload | None, mesh_device: str) -> str:
 
 
 def host_buffer(numel: int, dtype: torch.dtype, offload: Offload) -> torch.Tensor:
-    """A parameter group of zeros on the host.
-
-    Raises:
-        ConfigError: If it is to be pinned, and there is no device to pin it for.
-    """
+    """A flat parameter of zeros on the host; raises `ConfigError` if it is to be pinned and there is no accelerator."""
     if not offload.pinned:
         return torch.zeros(numel, dtype=dtype)
     if not torch.accelerator.is_available():
@@ -184,11 +172,7 @@ def host_buffer(numel: int, dtype: torch.dtype, offload: Offload) -> torch.Tenso
 
 
 def refuse_device(name: str, device: torch.device) -> None:
-    """Refuses a sharded parameter that was moved to a device although its unit lives on the host.
-
-    Raises:
-        ConfigError: If it is anywhere but on the host, or not materialized yet.
-    """
+    """Raises `ConfigError` for a sharded parameter that was moved to a device although its unit is offloaded."""
     if device.type not in ("cpu", "meta"):
         raise ConfigError(
             f"the parameter was moved to {device}, and its unit is offloaded to the host",

@@ -1,4 +1,4 @@
-"""FSDP1's rules for when an all-gather starts, by FSDP1's names."""
+"""FSDP1's rules for when an all-gather starts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Ahead(enum.StrEnum):
     AT_NEED = "at-need"
     """Where its parameters are used first."""
     BEFORE_COMPUTE = "before-compute"
-    """Where the bucket before it is used first: two buckets are held."""
+    """Where the bucket before it is used first: two buckets are unsharded at once."""
     AFTER_COMPUTE = "after-compute"
-    """Where the bucket before it is freed and its gradients are there, ahead of their reduction: one is held."""
+    """Where the bucket before it is resharded and its gradients are computed, before their reduction: one is."""
     AT_ONCE = "at-once"
     """At the top of the graph."""
 
@@ -32,14 +32,14 @@ class FSDPPrefetch:
     """FSDP1's arguments about prefetching, with its defaults, for `options={"prefetch": ...}`.
 
     Attributes:
-        backward: `BACKWARD_PRE` starts the next unit's all-gather before this unit's gradients are computed (two
-            units are held), `BACKWARD_POST` once they are there and this unit is freed, ahead of their reduction (one
-            unit is held), `None` where the unit is needed.
-        forward: Whether the next unit's all-gather starts before this unit's forward is computed (two units are held),
-            or where the unit is needed.
+        backward: `BACKWARD_PRE` starts the next unit's all-gather before this unit's gradients are computed (two units
+            are unsharded at once), `BACKWARD_POST` after them, when this unit is resharded, and before their reduction
+            (one unit is unsharded), `None` where the unit is needed.
+        forward: Whether the next unit's all-gather starts before this unit's forward is computed (two units are
+            unsharded at once), or where the unit is needed.
         limit_all_gathers: Whether no more than one all-gather is ahead of the unit in use. If not, what starts ahead
             (`forward`, `BACKWARD_PRE`) starts at the top of its graph, as when a host runs ahead of its device without
-            end: everything may be held at once.
+            end: everything may be unsharded at once.
     """
 
     backward: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
@@ -77,7 +77,7 @@ class FSDPPrefetch:
 
 
 def named_rules(value: object) -> FSDPPrefetch | None:
-    """What a short form stands for: torch's enum, or one of `SHORT_FORMS`; `None` for anything else."""
+    """The rules of a short form: torch's enum, or one of `SHORT_FORMS`; `None` for anything else."""
     if isinstance(value, FSDPPrefetch):
         return value
     if isinstance(value, BackwardPrefetch):

@@ -1,11 +1,9 @@
-"""Where each parameter of a unit lies in the unit's flat parameters: a pure plan, made without touching memory.
+"""Where each parameter of a unit lies in the unit's flat parameters: a plan, made without memory.
 
-One flat parameter holds the parameters of one dtype and one trainability. Every rank's flat parameter has the same
-size, so ranks with fewer rows (or none) hold padding. Each slot starts at a multiple of `ALIGNMENT_BYTES` and ends at
-one, in the stored dtype as in those that are sent and reduced: misaligned message slices have been seen to run an
-all-gather 12 times slower, and Inductor copies inputs that are not aligned.
-
-Which rows of a parameter a rank holds: the chunks of `torch.chunk`, as DTensor's `Shard` has them.
+Each slot starts at a multiple of `ALIGNMENT_BYTES` and ends at one, in the stored dtype as in those that are sent and
+reduced: misaligned message slices have been seen to run an all-gather 12 times slower, and Inductor copies inputs that
+are not aligned. Every rank's flat parameter has the same size, so ranks with fewer rows (or none) have padding; rows
+are divided as by `torch.chunk`, as DTensor's `Shard` does.
 """
 
 from __future__ import annotations
@@ -33,13 +31,7 @@ class ReduceLayout(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class ParameterShape:
-    """What the planner has to know of one parameter.
-
-    Attributes:
-        name: Fully qualified name, for messages.
-        shape: Full shape.
-        dim: Dimension to shard, `None` for a 0-d parameter.
-    """
+    """The full shape of one parameter, and the dimension to shard: `None` for a 0-d parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,7 +62,7 @@ class FlatLayout:
 
 
 def shard_numel(shape: tuple[int, ...], dim: int | None, size: int) -> int:
-    """Elements that each rank holds of a parameter of `shape` sharded on `dim` over `size` ranks, padded."""
+    """Elements of a parameter on each rank, row padding included."""
     if dim is None:
         return 1
     rows = -(-shape[dim] // size)
@@ -90,17 +82,14 @@ def plan_layout(
     sent: torch.dtype,
     reduced: torch.dtype | None = None,
 ) -> FlatLayout:
-    """Lays parameters out one after the other: small ones first, so that they travel as one packed piece.
+    """Lays parameters out one after the other: small ones first, so that they are sent as one packed piece.
 
     Args:
-        parameters: In the module's registration order, which is kept among small and among large ones.
+        parameters: In the module's registration order, which stays among small and among large ones.
         size: Ranks in the shard group.
         stored: Dtype of the flat parameter.
-        sent: Dtype of gathered messages, which may be narrower.
-        reduced: Dtype of reduced messages; by default `sent`.
-
-    Returns:
-        The layout; its size is never 0, so that a flat parameter always has an address.
+        sent: Dtype of all-gathers, which may be narrower.
+        reduced: Dtype of reductions; by default `sent`.
     """
     step = ALIGNMENT_BYTES // min(dtype.itemsize for dtype in (stored, sent, reduced or sent))
     numels = [shard_numel(p.shape, p.dim, size) for p in parameters]
@@ -111,25 +100,25 @@ def plan_layout(
         extent = -(-max(numels[index], 1) // step) * step  # never 0: a slot is known by its offset
         slots.append(Slot(index, offset, extent))
         offset += extent
-    return FlatLayout(tuple(slots), max(offset, step))
+    return FlatLayout(tuple(slots), max(offset, step))  # never 0: a flat parameter is known by its address
 
 
 def local_rows(rows: int, size: int, rank: int) -> tuple[int, int]:
-    """First row and number of rows that `rank` of `size` holds; none when rows have run out."""
+    """First row and number of rows of `rank` of `size`; no rows where they have run out."""
     chunk = -(-rows // size)
     start = min(rank * chunk, rows)
     return start, min(chunk, rows - start)
 
 
 def local_shape(shape: tuple[int, ...], dim: int | None, size: int, rank: int) -> tuple[int, ...]:
-    """Shape of what `rank` holds of a parameter of `shape` that is sharded on `dim`."""
+    """Shape of the part of `rank`, without padding."""
     if dim is None:
         return shape
     return (*shape[:dim], local_rows(shape[dim], size, rank)[1], *shape[dim + 1 :])
 
 
 def local_part(full: torch.Tensor, dim: int | None, size: int, rank: int) -> torch.Tensor:
-    """The view of a full tensor that `rank` holds."""
+    """The view of a full tensor that is the part of `rank`."""
     if dim is None:
         return full
     return full.narrow(dim, *local_rows(full.shape[dim], size, rank))

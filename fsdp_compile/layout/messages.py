@@ -1,4 +1,4 @@
-"""From a gathered message to a full parameter, and from a full gradient to a message.
+"""From an all-gather's message to a full parameter, and from a full gradient to a reduction's message.
 
 Each function is written once, over a `Builder`: eager reads run it on tensors, the passes run it on graph nodes.
 """
@@ -75,19 +75,19 @@ def pad_end(b: Builder[T], x: T, dim: int, amount: int) -> T:
 
 
 def full_parameter(b: Builder[T], gathered: T, spec: UnshardSpec, *, start: int, span: int) -> T:
-    """The full parameter out of a gathered message.
+    """The full parameter out of the message of an all-gather.
 
     Args:
         b: Runs or records operators.
-        gathered: `[size * span]` elements, rank after rank, in the dtype that readers get.
-        spec: The parameter's slot.
-        start: Where in each rank's span the slot starts.
+        gathered: `[size * span]` elements, rank after rank, in the dtype of the result.
+        spec: Of the parameter.
+        start: Where in each rank's span the parameter starts.
         span: Elements that each rank sent.
 
     Returns:
         A tensor of `spec.shape`, its dimensions in memory in `spec.order` (then always a copy); a view of `gathered`
-        where the slot is alone in its message and needs no padding between ranks, else a copy (which Inductor fuses
-        into pointwise readers).
+        where the parameter is alone in its message and needs no padding between ranks, else a copy (which Inductor
+        fuses into pointwise readers).
     """
     if spec.dim is None:  # every rank sent the same value: take the first rank's
         return view(b, narrow(b, gathered, 0, start, start + math.prod(spec.shape)), spec.shape)
@@ -120,13 +120,7 @@ def inverse(order: Sequence[int]) -> list[int]:
 
 
 def gradient_rows(b: Builder[T], grad: T, spec: UnshardSpec) -> T:
-    """The full gradient as `[size, extent]`: row r is what rank r holds after the reduction, padding zero.
-
-    Args:
-        b: Runs or records operators.
-        grad: The full parameter's gradient, of `spec.shape`.
-        spec: The parameter's slot.
-    """
+    """The full gradient as `[size, extent]`: row r is rank r's part after the reduction, padding zero."""
     if spec.dim is None:
         row = pad_end(b, view(b, grad, [1, math.prod(spec.shape)]), 1, spec.extent - math.prod(spec.shape))
         return b.call(aten.expand.default, row, [spec.size, spec.extent]) if spec.size > 1 else row

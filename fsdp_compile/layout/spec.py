@@ -1,8 +1,8 @@
-"""What one read of a parameter needs to know, as one string constant of the graph.
+"""Unshard specs: what a read of a parameter needs to know, as one string constant of the graph.
 
-Dynamo guards every Python value that a getter touches, so a read carries exactly one: the text of an `UnshardSpec`. It
-holds neither the unit's nor the parameter's name, so that layers of one shape share one compiled graph, and nothing
-specific to a rank, so that all ranks compile the same text. (Units that it was told to prefetch it does name.)
+Dynamo guards every Python value that a getter touches, so a read has exactly one: the text of an `UnshardSpec`. It
+contains neither the unit's nor the parameter's name, so that layers of one shape share one compiled graph, and nothing
+specific to a rank, so that all ranks compile the same text. (It does name units to prefetch.)
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PREFETCH = ("forward_prefetch", "backward_prefetch")
 
 
 class Reshard(enum.Enum):
-    """What happens to a gathered parameter between forward and backward."""
+    """When an unsharded parameter is freed."""
 
     AFTER_FORWARD = "after_forward"
     """Freed after its last use in forward and gathered again in backward (ZeRO-3)."""
     AFTER_BACKWARD = "after_backward"
-    """Kept from forward to backward (ZeRO-2, FSDP1's SHARD_GRAD_OP)."""
+    """Saved from forward to backward (ZeRO-2, FSDP1's SHARD_GRAD_OP)."""
     AUTO = "auto"
-    """Kept where that fits into the memory that a plan may use, else freed (`partition/auto_reshard.py`)."""
+    """Saved where that fits into the memory that a plan may use, else freed (`partition/auto_reshard.py`)."""
 
 
 class GradPlacement(enum.Enum):
@@ -36,7 +36,7 @@ class GradPlacement(enum.Enum):
     REDUCED = "reduced"
     """All of them."""
     REDUCE_SCATTERED = "reduce_scattered"
-    """The shard group alone: what each replica has is accumulated (FSDP2's `set_requires_all_reduce(False)`)."""
+    """The shard group: each replica accumulates its own sum (FSDP2's `set_requires_all_reduce(False)`)."""
     UNREDUCED = "unreduced"
     """None: the full gradient is accumulated (`no_sync`)."""
 
@@ -52,34 +52,29 @@ class Update(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnshardSpec:
-    """Where a parameter lies in its flat parameter and how its full value is made.
+    """Where a parameter lies in its flat parameter, and how it is gathered and reduced.
 
     Attributes:
-        offset: First element of the slot in each rank's flat parameter.
-        extent: Elements of the slot in each rank's flat parameter, alignment padding included.
-        shape: Shape of the full parameter.
-        dim: The dimension that is sharded; `None` for a value held whole by every rank (0-d parameters).
-        size: Number of ranks in the shard group.
-        group: Alias of the shard group (see `groups.py`), empty if parameters are not split.
-        replicas: Number of ranks in the replicate group, 1 if there is none.
+        offset: Its first element in each rank's flat parameter.
+        extent: Its elements in each rank's flat parameter, alignment padding included.
+        shape: Of the full parameter.
+        dim: The dimension that is sharded; `None` for 0-d parameters, which every rank has whole.
+        size: Ranks in the shard group.
+        group: Alias of the shard group (`comm/groups.py`), empty if parameters are not sharded.
+        replicas: Ranks in the replicate group, 1 if there is none.
         replicate_group: Alias of the replicate group, empty if there is none.
-        param_dtype: Dtype that the reader gets, and that is sent unless `gather_dtype` says otherwise.
-        gather_dtype: 8-bit dtype that is sent, with scales (`quantize.py`); `None` sends `param_dtype`.
-        reduce_dtype: Dtype in which gradients are reduced.
+        param_dtype: Dtype of the unsharded parameter, which is sent unless `gather_dtype` says otherwise.
+        gather_dtype: 8-bit dtype that is sent, with scales (`ops/quantize.py`); `None` sends `param_dtype`.
         hook: Key of the user's function that reduces gradients over the group; empty for an average.
-        reshard: Whether the gathered value is kept for backward.
-        order: Dimensions from the outermost to the innermost in the memory that readers see (channels last, say);
-            empty for a contiguous parameter. The flat parameter holds every parameter contiguously.
-        grad_placement: Which ranks the gradient is summed over.
+        order: Dimensions from the outermost to the innermost in the memory of the unsharded parameter (channels last,
+            say); empty for a contiguous one. Flat parameters are always contiguous.
         divide: What the sum of gradients is divided by; `None` for the number of ranks.
-        post_forward_size: Ranks that together keep the gathered value for backward, 1/k each; 1 if each keeps its shard
-            alone.
+        post_forward_size: Ranks that together save the unsharded parameter for backward, 1/k each; 1 if none do.
         post_forward_group: Alias of their group, empty if there is none.
-        compute: Type of the device that computes with it, if the flat parameter lives on the host instead; else empty.
+        compute: Type of the device that computes with it, if the flat parameter is offloaded to the host; else empty.
         reduce_group: Alias of a second group of the same ranks that gradients are reduced over; empty for `group`.
-        forward_prefetch: Titles of the units whose gathers start where this one's has arrived in forward.
+        forward_prefetch: Titles of the units whose all-gathers start where this one's is complete in forward.
         backward_prefetch: The same in backward.
-        update: When an optimizer updates the flat parameter.
     """
 
     offset: int
@@ -122,7 +117,7 @@ class UnshardSpec:
 
     @property
     def post_forward_numel(self) -> int:
-        """Elements of the part that one rank keeps, padding included."""
+        """Elements of one rank's post-forward shard, padding included."""
         return self.size * self.extent // self.post_forward_size
 
     @property
@@ -141,12 +136,12 @@ class UnshardSpec:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """Dtype of the all-gather's message: numbers of 8 bits travel as bytes."""
+        """Dtype of the all-gather's message: numbers of 8 bits are sent as bytes."""
         return self.param_dtype if self.gather_dtype is None else torch.uint8
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the gathered slot is the parameter's own memory, so that reading it needs no copy."""
+        """Whether the message is the unsharded parameter's own memory, so that reading it needs no copy."""
         return self.size == 1 or (self.dim == 0 and self.extent == self.shard_numel)
 
     @functools.cached_property
@@ -173,8 +168,9 @@ class UnshardSpec:
         return " ".join(f"{key}={value}" for key, value in (fields | self._set_by_calls()).items())
 
     def _set_by_calls(self) -> dict[str, object]:
-        """What calls on a sharded model have changed."""
+        """The fields that calls on a sharded model have changed."""
         fields: dict[str, object] = {}
+        # Defaults are left out, so that graphs of usual models are short to read.
         if self.grad_placement is not GradPlacement.REDUCED:
             fields["grads"] = self.grad_placement.value
         if self.divide is not None:
@@ -193,11 +189,7 @@ class UnshardSpec:
 
 @functools.cache
 def parse(text: str) -> UnshardSpec:
-    """Reads the text of an `UnshardSpec` back.
-
-    Raises:
-        ValueError: If the text is not one that `UnshardSpec.text` writes.
-    """
+    """Reads the text of an `UnshardSpec` back; raises `ValueError` for any other."""
     try:
         fields = dict(item.split("=", 1) for item in text.split(" "))
         group, size = ("", "1") if fields["over"] == "none" else fields["over"].rsplit("/", 1)
@@ -230,6 +222,7 @@ def parse(text: str) -> UnshardSpec:
         )
     except (KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"not the text of a read: {text!r}") from error
+    # One spec has one text: Dynamo and caches of graphs compare texts.
     if spec.text != text or spec.offset < 0 or spec.dim not in (None, *range(len(spec.shape))):
         raise ValueError(f"not the text of a read: {text!r}")
     if spec.order and sorted(spec.order) != list(range(len(spec.shape))):

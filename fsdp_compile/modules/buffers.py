@@ -1,4 +1,4 @@
-"""Buffers of modules that are cast: which dtype they have in which mode, and in state dicts."""
+"""Buffers of modules that are cast: their dtype in each mode, and in state dicts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from fsdp_compile.runtime.module_state import ensure_state, state_of
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype, *, restore_in_eval: bool) -> bool:
-    """Casts the floating-point buffers of one module, not of its children.
-
-    Returns:
-        Whether it has any.
-    """
+    """Casts the floating-point buffers of one module, without its children; returns whether it has any."""
     held = {n: b for n, b in module._buffers.items() if b is not None and b.is_floating_point()}
     if held:
         ensure_state(module).cast_buffers = {n: CastBuffer(dtype, b, restore_in_eval) for n, b in held.items()}
@@ -30,7 +26,7 @@ def _cast_buffers_of(module: nn.Module) -> dict[str, CastBuffer]:
 
 
 def follow_mode(module: nn.Module) -> None:
-    """Gives each cast buffer of a module the dtype that belongs to the module's mode."""
+    """Casts or restores each cast buffer of a module, as its mode asks for."""
     for name, cast in _cast_buffers_of(module).items():
         current = module._buffers.get(name)
         if current is None:
@@ -38,12 +34,13 @@ def follow_mode(module: nn.Module) -> None:
         if cast.in_eval and not module.training:
             module._buffers[name] = cast.restored(current)
         elif current.dtype != cast.dtype:
+            # Its value in full precision now: after a load, a move or a switch from eval mode.
             cast.original = current
             module._buffers[name] = current.to(cast.dtype)
 
 
 def restore(module: nn.Module) -> None:
-    """Gives each cast buffer of a module its own dtype, so that a state dict can be loaded without rounding it."""
+    """Restores the dtype of each cast buffer of a module, so that a state dict can be loaded without rounding it."""
     for name, cast in _cast_buffers_of(module).items():
         current = module._buffers.get(name)
         if current is not None:
@@ -51,7 +48,7 @@ def restore(module: nn.Module) -> None:
 
 
 def save_original(module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
-    """Puts cast buffers of a module that was just saved into a state dict in their own dtype."""
+    """Puts the cast buffers of a module into its state dict in their own dtype."""
     for name, cast in _cast_buffers_of(module).items():
         current = module._buffers.get(name)
         if current is not None and prefix + name in destination:

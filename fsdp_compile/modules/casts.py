@@ -1,4 +1,4 @@
-"""Casts where values enter and leave a module: at the modules that a policy was set on, and around those kept whole."""
+"""Casts of inputs and outputs: at modules with a policy, and around those that are excluded from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def cast_inputs(at: ForwardCasts | FullPrecision, module: nn.Module, arguments: Arguments) -> Arguments:
-    """Arguments of `module`, cast as its boundary says."""
+    """The arguments of `module`, cast."""
     if isinstance(at, FullPrecision):
         return cast(arguments, at.dtype)
     if at.inputs is None or (at.when is CastWhen.TRAINING and not module.training):
@@ -26,13 +26,7 @@ def cast_inputs(at: ForwardCasts | FullPrecision, module: nn.Module, arguments: 
 
 
 def cast_output(at: ForwardCasts | FullPrecision, arguments: Arguments, output: Any) -> Any:
-    """What a module returns, cast as its boundary says.
-
-    Args:
-        at: The boundary.
-        arguments: What the module was called with, before any cast.
-        output: What it returned.
-    """
+    """The output of a module, cast; `arguments` are its inputs before any cast."""
     dtype = _dtype_of(arguments) if isinstance(at, FullPrecision) else at.output
     return output if dtype is None else cast(output, dtype)
 
@@ -53,10 +47,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in `value` as `dtype`; everything else, and their `requires_grad`, as it is.
-
-    Looks into tuples, lists, dicts and their kin, dataclasses and packed sequences.
-    """
+    """Floating-point tensors in `value` as `dtype`, through containers, dataclasses and packed sequences."""
 
     def leaf(x: Any) -> Any:
         if isinstance(x, torch.Tensor):

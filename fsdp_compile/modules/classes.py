@@ -1,8 +1,8 @@
-"""The class that a sharded module gets, and what its code gets when it says `self.weight`.
+"""The class of a sharded module, in which `self.weight` is a property.
 
-The class is a cached subclass of the module's own with one property per sharded parameter. Inside `forward` the
-property gathers the full value; anywhere else it is the DTensor parameter, so that initialization, checkpoints and
-in-place writes work on what is stored. As with FSDP2, its name is that of the user's class after `FSDP`.
+It is a cached subclass of the module's own with one property per sharded parameter. In `forward` the property gathers
+the parameter; anywhere else it is the DTensor parameter, so that initialization, checkpoints and in-place writes work
+on what is stored. As with FSDP2, its name is that of the user's class after `FSDP`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ParamRead(NamedTuple):
         name: Its attribute.
         flat: Number of the flat parameter among those of a module.
         text: Of its `UnshardSpec`.
-        eval_text: The same for eval mode, where that is another.
+        eval_text: The same for eval mode, where that differs.
     """
 
     name: str
@@ -52,10 +52,10 @@ class ParamRead(NamedTuple):
 
 
 class ClassKey(NamedTuple):
-    """What makes the class of a sharded module.
+    """What the class of a sharded module depends on.
 
     Attributes:
-        base: The class that the user wrote, or gave the module since.
+        base: The class that the user wrote, or assigned to the module since.
         reads: Its sharded parameters, by name.
         casts: What is cast when its forward is entered and left.
         methods: The class whose methods it gets on top.
@@ -70,12 +70,12 @@ class ClassKey(NamedTuple):
 def gather_on_read(
     module: nn.Module, reads: Mapping[str, ReadFrom] | None = None, in_eval: Mapping[str, str] | None = None
 ) -> None:
-    """Makes `module` gather the named parameters, besides those it gathers already, when its forward reads them.
+    """Makes `module` gather further parameters when its forward reads them.
 
     Args:
-        module: The module; its class is replaced by a subclass.
+        module: Its class is replaced by a subclass.
         reads: Where each parameter is gathered from.
-        in_eval: For those of `reads` that are read otherwise in eval mode, the text of that `UnshardSpec`.
+        in_eval: For those of `reads` that eval mode reads in another way, the text of that `UnshardSpec`.
     """
     state = ensure_state(module)
     reads = reads or {}
@@ -91,7 +91,7 @@ def gather_on_read(
 
 
 def gather_params(groups: Iterable[FSDPParamGroup]) -> None:
-    """Makes the modules that hold parameters of some parameter groups gather them from there."""
+    """Makes modules gather their parameters from some parameter groups."""
     modules: dict[nn.Module, tuple[dict[str, ReadFrom], dict[str, str]]] = {}
     for group in groups:
         for param in group.params:
@@ -111,16 +111,15 @@ def give_methods(module: nn.Module, methods: type) -> None:
 
 
 def swap_class(module: nn.Module) -> None:
-    """Gives a module the class that its state asks for.
-
-    What reads say is part of the class, and the flat parameters are attributes, each once: so Dynamo guards on the
-    class and on one attribute for each parameter group, not on what it looks up for each parameter.
-    """
+    """Gives a module the class that its state asks for."""
     state = ensure_state(module)
     number = {group: i for i, group in enumerate(dict.fromkeys(read.group for read in state.reads.values()))}
+    # The texts of reads are part of the class, and each flat parameter is one attribute: Dynamo guards on the class and
+    # once per parameter group, not once per parameter.
     for attribute in [a for a in module.__dict__ if a.startswith(_FLAT)]:
         object.__delattr__(module, attribute)
     for group, i in number.items():
+        # `nn.Module.__setattr__` would register the flat parameter as a parameter.
         object.__setattr__(module, f"{_FLAT}{i}", group.flat_param)
     reads = sorted(ParamRead(n, number[r.group], r.text, state.eval_reads.get(n)) for n, r in state.reads.items())
     now = type(module)
@@ -138,14 +137,15 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def swap_to_original_class(module: nn.Module) -> type[nn.Module]:
-    """Gives a module the class that the user wrote; returns the one that it had."""
+    """Gives a module the class that the user wrote; returns the sharded one."""
     sharded_class = type(module)
     module.__class__ = original_class(module)
     return sharded_class
 
 
 def swap_back(module: nn.Module, sharded_class: type[nn.Module]) -> None:
-    """Gives a module the class that `swap_to_original_class` returned, with the reads that it has by now."""
+    """Undoes `swap_to_original_class`."""
+    # First the old class, whose key tells the base; then the one for the reads of now.
     module.__class__ = sharded_class
     swap_class(module)
 
@@ -170,7 +170,7 @@ def _make_class(key: ClassKey) -> type[nn.Module]:
 
 
 def _members_over(original: type[nn.Module]) -> dict[str, Any]:
-    """What every class over a user's has."""
+    """The members of every class directly over a user's."""
     members = {
         "train": _train,
         "__deepcopy__": _refuse_deepcopy,
@@ -192,14 +192,11 @@ def _members_over(original: type[nn.Module]) -> dict[str, Any]:
 
 
 def _outermost_forward(original: type[nn.Module]) -> Callable[..., Any]:
-    """The forward of a module that is compiled by itself.
-
-    Dynamo never starts a graph in torch's own layers, it only inlines them. So where the user compiles a plain
-    `nn.Sequential`, say, a function of ours is where the graph starts: one code object per class, as Dynamo keeps its
-    compiled graphs by code object.
-    """
+    """The forward of a module that is compiled by itself."""
     if not original.forward.__module__.startswith("torch.nn."):
         return original.forward
+    # Dynamo starts no graph in torch's own layers (a plain `nn.Sequential`, say), it only inlines them: the graph
+    # starts in a function of ours. One code object per class, since Dynamo caches compiled graphs by code object.
     code = _call_original.__code__.replace(co_name=f"forward of {original.__name__}")
     return types.FunctionType(code, _call_original.__globals__)
 
@@ -214,6 +211,7 @@ def _read_property(read_of: ParamRead) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         if torch.compiler.is_compiling() or in_forward() or calls_are_compiled():
             if eval_text is not None and not module.training:
+                # Eval mode has another text, and neither accumulates gradients nor uses unsharded values.
                 return torch.ops.fsdp.unshard(getattr(module, flat_param), eval_text)
             args = getattr(module, UNSHARD_ARGS)
             if args is None or name not in args:
@@ -228,18 +226,17 @@ def _read_property(read_of: ParamRead) -> property:
 
 
 def _arguments(text: str, args: UnshardArgs) -> tuple[str | torch.Tensor | None, ...]:
-    """What a read takes besides the parameter group; each tensor, and the text, is a variant to Dynamo."""
+    """The arguments of a read besides the flat parameter."""
     if torch.is_grad_enabled():
         return args
+    # Each tensor argument makes another graph, and without gradients nothing accumulates.
     return (text,) if args[1] is None else (text, args[1])
 
 
 def _named_parameters(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
-    """What `parameters()` and `named_parameters()` give: in a forward, what reads give.
-
-    But not in a part of it that is neither compiled nor differentiated, as updates of a moving average are: they write
-    into what is stored. In compiled code such writes are refused.
-    """
+    """`named_parameters()`, and with it `parameters()`: in a forward, the results of reads."""
+    # Eager code without gradients in a forward (updates of a moving average, say) writes into what is stored. In
+    # compiled code such writes are refused.
     stored = self._fsdp_original_class.named_parameters(self, *args, **kwargs)
     if torch.compiler.is_compiling() or (in_forward() and torch.is_grad_enabled()):
         return _read_each(self, stored, args[0] if args else kwargs.get("prefix", ""))
@@ -253,7 +250,7 @@ def _read_each(module, stored, prefix):  # type: ignore[no-untyped-def]  # noqa:
 
 
 def _get_parameter(self, target):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """What `get_parameter()` gives; torch's own refuses whatever is no `nn.Parameter`, as gathered values are."""
+    # torch's own refuses everything but an `nn.Parameter`, and so unsharded parameters.
     path, _, attribute = target.rpartition(".")
     module = self.get_submodule(path)
     if attribute in module._parameters:
@@ -297,7 +294,7 @@ def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
 
 
 def rebuild_specs(unit: FSDPUnit) -> None:
-    """Writes what a unit's policy, settings and optimizers say into its parameters' specs and into the next reads."""
+    """Writes a unit's policy, settings and updaters into its parameters' specs and their next reads."""
     for group in unit.param_groups:
         update = update_in_backward.choose_update(group)
         for param in group.params:
@@ -319,7 +316,7 @@ def _rebuilt(spec: UnshardSpec, unit: FSDPUnit, update: Update) -> UnshardSpec:
     post_forward_group = spec.post_forward_group if where.post_forward_size > 1 else ""
     reshard = where.reshard
     if spec.size == 1 and update is Update.IN_BACKWARD:
-        # A read of the only rank is a view of the flat parameter: backward must see who reads it before the update.
+        # On one rank a read is a view of the flat parameter: backward must have a read of its own before the update.
         reshard = Reshard.AFTER_FORWARD
     return dataclasses.replace(
         spec,

@@ -1,4 +1,4 @@
-"""The forward of a sharded module, and whether code runs inside of one that is not compiled: there, reads gather."""
+"""The forward of a sharded module. Inside of one, compiled or eager, reads of parameters gather."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ def in_forward() -> bool:
 
 
 def in_forward_until_return(frame: types.FrameType | None) -> None:
-    """Counts as inside a forward until `frame` returns.
-
-    The first call of a plain model entered its forward before there was anything sharded, so nothing has raised the
-    depth for what is left of it.
-    """
+    """Counts as inside a forward until `frame` returns."""
+    # The first call of a plain model entered its forward before anything was sharded: nothing has raised the depth.
     _first_call.frame = frame
 
 
@@ -44,7 +41,7 @@ def _in_first_call() -> bool:
 
 
 def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls `function` so that reads of sharded parameters in it gather."""
+    """Calls `function` as a forward, so that reads of sharded parameters in it gather."""
     _depth.value = getattr(_depth, "value", 0) + 1
     try:
         return function(*args, **kwargs)
@@ -66,7 +63,7 @@ def _own_forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa
 
 
 def enter_own_forward(module: nn.Module) -> None:
-    """Makes reads gather in a forward that the user assigned to a module instance, which hides the class's."""
+    """Makes reads gather in a forward that the user assigned to the instance, which hides the class's."""
     own = module.__dict__.get("forward")
     if own is None or getattr(own, "__func__", None) is _own_forward:
         return
@@ -83,8 +80,9 @@ def _trace(self, forward, args, kwargs):  # type: ignore[no-untyped-def]  # noqa
 
 
 def run_eagerly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool = False) -> Any:
-    """Runs a forward around or below which compiled graphs may start: the class's, or the instance's own."""
+    """Runs a forward eagerly, the class's or the instance's own; compiled graphs may start around or below it."""
     outermost = not in_forward()
+    # Once per step: modules below it are checked with it.
     if outermost:
         _pre_forward(module)
     casts = module._fsdp_casts
@@ -107,7 +105,7 @@ def _pre_forward(module: nn.Module) -> None:
         state.model.pre_forward(module)
 
 
-# Dynamo must not make these frames graphs of their own: run eagerly they raise the depth that eager reads ask for, and
-# the user's forward below them is compiled. Inlined from another frame, `forward` is traced like any function.
+# Dynamo must not compile these frames by themselves: run eagerly they raise the depth that eager reads check, and the
+# user's forward below them is compiled. Inlined from another frame, `forward` is traced like any function.
 for _function in (call_in_forward, forward, _own_forward, run_eagerly):
     skip_code(_function.__code__)

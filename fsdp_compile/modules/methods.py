@@ -1,4 +1,4 @@
-"""The methods that a module gets when `fully_shard` is called on it: those of FSDP2, with its names and meanings."""
+"""The methods of a module that `fully_shard` was called on: FSDP2's, with its names and meanings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ from fsdp_compile.runtime.unshard import UnshardHandle, reshard, unshard
 
 
 def set_division(units: Iterable[FSDPUnit], **settings: float | bool | None) -> None:
-    """Sets `divide` or `sum_only` of `CommSettings`.
-
-    Raises:
-        ConfigError: If the user's own function reduces the gradients, and so divides them.
-    """
+    """Sets `divide` or `sum_only` of `CommSettings`; raises `ConfigError` if a communication hook divides."""
     for unit in units:
         if unit.hook is not None and unit.hook.key:
             raise ConfigError(
@@ -43,20 +39,17 @@ def set_division(units: Iterable[FSDPUnit], **settings: float | bool | None) -> 
 class ShardedModule:
     """Methods of a module that `fully_shard` was called on.
 
-    Flags hold until they are changed; what a backward does with its gradients is decided when its forward runs. Each
+    Flags stay until they are changed; what a backward does with its gradients is decided when its forward runs. Each
     combination that a step uses is compiled once.
     """
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:  # noqa: FBT001
-        """Sets whether gradients are reduced, or held whole until the next backward that reduces (see `no_sync`)."""
+        """Sets whether gradients are reduced, or accumulated unsharded as in `no_sync`."""
         flag = _flag(requires_gradient_sync, "set_requires_gradient_sync")
         accumulation.switch(_units(self, recurse=recurse), reduce_gradients=flag, all_reduce=flag)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:  # noqa: FBT001
-        """Sets whether gradients are summed over replicas; if not, each replica accumulates its shards.
-
-        Without replicas it changes nothing.
-        """
+        """Sets whether gradients are summed over replicas; if not, each replica accumulates its shards."""
         flag = _flag(requires_all_reduce, "set_requires_all_reduce")
         accumulation.switch(_units(self, recurse=recurse), all_reduce=flag)
 
@@ -64,25 +57,25 @@ class ShardedModule:
         """Sets whether the next backward ends the step, for the whole model.
 
         If not, its reduced gradients are accumulated in the units' flat gradients: parameters get neither `.grad` nor
-        calls of their hooks, and what is held back is not flushed, until a last backward.
+        calls of their hooks, and pending gradients are not reduced, until a last backward.
         """
         flag = _flag(is_last_backward, "set_is_last_backward")
         for model in dict.fromkeys(unit.model for unit in _units(self, recurse=True)):
             accumulation.switch(model.units, last_backward=flag)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:  # noqa: FBT001
-        """Sets whether gathered parameters are freed after backward, or kept for the next microbatch.
+        """Sets whether parameters are resharded after backward, or stay unsharded for the next microbatch.
 
-        Kept ones are gathered at the start of the first forward after they were written to, all at once, and never
-        used when they are out of date.
+        Those that stay are gathered at the start of the first forward after they were written to, all at once; outdated
+        values are never used.
         """
         flag = _flag(reshard_after_backward, "set_reshard_after_backward")
         accumulation.switch(_units(self, recurse=recurse), reshard_after_backward=flag)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Sets whether gathered parameters are freed after forward and gathered again in backward.
+        """Sets whether parameters are resharded after forward and gathered again in backward.
 
-        Either way no part is kept any more where `fully_shard` was given a number of ranks.
+        It also replaces a number of ranks that `fully_shard(reshard_after_forward=...)` got.
         """
         flag = _flag(reshard_after_forward, "set_reshard_after_forward")
         for unit in _units(self, recurse=recurse):
@@ -92,7 +85,7 @@ class ShardedModule:
                 rebuild_specs(unit)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Sets whether gradients are reduced on a process group of their own, beside the one that gathers parameters.
+        """Sets whether gradients are reduced on a process group of their own, concurrently with all-gathers.
 
         All ranks call it together: the group is made at the first call for a mesh.
         """
@@ -101,9 +94,9 @@ class ShardedModule:
             rebuild_specs(unit)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Sets whose parameters are gathered while this module's forward runs: they start where its own have arrived.
+        """Sets the modules whose all-gathers run while this module's forward computes.
 
-        They start in the order of the list, in whichever way other gathers are scheduled. An empty list sets nothing.
+        They start in the order of the list, however other all-gathers are scheduled. An empty list sets nothing.
 
         Args:
             modules: Modules that `fully_shard` was called on, or made a unit of; all run after this one.
@@ -118,11 +111,7 @@ class ShardedModule:
         _set_prefetch(self, modules, "backward_prefetch")
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Sets what the sum of gradients over all ranks is divided by, for the units of this call alone.
-
-        Raises:
-            ConfigError: If it is no positive finite number.
-        """
+        """Sets what the sum of gradients over all ranks is divided by, for this call's units alone."""
         is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not is_number or not math.isfinite(factor) or factor <= 0:
             raise ConfigError(
@@ -135,16 +124,14 @@ class ShardedModule:
         set_division(_units(self, recurse=False), sum_only=_flag(enable, "set_force_sum_reduction_for_comms"))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
-        """Gathers the parameters of this call's units, which stay until the end of the next backward or `reshard()`.
-
-        Until then, forwards take them and gather nothing.
+        """Gathers this call's units; they stay unsharded until the end of the next backward or `reshard()`.
 
         Args:
             async_op: Returns a handle at once; the next forward waits by itself if `handle.wait()` was not called.
         """
         own = list(_units(self, recurse=False))
         handle = unshard(own)
-        if backward_in_progress() != -1:  # it ends before the next forward, which may never come
+        if backward_in_progress() != -1:  # it may be the last: only its own end can free them
             for unit in own:
                 for group in unit.param_groups:
                     post_backward.queue_post_backward(group)
@@ -154,11 +141,11 @@ class ShardedModule:
         return None
 
     def reshard(self) -> None:
-        """Frees what `unshard()` gathered, or what was kept after a backward."""
+        """Frees the unsharded parameters of this call's units."""
         reshard(_units(self, recurse=False))
 
     def reset_iter_state(self) -> None:
-        """Drops, for the whole model, gradients that are held back and gathered parameters: after an exception, say."""
+        """Drops the whole model's pending gradients and unsharded parameters: after an exception, say."""
         own = list(_units(self, recurse=True))
         for unit in own:
             for group in unit.param_groups:

@@ -1,11 +1,4 @@
-"""What `state_dict()` gives for a sharded parameter.
-
-Torch saves and copies a DTensor only if its local tensor begins where its storage begins, and it writes storages
-whole. A parameter lies somewhere in its parameter group. So a state dict holds the same memory under a storage of its
-own.
-
-Modules that hold plain, full parameters for a while, in place of the sharded ones.
-"""
+"""Sharded parameters in state dicts, and plain, full parameters in their place."""
 
 from __future__ import annotations
 
@@ -23,7 +16,7 @@ from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 def give_storages(
     module: nn.Module, destination: dict[str, Any], prefix: str, groups: Iterable[tuple[str, FSDPParamGroup]]
 ) -> None:
-    """Replaces sharded parameters in a state dict by DTensors that can be saved and copied, and share their memory.
+    """Replaces a module's sharded parameters in its state dict by DTensors that can be saved and copied.
 
     Args:
         module: The module that was just saved.
@@ -42,6 +35,8 @@ def give_storages(
 
 
 def _with_own_storage(param: FSDPParam) -> torch.Tensor:
+    # torch saves and copies a DTensor only if its local tensor begins where its storage begins, and writes whole
+    # storages: the same memory gets a storage of its own.
     return make_dtensor(torch.from_dlpack(param.sharded_view), param.dtensor)
 
 
@@ -50,7 +45,7 @@ _SWAPPED_IN = "_fsdp_shown"
 
 
 def own_params(module: nn.Module) -> Iterator[tuple[str, FSDPParam]]:
-    """The sharded parameters that a module itself holds, by attribute, in registration order."""
+    """The sharded parameters that a module itself registers, by attribute, in registration order."""
     reads = reads_of(module)
     for attribute in module._parameters:
         if attribute in reads:
@@ -59,7 +54,7 @@ def own_params(module: nn.Module) -> Iterator[tuple[str, FSDPParam]]:
 
 
 def swap_in_full(param: FSDPParam, full: torch.Tensor) -> nn.Parameter:
-    """Makes every module that holds a parameter hold a plain one with the value `full` instead."""
+    """Registers a plain parameter with the value `full` in the place of a sharded one."""
     plain = nn.Parameter(full, requires_grad=param.parameter.requires_grad)
     for name, mark in vars(param.parameter).items():  # that users and libraries put on parameters
         setattr(plain, name, mark)
@@ -74,12 +69,12 @@ def is_swapped_in(parameter: torch.Tensor) -> bool:
 
 
 def swap_in_sharded(param: FSDPParam) -> None:
-    """Makes every module that holds a parameter hold the sharded one again."""
+    """Registers the sharded parameter again."""
     _hold(param, param.parameter)
 
 
 def swapped_in(param: FSDPParam) -> nn.Parameter | None:
-    """What the first module that holds a parameter holds now; code may have put another one there."""
+    """What is registered at a parameter's first place; code may have replaced it."""
     module, attribute = param.module_refs[0]
     return module._parameters.get(attribute)
 

@@ -1,8 +1,8 @@
 """Reductions that users write: `register_comm_hook`, and the operators by which a graph calls such a hook.
 
-A hook takes the place of the reduce-scatter over the shard group (or, where parameters are not split, of the all-reduce
-over the replicas) and of the division. It is called once per unit and dtype with the full gradient in the reduction's
-dtype: `[size * n]`, rank after rank, padding zero.
+A hook replaces the reduce-scatter over the shard group (or, where parameters are not sharded, the all-reduce over the
+replicas) and the division. It is called once per unit and dtype with the full gradient in the reduce dtype: `[size *
+n]`, rank after rank, padding zero.
 """
 
 from __future__ import annotations
@@ -19,18 +19,12 @@ import torch
 from fsdp_compile.errors import ConfigError
 
 CommHook = Callable[..., None]
-"""`hook(state, gradient, output)` fills `output`, this rank's `[n]`; `hook(state, gradient)` works in place."""
+"""`hook(state, gradient, output)` writes this rank's `[n]` into `output`; `hook(state, gradient)` works in place."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Registered:
-    """A hook and what it is called with.
-
-    Attributes:
-        key: Its name in graphs, the same on every rank.
-        hook: The function.
-        state: Its first argument.
-    """
+    """A hook with its state, and the key that names it in graphs, the same on every rank."""
 
     key: str
     hook: CommHook
@@ -38,11 +32,11 @@ class Registered:
 
 
 _registered: weakref.WeakValueDictionary[str, Registered] = weakref.WeakValueDictionary()
-"""By key, for as long as a unit holds them."""
+"""By key, for as long as a unit refers to them."""
 
 
 def register(hook: CommHook, state: object) -> Registered:
-    """Gives a hook a key; keys are numbered in the order of registration, alike on every rank."""
+    """Assigns a key to a hook; keys are numbered in the order of registration, alike on every rank."""
     key = next(k for k in (f"fsdp.hook.{n}" for n in itertools.count()) if k not in _registered)
     made = Registered(key, hook, state)
     _registered[key] = made
@@ -50,11 +44,7 @@ def register(hook: CommHook, state: object) -> Registered:
 
 
 def check_signature(hook: object, arguments: Sequence[str]) -> None:
-    """Refuses what cannot be called with the given arguments.
-
-    Raises:
-        ConfigError: If it is no function, or takes other arguments.
-    """
+    """Raises `ConfigError` for a hook that cannot be called with the given arguments."""
     if not callable(hook):
         raise ConfigError(
             f"the hook is a {type(hook).__name__}, which cannot be called",
@@ -86,7 +76,7 @@ def _find(key: str) -> Registered:
 
 @torch.library.custom_op("fsdp::hook_scatter", mutates_args=())
 def hook_scatter(message: torch.Tensor, size: int, key: str) -> torch.Tensor:
-    """Calls a hook with a full gradient of `[size * n]`; returns what it made of this rank's `[n]`."""
+    """Calls a hook with a full gradient of `[size * n]`; returns this rank's `[n]` of its result."""
     found = _find(key)
     output = message.new_empty(message.numel() // size)
     found.hook(found.state, message.clone(), output)  # hooks divide in place
@@ -100,7 +90,8 @@ def _(message: torch.Tensor, size: int, _key: str) -> torch.Tensor:
 
 @torch.library.custom_op("fsdp::hook_scatter_coalesced", mutates_args=())
 def hook_scatter_coalesced(messages: Sequence[torch.Tensor], size: int, key: str) -> list[torch.Tensor]:
-    """The same for several messages, with one call: in its gradient, each rank's parts of all of them lie together."""
+    """The same for several messages, with one call."""
+    # Each rank's parts of all messages are neighbours: a hook that splits by rank finds them.
     packed = torch.cat([message.view(size, -1) for message in messages], 1).view(-1)
     output = hook_scatter(packed, size, key)
     return [part.clone() for part in output.split([message.numel() // size for message in messages])]
@@ -113,9 +104,10 @@ def _(messages: Sequence[torch.Tensor], size: int, _key: str) -> list[torch.Tens
 
 @torch.library.custom_op("fsdp::hook_reduce", mutates_args=())
 def hook_reduce(message: torch.Tensor, key: str) -> torch.Tensor:
-    """Calls a hook with a full gradient that no rank shares with others; returns what it made of it in place."""
+    """Calls a hook with a full gradient that is not sharded; returns its result."""
     found = _find(key)
     gradient = message.clone()
+    # In place, and a custom operator may not change its input.
     found.hook(found.state, gradient)
     return gradient.to(message.dtype)
 
@@ -138,7 +130,7 @@ def _(messages: Sequence[torch.Tensor], _key: str) -> list[torch.Tensor]:
 
 
 def known_reduce_dtype(hook: object) -> torch.dtype | None:
-    """The dtype in which one of torch's own hooks reduces; `None` for one that keeps the gradient's, or is no such."""
+    """The dtype in which one of torch's own hooks reduces; `None` for one that keeps the gradient's, or any other."""
     from torch.distributed.algorithms._comm_hooks import default_hooks
 
     return {default_hooks.bf16_compress_hook: torch.bfloat16, default_hooks.fp16_compress_hook: torch.float16}.get(
@@ -147,14 +139,14 @@ def known_reduce_dtype(hook: object) -> torch.dtype | None:
 
 
 def is_plain_average(hook: object, state: Any, ranks: Sequence[int], stored: torch.dtype, *, split: bool) -> bool:
-    """Whether a hook of torch's own does what a reduction of ours in some dtype does.
+    """Whether a hook is one of torch's own that does the same as a reduction of ours in some dtype.
 
     Args:
         hook: What was registered.
         state: Its state, `None` for the default.
         ranks: Global ranks that the gradient is averaged over.
         stored: Dtype of the parameters.
-        split: Whether these ranks share the parameters.
+        split: Whether parameters are sharded over these ranks.
     """
     from torch.distributed.algorithms._comm_hooks import default_hooks
 

@@ -1,13 +1,4 @@
-"""`fsdp::reshard`: the point in a graph after which gathered messages are gone.
-
-It computes nothing. Memory is freed by reference counts (eager lowering) and by Inductor's own liveness, both of which
-follow the last use; the marker says in the graph where that is, so that people can read it and the verifier check it.
-
-`fsdp::update`: by which a compiled backward offers a flat gradient for the update, in the middle of the graph.
-
-It writes to the flat parameter, and says so: what reads the flat parameter stays before it, and no compiler takes it
-away. The gradient is the graph's own memory, which may be used again afterwards: who keeps it longer keeps a copy.
-"""
+"""`fsdp::reshard`, which marks where gathered messages are freed, and `fsdp::update`, an update in backward."""
 
 from __future__ import annotations
 
@@ -17,6 +8,8 @@ import torch
 from torch import fx
 
 
+# It computes nothing: reference counts (eager lowering) and Inductor's liveness free memory after the last use. The
+# marker says where that is, for people who read the graph and for the verifier.
 @torch.library.custom_op("fsdp::reshard", mutates_args=())
 def reshard(messages: Sequence[torch.Tensor]) -> None:
     """Marks gathered messages as freed."""
@@ -39,7 +32,9 @@ def erase_markers(graph: fx.Graph) -> None:
 
 
 _LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
-# Settings of the optimizer are read when it runs: a recording of its kernels would repeat those of the first time.
+# It mutates the flat parameter, so that reads of it stay before this, and no compiler removes it. The gradient is
+# memory of the graph, which may be reused: a kernel that stores it makes a copy. Not in a CUDA graph, which would
+# repeat the optimizer's settings of the recording.
 _LIBRARY.define("update(Tensor(a!) flat, Tensor gradient, int[] offsets) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 
 

@@ -1,10 +1,10 @@
-"""Embeddings that are not gathered: `fsdp::look_up`, its gradient's marker `fsdp::reduce_rows`, `fsdp::average_rows`.
+"""Embeddings that stay sharded: `fsdp::look_up`, its gradient's marker `fsdp::reduce_rows`, `fsdp::average_rows`.
 
     %y = embedding(unshard(%flat), %ids)     all ranks get the whole table, V rows
     %y = fsdp.look_up(%flat, %ids, spec)     each rank gets the rows that it looks up
 
-Ids travel to the ranks that hold their rows and rows come back; in backward the gradients of rows go there. The sums
-are FSDP2's: over the lookups of each rank, in `param_dtype`, and then over the ranks, in the dtype of reductions.
+Ids are sent to the ranks that have their rows, and rows are sent back; in backward the gradients of rows go there. The
+sums are FSDP2's: over the lookups of each rank, in `param_dtype`, and then over the ranks, in the reduce dtype.
 """
 
 from __future__ import annotations
@@ -62,17 +62,10 @@ def average_rows(
     padding_idx: int,
     scale_grad_by_freq: bool,  # noqa: FBT001
 ) -> torch.Tensor:
-    """Averages the gradients of looked-up rows over all ranks.
-
-    Args:
-        grad: `[*ids.shape, width]`: the gradient of what `look_up` returned.
-        ids: As for `look_up`, as all that follows.
-        spec: The same.
-        padding_idx: The same.
-        scale_grad_by_freq: The same.
+    """Averages the gradients of looked-up rows over all ranks; other arguments are those of `look_up`.
 
     Returns:
-        The gradient of this rank's rows, `[extent]` in the dtype of reductions, padding zero.
+        The gradient of this rank's rows, `[extent]` in the reduce dtype, padding zero.
     """
     read = parse(spec)
     exchange = RowExchange.of(ids, read)
@@ -105,7 +98,7 @@ def reduced_rows(
     padding_idx: int,
     scale_grad_by_freq: bool,  # noqa: FBT001
 ) -> torch.Tensor:
-    """What `fsdp::reduce_rows` computes: `average_rows`, placed like `flat` with zeros elsewhere."""
+    """The result of `fsdp::reduce_rows`: `average_rows` at the parameter's place in a tensor like `flat`."""
     read = parse(spec)
     out = torch.zeros_like(flat)
     out[read.offset : read.offset + read.extent] = average_rows(grad, ids, spec, padding_idx, scale_grad_by_freq)
@@ -122,12 +115,10 @@ def _without_padding(grad: torch.Tensor, ids: torch.Tensor, padding_idx: int) ->
 
 
 def _sum(rows: torch.Tensor, exchange: RowExchange, read: UnshardSpec, *, scale_by_frequency: bool) -> torch.Tensor:
-    """The sum of all ranks' gradients of this rank's rows, `[rows, width]` in the dtype of reductions.
-
-    As in a reduction of full gradients: each rank's own are summed first, and then the ranks', in their order.
-    """
+    """The sum of all ranks' gradients of this rank's rows, `[rows, width]` in the reduce dtype."""
     number = read.shard_shape[0]
     found, place = (exchange.askers() * number + exchange.rows).unique(return_inverse=True)
+    # As in a reduction of full gradients: each rank's own are summed first, and then the ranks', in their order.
     of_each = aten.embedding_dense_backward(rows, place, len(found), -1, scale_by_frequency).to(read.reduce_dtype)
     before = scaling(read).before
     if before is not None:

@@ -1,18 +1,11 @@
-"""Copies between host and device that run beside computation: `fsdp::start_copy` and `fsdp::wait_copy`.
+"""Copies between host and device that overlap with computation: `fsdp::start_copy` and `fsdp::wait_copy`.
 
     compute   | start | mm ------------- | wait | reads the copy
     side      |       | copy ------|
 
-Each direction has a stream of its own, since a bus carries both at once. What keeps memory right:
-
-- A copy begins when everything queued before its start is done: its source has been computed by then, and its result,
-  memory of the stream that computes, is no longer read by whoever had it before.
-- From its start to its wait, the graph holds source and result: the wait takes both. After the wait, the stream that
-  computes is behind the copy, so that it may write to either.
-- Pinned memory is kept by its own allocator until the copies that use it are done.
-
-The wait holds the stream, not the host: to read what was copied to the host, synchronize with the stream first. Without
-an accelerator a copy is a plain one, and the wait does nothing.
+Each direction has its own stream, since a bus carries both at once. From its start to its wait, the graph refers to
+source and result: the wait takes both. The wait blocks the stream, not the host: to read what was copied to the host,
+synchronize with the stream first. Without an accelerator a copy is a plain one, and the wait does nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +17,14 @@ import torch
 
 _LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
 _LIBRARY.define("start_copy(Tensor source, str device) -> Tensor")
-# The result is the first argument's memory, and says so: a compiler that reuses memory must not take it for another's.
+# The result aliases the first argument: a compiler that reuses memory must not take it for memory of its own.
 _LIBRARY.define("wait_copy(Tensor(a) copied, Tensor? source=None) -> Tensor(a)")
 _running: dict[int, Any] = {}
-"""For the address of each result that is on its way, the event at the end of its copy."""
+"""For the address of each result that is being copied, the event at the end of its copy."""
 
 
 def start_copy(source: torch.Tensor, device: str) -> torch.Tensor:
-    """Begins to copy a tensor to another kind of device.
+    """Starts to copy a tensor to another type of device.
 
     Args:
         source: `[n]`, contiguous.
@@ -44,8 +37,9 @@ def start_copy(source: torch.Tensor, device: str) -> torch.Tensor:
     if source.device.type == device:
         result = source.clone()
     else:
+        # Pinned memory is not reused by its allocator until copies that use it are done.
         result = torch.empty_like(source, device=device, pin_memory=to_host)
-    # A graph that raised between a start and its wait left an event at an address that may be anyone's by now.
+    # A graph that raised between a start and its wait left an event at an address that may have been reused.
     _running.pop(result.data_ptr(), None)
     if source.device.type != device and source.numel() > 0:
         on_device = source.device if to_host else result.device
@@ -54,8 +48,9 @@ def start_copy(source: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _copy_beside(source: torch.Tensor, result: torch.Tensor, side: Any) -> Any:
-    """Queues a copy on the stream `side`, behind what is queued on the current one; returns the event at its end."""
+    """Queues a copy on the stream `side`; returns the event at its end."""
     streams = torch.get_device_module(side.device.type)
+    # By then the source is computed, and earlier uses of the result's memory by the computing stream are done.
     side.wait_stream(streams.current_stream(side.device))
     with streams.stream(side):
         result.copy_(source, non_blocking=True)
@@ -69,18 +64,11 @@ def _stream(on_device: torch.device, _target: str) -> Any:
 
 
 def wait_copy(copied: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
-    """Makes the current stream wait for a copy.
-
-    Args:
-        copied: What `start_copy` gave.
-        source: What it was given, if others may write to it once the copy is done.
-
-    Returns:
-        `copied`, to be read on the current stream.
-    """
+    """Makes the current stream wait for a copy; `source` is passed along if it may be written to afterwards."""
     event = _running.pop(copied.data_ptr(), None)
     if event is not None:
         on_device = copied.device if source is None else source.device
+        # After it, the computing stream is behind the copy, so that it may write to source and result.
         event.wait(torch.get_device_module(on_device.type).current_stream(on_device))
     return copied.view_as(copied)
 

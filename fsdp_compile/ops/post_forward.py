@@ -1,14 +1,12 @@
-"""Parameters of which each rank keeps 1/k from forward to backward (`reshard_after_forward=k`).
+"""Post-forward shards: each rank saves 1/k of a parameter for backward (`reshard_after_forward=k`).
 
 The ranks of a shard group form runs of k neighbours. A gathered message, rank after rank, falls into k equal parts; the
-i-th rank of each run keeps the i-th part, so that a run holds all of it and backward gathers over k ranks alone. The
-parts come in rank order, so what backward gathers is the message that forward had.
+i-th rank of each run saves the i-th part, and backward gathers over the k ranks of a run. The parts come in rank order,
+so the message in backward is that of forward.
 
     fsdp.post_forward_part(message, k, group)     this rank's part of a gathered message
-    fsdp.shard_post_forward(full, spec)                the marker for it in a captured graph
-    fsdp.unshard_post_forward(part, spec)            the marker for the gather out of the parts
-
-Which part is a rank's own is looked up when the operator runs: a graph names the group alone, alike on every rank.
+    fsdp.shard_post_forward(full, spec)           the marker for it in a captured graph
+    fsdp.unshard_post_forward(part, spec)         the marker for the all-gather of the parts
 """
 
 from __future__ import annotations
@@ -29,13 +27,14 @@ def post_forward_part(message: torch.Tensor, parts: int, group: str) -> torch.Te
     Args:
         message: `[numel]`, rank after rank.
         parts: Ranks in the group, which divides `numel`.
-        group: Alias of the group that keeps the message together.
+        group: Alias of the group of the parts.
 
     Returns:
         `[numel / parts]`.
     """
     held = resolve_group(group)
     assert held is not None
+    # The rank is not an argument: graphs are alike on every rank. A clone, so that the message can be freed.
     return message.chunk(parts)[held.rank()].clone()
 
 
@@ -46,15 +45,7 @@ def _(message: torch.Tensor, parts: int, group: str) -> torch.Tensor:  # noqa: A
 
 @torch.library.custom_op("fsdp::shard_post_forward", mutates_args=())
 def shard_post_forward(full: torch.Tensor, spec: str) -> torch.Tensor:
-    """This rank's part of a parameter, padding included.
-
-    Args:
-        full: The full parameter.
-        spec: Text of an `UnshardSpec` with `post_forward_size` > 1.
-
-    Returns:
-        `[post_forward_numel]`.
-    """
+    """This rank's part of a full parameter, `[post_forward_numel]`, padding included."""
     read = parse(spec)
     message = gradient_rows(_EAGER, full, read).reshape(-1)  # the rows of each rank, as they are gathered
     return torch.ops.fsdp.post_forward_part(message, read.post_forward_size, read.post_forward_group)
@@ -67,15 +58,7 @@ def _(full: torch.Tensor, spec: str) -> torch.Tensor:
 
 @torch.library.custom_op("fsdp::unshard_post_forward", mutates_args=())
 def unshard_post_forward(part: torch.Tensor, spec: str) -> torch.Tensor:
-    """Gathers a parameter out of the parts that a run of ranks has kept.
-
-    Args:
-        part: `[post_forward_numel]`.
-        spec: Text of an `UnshardSpec` with `post_forward_size` > 1.
-
-    Returns:
-        The full parameter.
-    """
+    """Gathers a full parameter out of the parts of a run of ranks, `[post_forward_numel]` each."""
     read = parse(spec)
     message = collectives.all_gather_into_tensor(part, read.post_forward_size, read.post_forward_group)
     return full_parameter(_EAGER, collectives.wait_tensor(message), read, start=0, span=read.extent).clone()

@@ -1,8 +1,8 @@
-"""Shards that travel in 8 bits: `fsdp::block_scales`, `fsdp::quantize` and `fsdp::dequantize`.
+"""Shards that are sent in 8 bits: `fsdp::block_scales`, `fsdp::quantize` and `fsdp::dequantize`.
 
 A shard is cut into blocks of `BLOCK` elements. A block whose largest magnitude is `m` has the scale `s = m / top`, a
 float32, where `top` is the largest number of the 8-bit dtype (127, or 448 for float8_e4m3fn); an element `x` is sent as
-`x / s` rounded to the nearest number that the dtype has. What arrives is off by at most
+`x / s` rounded to the nearest number that the dtype has. The result is off by at most
 
     int8            m / 254                  numbers are 1 apart, so rounding is off by 1/2, times s = m / 127
     float8_e4m3fn   max(|x| / 16, m / 2**18) 3 bits of mantissa: half of 2**-3 of the power of two at or below |x / s|;
@@ -10,10 +10,7 @@ float32, where `top` is the largest number of the 8-bit dtype (127, or 448 for f
                     at most m / 28           numbers are 32 apart up to 448: 16 * m / 448
 
 up to float32's own rounding (a factor of 1 + 2**-15), and before the cast to `param_dtype`. Blocks with `m` below 1e-35
-arrive as zeros; a block with an infinity or a NaN arrives as NaN, in all of its elements. The gradient goes straight
-through.
-
-Scales and elements travel as bytes, so that one grouped all-gather takes both whatever the dtype.
+become zeros; a block with an infinity or a NaN becomes NaN, in all of its elements. The gradient is not quantized.
 """
 
 from __future__ import annotations
@@ -44,13 +41,13 @@ def block_scales(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         dtype: One of `SUPPORTED`.
 
     Returns:
-        `n / BLOCK` numbers of float32 as bytes, padded with zeros to a multiple of 128 bytes: uint8,
-        `[scale_message_bytes(n)]`.
+        uint8, `[scale_message_bytes(n)]`: `n / BLOCK` numbers of float32, and zeros as padding.
     """
     largest = shard.view(-1, BLOCK).abs().amax(1).float()
     scales = torch.where(largest < _SMALLEST, 0.0, largest / _TOP[dtype])
     message = scales.new_zeros(scale_message_bytes(shard.numel()) // SCALE_BYTES)
     message[: scales.numel()] = scales
+    # Bytes, as the elements: one grouped all-gather takes both whatever the dtype.
     return message.view(torch.uint8)
 
 
@@ -65,7 +62,7 @@ def quantize(shard: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
 
     Args:
         shard: `[n]`, floating-point.
-        scales: What `block_scales` made of it.
+        scales: Of the shard, from `block_scales`.
         dtype: One of `SUPPORTED`.
 
     Returns:
@@ -75,7 +72,7 @@ def quantize(shard: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
     each = scales.view(torch.float32)[: blocks.shape[0], None]
     scaled = torch.where(each == 0, 0.0, blocks / each)
     if dtype is torch.int8:
-        scaled = scaled.nan_to_num(0.0).round()  # the scale of such a block is not finite: its elements arrive as NaN
+        scaled = scaled.nan_to_num(0.0).round()  # the scale of such a block is not finite: its elements become NaN
     # Rounding may lead beyond the largest number, which is not representable.
     return scaled.clamp(-_TOP[dtype], _TOP[dtype]).to(dtype).view(torch.uint8).view(-1)
 
@@ -92,8 +89,8 @@ def dequantize(
     """The shards of all ranks, out of the two gathered messages.
 
     Args:
-        gathered: uint8, `[size * n]`: what `quantize` made on each rank, rank after rank.
-        scales: uint8, `[size * scale_message_bytes(n)]`: what `block_scales` made on each rank.
+        gathered: uint8, `[size * n]`: `quantize` of each rank, rank after rank.
+        scales: uint8, `[size * scale_message_bytes(n)]`: `block_scales` of each rank.
         sent: Dtype of the 8-bit numbers.
         size: Number of ranks.
         dtype: Dtype of the result.

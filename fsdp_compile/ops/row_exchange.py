@@ -1,11 +1,11 @@
-"""Rows of a parameter that is sharded by rows, exchanged between the ranks that want them and the rank that holds each.
+"""Rows of a parameter that is sharded by rows, exchanged between the ranks that want them and the rank that has each.
 
     ids of a rank         [5, 0, 5, 9]          rows 0-3 are rank 0's, 4-7 rank 1's, 8-11 rank 2's
     asked of the owners   0: [0]  1: [5, 5]  2: [9]
     rows come back, gradients go there, in the order in which they were asked for
 
-How many rows each rank asks of each other is known when the ids are. The ranks tell each other these numbers first, so
-that nothing but the rows that are wanted travels, and ranks may ask for different numbers of them.
+The ranks exchange first how many rows each wants of each other, so that only these rows are sent, and ranks may want
+different numbers of them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from fsdp_compile._torch.distributed import resolve_group
 from fsdp_compile.layout.spec import UnshardSpec
 
 _BAD_IDS = -1
-"""Told in place of a number of rows by a rank whose ids are out of range: then all ranks fail, and none waits."""
+"""Sent in place of a number of rows by a rank whose ids are out of range: then all ranks raise, and none waits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowExchange:
-    """Who wants which rows of whom.
+    """Which ranks want which rows of which rank.
 
     Attributes:
         order: The positions of this rank's ids, `[ids]`, owner after owner.
         asked: How many rows this rank wants of each rank.
         wanted: How many rows each rank wants of this one.
         rows: Which of this rank's own rows the others want, rank after rank: `[sum(wanted)]`.
-        group: The ranks.
     """
 
     order: torch.Tensor
@@ -43,11 +42,11 @@ class RowExchange:
 
     @classmethod
     def of(cls, ids: torch.Tensor, spec: UnshardSpec) -> RowExchange:
-        """Lets all ranks of the shard group know what each of them wants; all of them call this together.
+        """Exchanges which rows each rank of the shard group wants; all of them call this together.
 
         Args:
             ids: Rows of the full parameter that this rank wants, of any shape.
-            spec: The parameter's slot.
+            spec: Of the parameter.
 
         Raises:
             IndexError: On every rank of the shard group, if an id of any of them is no row.
@@ -67,25 +66,25 @@ class RowExchange:
         return cls(order, asked_of, wanted_by, rows, group)
 
     def bring(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gives every rank the rows that it wants.
+        """Sends every rank the rows that it wants.
 
         Args:
-            rows: `[sum(wanted), width]`: what the others want of this rank, in the order of `self.rows`.
+            rows: `[sum(wanted), width]`: those that the others want of this rank, in the order of `self.rows`.
 
         Returns:
-            `[ids, width]`: what this rank wants, in the order of its ids.
+            `[ids, width]`: those that this rank wants, in the order of its ids.
         """
         arrived = _exchanged(rows, self.group, sent=self.wanted, received=self.asked)
         return torch.empty_like(arrived).index_copy_(0, self.order, arrived)
 
     def send(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Gives every rank the gradients of its rows.
+        """Sends every rank the gradients of its rows.
 
         Args:
-            gradients: `[ids, width]`: those of the rows that this rank looked up, in the order of its ids.
+            gradients: `[ids, width]`: of the rows that this rank looked up, in the order of its ids.
 
         Returns:
-            `[sum(wanted), width]`: those of this rank's rows, in the order of `self.rows`.
+            `[sum(wanted), width]`: of this rank's rows, in the order of `self.rows`.
         """
         return _exchanged(gradients[self.order], self.group, sent=self.asked, received=self.wanted)
 
@@ -102,9 +101,9 @@ def _exchanged(
     sent: Sequence[int] | None = None,
     received: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """What the ranks have for this one, rank after rank; equal parts if no numbers of rows are given."""
+    """The parts of all ranks for this one, rank after rank; equal parts if no numbers of rows are given."""
     length = message.shape[0] if received is None else sum(received)
-    # Zeros where a group of no processes leaves what is there: the fake one of tests and benchmarks.
+    # Zeros: the fake group of tests and benchmarks, which sends nothing, leaves the memory as it is.
     arrived = message.new_zeros((length, *message.shape[1:]))
     dist.all_to_all_single(
         arrived, message, None if received is None else list(received), None if sent is None else list(sent), group

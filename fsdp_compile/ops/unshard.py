@@ -1,7 +1,7 @@
 """The two marker operators: `fsdp::unshard` for a read, `fsdp::reduce_grad` for its gradient.
 
 In a compiled graph the passes replace them by scheduled collectives. In eager code (around a graph break, say) they
-gather and reduce by themselves, one parameter at a time, so that results are right everywhere.
+gather and reduce by themselves, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ def unshard(
     Args:
         flat: This rank's flat parameter, `[numel]`.
         spec: Text of an `UnshardSpec`.
-        unsharded_param: The full parameter, if it was gathered before and is still there.
-        grad_accumulator: The leaf that the gradient goes to in place of `flat`, if it is not summed over all ranks.
-        unsharded_accumulated_grad: Full gradients that wait for their reduction, `[size * numel]`: backward adds them
-            to its own.
-        partial_reduce_output: Gradients that wait for their sum over replicas, `[numel]`: backward adds them to its
-            own.
+        unsharded_param: The unsharded parameter, if it is gathered already.
+        grad_accumulator: The leaf that the gradient goes to in place of `flat`, if it is not fully reduced.
+        unsharded_accumulated_grad: Pending unsharded gradients, `[size * numel]`: backward adds them to its own.
+        partial_reduce_output: Pending gradients that lack their sum over replicas, `[numel]`: likewise.
 
     Returns:
-        The full parameter, of the spec's shape and `param_dtype`.
+        The unsharded parameter, of the spec's shape and `param_dtype`.
     """
     read = parse(spec)
     if unsharded_param is not None:
@@ -89,7 +87,7 @@ def reduced_gradient(
     unsharded_accumulated_grad: torch.Tensor | None = None,
     partial_reduce_output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `fsdp::reduce_grad` computes: one read's gradient, averaged over the ranks that its spec says.
+    """The result of `fsdp::reduce_grad`: one read's gradient, averaged over the ranks that its spec says.
 
     Args:
         flat: The flat parameter that was read, `[numel]`.
@@ -99,9 +97,9 @@ def reduced_gradient(
         partial_reduce_output: Gradients to add before the sum over replicas, `[numel]`.
 
     Returns:
-        This rank's part of the gradient in the parameter's slot, zeros elsewhere: for `GradPlacement.REDUCED` a tensor
+        This rank's part of the gradient at the parameter's place, zeros elsewhere: for `GradPlacement.REDUCED` a tensor
         like `flat`; for `GradPlacement.REDUCE_SCATTERED` `[numel]`, and for `GradPlacement.UNREDUCED` `[size * numel]`,
-        in the dtype of reductions.
+        in the reduce dtype.
     """
     rows = gradient_rows(_EAGER, grad, read).to(read.reduce_dtype)
     if read.grad_placement is GradPlacement.UNREDUCED:
@@ -127,7 +125,7 @@ def _(flat: torch.Tensor, grad: torch.Tensor, spec: str, *_: torch.Tensor | None
 
 
 def gradient_numel(numel: int, spec: UnshardSpec) -> int:
-    """Elements of what a gradient is accumulated into, for a flat parameter of `numel`."""
+    """Elements of the accumulator of a gradient, for a flat parameter of `numel`."""
     return numel * spec.size if spec.grad_placement is GradPlacement.UNREDUCED else numel
 
 
@@ -141,14 +139,11 @@ def _placed(slot: torch.Tensor, out: torch.Tensor, read: UnshardSpec) -> torch.T
 
 
 def sum_over_shards(message: torch.Tensor, read: UnshardSpec) -> torch.Tensor:
-    """The first half of a reduction.
+    """The first stage of a reduction: this rank's `[n]` of the sum over its shard group.
 
     Args:
-        message: `[size * n]`, in the dtype of reductions.
-        read: The slot, or any of a flat parameter.
-
-    Returns:
-        This rank's `[n]` of what its replica has.
+        message: `[size * n]`, in the reduce dtype.
+        read: The spec of the parameter, or of any parameter of a flat parameter.
     """
     if read.hook and read.size > 1:
         return comm_hook.hook_scatter(message.contiguous(), read.size, read.hook)
@@ -164,7 +159,7 @@ def sum_over_shards(message: torch.Tensor, read: UnshardSpec) -> torch.Tensor:
 
 
 def sum_over_replicas(message: torch.Tensor, read: UnshardSpec) -> torch.Tensor:
-    """The second half of a reduction: the average of what the replicas have, `[n]`."""
+    """The second stage of a reduction: the average over the replicas, `[n]`."""
     if read.hook and read.size == 1:
         return comm_hook.hook_reduce(message, read.hook)
     scaled = scaling(read)

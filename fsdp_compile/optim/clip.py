@@ -1,9 +1,7 @@
-"""What one rank holds of a gradient, and which process groups hold the rest of it.
+"""`clip_grad_norm_`: one norm over sharded and plain gradients alike.
 
-`clip_grad_norm_`: one norm over sharded and plain gradients alike.
-
-Each rank takes the norm of what it holds; sums of powers (or maxima) meet in one all-reduce per process group, and the
-coefficient is applied without the host ever looking at it.
+Each rank takes the norm of its part; sums of powers (or maxima) are reduced in one all-reduce per process group, and
+the coefficient is applied without a synchronization of the host.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ class Spread:
     """Over which ranks the elements of a tensor are spread.
 
     Attributes:
-        groups: One process group per sharded mesh dimension of more than one rank; none for a tensor that this rank
-            holds whole, be it a copy of what others hold or its own.
+        groups: One process group per sharded mesh dimension of more than one rank; none for a tensor that is whole on
+            this rank, be it a copy of that of others or its own.
         device: Where tensors that these groups reduce must be; `None` if there are no groups.
     """
 
@@ -39,16 +37,12 @@ class Spread:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that this rank holds of a tensor, which writes in place reach."""
+    """The memory of a tensor on this rank, which writes in place reach."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def spread_of(parameter: torch.Tensor) -> Spread:
-    """Where the elements of a parameter, and of its gradient, are.
-
-    Raises:
-        ConfigError: If it is a DTensor whose ranks hold parts of a sum (`Partial`): no norm follows from parts.
-    """
+    """Where the elements of a parameter, and of its gradient, are; raises `ConfigError` for a `Partial` DTensor."""
     if not isinstance(parameter, DTensor):
         return Spread()
     if any(placement.is_partial() for placement in parameter.placements):
@@ -123,7 +117,7 @@ def clip_grad_norm_(
 
 
 def _parameters(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Parameters in their order, each once, sharded ones in place of those that they came from."""
+    """Parameters in their order, each once, replaced ones as their successors."""
     if isinstance(given, nn.Module):
         given = given.parameters()
     elif isinstance(given, torch.Tensor):
@@ -148,7 +142,7 @@ def _total_norm(parameters: Sequence[torch.Tensor], p: float) -> torch.Tensor:
 
 
 def _power(gradients: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """What can be summed over ranks: the sum of the p-th powers, or the maximum; 0-d, float32 or better."""
+    """The part of a norm that is reduced over ranks: the sum of p-th powers, or the maximum; 0-d, float32 or better."""
     parts = [torch.zeros((), device=device)]
     held = [g for g in gradients if g.numel()]
     for (_, dtype), same in by_device_and_dtype(held).items():
@@ -160,11 +154,12 @@ def _power(gradients: Sequence[torch.Tensor], p: float, device: torch.device) ->
 
 
 def _reduce(powers: dict[Spread, torch.Tensor], p: float) -> None:
-    """Completes the powers in place of the parts that this rank holds: one all-reduce per process group."""
+    """Reduces the powers of this rank over all ranks, in place: one all-reduce per process group."""
     for group in dict.fromkeys(g for spread in powers for g in spread.groups):
         spreads = [spread for spread in powers if group in spread.groups]
+        # Meshes may share a group: all that it reduces is one message, in double whatever the gradients' dtypes.
         parts = torch.stack([powers[spread].double() for spread in spreads])
-        if math.isinf(p):  # a maximum may lose a nan on its way through the network, so nans travel beside it
+        if math.isinf(p):  # an all-reduced maximum may lose a nan, so nans are reduced with it
             both = torch.cat([parts.nan_to_num(nan=0.0, posinf=math.inf), parts.isnan().to(parts.dtype)])
             dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
             largest, nans = both.chunk(2)

@@ -17,23 +17,22 @@ State = MutableMapping[Any, Any]
 
 
 class Run:
-    """Slots that are updated together, with what the optimizer is shown in their place.
+    """Neighbouring parameters of one flat parameter that are updated together, as one plain tensor.
 
     The optimizer's state of the run is one tensor per kind; each parameter's own state consists of views of it, as
-    DTensors, so that state dicts look as they would without runs. Padding takes part: it is zero, as is
-    its gradient, and elementwise updates keep it so.
+    DTensors, so that state dicts look as they would without runs.
 
     Attributes:
-        params: Neighbours in one flat parameter; a single one may be updated by any contiguous gradient.
-        tensor: What is updated: a plain tensor in the memory of the flat parameter.
-        state: What the optimizer knows of it.
+        params: A single one may be updated by any contiguous gradient.
+        tensor: The plain tensor, in the memory of the flat parameter.
+        state: The optimizer's state of `tensor`.
     """
 
     def __init__(self, params: Sequence[FSDPParam], known: State) -> None:
         self.params = tuple(params)
         first, last = self.params[0].spec, self.params[-1].spec
         self._begin, self._end = first.offset, last.offset + last.extent
-        # Not `flat.flat_param`: writing to what shares its version would fail a backward that has saved it.
+        # Detached from the group's `flat_param`: a write that changes its version would fail a backward that saved it.
         self.tensor = self.params[0].sharded_view.detach()
         if len(self.params) > 1:
             self.tensor = self._span_of(self.tensor)
@@ -43,7 +42,7 @@ class Run:
         self.show(known)
 
     def is_known(self, state: State) -> bool:
-        """Whether the memory of each parameter is its parameter's, and its state what `show` gave it."""
+        """Whether no parameter was replaced, and the state of each is what `show` made of the run's."""
         if any(local_tensor(param.dtensor) is not param.sharded_view for param in self.params):
             return False
         if not self._given:
@@ -51,7 +50,7 @@ class Run:
         return all(state.get(s.parameter) is given for s, given in zip(self.params, self._given, strict=True))
 
     def show(self, state: State) -> None:
-        """Gives each parameter its views of what the optimizer knows of the run, where that has changed."""
+        """Sets the state of each parameter to views of the run's, if that has changed."""
         now = {key: id(value) for key, value in self.state.items()}
         if now == self._shown:
             return
@@ -61,11 +60,7 @@ class Run:
             state[param.parameter] = given
 
     def take_gradient(self) -> bool:
-        """Shows the optimizer the gradients of the parameters as one tensor.
-
-        Returns:
-            Whether they lie in memory as the parameters do.
-        """
+        """Sets the gradient of the run's tensor, if those of the parameters lie in memory as the parameters do."""
         gradients = [local_tensor(param.parameter.grad) for param in self.params]  # type: ignore[arg-type]
         first = gradients[0]
         if len(self.params) == 1:
@@ -88,11 +83,12 @@ class Run:
         return True
 
     def drop_gradient(self) -> None:
-        """Forgets the gradient, which belongs to the parameters."""
+        """Clears the gradient of the run's tensor, which belongs to the parameters."""
         self.tensor.grad = None
 
     def _span_of(self, first: torch.Tensor) -> torch.Tensor:
-        """All elements from the first parameter's first to the last parameter's end, padding included."""
+        """All elements from the first parameter's first to the last parameter's end."""
+        # Padding included: it is zero, as is its gradient, and elementwise updates do not change that.
         return first.as_strided((self._end - self._begin,), (1,), first.storage_offset())
 
     def _view(self, key: str, value: Any, param: FSDPParam) -> Any:
@@ -110,7 +106,7 @@ class Run:
         joined: dict[Any, Any] = {}
         for key, value in states[0].items():
             if not isinstance(value, DTensor):
-                # A count of steps of this run's own: parameters that were in a run with these may miss the next step.
+                # A clone of the step count: parameters that were in a run with these may miss the next step.
                 joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
             elif len(self.params) == 1:
                 joined[key] = local_tensor(value)
@@ -124,16 +120,17 @@ class Run:
 
 
 def neighbours(params: Sequence[tuple[FSDPParamGroup, FSDPParam]], state: State) -> Iterator[Sequence[FSDPParam]]:
-    """Cuts parameters, in the order in which they lie in their flat parameters, where a run has to end.
+    """Splits parameters into runs.
 
     Args:
         params: With their parameter groups, by group and offset.
-        state: The optimizer's state by parameter: a run has one count of steps.
+        state: The optimizer's state by parameter.
     """
     run: list[FSDPParam] = []
     before: FSDPParamGroup | None = None
     for group, param in params:
         fits = run and group is before and run[-1].spec.offset + run[-1].spec.extent == param.spec.offset
+        # A run has one count of steps.
         if fits and _same_numbers(state.get(run[-1].parameter, {}), state.get(param.parameter, {})):
             run.append(param)
             continue

@@ -1,8 +1,8 @@
 """`flat_step`: an optimizer that updates flat parameters, not one parameter after the other.
 
-torch's optimizers treat each DTensor by itself, and every operator on it goes through DTensor's dispatch. Optimizers
-whose update looks at one element at a time need not know where a parameter ends: for the time of a step they are shown
-plain tensors, one for each run of neighbouring parameters (`runs.py`).
+torch's optimizers treat each DTensor by itself, and every operator on it goes through DTensor's dispatch. Elementwise
+optimizers need not know where a parameter ends: during a step they see plain tensors, one for each run of neighbouring
+parameters (`flat_runs.py`).
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def flat_step(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
     """Makes `optimizer.step()` update whole flat parameters: the same bits, in less time for small parameters.
 
     Groups keep their settings: neighbours in one flat parameter are updated together if they are in one group and have
-    gradients. Parameters, `param_groups`, `state` and state dicts stay as they are, with each parameter's state a
-    DTensor; hooks of the optimizer's step see the plain tensors. Parameters that are not sharded are left alone.
+    gradients. Parameters, `param_groups`, `state` and state dicts do not change, with each parameter's state a DTensor;
+    hooks of the optimizer's step see the plain tensors. Parameters that are not sharded are updated as before.
 
     Args:
         optimizer: One of torch's elementwise optimizers, made before or after the model was sharded. It is changed.
-        elementwise: Says so of any other optimizer: its update of an element depends on the value, the gradient and
+        elementwise: Asserts of any other optimizer that its update of an element depends on the value, the gradient and
             the state of that element alone.
 
     Returns:
         `optimizer`.
 
     Raises:
-        ConfigError: For an optimizer that looks at whole parameters (their norms, shapes or factors), as far as known.
+        ConfigError: For an optimizer that is not known to be elementwise.
     """
     if not elementwise and type(optimizer) not in ELEMENTWISE:
         raise ConfigError(
@@ -76,36 +76,33 @@ def flat_step(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
 
 
 def flat_step_of(optimizer: optim.Optimizer) -> FlatStep:
-    """What `flat_step` gave an optimizer."""
+    """The `FlatStep` of an optimizer."""
     found: FlatStep = vars(optimizer)[_FLAT]
     return found
 
 
 Places = list[tuple[FSDPParamGroup, FSDPParam]]
 Shown = list[tuple[list[Run], list[nn.Parameter]]]
-"""For each group, what stands for its sharded parameters, and its other ones."""
+"""For each group, the runs of its sharded parameters, and its other parameters."""
 
 
 class FlatStep:
-    """The runs of one optimizer.
-
-    Args:
-        inner: The optimizer's own step.
-    """
+    """The runs of one optimizer, whose own step is `inner`."""
 
     def __init__(self, inner: Callable[[], Any]) -> None:
         self._inner = inner
-        # Of units on the host and on a device, autograd's threads for both run updates.
+        # With units on the host and on a device, updates in backward run on autograd's threads for both.
         self._lock = threading.RLock()
         self._runs: dict[tuple[int, FSDPParamGroup | None], tuple[tuple[int, ...], list[Run]]] = {}
         self._places: list[tuple[tuple[int, ...], Places]] = []
         self._groups: tuple[list[list[nn.Parameter]], list[int], dict[nn.Parameter, int]] = ([], [], {})
 
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None) -> float | None:
-        """One step: the closure sees the parameters, the optimizer the runs."""
+        """One step, in which the optimizer sees runs in the place of parameters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
+                # The closure runs before anything is replaced: it sees the parameters.
                 loss = closure()
         with self._lock:
             update_optimizer(optimizer)
@@ -117,11 +114,7 @@ class FlatStep:
         return loss
 
     def update(self, optimizer: optim.Optimizer, flat: FSDPParamGroup) -> list[FSDPParam]:
-        """Steps the parameters of one flat parameter that have gradients.
-
-        Returns:
-            Their parameters.
-        """
+        """Steps the parameters of one flat parameter that have gradients, and returns them."""
         with self._lock:
             numbers = self._group_numbers(optimizer)
             if any(param.parameter.grad is not None and param.parameter not in numbers for param in flat.params):
@@ -136,13 +129,7 @@ class FlatStep:
         return [param for trained in groups for _, param in trained]
 
     def _run(self, optimizer: optim.Optimizer, shown: Shown, others: Mapping[Any, Any]) -> None:
-        """Runs the optimizer's own step on what is shown to it in the place of its groups.
-
-        Args:
-            optimizer: The optimizer.
-            shown: What it sees of each group.
-            others: State that it sees besides that of the runs.
-        """
+        """Runs the optimizer's own step on `shown` in the place of its groups, with `others` as further state."""
         groups, state = optimizer.param_groups, optimizer.state
         given = [group["params"] for group in groups]
         runs = {run.tensor: run for found, _ in shown for run in found}
@@ -171,28 +158,28 @@ class FlatStep:
         return self._cut((number, None), trained, state), [p for p in parameters if p not in sharded]
 
     def _cut(self, place: tuple[int, FSDPParamGroup | None], trained: Places, state: State) -> list[Run]:
-        """Runs of parameters that have gradients: those of the last time if nothing has changed at this place."""
+        """Runs of parameters that have gradients: those of the last step if nothing has changed."""
         key = tuple(id(param) for _, param in trained)
         before, runs = self._runs.get(place, ((), []))
         if before != key or not all(run.is_known(state) for run in runs):
             runs = [Run(params, state) for params in neighbours(trained, state)]
             self._forget_old_shards()
         if not _take_gradients(runs):
-            # Somebody put gradients of their own in the place of ours: each parameter is a run from now on.
+            # Gradients were replaced by the user: each parameter is a run of its own from now on.
             runs = [Run([param], state) for run in runs for param in run.params]
             _take_gradients(runs)
         self._runs[place] = (key, runs)
         return runs
 
     def _forget_old_shards(self) -> None:
-        """Drops runs of flat parameters whose unit was laid out anew."""
+        # Their units were laid out anew: these groups are not used any more.
         for place in [
             place for place in self._runs if place[1] is not None and place[1] not in place[1].unit.param_groups
         ]:
             del self._runs[place]
 
     def _group_numbers(self, optimizer: optim.Optimizer) -> dict[nn.Parameter, int]:
-        """The group of each parameter; counted again only when a group has another list, or a longer one."""
+        """The number of each parameter's group; computed again only if a group has another list, or a longer one."""
         lists = [group["params"] for group in optimizer.param_groups]
         lengths = list(map(len, lists))
         held, counted, numbers = self._groups
@@ -202,7 +189,7 @@ class FlatStep:
         return numbers
 
     def _places_of(self, number: int, parameters: Sequence[nn.Parameter]) -> Places:
-        """Flat parameters and parameters of a group's parameters, as they lie in memory."""
+        """A group's sharded parameters with their parameter groups, as they lie in memory."""
         key = tuple(map(id, parameters))
         while len(self._places) <= number:
             self._places.append(((), []))

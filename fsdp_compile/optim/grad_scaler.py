@@ -1,4 +1,4 @@
-"""`GradScaler`: all ranks skip a step together, also when some parameters are plain."""
+"""`GradScaler`: all ranks skip a step together, even if some parameters are plain."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fsdp_compile.runtime.units import FSDPParamGroup
 class GradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` whose ranks agree on whether some gradient is infinite or nan.
 
-    torch's own scaler agrees where all parameters of an optimizer are sharded, and refuses a mix of sharded and plain
-    (ignored) ones. This one takes any mix: each rank looks at what it holds, and one all-reduce tells all of them, so
-    that all take the step or none does, and their scales stay equal. The host does not wait for it before `step`.
+    torch's own scaler agrees if all parameters of an optimizer are sharded, and refuses a mix of sharded and plain
+    (ignored) ones. This one takes any mix: each rank checks its part, and one all-reduce makes all ranks take the step
+    or none, so that their scales stay equal. The host does not wait for it before `step`.
 
     Args:
         device: "cuda", "cpu" or another type of accelerator: where the loss is.
@@ -34,11 +34,7 @@ class GradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """As `torch.amp.GradScaler.scale`.
-
-        Raises:
-            ConfigError: If an optimizer updates parameters in backward: it would take gradients of the scaled loss.
-        """
+        """As `torch.amp.GradScaler.scale`; raises `ConfigError` if an optimizer updates parameters in backward."""
         if self.is_enabled() and any(flat.update_state.update is Update.IN_BACKWARD for flat in FSDPParamGroup.alive()):
             raise ConfigError(
                 "a GradScaler scales a loss, and an update in backward would take the scaled gradients",

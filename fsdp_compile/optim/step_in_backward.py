@@ -16,15 +16,15 @@ _WHERE = "step_in_backward(optimizer)"
 
 
 def step_in_backward(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
-    """Makes backward passes update sharded parameters: gradients are freed unit by unit, and never all there at once.
+    """Makes backward passes update sharded parameters, and free gradients unit by unit.
 
     Each backward that reduces gradients is a step: a compiled one updates a unit in the middle of its graph, right
-    after its reduction. `optimizer.step()` stays where it is, for learning rate schedules and for parameters that are
-    not sharded; sharded ones have no gradients left then. Under `no_sync` nothing is updated. Settings are read from
+    after its reduction. `optimizer.step()` is still called, for learning rate schedules and for parameters that are not
+    sharded; sharded ones have no gradients then. Under `no_sync` nothing is updated. Settings are read from
     `optimizer.param_groups` when a unit is updated. State dicts are those of the optimizer without this call.
 
     Args:
-        optimizer: As `flat_step` takes it, made before or after the model was sharded. It is changed.
+        optimizer: As for `flat_step`. It is changed.
         elementwise: As for `flat_step`.
 
     Returns:
@@ -35,7 +35,7 @@ def step_in_backward(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
     """
     flat_step(optimizer, elementwise=elementwise)
     parameters = [current(p) for group in optimizer.param_groups for p in group["params"]]
-    for parameter in parameters:
+    for parameter in parameters:  # all of them before the first is changed
         _refuse(optimizer, parameter)
     updater = _InBackward(optimizer)
     for parameter in parameters:
@@ -58,12 +58,12 @@ def _refuse(optimizer: optim.Optimizer, parameter: torch.Tensor) -> None:
 
 
 class _InBackward:
-    """One optimizer that steps in backward; its parameters hold it."""
+    """The updater of one optimizer's parameters, which own it."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
 
     def update(self, flat: FSDPParamGroup) -> None:
-        """Steps those parameters of a parameter group that are the optimizer's, and forgets their gradients."""
+        """Steps the optimizer's parameters in a group, and clears their gradients."""
         for param in flat_step_of(self.optimizer).update(self.optimizer, flat):
             param.parameter.grad = None

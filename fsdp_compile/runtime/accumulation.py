@@ -1,4 +1,4 @@
-"""Gradients that are accumulated before they are fully reduced: `no_sync`, and what is done with them."""
+"""`no_sync`, and what becomes of gradients that are accumulated before they are fully reduced."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fsdp_compile.runtime.unshard_args import grad_placement_of, refresh_unshard
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulates gradients without communication: forwards inside of the block leave theirs unsharded on each rank.
+    """Accumulates gradients without communication: forwards in the block leave theirs unsharded on each rank.
 
-    The next backward outside of it adds them to its own gradients and reduces the sum once. What a backward will do is
-    decided when its forward runs. Accumulated gradients take the memory of a full gradient, in the dtype of reductions;
+    The next backward outside of it adds them to its own gradients and reduces the sum once. Whether a backward reduces
+    is decided when its forward runs. Accumulated gradients take the memory of a full gradient, in the reduce dtype;
     they are not in `.grad`, and `zero_grad()` does not drop them.
 
     Args:
-        model: The model, compiled or not. One that is sharded by its first call inside of the block follows it.
+        model: The model, compiled or not. It may be sharded by its first call inside of the block.
 
     Raises:
         ConfigError: If `model` is no module.
@@ -40,6 +40,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             instead="the model, or what torch.compile(model) returned; for a compiled function, the model it calls",
         )
     before = {unit: dataclasses.replace(unit.comm_settings) for unit in module_state.units(module)}
+    # Noted on modules, not on units: a plain model is sharded by its first call, which may be inside of the block.
     inside = [module_state.ensure_state(part) for part in module.modules()]
     for state in inside:
         state.no_sync_depth += 1
@@ -65,16 +66,17 @@ def switch(units: Iterable[FSDPUnit], **flags: bool) -> None:
 
 
 def follow_no_sync(module: nn.Module, made: Iterable[FSDPUnit]) -> None:
-    """Lets units that were just made accumulate gradients if their model is inside of a `no_sync` block."""
+    """Makes new units accumulate gradients if their model is inside of a `no_sync` block."""
     state = module_state.state_of(module)
     if state is not None and state.no_sync_depth:
         switch(made, reduce_gradients=False, all_reduce=False)
 
 
 def collect(group: FSDPParamGroup, placement: GradPlacement, gradient: torch.Tensor) -> None:
-    """Takes a gradient that autograd accumulated into the leaf for gradients that are not fully reduced."""
+    """Accumulates a gradient that autograd put into a gradient accumulator."""
     gradients.refuse_double_backward(group, gradient)
     update_in_backward.refuse_second(group)
+    # Its reduce-scatter took the unsharded accumulated gradient along.
     if placement is GradPlacement.REDUCE_SCATTERED:
         group.grads.unsharded_accumulated_grad.commit()
     group.grads.pending[placement].add(gradient, group.grads.take_produced(placement))
@@ -83,15 +85,15 @@ def collect(group: FSDPParamGroup, placement: GradPlacement, gradient: torch.Ten
 
 
 def roll_back(group: FSDPParamGroup) -> None:
-    """Takes back gradients that a graph consumed and never reduced."""
+    """Makes gradients pending again that a graph consumed and never reduced."""
     if group.grads.roll_back():
         refresh_unshard_args(group)
 
 
 def reduce_rest(group: FSDPParamGroup) -> None:
-    """Reduces, as far as the unit asks for now, what no graph has reduced, and adds it to the parameters' `.grad`.
+    """Reduces pending gradients as far as the unit asks for now, and adds them to the parameters' `.grad`.
 
-    That is the case after a backward whose forward ran without reduction, and for parameters that the last microbatch
+    Some are pending after a backward whose forward ran without reduction, and for parameters that the last microbatch
     did not use.
     """
     placement = grad_placement_of(group)

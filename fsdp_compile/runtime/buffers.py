@@ -1,8 +1,4 @@
-"""A buffer in another dtype than it was made in: cast once, saved and (if asked) evaluated as it was.
-
-The original value stays with the cast one. A buffer that was not written to since comes back exactly; one that was
-comes back in its original dtype with the values that training left.
-"""
+"""Buffers that are cast to another dtype: state dicts, and eval mode if asked for, see them in their own."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ class CastBuffer:
     """One buffer of a module.
 
     Attributes:
-        dtype: What it is cast to.
         original: Its value in its own dtype, when it was cast last.
         in_eval: Whether eval mode sees it in its own dtype.
     """
@@ -26,10 +21,11 @@ class CastBuffer:
     in_eval: bool
 
     def restored(self, current: torch.Tensor) -> torch.Tensor:
-        """The buffer in its own dtype, given what the module holds now."""
+        """The buffer in its own dtype, given its value in the module now."""
         if current.dtype == self.original.dtype or current.device.type == "meta":
             return current.to(self.original.dtype)
         if self.original.shape == current.shape and self.original.device == current.device:
+            # Not written to since: its exact value, which a cast back would not restore.
             untouched = torch.equal(self.original.to(current.dtype), current)
             if untouched:
                 return self.original

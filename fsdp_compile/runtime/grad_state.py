@@ -1,9 +1,4 @@
-"""Gradients of one parameter group on their way from backward to `.grad`.
-
-An accumulated gradient is never changed in place, since graphs may have read it: one that adds it to its own gradient
-before reducing both. It stays until such a graph's backward consumes it, so that a forward whose loss is thrown away
-loses nothing; and each parameter's is consumed once, so that a second backward through a graph counts nothing twice.
-"""
+"""Gradients of one parameter group between backward and `.grad`."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ class AccumulatedGrad:
     """Accumulated gradients of some parameters of one group.
 
     Attributes:
-        value: `[parts * numel]`: rank after rank, each with the rows that it will keep; one part for partial results.
+        value: `[parts * numel]`, rank after rank, each part the rows of one rank; one part for partial results.
         offsets: The parameters that have gradients in it.
         consumed: Parameters whose gradients are still in `value` and no longer count.
     """
@@ -34,6 +29,9 @@ class AccumulatedGrad:
 
 class PendingGrads:
     """Accumulated gradients of one parameter group that wait for the next stage of their reduction.
+
+    They stay until the backward of a graph that reads them consumes them, so that a forward whose loss is thrown away
+    loses nothing. Each parameter's is consumed once: a second backward through a graph counts nothing twice.
 
     Args:
         specs: The parameters.
@@ -51,7 +49,7 @@ class PendingGrads:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there is something, or something was consumed and is not committed."""
+        """Whether there are any, or some were consumed and are not committed."""
         return self._grad is not None or bool(self._uncommitted)
 
     @property
@@ -60,25 +58,21 @@ class PendingGrads:
         return None if self._grad is None else self._grad.value
 
     def add(self, gradient: torch.Tensor, offsets: Iterable[int]) -> None:
-        """Accumulates a gradient that covers the parameters at `offsets`, and is zero elsewhere.
-
-        Args:
-            gradient: `[parts * numel]`, in the dtype of reductions; it is kept.
-            offsets: Of parameters of the group.
-        """
+        """Accumulates `gradient`, `[parts * numel]`, which is zero but for the parameters at `offsets`."""
         pending = self._grad
         if pending is None:
             self._grad = AccumulatedGrad(gradient, set(offsets))
         else:
+            # Not in place: a graph may have read the old value, to add it to its own gradient before it reduces both.
             value = self._without(pending.value, pending.consumed) + gradient
             self._grad = AccumulatedGrad(value, pending.offsets | set(offsets))
 
     def consume(self, borrowed: torch.Tensor, offsets: Iterable[int]) -> torch.Tensor:
-        """Takes the gradients of some parameters out, for a graph that adds them to its own before it reduces both.
+        """Takes gradients out, for a graph that adds them to its own before it reduces both.
 
         Args:
-            borrowed: What the graph's forward read; if something was added since, nothing is consumed.
-            offsets: Of the parameters that the graph reduces; it ignores the others.
+            borrowed: The value that the graph's forward read; if gradients were added since, nothing is consumed.
+            offsets: The parameters that the graph reduces.
 
         Returns:
             A tensor like `borrowed`: the gradients of these parameters, zeros for those that were consumed before.
@@ -95,15 +89,12 @@ class PendingGrads:
         return value
 
     def commit(self) -> None:
-        """Notes that what was consumed has been reduced."""
+        """Records that consumed gradients have been reduced."""
         self._uncommitted.clear()
 
     def roll_back(self) -> bool:
-        """Takes back what was consumed and never reduced: `torch.autograd.grad` drops what was not asked for.
-
-        Returns:
-            Whether there was anything.
-        """
+        """Makes consumed gradients that were never reduced pending again; returns whether there were any."""
+        # `torch.autograd.grad` drops the gradients that it was not asked for.
         lost, self._uncommitted = self._uncommitted, []
         for value, offsets in lost:
             if self._grad is not None and self._grad.value is value:
@@ -114,7 +105,7 @@ class PendingGrads:
         return bool(lost)
 
     def drain(self) -> AccumulatedGrad | None:
-        """Takes everything out."""
+        """Returns all pending gradients, and clears them."""
         pending, self._grad = self._grad, None
         return pending and AccumulatedGrad(self._without(pending.value, pending.consumed), pending.offsets)
 
@@ -135,15 +126,13 @@ class PendingGrads:
 
 
 class GradState:
-    """Where the gradients of one parameter group are in their life.
-
-    Args:
-        specs: The parameters.
+    """The gradients of one parameter group.
 
     Attributes:
-        pending: Accumulated gradients that wait for the next stage of their reduction, by the stage they have reached.
-        accumulators: For the same stages, the leaves that autograd accumulates such gradients into.
-        unwritten: Offsets of the parameters with gradients in the flat parameter's `.grad` that are not in theirs yet.
+        pending: Accumulated gradients that wait for the next stage of their reduction, by the stage that they have
+            reached.
+        accumulators: The leaves that autograd accumulates such gradients into.
+        unwritten: Offsets of parameters whose gradients are in the flat parameter's `.grad` and not yet in their own.
     """
 
     def __init__(self, specs: Sequence[UnshardSpec]) -> None:
@@ -160,7 +149,7 @@ class GradState:
 
     @property
     def unsharded_accumulated_grad(self) -> PendingGrads:
-        """Full gradients that wait for their reduce-scatter."""
+        """Unsharded gradients that wait for their reduce-scatter."""
         return self.pending[GradPlacement.UNREDUCED]
 
     @property
@@ -170,16 +159,11 @@ class GradState:
 
     @property
     def is_pending(self) -> bool:
-        """Whether some wait for a stage of their reduction, or were consumed and are not committed."""
+        """Whether gradients wait for a stage of their reduction, or were consumed and are not committed."""
         return any(grads.is_pending for grads in self.pending.values())
 
     def mark_produced(self, offsets: Iterable[int], placement: GradPlacement) -> None:
-        """Notes which parameters the gradient that autograd is about to accumulate covers; the others get none.
-
-        Args:
-            offsets: Of the parameters.
-            placement: How far the gradient is reduced.
-        """
+        """Records which parameters the gradient that autograd is about to accumulate covers; the others get none."""
         backward = backward_in_progress()
         if self._produced_in != backward:
             # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
@@ -188,13 +172,11 @@ class GradState:
             self._produced.setdefault(placement, set()).update(offsets)
 
     def take_produced(self, placement: GradPlacement) -> set[int]:
-        """Which parameters `mark_produced` was called with since this was asked last.
-
-        All of them if that was not called, with a warning: saved-tensor hooks gave backward a copy of the flat
-        parameter, of which only the address tells whose it is.
-        """
+        """The parameters that `mark_produced` named since the last call; all, with a warning, if it was not called."""
         produced = self._produced.pop(placement, None)
         if produced is None:
+            # Saved-tensor hooks gave backward a copy of the flat parameter, and only the address tells which group it
+            # is.
             warnings.warn(
                 "hooks on saved tensors gave backward a copy of a flat parameter: parameters without a gradient get "
                 "zeros instead of None. Let the hooks return tensors that are leaves as they are.",
@@ -204,17 +186,18 @@ class GradState:
         return produced
 
     def commit(self) -> None:
-        """Notes that what was consumed has been reduced."""
+        """Records that consumed gradients have been reduced."""
         for grads in self.pending.values():
             grads.commit()
 
     def roll_back(self) -> bool:
-        """Takes back what was consumed and never reduced; returns whether there was anything."""
+        """Makes consumed gradients that were never reduced pending again; returns whether there were any."""
+        # A list: `any` of a generator would leave the second stage out.
         rolled_back = [grads.roll_back() for grads in self.pending.values()]
         return any(rolled_back)
 
     def clear(self) -> None:
-        """Drops everything that has not reached the parameters."""
+        """Drops all gradients that have not reached the parameters."""
         for grads in self.pending.values():
             grads.clear()
         self.unwritten.clear()

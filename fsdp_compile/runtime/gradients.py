@@ -1,8 +1,4 @@
-"""From the gradient of a flat parameter to the `.grad` of its parameters.
-
-Autograd accumulates one gradient per parameter group. After it has, the parameters get their parts as DTensors, their
-own hooks run, and the flat gradient is forgotten, so that `zero_grad`, clipping and optimizers see parameters only.
-"""
+"""From the gradient of a flat parameter to the `.grad` of its parameters, which is all that optimizers see."""
 
 from __future__ import annotations
 
@@ -20,10 +16,7 @@ from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 
 def on_flat_grad(group: FSDPParamGroup) -> None:
-    """Takes a gradient that autograd accumulated into a flat parameter; the last backward of a step writes it on.
-
-    Everything in this backward that read the flat parameter has run, so it may be updated.
-    """
+    """Handles a gradient that autograd accumulated into a flat parameter: the last backward of a step writes it on."""
     if group.update_state.is_updated:
         group.flat_param.grad = None  # or the next step would add it
         group.grads.take_produced(GradPlacement.REDUCED)
@@ -32,6 +25,7 @@ def on_flat_grad(group: FSDPParamGroup) -> None:
     group.grads.unwritten |= group.grads.take_produced(GradPlacement.REDUCED)
     if group.unit.comm_settings.last_backward:
         write_sharded_grads(group)
+    # Safe to update: everything in this backward that reads the flat parameter has run.
     if group.update_state.has_new_grads and update_in_backward.is_complete(group):
         update_in_backward.run(group)
 
@@ -56,11 +50,7 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
 
 
 def refuse_double_backward(group: FSDPParamGroup, gradient: torch.Tensor) -> None:
-    """Refuses a gradient that has a history.
-
-    Raises:
-        UnsupportedModelError: If it has.
-    """
+    """Raises `UnsupportedModelError` for a gradient that has a history."""
     if gradient.requires_grad:
         raise UnsupportedModelError(
             "a gradient of the parameters' gradients is asked for (double backward)",
@@ -71,7 +61,7 @@ def refuse_double_backward(group: FSDPParamGroup, gradient: torch.Tensor) -> Non
 
 
 def accumulate(param: FSDPParam, gradient: torch.Tensor) -> None:
-    """Adds a gradient in the parameter's dtype; what is kept may be narrower (`keep_low_precision_grads`)."""
+    """Adds a gradient in the parameter's dtype to `.grad`, which may be narrower (`keep_low_precision_grads`)."""
     parameter = param.parameter
     # This runs once per parameter in every step, so hooks, which few parameters have, are asked for once.
     if parameter._backward_hooks:
@@ -98,7 +88,7 @@ def _add_in(dtype: torch.dtype, parameter: nn.Parameter, gradient: torch.Tensor)
 
 
 def mark_produced(group: FSDPParamGroup, offsets: Iterable[int], placement: GradPlacement) -> None:
-    """Notes which parameters the gradient that autograd is about to accumulate covers, and how far it is reduced."""
+    """Records which parameters the gradient that autograd is about to accumulate covers, and how far it is reduced."""
     group.grads.mark_produced(offsets, placement)
 
 

@@ -1,4 +1,4 @@
-"""What a unit is told to do, and how far the unshard and the update of one of its parameter groups are."""
+"""Settings of a unit, and the states of a parameter group: unsharded values and updates in backward."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class UnitPolicy:
     """How the parameters of a unit are stored, sent and reduced.
 
     Attributes:
-        mesh_placement: Over which ranks, and what is kept for backward.
-        mixed_precision: Dtypes; `None` in it keeps the parameter's own.
-        offload: Whether shards live on the host; `None` keeps them on the mesh's device.
+        mixed_precision: Dtypes; `None` stands for the parameter's own.
+        offload: Whether shards live on the host; `None` for the mesh's device.
     """
 
     mesh_placement: MeshPlacement
@@ -31,7 +30,7 @@ class UnitPolicy:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks."""
+        """The mesh of the unit."""
         return self.mesh_placement.mesh
 
     @property
@@ -47,13 +46,12 @@ class UnitPolicy:
 
 @dataclasses.dataclass
 class CommSettings:
-    """What the next forward and backward passes do with gradients and parameters; users change it between steps.
+    """What the next forward and backward do with gradients and parameters; users change it between steps.
 
     Attributes:
         reduce_gradients: Whether gradients are summed over ranks at all.
         all_reduce: Whether they are summed over replicas.
         last_backward: Whether the next backward writes gradients to the parameters' `.grad`.
-        reshard_after_backward: Whether gathered parameters are freed after backward.
         divide: What the sum of gradients is divided by; `None` for the number of ranks.
         sum_only: Whether collectives may only sum, so that the division is a step of its own.
     """
@@ -70,7 +68,7 @@ class WrapSource(enum.Enum):
     """Why a unit exists."""
 
     CALL = "call"
-    """A person chose it: `fully_shard` was called on its root module, or a wrap policy named it."""
+    """`fully_shard` was called on its root module, or a wrap policy named it."""
     SPLIT = "split"
     """The automatic split of a larger model made it."""
 
@@ -79,13 +77,13 @@ class ReduceGroup(enum.Enum):
     """Which process group reduce-scatters gradients; collectives of one group wait for each other."""
 
     SHARED = "shared"
-    """The one that gathers parameters."""
+    """The one of the all-gathers."""
     OWN = "own"
     """A second one of the same ranks."""
 
 
 class ParamState(enum.Enum):
-    """What the modules of a unit hold."""
+    """Which parameters the modules of a unit have registered."""
 
     SHARDED = "sharded"
     """DTensors, views of the unit's parameter groups."""
@@ -95,12 +93,7 @@ class ParamState(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class UnshardedParams:
-    """Full parameters, and the moment at which they were those of the parameter group.
-
-    Attributes:
-        values: The full parameter of each parameter, by offset.
-        version: Counters that change with the parameters.
-    """
+    """Unsharded parameters by offset, and the version of the sharded ones that they were gathered from."""
 
     values: Mapping[int, torch.Tensor]
     version: tuple[int, ...]
@@ -108,11 +101,11 @@ class UnshardedParams:
 
 @dataclasses.dataclass(frozen=True)
 class PendingAllGather:
-    """All-gathers of all parameters of a flat parameter that were started and not yet waited for.
+    """All-gathers of all parameters of a group that were started and not yet waited for.
 
     Attributes:
         messages: For each parameter, its message; of a quantized parameter its elements, then its scales.
-        version: Counters that change with the parameters.
+        version: Of the sharded parameters when it was started.
     """
 
     messages: tuple[tuple[torch.Tensor, ...], ...]
@@ -123,8 +116,8 @@ class UnshardedState:
     """Whether the parameters of one group are gathered between calls: SHARDED -> GATHERING -> UNSHARDED -> SHARDED.
 
     Attributes:
-        all_gather: An all-gather of them that is still running: GATHERING.
-        params: The full parameters: UNSHARDED.
+        all_gather: The all-gather that is running: GATHERING.
+        params: The unsharded parameters: UNSHARDED.
     """
 
     def __init__(self) -> None:
@@ -133,11 +126,11 @@ class UnshardedState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether nothing is gathered, or on its way."""
+        """Whether nothing is gathered or being gathered."""
         return self.all_gather is None and self.params is None
 
     def start(self, all_gather: PendingAllGather) -> None:
-        """Enters GATHERING; what was gathered before, and is out of date, is freed."""
+        """Enters GATHERING; outdated unsharded parameters are freed."""
         if self.all_gather is not None:
             raise InvariantError("an all-gather was started while another one of the same parameters runs")
         self.all_gather, self.params = all_gather, None
@@ -149,21 +142,22 @@ class UnshardedState:
         self.all_gather, self.params = None, params
 
     def free(self) -> None:
-        """Enters SHARDED; memory may not be freed while it is written."""
+        """Enters SHARDED."""
         if self.all_gather is not None:
+            # The all-gather would write into memory that is used for something else by then.
             raise InvariantError("parameters were freed while their all-gather runs")
         self.params = None
 
 
 @dataclasses.dataclass
 class UpdateState:
-    """How far the update of one parameter group is.
+    """How far the update in backward of one parameter group is.
 
     Attributes:
-        update: When it is updated, as the specs of its parameters have it.
-        open_forwards: Compiled forwards that have read it and whose backward has not run; reads outside of compiled
-            graphs count until the update.
-        has_new_grads: Whether parameters were given gradients since the last update.
+        update: When it is updated, as in the specs of its parameters.
+        open_forwards: Forwards that have read it and whose backward has not run; reads outside of compiled graphs count
+            until the update.
+        has_new_grads: Whether parameters got gradients since the last update.
         is_updated: Whether it was updated since the last forward.
         expects_late_grad: Whether code that read a parameter before it was sharded may still send it a gradient.
     """

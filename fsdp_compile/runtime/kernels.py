@@ -1,4 +1,4 @@
-"""Kernels and derivatives of operators that call into run-time state; `ops/` has their schemas."""
+"""Kernels and derivatives of the operators that need run-time state; `ops/` has their schemas."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def consume_accumulated(
     unsharded_accumulated_grad: torch.Tensor | None,
     partial_reduce_output: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Takes out what may be added to gradients of the parameters at `offsets`: nothing that has been reduced before.
+    """The pending gradients that a graph adds to its own for the parameters at `offsets`, consumed.
 
     Args:
         group: The parameter group.
-        offsets: Of the parameters that get gradients.
-        unsharded_accumulated_grad: What their reads were given to add before the reduction.
-        partial_reduce_output: What their reads were given to add before the sum over replicas.
+        offsets: The parameters that get gradients.
+        unsharded_accumulated_grad: The one that their reads were given, to add before the reduction.
+        partial_reduce_output: The one that their reads were given, to add before the sum over replicas.
     """
     if unsharded_accumulated_grad is None and partial_reduce_output is None:
         return None, None
@@ -84,15 +84,15 @@ def _reduce_rows(
 
 @torch.library.impl("fsdp::update", "CompositeExplicitAutograd", lib=_LIBRARY)
 def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Updates parameters, or leaves their gradients for a later graph of this backward, or for its end.
+    """Updates parameters, or leaves their gradients to a later graph of this backward, or to its end.
 
     Args:
         flat: The flat parameter, `[numel]`.
         gradient: Its gradient, summed over all ranks, `[numel]`.
-        offsets: Slots that have gradients in it.
+        offsets: The parameters that have gradients in it.
     """
     owner = FSDPParamGroup.of(flat)
-    assert owner is not None  # `lower/wrappers.py` has looked
+    assert owner is not None  # `lower/wrappers.py` has checked
     if not is_accumulated_in_this_backward(owner.flat_param):
         return  # `torch.autograd.grad` asks for other gradients
     update_in_backward.refuse_second(owner)
@@ -103,6 +103,7 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) 
     if waiting is not None:
         gradient = waiting + gradient
     elif not is_last or _is_kept(owner, offsets):
+        # It is memory of the graph, which is used again after this operator.
         gradient = gradient.clone()
     owner.flat_param.grad = gradient
     owner.grads.unwritten |= set(offsets)
@@ -115,14 +116,13 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) 
 
 
 def _is_kept(flat: FSDPParamGroup, offsets: Sequence[int]) -> bool:
-    """Whether somebody may keep a gradient longer than the update: a hook, or an optimizer that steps later."""
+    """Whether gradients outlive the update: for a hook, or for an optimizer that steps later."""
     trained = [param.parameter for param in flat.params_at(offsets)]
     return any(update_in_backward.updater_of(p) is None or has_gradient_hooks(p) for p in trained)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    # Not through save_for_backward(): saved-tensor hooks may hand back a copy, and a copy does not tell its parameter
-    # group.
+    # Not through save_for_backward(): saved-tensor hooks may return a copy, which has another address than the group's.
     ctx.flat, ctx.spec, _, _, ctx.held, ctx.partial = inputs
     note_read(ctx.flat, ctx.spec)
 
@@ -131,7 +131,7 @@ skip_code(_save.__code__)
 
 
 def note_read(flat: torch.Tensor, spec: str) -> None:
-    """Notes a forward that autograd has recorded, where an update in backward has to wait for its backward."""
+    """Counts a forward that autograd has recorded, if an update in backward has to wait for its backward."""
     if parse(spec).update is Update.IN_BACKWARD:
         _note_read(flat)
 
@@ -149,12 +149,14 @@ def _note_read(flat: torch.Tensor) -> None:
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gradient = torch.ops.fsdp.reduce_grad(ctx.flat, grad, ctx.spec, ctx.held, ctx.partial)
     if parse(ctx.spec).grad_placement is GradPlacement.REDUCED:
+        # The gradient of the flat parameter; otherwise it goes to the accumulator, the fourth argument of
+        # `fsdp::unshard`.
         return gradient, None, None, None, None, None
     return None, None, None, gradient, None, None
 
 
 def refuse_double_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  # noqa: ARG001
-    """The derivative of a gradient's marker, which there is none of."""
+    """The derivative of a gradient's marker: there is none."""
     raise UnsupportedModelError(
         "a gradient of a parameter's gradient is asked for (double backward)",
         where="torch.autograd.grad(..., create_graph=True) or backward(create_graph=True)",

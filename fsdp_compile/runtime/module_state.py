@@ -1,7 +1,7 @@
-"""The one attribute that FSDP keeps on a module, and the only functions that walk modules for it.
+"""The one attribute that FSDP sets on a module, and the only functions that walk modules for it.
 
-What traced code reads stays flat on the module, since Dynamo guards attribute by attribute: `_fsdp_flat_<i>`,
-`_fsdp_unshard_args`, and `_fsdp_own_forward` where an instance has a forward of its own.
+What traced code reads are attributes of the module itself, since Dynamo guards attribute by attribute:
+`_fsdp_flat_<i>`, `_fsdp_unshard_args`, and `_fsdp_own_forward` where an instance has a forward of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_compile.runtime.view_check import ViewCheck
 
 _STATE = "_fsdp_state"
 ParamOwner = tuple[nn.Module, str]
-"""The first module that holds a parameter, and the attribute."""
+"""The first module that registers a parameter, and the attribute."""
 ParamRef = tuple[str, nn.Module, str, nn.Parameter]
 """Name of the module, the module, the attribute, the parameter."""
 
@@ -35,12 +35,11 @@ class Nesting(enum.Enum):
 
 @dataclasses.dataclass
 class ShardingCall:
-    """What one call of `fully_shard` made.
+    """What one call of `fully_shard` did.
 
     Attributes:
-        units: Units that this call made, in registration order of their roots.
-        ignored: `id`s of parameters that the call was told to leave alone.
-        precision: The dtypes that it was called with.
+        units: In registration order of their roots.
+        ignored: `id`s of the ignored parameters.
         nesting: Whether a call on a module above it has followed.
     """
 
@@ -51,12 +50,7 @@ class ShardingCall:
 
 
 class ReadFrom(NamedTuple):
-    """Where a module's parameter is gathered from.
-
-    Attributes:
-        text: Of its `UnshardSpec`.
-        group: The parameter group.
-    """
+    """Where a module's parameter is gathered from: the text of its `UnshardSpec`, and the parameter group."""
 
     text: str
     group: FSDPParamGroup
@@ -68,13 +62,11 @@ class ModuleState:
 
     Attributes:
         model: The sharded model that it is a part of.
-        call: What the call of `fully_shard` on this very module made.
-        reads: The sharded parameters that it holds, by attribute.
-        eval_reads: For those of them that eval mode gathers otherwise, the text of that `UnshardSpec`.
+        call: The call of `fully_shard` on this very module.
+        reads: Its sharded parameters, by attribute.
+        eval_reads: For those that eval mode gathers in another way, the text of that `UnshardSpec`.
         casts: What is cast when its forward is entered and left.
-        cast_buffers: Its buffers in another dtype than they were made in, by name.
-        methods: The class whose methods it was given on top of its own.
-        view_check: What tells that everything below it is where the last step left it.
+        methods: The class whose methods it got on top of its own.
         no_sync_depth: How many `no_sync` blocks it is inside of.
     """
 
@@ -95,22 +87,23 @@ def state_of(module: nn.Module) -> ModuleState | None:
 
 
 def ensure_state(module: nn.Module) -> ModuleState:
-    """What FSDP knows of a module, from now on."""
+    """The state of a module, made if there is none."""
     state = state_of(module)
     if state is None:
         state = ModuleState()
+        # Not through `__setattr__`, which classes of users may override.
         object.__setattr__(module, _STATE, state)
     return state
 
 
 def reads_of(module: nn.Module) -> dict[str, ReadFrom]:
-    """The sharded parameters that a module itself holds, by attribute."""
+    """The sharded parameters of a module itself, by attribute."""
     state = state_of(module)
     return {} if state is None else state.reads
 
 
 def call_on(module: nn.Module) -> ShardingCall | None:
-    """What the call of `fully_shard` on this very module made, if there was one."""
+    """The call of `fully_shard` on this very module, if there was one."""
     state = state_of(module)
     return None if state is None else state.call
 
@@ -121,7 +114,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def unwrap(model: object) -> object:
-    """The module that `torch.compile` wrapped, or what was given."""
+    """The module that `torch.compile` wrapped, or `model` itself."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -133,7 +126,8 @@ def units(model: nn.Module) -> list[FSDPUnit]:
 
 
 def _modules_below(root: nn.Module) -> Iterable[nn.Module]:
-    """What `root.modules()` gives, in that order, without making names."""
+    """The modules of `root.modules()`, in that order."""
+    # `modules()` would make the name of every module on its way.
     found: dict[nn.Module, None] = {}
     todo: list[nn.Module | None] = [root]
     while todo:
@@ -157,18 +151,18 @@ def units_below(module: nn.Module) -> list[FSDPUnit]:
 
 
 def params_in(module: nn.Module, unit: FSDPUnit) -> Iterator[FSDPParam]:
-    """The parameters of a unit that modules at and below `module` hold."""
+    """The parameters of a unit that modules at and below `module` have."""
     inside = set(module.modules())
     return (param for param in unit.params if any(owner in inside for owner, _ in param.module_refs))
 
 
 def is_ignored(root: nn.Module, parameter: nn.Parameter) -> bool:
-    """Whether a call of `fully_shard` in `root` was told to leave `parameter` alone."""
+    """Whether `parameter` is ignored by a call of `fully_shard` in `root`."""
     return any(id(parameter) in call.ignored for m in root.modules() if (call := call_on(m)) is not None)
 
 
 def is_inside(module: nn.Module) -> bool:
-    """Whether `module` is a part of a model of which a module above it is sharded, too."""
+    """Whether a module above `module` is sharded, too."""
     own = call_on(module)
     asked = [own] if own is not None else [call_on(m) for m in module.modules()]
     return any(call is not None and call.nesting is Nesting.INSIDE for call in asked)

@@ -1,9 +1,4 @@
-"""Where autograd calls FSDP: gradients of flat parameters, and the end of a backward pass.
-
-Autograd accumulates one gradient per flat parameter. After it has, the parameters get their parts as DTensors, their
-own hooks run, and the flat gradient is dropped, so that `zero_grad`, clipping and optimizers see parameters only. When
-a backward has made all gradients, nothing may be left over that belongs to its step.
-"""
+"""Hooks of autograd: gradients of flat parameters and of accumulators, and the end of a backward pass."""
 
 from __future__ import annotations
 
@@ -29,11 +24,7 @@ from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, ModelState
 
 
 def queue_post_backward(group: FSDPParamGroup) -> None:
-    """Asks for `post_backward_final_callback` at the end of this backward, once for each model that has work for it.
-
-    Args:
-        group: A parameter group that something was done for.
-    """
+    """Queues `post_backward_final_callback` for the end of this backward, once per model, if `group` gives it work."""
     model = group.unit.model
     model.mark_pending(group)
     backward = backward_in_progress()
@@ -44,7 +35,8 @@ def queue_post_backward(group: FSDPParamGroup) -> None:
 
 @torch.compiler.disable
 def post_backward_final_callback(model: ModelState) -> None:
-    """Reduces and writes what waited for the end of a backward, unit by unit in the same order on every rank."""
+    """Reduces and writes gradients that are left at the end of a backward."""
+    # In the order of the units, since reductions have to be started in the same order on every rank.
     waiting = [group for group in model.pending_in(model.units) if group.has_pending_grads]
     for group in waiting:
         accumulation.roll_back(group)
@@ -85,14 +77,12 @@ _on_flat_grad_disabled = torch.compiler.disable(_on_flat_grad)
 
 
 def install_grad_accumulators(group: FSDPParamGroup) -> None:
-    """Makes the leaves that gradients are accumulated into which are not fully reduced.
-
-    A leaf has the shape of what is accumulated, `[size * numel]` or `[numel]`, and no memory: its stride is 0.
-    """
+    """Makes the leaves that autograd accumulates gradients into which are not fully reduced."""
     if not group.flat_param.requires_grad:
         return
     spec = group.params[0].spec
     for placement, parts in ((GradPlacement.UNREDUCED, spec.size), (GradPlacement.REDUCE_SCATTERED, 1)):
+        # Autograd checks shape and dtype of what it accumulates, never the leaf's values: stride 0 needs no memory.
         element = torch.zeros(1, dtype=spec.reduce_dtype, device=spec.compute or group.flat_param.device)
         accumulator = element.expand(group.flat_param.numel() * parts).requires_grad_()
         accumulator.register_post_accumulate_grad_hook(functools.partial(_collect, weakref.ref(group), placement))
@@ -109,10 +99,10 @@ def _collect(reference: weakref.ref[FSDPParamGroup], placement: GradPlacement, a
 
 
 def await_late_gradient(parameter: nn.Parameter, param: FSDPParam) -> None:
-    """Sees to it that the gradient of a plain parameter that was read before it was sharded reaches its successor.
+    """Passes the gradient of a plain parameter that was read before it was sharded on to the sharded one.
 
     The first call of a compiled model may run code that Dynamo leaves to Python before the first graph is compiled, and
-    with it before anything is sharded. Autograd will then accumulate a full gradient, of this rank alone, into the old
+    so before anything is sharded. Autograd then accumulates a full gradient, of this rank alone, into the old
     parameter; it is averaged over the ranks and accumulated like any other.
     """
 

@@ -1,4 +1,4 @@
-"""Which process group reduces gradients: that of the gathers, or one of its own that runs beside it."""
+"""Which process group reduces gradients: that of the all-gathers, or a second one, which runs concurrently."""
 
 from __future__ import annotations
 

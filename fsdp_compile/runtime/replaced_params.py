@@ -1,8 +1,7 @@
-"""What becomes of a plain parameter that was sharded while others still hold it.
+"""Plain parameters after they were sharded, for code that still refers to them.
 
-Its memory is released and it turns into a `ReplacedParameter` that knows its successor. Optimizers that hold it are
-given the successor at the start of their next step, with their state sharded; lists of parameters that users kept still
-find the gradients.
+Their memory is released, and each becomes a `ReplacedParameter` that knows its successor. Optimizers get the successor,
+and sharded state, at the start of their next step; lists of parameters that users made still find the gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ReplacedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses to compute with memory that is gone; reading attributes is allowed."""
+        """Refuses to compute with memory that is freed; reading attributes is allowed."""
         if getattr(func, "__name__", "") in ("__get__", "__set__", "__hash__", "__repr__"):
             with plain_torch_functions():
                 return func(*args, **(kwargs or {}))
@@ -57,9 +56,10 @@ class ReplacedParameter(nn.Parameter):
 
 
 def mark_replaced(parameter: nn.Parameter, param: FSDPParam) -> None:
-    """Makes a plain parameter point at its sharded successor, and releases its memory if no graph still needs it."""
+    """Makes a plain parameter point at its sharded successor, and releases its memory."""
     shape = parameter.shape
     parameter.grad = None
+    # A graph that has read it needs the values in its backward.
     if not is_saved_by_autograd(parameter):
         parameter.data = parameter.data.new_empty(0)
     parameter.__class__ = ReplacedParameter
@@ -68,25 +68,26 @@ def mark_replaced(parameter: nn.Parameter, param: FSDPParam) -> None:
 
 
 def current(parameter: torch.Tensor) -> torch.Tensor:
-    """The sharded parameter that took the place of `parameter`, or `parameter` itself."""
+    """The sharded parameter that replaced `parameter`, or `parameter` itself."""
     return parameter.param.parameter if isinstance(parameter, ReplacedParameter) else parameter
 
 
 @functools.cache
 def update_optimizers_at_their_next_step() -> None:
-    """From now on, every optimizer of the process looks for retired parameters at the start of its steps."""
+    """Makes every optimizer of the process replace its replaced parameters at the start of its steps."""
     register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: update_optimizer(optimizer))
 
 
 def update_optimizer(optimizer: Optimizer) -> None:
-    """Gives an optimizer the successors of the retired parameters that it holds, and shards its state.
+    """Replaces the replaced parameters of an optimizer by their successors, and shards its state.
 
     Raises:
-        ConfigError: If it holds state that cannot be sharded; it is left as it was then.
+        ConfigError: If it has state that cannot be sharded; the optimizer is not changed then.
     """
     retired = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ReplacedParameter]
     if not retired:
         return
+    # All of it before anything is changed: an error leaves the optimizer as it was.
     state = {p: _shard_state(optimizer.state[p], p) for p in retired if p in optimizer.state}
     for group in optimizer.param_groups:
         group["params"] = [current(p) for p in group["params"]]
@@ -122,6 +123,7 @@ def _shard_value(key: str, value: Any, parameter: ReplacedParameter) -> Any:
 
 
 def shard_like(value: torch.Tensor, param: FSDPParam) -> DTensor:
-    """Keeps this rank's part of a full tensor that every rank holds, laid out as the parameter is; no communication."""
+    """This rank's part of a full tensor that every rank has, laid out as the parameter is; no communication."""
     part = local_part(value, param.spec.dim, param.spec.size, param.rank)
+    # A clone: a view would keep the memory of the full tensor.
     return make_dtensor(part.clone(memory_format=torch.contiguous_format), param.dtensor)

@@ -35,11 +35,7 @@ from fsdp_compile.runtime.group_state import (
 
 
 class ModuleRefs(Sequence[tuple[nn.Module, str]]):
-    """Every (module, attribute) that holds a parameter; modules that are gone are left out.
-
-    Args:
-        refs: Those that hold it now.
-    """
+    """Every (module, attribute) that registers a parameter; modules that are deleted are left out."""
 
     def __init__(self, refs: Iterable[tuple[nn.Module, str]]) -> None:
         self._refs = [(weakref.ref(module), attribute) for module, attribute in refs]
@@ -76,9 +72,9 @@ class FSDPParam:
         spec: Where it lies and how it is gathered.
         rank: This rank's place in the shard group.
         sharded_size: Shape of this rank's part, without padding; rows may be fewer than on other ranks, or none.
-        sharded_view: The view of the flat parameter that the DTensor holds.
-        dtensor_storage: The DTensor's own, empty storage; `parameter.data = ...` replaces it and leaves `sharded_view`
-            behind.
+        sharded_view: The view of the flat parameter that is the DTensor's local tensor.
+        dtensor_storage: The DTensor's own, empty storage; `parameter.data = ...` replaces it and does not change
+            `sharded_view`.
         eval_spec: How it is gathered in eval mode, where that differs.
         grad_dtype: Dtype of its `.grad`, where that is not its own.
         position: Its place in the order of registration, among the parameters of its group.
@@ -100,17 +96,17 @@ class FSDPParam:
 
     @property
     def dtensor(self) -> DTensor:
-        """The parameter, typed as what it also is."""
+        """The parameter as a `DTensor`, for type checkers."""
         assert isinstance(self.parameter, DTensor)
         return self.parameter
 
     def eval_read(self, attribute: str) -> dict[str, str]:
-        """For a module that holds it as `attribute`: the text by which eval mode reads it, where that differs."""
+        """For a module that has it as `attribute`: the text by which eval mode reads it, where that differs."""
         return {} if self.eval_spec is None else {attribute: self.eval_spec.text}
 
     @functools.cached_property
     def place(self) -> ViewPlace:
-        """Where in a contiguous tensor that is laid out like the flat parameter this parameter's part is."""
+        """Its place in a contiguous tensor that is laid out like the flat parameter."""
         strides = tuple(math.prod(self.sharded_size[dim + 1 :]) for dim in range(len(self.sharded_size)))
         return self.sharded_size, strides, self.spec.offset
 
@@ -119,12 +115,11 @@ class FSDPParamGroup:
     """The parameters of one unit that share a dtype and trainability, in one 1-D buffer per rank.
 
     Attributes:
-        flat_param: The buffer, `[numel]`, the same size on every rank. Reads gather from it, autograd accumulates into
-            it.
+        flat_param: The buffer, `[numel]`, the same size on every rank; the leaf of autograd.
         params: The parameters in it, by offset.
-        grads: Where their gradients are in their life. Only `gradients`, `accumulation` and `kernels` change it.
-        unsharded: Whether they are gathered between calls. Only `unshard` changes it.
-        update_state: How far an update in backward is. Only `update_in_backward` changes it.
+        grads: Changed by `gradients`, `accumulation` and `kernels` alone.
+        unsharded: Unsharded values between calls; changed by `unshard` alone.
+        update_state: Of updates in backward; changed by `update_in_backward` alone.
     """
 
     # Compiled code sees the buffer under other identities; only its address tells which group it is.
@@ -149,7 +144,7 @@ class FSDPParamGroup:
 
     @staticmethod
     def of(flat_param: torch.Tensor) -> FSDPParamGroup | None:
-        """The group whose buffer a tensor is, by address: compiled code sees it under other identities."""
+        """The group whose flat parameter shares the memory of a tensor."""
         if type(flat_param) not in (torch.Tensor, nn.Parameter) or flat_param.is_meta:
             return None
         found = FSDPParamGroup._by_address.get(flat_param.data_ptr())
@@ -157,30 +152,31 @@ class FSDPParamGroup:
 
     @staticmethod
     def alive() -> list[FSDPParamGroup]:
-        """Every parameter group of this process that is on a device."""
+        """Every parameter group of this process that has memory."""
         return [group for group in dict.fromkeys(FSDPParamGroup._by_address.values()) if group._unit() is not None]
 
     def params_at(self, offsets: Collection[int]) -> Sequence[FSDPParam]:
-        """The parameters that lie at `offsets`, which are mostly all."""
+        """The parameters that lie at `offsets`."""
+        # The usual case, in every backward.
         if len(offsets) == len(self.params):
             return self.params
         return [param for param in self.params if param.spec.offset in offsets]
 
     @property
     def has_pending_grads(self) -> bool:
-        """Whether there are gradients that have not reached the parameters, or the update that waits for them."""
+        """Whether there are gradients that have not reached the parameters, or an update that waits for them."""
         return self.grads.is_pending or self.update_state.has_new_grads or self.flat_param.grad is not None
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has nothing of earlier passes, and the next ones do nothing out of the ordinary for it."""
+        """Whether nothing is left of earlier passes, and the next ones do nothing special for it."""
         settings, update = self.unit.comm_settings, self.update_state
         is_updated_alone = update.update is Update.IN_BACKWARD or update.is_updated
         is_unsharded = not self.unsharded.is_sharded or self.unit.stays_unsharded
         return settings.last_backward and not (is_updated_alone or is_unsharded or self.has_pending_grads)
 
     def is_broken(self) -> bool:
-        """Whether some parameter is no longer its view of this buffer: replaced, converted, moved, frozen, thawed."""
+        """Whether a parameter is no longer its view of the buffer: replaced, converted, moved, frozen or unfrozen."""
         trainable = self.flat_param.requires_grad
         for param in self.params:
             parameter = param.parameter
@@ -194,12 +190,13 @@ class FSDPParamGroup:
 
 
 class ModelState:
-    """What one sharded model does in a step: one for each outermost module that `fully_shard` was called on.
+    """The state of one sharded model in a step: one for each outermost module that `fully_shard` was called on.
 
     Attributes:
-        units: All units of the model, in registration order of their roots.
-        layout_version: Changes when parameters are laid out anew or modules hold others, which makes view checks stale.
-        queued_in_backward: The backward pass whose end `post_backward` waits for.
+        units: In registration order of their roots.
+        layout_version: Changes with the layout of parameters and the modules that have them: view checks are stale
+            then.
+        queued_in_backward: The backward pass whose end `post_backward_final_callback` was queued for.
         pre_forward: Called with the outermost module of each forward before it starts.
     """
 
@@ -213,12 +210,13 @@ class ModelState:
         self._lock = threading.RLock()
 
     def adopt(self, units: Iterable[FSDPUnit]) -> None:
-        """Makes units parts of this model, and forgets its earlier ones."""
+        """Makes units parts of this model, in the place of its earlier ones."""
         self.units = tuple(units)
         for unit in self.units:
             if unit.model is not self:
                 unit.model.note_layout()
                 unit.model = self
+                # The groups may be pending in the model that they come from, which is asked no more.
                 for group in unit.param_groups:
                     self.mark_pending(group)
 
@@ -227,12 +225,12 @@ class ModelState:
         self.layout_version += 1
 
     def mark_pending(self, group: FSDPParamGroup) -> None:
-        """Notes that a group may have work at the end of backward or before the next forward."""
+        """Records that a group may have work at the end of backward or before the next forward."""
         with self._lock:
             self._pending.add(group)
 
     def is_any_pending(self) -> bool:
-        """Whether any group has."""
+        """Whether any group may have work."""
         with self._lock:
             if self._pending:
                 for group in [group for group in self._pending if group.is_idle]:
@@ -240,7 +238,7 @@ class ModelState:
             return bool(self._pending)
 
     def pending_in(self, units: Iterable[FSDPUnit]) -> list[FSDPParamGroup]:
-        """The groups of some units of the model that have, in the units' order, which is the same on all ranks."""
+        """The groups of some units that may have work, in the units' order, which is the same on all ranks."""
         with self._lock:
             if not self.is_any_pending():
                 return []
@@ -252,20 +250,13 @@ class FSDPUnit:
     """The parameters that are gathered together, reduced together and freed together.
 
     Attributes:
-        root_ref: The module that the unit is named after.
-        name: Fully qualified name of that module in the outermost sharded one; empty for that module itself.
-        policy: How its parameters are stored, sent and reduced.
-        wrap_source: Why it exists.
-        model_ref: The model that it is a part of.
+        name: Fully qualified name of the root in the outermost sharded module; empty for that module itself.
         param_groups: One for each dtype and trainability.
-        param_state: What its modules hold at the moment.
-        comm_settings: What the next passes do with gradients and gathered parameters.
-        hook: A reduction of the user's.
-        reduce_group: Which process group reduces its gradients.
+        hook: The user's reduction (`register_comm_hook`).
         forward_prefetch: Units whose all-gathers start where this one is used first in forward.
         backward_prefetch: The same in backward.
         sharded_by_backend: Whether a compile made it, with the options of that compile.
-        compiled_regions: What compiled graphs of it hold, by the parameter groups that they read; `lower` fills it.
+        compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
     """
 
     root_ref: weakref.ref[nn.Module]
@@ -284,7 +275,7 @@ class FSDPUnit:
     compiled_regions: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
 
     def prefetched(self, field: Literal["forward_prefetch", "backward_prefetch"]) -> Iterator[FSDPUnit]:
-        """The units that one of these fields names."""
+        """The units of one of these two fields that are not deleted."""
         references: tuple[weakref.ref[FSDPUnit], ...] = getattr(self, field)
         return (unit for reference in references if (unit := reference()) is not None)
 
@@ -308,7 +299,7 @@ class FSDPUnit:
 
     @property
     def grad_placement(self) -> GradPlacement:
-        """Over which ranks its gradients are summed now."""
+        """How far its gradients are reduced now."""
         if not self.comm_settings.reduce_gradients:
             return GradPlacement.UNREDUCED
         has_replicas = self.policy.mesh.ndim == 2 and self.policy.mesh.size(0) > 1
@@ -325,7 +316,8 @@ class FSDPUnit:
 
     @property
     def stays_unsharded(self) -> bool:
-        """Whether gathered parameters outlive backward: on request, and between microbatches as FSDP1's ZeRO-2 does."""
+        """Whether unsharded parameters outlive backward."""
+        # As FSDP1's ZeRO-2 between microbatches: no update follows a backward that does not reduce.
         keeps_for_backward = self.policy.mesh_placement.reshard is Reshard.AFTER_BACKWARD
         return not self.comm_settings.reshard_after_backward or (
             keeps_for_backward and self.grad_placement is GradPlacement.UNREDUCED
@@ -338,7 +330,7 @@ class FSDPUnit:
 
     @property
     def title(self) -> str:
-        """Name for people: never empty."""
+        """Name for messages: never empty."""
         return self.name or "(root)"
 
     def parameter_name(self, param: FSDPParam) -> str:
@@ -347,15 +339,15 @@ class FSDPUnit:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that this rank holds of the unit's parameters, padding included."""
+        """Bytes of the unit's parameters on this rank, padding included."""
         return sum(group.flat_param.numel() * group.flat_param.element_size() for group in self.param_groups)
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the unit's full parameters in their stored dtype."""
+        """Bytes of the unit's unsharded parameters in their stored dtype."""
         return sum(param.parameter.numel() * param.parameter.element_size() for param in self.params)
 
 
 def titles(units: Iterable[FSDPUnit]) -> tuple[str, ...]:
-    """Their names for people."""
+    """The units' names for messages."""
     return tuple(unit.title for unit in units)

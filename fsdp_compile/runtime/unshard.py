@@ -1,4 +1,4 @@
-"""Unsharding whole parameter groups outside of graphs: by hand, or to keep them between the microbatches of a step."""
+"""Unsharding whole parameter groups outside of graphs: on request, or to stay gathered between microbatches."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 
 _EAGER = EagerBuilder()
 _optimizer_steps = [0]
-"""How often any optimizer stepped: torch's foreach kernels write DTensors without telling their version counters."""
+"""How often any optimizer stepped: torch's foreach kernels write DTensors and leave their version counters alone."""
 
 
 @functools.cache
 def count_optimizer_steps() -> None:
-    """From now on, counts the steps of every optimizer of the process."""
+    """Starts to count the steps of every optimizer of the process."""
 
     def count(*_: Any) -> None:
         _optimizer_steps[0] += 1
@@ -42,17 +42,13 @@ class UnshardHandle:
         self._groups = list(groups)
 
     def wait(self) -> None:
-        """Waits until the parameters are there; the next forward takes them. Waiting again does nothing."""
+        """Waits for the all-gathers, so that the next forward uses their results. Waiting again does nothing."""
         for group in self._groups:
             _finish_all_gather(group)
 
 
 def unshard(units: Iterable[FSDPUnit]) -> UnshardHandle:
-    """Starts to gather the parameters of units, those that are not there already.
-
-    Returns:
-        A handle; the next forward of the model waits by itself.
-    """
+    """Starts to gather the parameters of units that are not gathered already; the next forward waits by itself."""
     groups = [group for unit in units if unit.policy.size > 1 for group in unit.param_groups]
     for group in groups:
         if group.unsharded.all_gather is None and not _is_current(group):
@@ -62,7 +58,7 @@ def unshard(units: Iterable[FSDPUnit]) -> UnshardHandle:
 
 
 def reshard(units: Iterable[FSDPUnit]) -> None:
-    """Frees the gathered parameters of units."""
+    """Frees the unsharded parameters of units."""
     for unit in units:
         for group in unit.param_groups:
             _finish_all_gather(group)  # memory may not be freed while it is written
@@ -72,10 +68,10 @@ def reshard(units: Iterable[FSDPUnit]) -> None:
 
 
 def pre_forward(units: Sequence[FSDPUnit], models: Iterable[ModelState]) -> None:
-    """Waits for all-gathers that run, and gathers again what is out of date or is to stay gathered.
+    """Waits for running all-gathers, and gathers again what is outdated or is to stay unsharded.
 
     Args:
-        units: Those that the forward reads from.
+        units: The units that the forward reads from.
         models: The models of these units.
     """
     is_repeated = backward_in_progress() != -1  # by activation checkpointing: nothing has been written since
@@ -91,7 +87,7 @@ def pre_forward(units: Sequence[FSDPUnit], models: Iterable[ModelState]) -> None
 
 
 def unshard_again(group: FSDPParamGroup) -> None:
-    """Gathers all parameters of a group if they are not there as they are now."""
+    """Gathers all parameters of a group unless their unsharded values are current."""
     _finish_all_gather(group)
     if not _is_current(group):
         group.unsharded.start(_start(group))
@@ -99,12 +95,12 @@ def unshard_again(group: FSDPParamGroup) -> None:
 
 
 def is_outdated(group: FSDPParamGroup) -> bool:
-    """Whether the parameters of a group are gathered, or on their way, and were written to since."""
+    """Whether parameters of a group were written to since their all-gather started."""
     return not group.unsharded.is_sharded and not _is_current(group)
 
 
 def post_backward(groups: Iterable[FSDPParamGroup]) -> None:
-    """Frees the gathered parameters of some groups, but for units that are to stay unsharded."""
+    """Frees the unsharded parameters of some groups, but for units that are to stay unsharded."""
     units = dict.fromkeys(group.unit for group in groups if not group.unsharded.is_sharded)
     reshard(unit for unit in units if not unit.stays_unsharded)
 
@@ -121,12 +117,13 @@ def _is_current(group: FSDPParamGroup) -> bool:
 
 
 def _version_of(group: FSDPParamGroup) -> tuple[int, ...]:
-    """Counters that change when a parameter is written to: by an optimizer, or in place by any operator."""
+    """Counters that change when an optimizer, or any operator in place, writes to a parameter."""
     return (_optimizer_steps[0], group.flat_param._version, *(param.parameter._version for param in group.params))
 
 
 def _start(group: FSDPParamGroup) -> PendingAllGather:
     """Starts one grouped all-gather of all parameters for each dtype that is sent."""
+    # Before the copies into messages: a write that follows them makes the result outdated.
     before = _version_of(group)
     buffer = group.flat_param.detach()
     sent = [_messages(buffer[s.spec.offset : s.spec.offset + s.spec.extent], s.spec) for s in group.params]
@@ -143,8 +140,8 @@ def _messages(piece: torch.Tensor, spec: UnshardSpec) -> list[torch.Tensor]:
 
 
 def _gathered(messages: list[torch.Tensor], spec: UnshardSpec) -> list[torch.Tensor]:
-    """The output of the all-gather of each message."""
     if spec.size == 1:
+        # In memory of their own, as all-gathers return them.
         return [message.clone() for message in messages]
     gathered: dict[int, torch.Tensor] = {}
     for dtype in dict.fromkeys(message.dtype for message in messages):
@@ -156,7 +153,7 @@ def _gathered(messages: list[torch.Tensor], spec: UnshardSpec) -> list[torch.Ten
 
 
 def _finished(group: FSDPParamGroup, running: PendingAllGather) -> UnshardedParams:
-    """Waits for the all-gathers, and makes full parameters of their messages."""
+    """Waits for the all-gathers, and makes unsharded parameters of their messages."""
     values = {}
     for param, messages in zip(group.params, running.messages, strict=True):
         spec = param.spec

@@ -1,9 +1,8 @@
-"""What `fsdp.unshard` takes besides the flat parameter: accumulated gradients, and unsharded parameters.
+"""Arguments of `fsdp.unshard` besides the flat parameter: accumulated gradients, and unsharded parameters.
 
-By default nothing. While gradients are not reduced, a leaf that they are accumulated into; once some are, the
-accumulated ones, which backward adds to its own before it reduces both; while parameters stay unsharded, their values.
-Each combination is a graph of its own, compiled once: Dynamo guards on the text of a read and on which tensors are
-there, not on them.
+By default none. While gradients are not reduced, the accumulator; once some are accumulated, these, which backward adds
+to its own before it reduces both; while parameters stay unsharded, their values. Each combination is a graph of its
+own, compiled once: Dynamo guards on the text and on which tensors there are, not on their values.
 """
 
 from __future__ import annotations
@@ -17,23 +16,24 @@ from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.runtime.units import FSDPParamGroup
 
 UNSHARD_ARGS = "_fsdp_unshard_args"
-"""Attribute of a module: parameter name to `UnshardArgs`; the class has `None`, for a module that needs none."""
+"""Attribute of a module: parameter name to `UnshardArgs`; the class has `None`, for a module without any."""
 UnshardArgs = tuple[str, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Text of the `UnshardSpec`, unsharded parameter, accumulator, unsharded accumulated and partially reduced gradient."""
 
 
 def set_unshard_args(module: nn.Module, name: str, args: UnshardArgs | None) -> None:
-    """Sets what reads of a parameter take besides the flat parameter, or that they take nothing."""
+    """Sets the arguments of a parameter's reads besides the flat parameter; `None` for none."""
     every = {**module.__dict__.get(UNSHARD_ARGS, {}), name: args}
     present = {n: a for n, a in every.items() if a is not None}
     if present:
         object.__setattr__(module, UNSHARD_ARGS, present)
     elif UNSHARD_ARGS in module.__dict__:
+        # Dynamo would guard on an empty dict in another way than on the class's `None`, and compile once more.
         object.__delattr__(module, UNSHARD_ARGS)
 
 
 def refresh_unshard_args(group: FSDPParamGroup) -> None:
-    """Makes the next reads of a group's parameters take what its unit asks for now."""
+    """Sets the arguments of the next reads of a group's parameters to what its unit asks for now."""
     group.unit.model.mark_pending(group)
     placement = grad_placement_of(group)
     is_reduced = placement is GradPlacement.REDUCED
@@ -54,5 +54,5 @@ def refresh_unshard_args(group: FSDPParamGroup) -> None:
 
 
 def grad_placement_of(group: FSDPParamGroup) -> GradPlacement:
-    """How far the gradients of a group are reduced now; frozen parameters have none to accumulate."""
+    """How far the gradients of a group are reduced now; frozen parameters accumulate none."""
     return group.unit.grad_placement if group.flat_param.requires_grad else GradPlacement.REDUCED

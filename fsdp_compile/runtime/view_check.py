@@ -1,6 +1,6 @@
-"""Whether everything below a module is where the last step left it: asked before each step.
+"""Whether every parameter below a module is still the view that it was; checked before each step.
 
-Usually nothing has changed, and a few comparisons of whole lists of identities see that: no Python code runs per
+Usually nothing has changed, and a few comparisons of whole lists of identities find that: no Python code runs per
 parameter.
 """
 
@@ -33,17 +33,12 @@ class ViewCheck:
 
     Attributes:
         units: The units that modules in it read from.
-        models: The models of these units.
-        layout_versions: Of these models.
-        modules: Those in it.
-        outside: Others that hold parameters of the units.
+        outside: Modules outside of it that have parameters of the units.
         tables: The dicts of parameters and of modules of each of `modules`, and of parameters of each of `outside`.
         names: The keys of these dicts.
         contents: Their values, and `_END`.
-        parameters: All of the units.
-        views: The local tensor of each of them.
-        storages: The own, empty storage of each of them, which `.data = ...` replaces.
-        trainable: Whether each of them gets gradients.
+        views: The local tensor of each parameter.
+        storages: The own, empty storage of each parameter, which `.data = ...` replaces.
     """
 
     units: tuple[FSDPUnit, ...]
@@ -61,12 +56,7 @@ class ViewCheck:
 
     @staticmethod
     def of(root: nn.Module, units: Sequence[FSDPUnit]) -> ViewCheck:
-        """Takes what is there now to be right.
-
-        Args:
-            root: The module.
-            units: Those that modules in it read from.
-        """
+        """The check of a module as it is now, with the units that modules in it read from."""
         params = [param for unit in units for param in unit.params]
         modules = dict.fromkeys(root.modules())
         outside = dict.fromkeys(m for param in params for m, _ in param.module_refs if m not in modules)
@@ -90,7 +80,7 @@ class ViewCheck:
         )
 
     def is_intact(self) -> bool:
-        """Whether nothing was replaced, converted, moved, frozen, thawed, added, removed or laid out anew since."""
+        """Whether nothing was replaced, converted, moved, frozen, unfrozen, added, removed or laid out anew since."""
         modules, outside = ([reference() for reference in each] for each in (self.modules, self.outside))
         if (
             None in modules
@@ -122,5 +112,6 @@ def _contents(tables: Iterable[dict[str, Any]]) -> Iterator[object]:
 
 
 def _same(found: Iterable[object], expected: Iterable[object]) -> bool:
-    """Whether two sequences hold the same objects, up to the end of the shorter; `==` of tensors compares values."""
+    """Whether two sequences consist of the same objects, up to the end of the shorter."""
+    # `==` of tensors would compare values.
     return all(map(operator.is_, found, expected))

@@ -1,4 +1,4 @@
-"""Building a unit's parameter groups out of what its modules hold: full parameters, or shards of an earlier layout."""
+"""Building a unit's parameter groups out of full parameters, or of shards in an earlier layout."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from fsdp_compile.sharding.arguments import PlacementFn
 
 @dataclasses.dataclass
 class ParamToShard:
-    """A parameter on its way into a unit.
+    """A parameter that is to be laid out in a unit.
 
     Attributes:
-        name: Name relative to the unit's root.
-        module_refs: Every (module, attribute) that holds it.
-        parameter: What they hold: a full parameter, or a DTensor one that is already sharded on `dim`.
+        name: Relative to the unit's root.
+        module_refs: Every (module, attribute) that registers it.
+        parameter: A full parameter, or a DTensor that is already sharded on `dim`.
         dim: The dimension to shard; `None` for a 0-d parameter.
         order: As in `UnshardSpec`, if the parameter is a DTensor, which does not tell.
         device: Where its shard goes, if not to where the parameter is.
-        keeps_own_dtype: Whether some module that holds it is kept in full precision.
+        keeps_own_dtype: Whether a module that registers it is excluded from mixed precision.
     """
 
     name: str
@@ -50,7 +50,7 @@ class ParamToShard:
 
     @property
     def target(self) -> torch.device:
-        """Where its shard goes."""
+        """The device of its shard."""
         if self.device is not None:
             return self.device
         is_sharded = isinstance(self.parameter, DTensor)
@@ -60,7 +60,7 @@ class ParamToShard:
 def allocate_flat_params(unit: FSDPUnit, members: Sequence[ParamToShard]) -> None:
     """Lays `members` out in new parameter groups of `unit`, and makes their modules read from there.
 
-    A parameter that is a DTensor already keeps its identity. A full one is retired.
+    A parameter that is a DTensor already keeps its identity; a full one is replaced.
     """
     key = lambda m: (  # noqa: E731
         str(m.parameter.dtype), m.parameter.requires_grad, str(m.target), m.keeps_own_dtype
@@ -76,7 +76,7 @@ def allocate_flat_params(unit: FSDPUnit, members: Sequence[ParamToShard]) -> Non
 
 
 def follow_updaters(unit: FSDPUnit) -> None:
-    """Writes into a unit's specs when its parameters, which may be others now, are to be updated."""
+    """Updates a unit's specs if its parameters, which may be others now, are to be updated at another time."""
     for flat in unit.param_groups:
         update_in_backward.note_late_grads(flat)
     if any(update_in_backward.wanted(flat) is not flat.params[0].spec.update for flat in unit.param_groups):
@@ -123,7 +123,7 @@ def _buffer(unit: FSDPUnit, members: Sequence[ParamToShard], numel: int) -> torc
 
 @dataclasses.dataclass(frozen=True)
 class _Dtypes:
-    """Of one parameter group: as stored, as read, as reduced, and in 8 bits if large ones travel so."""
+    """Of one parameter group: as stored, as read, as reduced, and in 8 bits if large parameters are quantized."""
 
     stored: torch.dtype
     sent: torch.dtype
@@ -132,7 +132,7 @@ class _Dtypes:
 
 
 def _dtypes(policy: UnitPolicy, member: ParamToShard) -> _Dtypes:
-    """Integer parameters, and those of modules that are kept in full precision, are sent and reduced as stored."""
+    """Integer parameters, and those that mixed precision excludes, are sent and reduced as stored."""
     stored, asked = member.parameter.dtype, policy.mixed_precision
     if member.keeps_own_dtype:
         return _Dtypes(stored, stored, stored)
@@ -169,6 +169,7 @@ def _sharded(
         forward_prefetch=titles(unit.prefetched("forward_prefetch")),
         backward_prefetch=titles(unit.prefetched("backward_prefetch")),
     )
+    # Without padding: what the DTensor has as its local tensor.
     size = local_shape(shape, member.dim, policy.size, policy.rank)
     view = buffer[place.offset : place.offset + torch.Size(size).numel()].view(size)
     refs = ModuleRefs(member.module_refs)
@@ -190,14 +191,11 @@ def _alias(policy: UnitPolicy, dim: int | None, role: GroupRole) -> str:
 
 
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions of a full parameter from the outermost to the innermost in memory.
-
-    Returns:
-        Empty for a contiguous parameter, and for one with gaps or overlaps, whose readers get a contiguous one.
-    """
+    """Dimensions of a full parameter from the outermost to the innermost in memory; empty for a contiguous one."""
     if isinstance(parameter, DTensor) or parameter.is_contiguous():
         return ()
     order = sorted(range(parameter.dim()), key=parameter.stride().__getitem__, reverse=True)
+    # With gaps or overlaps it has no order: its readers get a contiguous one.
     return tuple(order) if parameter.permute(order).is_contiguous() else ()
 
 
@@ -209,11 +207,11 @@ def _post_forward_alias(policy: UnitPolicy) -> str:
 
 
 def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
-    """Copies values into a parameter's shard, and makes its modules hold a DTensor that is a view of it.
+    """Copies values into a parameter's shard, and registers a DTensor that is a view of it.
 
     Args:
-        param: The parameter; `parameter.parameter` is set.
-        parameter: Either sharded as the parameter is, then it keeps its identity, or full, then it is retired.
+        param: Its `parameter` is set.
+        parameter: Sharded as `param` is, then it keeps its identity, or full, then it is replaced.
         policy: Of the parameter's unit.
 
     Raises:
@@ -244,16 +242,18 @@ def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
 
 
 def give_memory(param: FSDPParam, policy: UnitPolicy, device: torch.device) -> None:
-    """Gives a parameter on meta uninitialized memory on `device`; it keeps its identity, for optimizers' sake."""
+    """Gives a parameter on meta uninitialized memory on `device`."""
     local = torch.empty(param.sharded_size, dtype=param.parameter.dtype, device=device)
     made = _sharded_parameter(param.parameter, local, policy, policy.mesh_placement.placements(param.spec.dim))
+    # It keeps its identity, by which optimizers refer to it.
     torch.utils.swap_tensors(param.parameter, made)
 
 
 def _detach_from_flat(param: FSDPParam, successor: nn.Parameter) -> None:
-    """Gives a replaced parameter memory of its own: an optimizer may still hold it and write into it."""
+    """Gives a replaced parameter memory of its own."""
     replaced = param.parameter
     if replaced is not successor and isinstance(replaced, DTensor) and local_tensor(replaced) is param.sharded_view:
+        # An optimizer may still refer to it, and write into it.
         set_local_tensor(replaced, param.sharded_view.clone())
 
 
@@ -262,7 +262,7 @@ def _sharded_parameter(
 ) -> nn.Parameter:
     dtensor = new_dtensor(local, policy.mesh, placements, full.shape)
     sharded = nn.Parameter(dtensor, requires_grad=full.is_floating_point() or full.is_complex())
-    set_local_tensor(sharded, local)  # type: ignore[arg-type]  # nn.Parameter holds an alias of it
+    set_local_tensor(sharded, local)  # type: ignore[arg-type]  # nn.Parameter made an alias of it
     for attribute, value in vars(full).items():  # marks that users and libraries put on parameters
         setattr(sharded, attribute, value)
     move_hooks(full, sharded)  # before it is frozen: a frozen tensor takes no hooks, but keeps those it has
@@ -274,8 +274,8 @@ def shard_dim(name: str, parameter: nn.Parameter, size: int, placement: Placemen
     """The dimension on which a parameter is sharded.
 
     Raises:
-        ConfigError: If `shard_placement_fn` returns no `Shard`, or names a dimension that the parameter lacks, or one
-            other than 0 that the group does not divide.
+        ConfigError: If `shard_placement_fn` returns no `Shard`, or names a dimension that does not exist, or one other
+            than 0 that the group does not divide.
     """
     if parameter.dim() == 0:
         return None

@@ -1,4 +1,4 @@
-"""The arguments of one call of `fully_shard`: read and checked before anything is touched."""
+"""The arguments of one call of `fully_shard`, read and checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -38,17 +38,13 @@ class InitFrom(enum.Enum):
     """Whose values count when a model is sharded or initialized."""
 
     EACH_RANK = "each rank"
-    """Every rank keeps its part of what it has itself."""
+    """Every rank shards its own values."""
     FIRST_RANK = "first rank"
-    """Every rank gets its part of what the first rank of the mesh has (`sync_module_states=True`)."""
+    """Every rank gets its part of the values of the first rank of the mesh (`sync_module_states=True`)."""
 
     @classmethod
     def of(cls, sync_module_states: object) -> InitFrom:
-        """What FSDP1's flag asks for.
-
-        Raises:
-            ConfigError: If it is no flag.
-        """
+        """The member for FSDP1's flag; raises `ConfigError` if it is no bool."""
         if not isinstance(sync_module_states, bool):
             raise ConfigError(
                 f"sync_module_states is {sync_module_states!r}",
@@ -63,15 +59,11 @@ _OVERRIDES = ("sharding_strategy", "reshard_after_forward", "mesh", "mp_policy")
 
 @dataclasses.dataclass(frozen=True)
 class UnitArguments:
-    """How a call wants its units; see `fully_shard`.
+    """The arguments of `fully_shard` that a unit's policy is made of.
 
     Attributes:
         strategy: FSDP1's name.
-        mesh: The ranks.
-        reshard_after_forward: What is kept for backward.
-        precision: Dtypes.
         device_type: Of a mesh that has to be made.
-        offload: Whether shards live on the host.
     """
 
     strategy: ShardingStrategy | None
@@ -82,11 +74,7 @@ class UnitArguments:
     offload: Offload | None
 
     def policy(self) -> UnitPolicy:
-        """The policy of a unit that overrides nothing.
-
-        Raises:
-            ConfigError: If arguments contradict each other.
-        """
+        """The policy of a unit without overrides; raises `ConfigError` if arguments contradict each other."""
         placement = mesh_placement(
             self.strategy,
             self.mesh,
@@ -97,8 +85,6 @@ class UnitArguments:
 
     def overridden(self, overrides: Mapping[str, Any]) -> UnitPolicy:
         """The policy of a unit for which a wrap policy returned `overrides`.
-
-        A strategy or mesh takes the place of all that the call says about keeping parameters for backward.
 
         Raises:
             ConfigError: For an unknown name, a value of the wrong type, or arguments that contradict each other.
@@ -114,6 +100,7 @@ class UnitArguments:
         precision = as_mixed_precision(overrides["mp_policy"]) if "mp_policy" in overrides else self.precision
         kept = overrides.get("reshard_after_forward")
         refuse_reshard(kept)
+        # Either takes the place of all that the call says about resharding after forward.
         if "sharding_strategy" in overrides or "mesh" in overrides:
             strategy, mesh = overrides.get("sharding_strategy", self.strategy), overrides.get("mesh", self.mesh)
             placement = mesh_placement(strategy, mesh, reshard_after_forward=kept, device_type=self.device_type)
@@ -127,7 +114,7 @@ class UnitArguments:
 
 @dataclasses.dataclass(frozen=True)
 class UnitChoices:
-    """What users write about units, not checked yet; see `fully_shard`."""
+    """The arguments of `fully_shard` about units, not checked yet."""
 
     sharding_strategy: ShardingStrategy | None
     mesh: DeviceMesh | None
@@ -138,18 +125,14 @@ class UnitChoices:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What one call of `fully_shard` asks for.
+    """The checked arguments of one call of `fully_shard`.
 
     Attributes:
-        unit: How it wants its units.
-        policy: Of a unit that overrides nothing.
-        ignored: Parameters, and modules, that it leaves alone.
+        policy: Of a unit without overrides.
         device: Where shards and buffers go that are on the CPU or on meta; `None` leaves them.
-        init_from: Whose values count.
         placement: Which dimension of a parameter is sharded.
         wrap_policy: Which modules become units; `None` for the automatic split.
         init_fn: Initializes what is on meta.
-        reduce_group: Which process group reduces gradients.
     """
 
     unit: UnitArguments
@@ -175,11 +158,7 @@ class Arguments:
         sync_module_states: object,
         separate_reduce_group: bool,
     ) -> Arguments:
-        """Checks the arguments of `fully_shard`, and makes the mesh if there is none; changes nothing of the module.
-
-        Raises:
-            ConfigError: As `fully_shard`.
-        """
+        """Checks the arguments of `fully_shard`, and makes the mesh if there is none; changes nothing of the module."""
         checks.refuse_root(module)
         checks.refuse_reshard(choices.reshard_after_forward)
         offload = as_offload(choices.offload_policy)

@@ -1,4 +1,4 @@
-"""Which parameter goes into which unit: a plan of one call of `fully_shard`, which changes nothing yet."""
+"""Which parameter goes into which unit: the plan of one call of `fully_shard`, made before any change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class UnitPlan:
     Attributes:
         root: The module that it is named after.
         name: Fully qualified name of that module.
-        policy: How its parameters are stored, sent and reduced.
         params: Its parameters, in registration order.
     """
 
@@ -40,13 +39,13 @@ class ShardingPlan:
     """What one call of `fully_shard` will do.
 
     Attributes:
-        units: Units to make, in registration order of their roots; those without parameters are left out.
+        units: In registration order of their roots; those without parameters are left out.
         roots: Every module that a unit was to be named after, with its policy; not the module of the call.
         wrap_source: Why these.
         below: Modules that earlier calls sharded.
-        ignored: `id`s of parameters that this call and earlier ones leave alone.
-        tied: Parameters that earlier calls sharded, with the further places that hold them.
-        precision: What is kept in full precision, and which buffers are cast.
+        ignored: `id`s of parameters that this call or an earlier one ignores.
+        tied: Parameters that earlier calls sharded, with further places that register them.
+        precision: Modules that mixed precision excludes, and buffers that are cast.
         first_rank: What the first rank has values for.
         different: Those of `roots` for which a wrap policy has chosen dtypes.
     """
@@ -71,6 +70,7 @@ def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
         UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
     """
     below = [m for m in module.modules() if is_sharded(m)]
+    # Ignored once, ignored by calls on modules above it, too.
     earlier = {i for m in below if (call := call_on(m)) is not None for i in call.ignored}
     ignored = arguments.ignored.ids | earlier
     occurrences, tied = _places(module, ignored)
@@ -94,7 +94,7 @@ def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
 
 
 def _places(root: nn.Module, ignored: set[int]) -> tuple[list[ParamRef], list[tuple[nn.Parameter, nn.Module, str]]]:
-    """Every place that holds a parameter which is not sharded yet, and those that hold one which is, further away."""
+    """Every place of a parameter that is not sharded yet, and further places of those that are."""
     sharded = {id(param.parameter) for unit in units(root) for param in unit.params}
     occurrences: list[ParamRef] = []
     tied: list[tuple[nn.Parameter, nn.Module, str]] = []
@@ -133,7 +133,7 @@ def _units(
     arguments: Arguments,
     precision: PrecisionPlan,
 ) -> list[UnitPlan]:
-    """Gives every parameter to the innermost root at or above the first module that holds it."""
+    """Assigns every parameter to the innermost root at or above its first place."""
     names = {id(m): name for name, m in module.named_modules()}
     chosen = {names[id(m)]: m for m in roots}
     members: dict[str, dict[int, ParamToShard]] = {name: {} for name in chosen}

@@ -1,4 +1,4 @@
-"""What `fully_shard` refuses before it touches anything, and what it is told to leave alone."""
+"""What `fully_shard` refuses before it changes anything, and what it ignores."""
 
 from __future__ import annotations
 
@@ -21,23 +21,14 @@ _OPTION = "fully_shard(ignored_params=...)"
 
 @dataclasses.dataclass(frozen=True)
 class Ignored:
-    """What one call leaves alone.
-
-    Attributes:
-        ids: `id`s of parameters, wherever in the model they are.
-        modules: Modules that were listed.
-    """
+    """The ignored parameters of one call, by `id`, and the modules that were listed."""
 
     ids: set[int] = dataclasses.field(default_factory=set)
     modules: list[nn.Module] = dataclasses.field(default_factory=list)
 
 
 def ignored_in(root: nn.Module, listed: object) -> Ignored:
-    """What one call leaves alone.
-
-    Args:
-        root: The module that is about to be sharded.
-        listed: What the user gave: `None`, or parameters and modules, which stand for all parameters in them.
+    """What one call ignores in `root`; `listed` is `None`, or parameters and modules, which stand for their parameters.
 
     Raises:
         ConfigError: If something else is listed, a listed module is sharded already, or is `root` itself.
@@ -77,11 +68,7 @@ def _parameters_of(module: nn.Module, root: nn.Module) -> set[int]:
 
 
 def refuse_root(module: nn.Module) -> None:
-    """Refuses what cannot be the root of a sharded model.
-
-    Raises:
-        ConfigError: If it is no module, or a container that cannot be called.
-    """
+    """Raises `ConfigError` for a root that cannot be sharded: no module, or a container without forward."""
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"{type(module).__name__} is not a torch.nn.Module",
@@ -97,11 +84,7 @@ def refuse_root(module: nn.Module) -> None:
 
 
 def refuse_reshard(reshard_after_forward: object) -> None:
-    """Refuses an argument that means nothing here.
-
-    Raises:
-        ConfigError: If it is not of a kind that is supported.
-    """
+    """Raises `ConfigError` for a `reshard_after_forward` of a type that is not supported."""
     if reshard_after_forward not in (None, "auto") and not isinstance(reshard_after_forward, int):
         raise ConfigError(
             f"reshard_after_forward={reshard_after_forward!r} is not supported",
@@ -112,11 +95,7 @@ def refuse_reshard(reshard_after_forward: object) -> None:
 
 
 def refuse_module(module: nn.Module) -> None:
-    """Refuses a module that is sharded already, by this package or by another.
-
-    Raises:
-        ConfigError: If it is, or is a part of one that is.
-    """
+    """Raises `ConfigError` for a module that is sharded already or in part, by this package or by another."""
     refuse_wrappers(module)
     if is_sharded(module):
         raise ConfigError(
@@ -128,11 +107,7 @@ def refuse_module(module: nn.Module) -> None:
 
 
 def refuse_wrappers(root: nn.Module) -> None:
-    """Refuses a model of which another data parallelism has taken hold.
-
-    Raises:
-        ConfigError: If some module is DDP, FSDP1 or sharded by FSDP2.
-    """
+    """Raises `ConfigError` if some module is DDP, FSDP1 or sharded by FSDP2."""
     for name, module in root.named_modules():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
             raise ConfigError(
@@ -143,19 +118,16 @@ def refuse_wrappers(root: nn.Module) -> None:
 
 
 def refuse_part(module: nn.Module, units_below: Iterable[FSDPUnit]) -> None:
-    """Refuses a module whose parameters went to a unit of a call on a module above it.
+    """Raises `ConfigError` for a module whose parameters are in a unit of a call on a module above it.
 
     Args:
         module: The module.
         units_below: Units of earlier calls on it and on modules in it.
-
-    Raises:
-        ConfigError: If there is a parameter that one of these units should hold and does not.
     """
     known = set(units_below)
     for name, part in module.named_modules():
         for _, group in reads_of(part).values():
-            # Else it is tied to one from elsewhere.
+            # A parameter whose first place is in another module is tied, and belongs to that module's unit.
             held_first = any(param.module_refs[0][0] is part for param in group.params if param.module_refs)
             if held_first and group.unit not in known:
                 raise ConfigError(
@@ -166,11 +138,7 @@ def refuse_part(module: nn.Module, units_below: Iterable[FSDPUnit]) -> None:
 
 
 def refuse_gradients(root: nn.Module, ignored: Container[int]) -> None:
-    """Refuses plain parameters that have gradients: each rank's own, which no reduction has seen.
-
-    Raises:
-        ConfigError: If there is one.
-    """
+    """Raises `ConfigError` for a plain parameter that has a gradient: of this rank alone, never reduced."""
     for name, parameter in root.named_parameters():
         if isinstance(parameter, DTensor | ReplacedParameter) or id(parameter) in ignored:
             continue
@@ -184,11 +152,7 @@ def refuse_gradients(root: nn.Module, ignored: Container[int]) -> None:
 
 
 def refuse_new_parameters(root: nn.Module) -> None:
-    """Refuses parameters that came into sharded modules after they were sharded: their gradients would not be reduced.
-
-    Raises:
-        ConfigError: If there is one that no call was told to ignore.
-    """
+    """Raises `ConfigError` for a parameter that was added to a sharded module: its gradient would not be reduced."""
     if not holds_plain_parameters(root):  # the usual case, without making names
         return
     for path, module in root.named_modules():
@@ -199,7 +163,8 @@ def refuse_new_parameters(root: nn.Module) -> None:
 
 
 def holds_plain_parameters(root: nn.Module) -> bool:
-    """Whether some module in `root` holds a parameter that is not sharded."""
+    """Whether some module in `root` has a parameter that is not sharded."""
+    # `modules()` would make the name of every module on its way.
     todo = [root]
     while todo:
         module = todo.pop()
@@ -211,7 +176,7 @@ def holds_plain_parameters(root: nn.Module) -> bool:
 
 
 def added_later(name: str) -> ConfigError:
-    """The error for a parameter that came into a module after it was sharded."""
+    """The error for a parameter that was added to a module after it was sharded."""
     return ConfigError(
         "a parameter was added to a module after it was sharded",
         where=name,
@@ -220,11 +185,7 @@ def added_later(name: str) -> ConfigError:
 
 
 def check_init_fn(param_init_fn: object) -> None:
-    """Refuses what cannot be called.
-
-    Raises:
-        ConfigError: If it is neither `None` nor callable.
-    """
+    """Raises `ConfigError` for a `param_init_fn` that cannot be called."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise ConfigError(
             f"param_init_fn is a {type(param_init_fn).__name__}, which cannot be called",

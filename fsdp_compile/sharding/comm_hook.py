@@ -1,4 +1,4 @@
-"""`register_comm_hook`: a reduction of the user's for every unit of a model."""
+"""`register_comm_hook`: a user's function reduces the gradients of every unit of a model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
 
     Call it once, before the first step. `bf16_compress_hook`, `fp16_compress_hook`, `reduce_scatter_hook` and
     `allreduce_hook` of `torch.distributed.algorithms._comm_hooks.default_hooks` become ordinary nodes of the graph
-    (cast, reduce-scatter, cast), if their state averages over the same ranks or is `None`. Any other hook is one node
-    that no pass looks into; nothing overlaps with it. For hybrid sharding it replaces the reduction over the shard
-    group, and its result is averaged over the replicas.
+    (cast, reduce-scatter, cast), if their state averages over the same ranks or is `None`. Any other hook is one opaque
+    node, and nothing overlaps with it. For hybrid sharding it replaces the reduction over the shard group, and its
+    result is averaged over the replicas.
 
     Args:
         model: The outermost sharded module, or what `torch.compile` made of it.
-        hook: `hook(state, gradient, output)` where parameters are split: `gradient` is `[size * n]`, in the
-            reduction's dtype, rank after rank, and `output`, `[n]`, is to be filled with this rank's part of the
-            average. `hook(state, gradient)` where they are not: it works in place.
+        hook: `hook(state, gradient, output)` where parameters are sharded: `gradient` is `[size * n]`, in the reduce
+            dtype, rank after rank, and `output`, `[n]`, is to be filled with this rank's part of the average.
+            `hook(state, gradient)` where they are not: it works in place.
         state: First argument of the hook.
 
     Raises:
@@ -82,7 +82,7 @@ def _refuse_division(units: list[FSDPUnit]) -> None:
 
 
 def _is_known(unit: FSDPUnit, hook: CommHook, state: object) -> bool:
-    """Whether the passes can write what the hook does."""
+    """Whether the passes can write the hook as nodes."""
     where = unit.policy.mesh_placement
     dim = where.shard_dim if where.size > 1 else where.replicate_dim
     ranks = [dist.get_rank()] if dim is None else dist.get_process_group_ranks(where.mesh.get_group(dim))

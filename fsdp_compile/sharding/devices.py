@@ -1,4 +1,4 @@
-"""`fully_shard(device_id=...)`: which device a model is sharded on, and what is moved there."""
+"""`fully_shard(device_id=...)`: on which device a model is sharded, and what is moved there."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ _OPTION = "fully_shard(device_id=...)"
 
 
 def kind_of(root: nn.Module, device_id: Device | None, offload: Offload | None = None) -> str:
-    """The kind of device that a mesh has to be made for: of the given one, of the parameters, or of the machine.
-
-    Parameters that are offloaded to the host do not tell.
-    """
+    """The device type for a new mesh: of the given device, of the parameters, or of the machine."""
     if isinstance(device_id, str | torch.device):
         return torch.device(device_id).type
+    # Parameters that are offloaded are on the host, whatever the mesh communicates on.
     parameter = next(root.parameters(), None)
     if device_id is None and offload is None and parameter is not None and not parameter.is_meta:
         return parameter.device.type
@@ -39,7 +37,7 @@ def chosen(mesh: DeviceMesh, device_id: Device | None) -> torch.device | None:
     """Where shards and buffers go; `None` if no device was asked for.
 
     Raises:
-        ConfigError: If the device is of another kind than the mesh, or does not exist.
+        ConfigError: If the device is of another type than the mesh, or does not exist.
     """
     if device_id is None:
         return None
@@ -54,22 +52,14 @@ def chosen(mesh: DeviceMesh, device_id: Device | None) -> torch.device | None:
 
 
 def refuse_misplaced(root: nn.Module, ignored: Container[int], target: torch.device | None, policy: UnitPolicy) -> None:
-    """Refuses parameters on devices where they cannot be sharded.
-
-    Raises:
-        ConfigError: If they lie on several devices, or on the CPU beside a mesh of another kind and are not offloaded.
-    """
+    """Raises `ConfigError` for parameters on several devices, or on the CPU without offload and the mesh elsewhere."""
     refuse_mixture(root, ignored, target)
     if policy.offload is None:
         refuse_left_behind(root, ignored, target, policy.mesh)
 
 
 def refuse_mixture(root: nn.Module, ignored: Container[int], target: torch.device | None) -> None:
-    """Refuses parameters on several devices, those on the meta device apart, and those that `target` moves.
-
-    Raises:
-        ConfigError: If there are some.
-    """
+    """Raises `ConfigError` for parameters on several devices, but for those on meta and those that `target` moves."""
     first: dict[torch.device, str] = {}
     for name, parameter in root.named_parameters():
         if id(parameter) not in ignored and not parameter.is_meta:
@@ -90,11 +80,7 @@ def refuse_mixture(root: nn.Module, ignored: Container[int], target: torch.devic
 
 
 def refuse_left_behind(root: nn.Module, ignored: Container[int], target: torch.device | None, mesh: DeviceMesh) -> None:
-    """Refuses parameters on the CPU beside a mesh of another kind, whose groups could not gather them.
-
-    Raises:
-        ConfigError: If there is one that `target` does not move, those on the meta device and sharded ones apart.
-    """
+    """Raises `ConfigError` for plain parameters that stay on the CPU, where the mesh's groups cannot gather them."""
     kind = mesh.device_type
     if kind == "cpu" or target is not None:
         return
@@ -110,18 +96,12 @@ def refuse_left_behind(root: nn.Module, ignored: Container[int], target: torch.d
 
 
 def destination(tensor: torch.Tensor, target: torch.device | None) -> torch.device | None:
-    """Where a tensor is moved to: from the CPU to `target`, and from nowhere else."""
+    """Where `fully_shard` moves a tensor: from the CPU to `target`, else nowhere."""
     return target if tensor.device.type == "cpu" else None
 
 
 def move_buffers(root: nn.Module, target: torch.device, left_alone: Iterable[nn.Module]) -> None:
-    """Moves buffers from the CPU to `target`.
-
-    Args:
-        root: The module that is sharded.
-        target: The device.
-        left_alone: Modules whose buffers, and those of modules in them, stay where they are.
-    """
+    """Moves buffers of `root` from the CPU to `target`, but for those in the modules of `left_alone`."""
     skipped = {part for module in left_alone for part in module.modules()}
     moved: dict[torch.Tensor, torch.Tensor] = {}  # several modules may hold one buffer
     for module in root.modules():
@@ -132,15 +112,15 @@ def move_buffers(root: nn.Module, target: torch.device, left_alone: Iterable[nn.
 
 
 def device_on(mesh: DeviceMesh, device: torch.device | str | int | None, *, where: str) -> torch.device:
-    """The device that a user chose for this rank, or the current one of the mesh's kind.
+    """The device that a user chose for this rank, or the current one of the mesh's type.
 
     Args:
         mesh: Of the sharded parameters.
         device: A device, an index, or `None`.
-        where: What the user wrote, for errors.
+        where: The argument, for errors.
 
     Raises:
-        ConfigError: If it is of another kind than the mesh, or does not exist.
+        ConfigError: If it is of another type than the mesh, or does not exist.
     """
     kind = mesh.device_type
     if isinstance(device, int) and not isinstance(device, bool):

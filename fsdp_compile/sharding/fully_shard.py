@@ -69,36 +69,35 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         mesh: 1-D to shard over, 2-D (replicate, shard) for hybrid sharding. By default the whole world.
         reshard_after_forward: True frees gathered parameters after forward and gathers them again in backward, False
             keeps them, a divisor k of the shard group keeps 1/k on each rank, and backward gathers over k neighbours
-            alone. "auto" keeps as many of the last ones as a planned schedule has room for. By default True.
+            alone. "auto" keeps as many of the last ones as fit into the planned memory. By default True.
         shard_placement_fn: Names another dimension than 0 to shard a parameter on; it must divide evenly.
-        mp_policy: Dtypes of gathered parameters, reduction, inputs and outputs: FSDP2's `MixedPrecisionPolicy`, our
-            `MixedPrecision`, which says more, or FSDP1's.
+        mp_policy: Dtypes of gathered parameters, reduction, inputs and outputs: FSDP2's `MixedPrecisionPolicy`, FSDP1's
+            `MixedPrecision`, or ours, which has more options.
         offload_policy: `CPUOffloadPolicy()`, or FSDP1's `CPUOffload(True)`, keeps shards, gradients and optimizer state
-            on the host; parameters are copied to the mesh's device for the gather, gradients back after the reduction.
-        ignored_params: Parameters to leave as they are: neither sharded nor reduced. A module stands for all
-            parameters in it.
+            on the host; parameters are copied to the mesh's device for the all-gather, gradients back after the
+            reduction.
+        ignored_params: Parameters that are neither sharded nor reduced. A module stands for all parameters in it.
         auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split. A
             `CustomPolicy` may return a dict for a module: `sharding_strategy`, `reshard_after_forward`, `mesh` or
             `mp_policy` of that unit.
-        sharding_strategy: FSDP1's name for a mesh and what is kept for backward, instead of `reshard_after_forward`.
-            Hybrid sharding without a mesh shards over the ranks of each machine.
+        sharding_strategy: FSDP1's name for a mesh and `reshard_after_forward`, instead of the latter. Hybrid sharding
+            without a mesh shards over the ranks of each machine.
         param_init_fn: Initializes what is on the meta device in `module`, as `materialize` does. Without it, that
             stays on meta.
-        sync_module_states: Gives every rank the values that the first rank of the mesh has: its part of each parameter
-            that is sharded, and all buffers. Other ranks may have them on meta. What the first rank has on meta, too,
-            is left to `param_init_fn`, whose values on the first rank count.
-        device_id: Where to keep shards and buffers that are on the CPU now: a device of the mesh's kind, or the index
-            of one. A parameter moves part by part, so that the device never holds it in full.
-        separate_reduce_group: Reduces gradients on a process group of their own, beside the one that gathers: what
-            `set_separate_reduce_scatter_group()` does.
+        sync_module_states: Broadcasts the values of the first rank of the mesh: each rank gets its part of sharded
+            parameters, and all buffers. Other ranks may have them on meta. What the first rank has on meta, too, is
+            left to `param_init_fn`, whose values on the first rank count.
+        device_id: Where shards and buffers go that are on the CPU now: a device of the mesh's type, or the index of
+            one. Only this rank's part of a parameter is moved.
+        separate_reduce_group: As `set_separate_reduce_scatter_group()`.
 
     Returns:
         `module` itself.
 
     Raises:
         ConfigError: If the module is sharded already, the mesh has not 1 or 2 dimensions, a policy is not supported,
-            arguments contradict each other, a device does not exist, parameters are on another one or on
-            the CPU beside a mesh of GPUs (and not offloaded), or a parameter has a gradient already.
+            arguments contradict each other, a device does not exist, parameters are on another one or on the CPU with a
+            mesh of GPUs (and not offloaded), or a parameter has a gradient already.
         RankMismatchError: With `sync_module_states`, if ranks have different models.
         UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
     """
@@ -149,10 +148,11 @@ def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> li
 
 
 def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arguments: Arguments) -> None:
-    """Gives modules their state, classes, casts and methods, and optimizers the sharded parameters."""
+    """Gives modules their state, classes, casts and methods."""
     state = ensure_state(module)
     assert state.model is not None
     state.call = ShardingCall(made, plan.ignored, arguments.unit.precision)
+    # Again: now with the units that this call made, in the order of registration among the earlier ones.
     state.model.adopt(units(module))
     _enter_forwards(module)
     give_methods(module, ShardedModule)
@@ -185,9 +185,10 @@ def _initialize(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arg
 
 
 def _undo_split(root: nn.Module, model: ModelState) -> None:
-    """Makes one unit of an automatic split, which was one call of a bottom-up series after all."""
+    """Makes one unit of an automatic split."""
     call = call_on(root)
     assert call is not None
+    # The call was not alone, as the split assumed, but the first of a bottom-up series.
     parts = call.units
     if len(parts) < 2 or any(part.wrap_source is not WrapSource.SPLIT for part in parts):
         return
@@ -220,7 +221,7 @@ def _undo_split(root: nn.Module, model: ModelState) -> None:
 
 
 def _tie(param: FSDPParam, module: nn.Module, attribute: str) -> None:
-    """Makes one more module hold a sharded parameter."""
+    """Registers a sharded parameter in one more module."""
     owner, owner_attribute = param.module_refs[0]
     module._parameters[attribute] = param.parameter
     param.module_refs.append(module, attribute)
@@ -230,7 +231,8 @@ def _tie(param: FSDPParam, module: nn.Module, attribute: str) -> None:
 
 
 def _enter_forwards(root: nn.Module) -> None:
-    """Lets modules whose code may read parameters of their children know when they are inside their forward."""
+    """Gives modules without sharded parameters, but with some below, a class of ours."""
     for module in root.modules():
+        # Their code may read parameters of their children, which gathers only inside of a forward.
         if not reads_of(module) and any(reads_of(part) for part in module.modules()):
             gather_on_read(module)

@@ -1,9 +1,6 @@
-"""Memory that is to be initialized, filled with marks, so that what an initialization forgot is noticed.
+"""`materialize`: initializes a sharded model on the meta device, one module at a time.
 
-`materialize`: gives a sharded model on the meta device its values, one module at a time.
-
-Each rank initializes a module's full parameters as one process would, keeps its part and frees the rest. Modules come
-in the order of `model.modules()`, so that random numbers are drawn as in a plain loop over an unsharded model.
+Memory that is to be initialized is filled with marks, so that elements which an initialization left out are found.
 """
 
 from __future__ import annotations
@@ -55,20 +52,20 @@ def _mark(dtype: torch.dtype) -> float | int | None:
 def materialize(
     model: nn.Module, device: torch.device | str | int | None = None, param_init_fn: InitFn | None = None
 ) -> None:
-    """Initializes what is on the meta device in a sharded model, so that no rank ever holds the full model.
+    """Initializes what is on the meta device in a sharded model; no rank ever has the full model in memory.
 
-    In the order of `model.modules()`, each module that holds parameters or buffers on meta gets them in full on
-    `device`, is initialized under `no_grad`, and every rank keeps its part. With one seed on all ranks the values are,
-    bit for bit, those of an unsharded model on the same device after
+    In the order of `model.modules()`, each module that has parameters or buffers on meta gets them in full on `device`,
+    is initialized under `no_grad`, and every rank copies its part. With one seed on all ranks the values are, bit for
+    bit, those of an unsharded model on the same device after
 
         for module in model.modules():
             param_init_fn(module)  # or module.reset_parameters(), where it has parameters or buffers of its own
 
-    A tied parameter is initialized by each module that holds it, so the last one wins, as there.
+    A tied parameter is initialized by each module that registers it, so the last one wins, as there.
 
     Args:
         model: After `fully_shard`. What is not on meta keeps its values and its device, and its modules are left alone.
-        device: Where to; by default the current device of the mesh's kind.
+        device: Where to; by default the current device of the mesh's type.
         param_init_fn: Called on each module, those without parameters included. It may only use the module's own
             parameters and buffers. By default, modules' `reset_parameters()`.
 
@@ -84,7 +81,7 @@ def fill_in(
     model: nn.Module, device: torch.device | str | int | None, param_init_fn: InitFn | None, source: InitFrom
 ) -> None:
     """`materialize`, with values of each rank's own initialization, or of the first rank's."""
-    from fsdp_compile.runtime.module_state import units  # which calls this
+    from fsdp_compile.runtime.module_state import units
 
     checks.check_init_fn(param_init_fn)
     sharded = units(model)
@@ -121,14 +118,11 @@ def fill_in(
 
 @dataclasses.dataclass
 class _Work:
-    """What one call of `materialize` goes through its modules with.
+    """The state of one call of `materialize`.
 
     Attributes:
-        init_fn: The user's function, if any.
-        device: Where values are made.
-        source: Whose values count.
         unwritten: Parameters and buffers that have no value yet.
-        replaced: What took the place of meta tensors that are not sharded; several modules may hold one.
+        replaced: New tensors for those on meta that are not sharded; several modules may register one.
     """
 
     init_fn: InitFn | None
@@ -138,7 +132,7 @@ class _Work:
     replaced: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def initialize(self, module: nn.Module, name: str) -> None:
-        """Lets a module make its own values in full, and keeps this rank's part."""
+        """Initializes a module's full parameters, and copies this rank's part."""
         params = dict(param_views.own_params(module))
         for param in params.values():
             param_views.swap_in_full(param, self._start(param))
@@ -160,7 +154,7 @@ class _Work:
                 param_views.swap_in_sharded(param)
 
     def _start(self, param: FSDPParam) -> torch.Tensor:
-        """What an initialization finds: blank memory, or the value of a tied parameter that another module made."""
+        """What an initialization finds: blank memory, or the value that another module gave a tied parameter."""
         if param.parameter in self.unwritten:
             return blank(param.parameter, self.device)
         return exchange.gather(param.sharded_view, param.spec)
@@ -211,7 +205,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that a module itself holds."""
+    """Parameters and buffers that a module itself registers."""
     found = {**module._parameters, **module._buffers}
     return {attribute: tensor for attribute, tensor in found.items() if tensor is not None}
 

@@ -1,4 +1,4 @@
-"""Which modules cast their inputs and outputs, which are kept in full precision, whose buffers are cast."""
+"""Mixed precision: which modules cast inputs and outputs, which are excluded, and whose buffers are cast."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PrecisionPlan:
     """What is to be done to modules before their parameters are sharded.
 
     Attributes:
-        whole: Modules that are kept in full precision.
+        whole: Modules that are excluded: they keep full precision.
         buffers: Modules with buffers to cast, and their policies.
     """
 
@@ -29,13 +29,7 @@ class PrecisionPlan:
     buffers: dict[nn.Module, MixedPrecision] = dataclasses.field(default_factory=dict)
 
     def add(self, root: nn.Module, precision: MixedPrecision, done: Sequence[nn.Module]) -> None:
-        """Plans for the modules of `root`, without those of modules that have a policy of their own.
-
-        Args:
-            root: The module that a policy is for.
-            precision: The policy.
-            done: Modules in it that another call, or another unit, has planned for.
-        """
+        """Plans a policy for the modules of `root`, without those in `done`, which have a policy of their own."""
         apart = {id(m) for other in done for m in other.modules()}
         for module in root.modules():
             if id(module) not in apart and _is_whole(module, precision):
@@ -56,14 +50,14 @@ class PrecisionPlan:
 
 
 def keeps_full_precision(module: nn.Module, planned: PrecisionPlan | None = None) -> bool:
-    """Whether a module is, or is inside, one that is kept in full precision, by now or by a plan."""
+    """Whether a module is in one that mixed precision excludes, by now or by a plan."""
     state = state_of(module)
     is_kept = state is not None and isinstance(state.casts, FullPrecision)
     return is_kept or (planned is not None and module in planned.whole)
 
 
 def cast_at(module: nn.Module, precision: MixedPrecision, nesting: Nesting) -> None:
-    """Lets a module cast its inputs and outputs as a policy says, unless it is kept in full precision."""
+    """Sets the casts of a module's inputs and outputs to those of a policy, unless it is excluded."""
     casts_inputs = precision.cast_forward_inputs
     if nesting is Nesting.OUTERMOST and precision.cast_root_forward_inputs is not None:
         casts_inputs = precision.cast_root_forward_inputs
@@ -78,7 +72,7 @@ def cast_at(module: nn.Module, precision: MixedPrecision, nesting: Nesting) -> N
 
 
 def any_full_precision(modules: Iterable[nn.Module], planned: PrecisionPlan | None = None) -> bool:
-    """Whether some of the modules that hold a parameter is kept in full precision."""
+    """Whether some of the modules that register a parameter is excluded."""
     return any(keeps_full_precision(module, planned) for module in modules)
 
 

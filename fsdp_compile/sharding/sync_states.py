@@ -1,4 +1,4 @@
-"""`fully_shard(sync_module_states=True)`: every rank begins with the values of the mesh's first one.
+"""`fully_shard(sync_module_states=True)`: every rank starts with the values of the mesh's first one.
 
 Ranks other than the first need no values: what they have on the meta device gets memory for its shard alone.
 """
@@ -28,11 +28,10 @@ _OPTION = "fully_shard(sync_module_states=True)"
 
 @dataclasses.dataclass
 class FirstRankValues:
-    """What the first rank has; read before parameters are sharded, since full ones are gone afterwards.
+    """Values of the first rank.
 
     Attributes:
-        mesh: The ranks.
-        parameters: Places whose parameters have a value on the first rank. There, with the full value.
+        parameters: Places of the parameters that have a value on the first rank, and on that rank the full value.
         buffers: Names of the buffers that have a value on the first rank.
     """
 
@@ -41,12 +40,12 @@ class FirstRankValues:
     buffers: list[str]
 
     def send(self, root: nn.Module, units: Iterable[FSDPUnit], device: torch.device | None) -> None:
-        """Gives each rank its part of the first rank's parameters, and all of its buffers.
+        """Sends each rank its part of the first rank's parameters, and all of its buffers.
 
         Args:
             root: The module that was sharded.
-            units: Units that hold the parameters.
-            device: Where memory goes that a rank lacks; by default the current device of the mesh's kind.
+            units: Units of the parameters.
+            device: For what is on meta; by default the current device of the mesh's type.
         """
         if not self.parameters and not self.buffers:
             return
@@ -59,6 +58,7 @@ class FirstRankValues:
         with torch.no_grad():
             for place in list(self.parameters):
                 param = params[place]
+                # `pop`: each full value is freed as soon as it was sent.
                 exchange.take_from_first(param.sharded_view, self.parameters.pop(place), param.spec)
             given = give_memory(root, set(self.buffers), device)
             for name in self.buffers:
@@ -77,7 +77,7 @@ def look(
         source: Whose values count; with `EACH_RANK` there is nothing to agree on, and nothing will be sent.
 
     Raises:
-        RankMismatchError: On all ranks, if they hold different models, or one has a value where the first has none.
+        RankMismatchError: On all ranks, if their models differ, or one has a value where the first has none.
     """
     if source is InitFrom.EACH_RANK:
         return FirstRankValues(mesh, {}, [])
@@ -91,6 +91,7 @@ def look(
     _refuse_missing(list(states), mine > firsts, mesh)
     has_value = dict(zip(states, firsts.tolist(), strict=True))
     first = is_first(mesh)
+    # Now, since full parameters are freed when they are sharded.
     held = {place: p.detach() if first else None for name, place, p in listed if has_value[name]}
     return FirstRankValues(mesh, held, [name for name in buffers if has_value[name]])
 
@@ -98,6 +99,7 @@ def look(
 def _refuse_different_models(states: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
     text = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in states.items()])
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    # One reduction finds the largest and the smallest digest.
     bounds = torch.tensor([digest, -digest], device=wire_of(mesh))
     all_reduce_max(bounds, mesh)
     if bounds[0].item() != -bounds[1].item():
@@ -109,7 +111,6 @@ def _refuse_different_models(states: dict[str, torch.Tensor], mesh: DeviceMesh) 
 
 
 def _refuse_missing(names: list[str], missing: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Refuses values that some rank has and the first has not."""
     missing = missing.to(torch.int64)
     all_reduce_max(missing, mesh)
     if missing.any():

@@ -1,8 +1,8 @@
-"""Parameters that are no longer views of their flat parameter: noticed before a step, and put back.
+"""Parameters that are no longer views of their flat parameter: found before a step, and copied back into place.
 
-`.to()`, `load_state_dict(assign=True)`, `module.weight = nn.Parameter(...)` and `requires_grad_()` all change what a
-module holds. The next step would read the old values, and updates would go to memory that is never gathered. So every
-step begins with a look at the identities of all parameters; where one has changed, its values are copied into place.
+`.to()`, `load_state_dict(assign=True)`, `module.weight = nn.Parameter(...)` and `requires_grad_()` all replace or
+change registered parameters. The next step would read the old values, and updates would go to memory that is never
+gathered. So every step begins with a comparison of the identities of all parameters.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ from fsdp_compile.sharding.mixed_precision import any_full_precision
 
 
 def check(unit: FSDPUnit) -> None:
-    """Makes every parameter of `unit` a view again, and refuses those that have no value.
-
-    Raises:
-        ConfigError: As `put_in_place`, or if a parameter is on the meta device.
-    """
+    """Makes every parameter of `unit` a view again; raises `ConfigError` as `put_in_place`, or for one on meta."""
     put_in_place(unit)
     for group in unit.param_groups:
         if group.flat_param.device.type == "meta":
@@ -44,13 +40,13 @@ def check(unit: FSDPUnit) -> None:
 
 
 def put_in_place(unit: FSDPUnit) -> None:
-    """Makes every parameter of `unit` a view again, with the values that its module holds now.
+    """Makes every parameter of `unit` a view again, with the values that are registered now.
 
     New dtypes, devices, shapes and trainability give the unit new parameter groups.
 
     Raises:
-        ConfigError: If a parameter is gone, is of another mesh, or its `.data` was assigned to; or if `full_params`
-            holds some parameters of the model in full, and not all.
+        ConfigError: If a parameter was removed, is of another mesh, or its `.data` was assigned to; or inside of a
+            `full_params` of a part of the model.
     """
     refuse_held(unit)
     if any(group.is_broken() for group in unit.param_groups):
@@ -60,15 +56,12 @@ def put_in_place(unit: FSDPUnit) -> None:
 
 
 def check_inside_graph(group: FSDPParamGroup) -> None:
-    """The same for a compiled region whose inputs are chosen already: what does not fit in place is refused.
-
-    Raises:
-        ConfigError: If a parameter changed its dtype, device, shape or trainability since the region was entered.
-    """
+    """As `put_in_place`, for a compiled region: what does not fit in place is refused."""
     refuse_held(group.unit)
     if not group.is_broken():
         return
     if not repair_in_place(group):
+        # The inputs of the region are chosen already: it would read the old flat parameter.
         changed = next(s for s in group.params if not _fits(_held(group.unit, s) or s.parameter, s, group.flat_param))
         raise ConfigError(
             "a parameter changed its dtype, device, shape or requires_grad, and the compiled function cannot notice "
@@ -80,11 +73,7 @@ def check_inside_graph(group: FSDPParamGroup) -> None:
 
 
 def refuse_held(unit: FSDPUnit) -> None:
-    """Refuses to run a model of which `full_params` holds only a part in full.
-
-    Raises:
-        ConfigError: If modules of `unit` hold full parameters.
-    """
+    """Raises `ConfigError` if modules of `unit` have full parameters: a `full_params` of a part of the model."""
     if unit.param_state is ParamState.UNSHARDED:
         raise ConfigError(
             "a forward reads sharded parameters of a model that is partly held in full",
@@ -94,11 +83,7 @@ def refuse_held(unit: FSDPUnit) -> None:
 
 
 def repair_in_place(group: FSDPParamGroup) -> bool:
-    """Copies changed parameters into their parameters if they fit there as they are.
-
-    Returns:
-        Whether all of them fit.
-    """
+    """Copies replaced parameters into their shards, if all of them fit there as they are; returns whether they do."""
     found = [(param, _held(group.unit, param)) for param in group.params]
     if any(held is None or not _fits(held, param, group.flat_param) for param, held in found):
         return False
@@ -111,9 +96,9 @@ def repair_in_place(group: FSDPParamGroup) -> bool:
 
 
 def _held(unit: FSDPUnit, param: FSDPParam) -> nn.Parameter | None:
-    """What all owners of a parameter hold now; `None` if they hold different things."""
+    """The parameter that is registered at all places now; `None` if there are several."""
     held = [module._parameters.get(attribute) for module, attribute in param.module_refs]
-    if not held:  # the modules that held it are gone: it trains no longer
+    if not held:  # its modules are deleted: it trains no longer
         return param.parameter
     if any(parameter is None for parameter in held):
         raise ConfigError(
@@ -149,7 +134,7 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def members(unit: FSDPUnit) -> list[allocate.ParamToShard]:
-    """What the modules of a unit hold now; parameters that were tied and no longer are become members of their own."""
+    """The registered parameters of a unit; some that were tied and no longer are become members of their own."""
     found: dict[int, allocate.ParamToShard] = {}
     for param in unit.params:
         for module, attribute in param.module_refs:
@@ -170,7 +155,7 @@ def members(unit: FSDPUnit) -> list[allocate.ParamToShard]:
 
 
 def _dim(unit: FSDPUnit, param: FSDPParam, parameter: nn.Parameter) -> int | None:
-    """The parameter's dimension, or the default one if the parameter that took its place has other dimensions."""
+    """The parameter's dimension, or the default one if a new parameter has another number of dimensions."""
     if parameter.dim() == len(param.spec.shape) and param.spec.dim is not None:
         chosen = Shard(param.spec.dim)
         return allocate.shard_dim(unit.parameter_name(param), parameter, unit.policy.size, lambda _: chosen)
@@ -178,7 +163,7 @@ def _dim(unit: FSDPUnit, param: FSDPParam, parameter: nn.Parameter) -> int | Non
 
 
 def pre_forward(root: nn.Module) -> None:
-    """Restores parameters below a module that are no longer views of their flat parameter, and unshards what is due.
+    """Makes parameters views again that no longer are, and unshards what is due, before a forward of `root`.
 
     Raises:
         ConfigError: As `check` and `checks.refuse_new_parameters`.
@@ -206,13 +191,11 @@ def _put_in_place(root: nn.Module) -> ViewCheck:
 
 
 def allocate_from_meta(unit: FSDPUnit, waiting: Sequence[FSDPParam], device: torch.device) -> None:
-    """Gives parameters on meta places in parameter groups on `device`, or on the host if offloaded.
-
-    Parameters keep their identity, parameters are made anew.
-    """
+    """Moves parameters on meta to parameter groups on `device`, or on the host if offloaded."""
     if compute_device(unit.policy.offload, unit.policy.mesh.device_type):
         device = torch.device("cpu")
     for param in waiting:
+        # Parameters keep their identity, parameter groups are made anew.
         allocate.give_memory(param, unit.policy, device)
     if waiting:
         put_in_place(unit)

@@ -1,8 +1,8 @@
-"""Which modules become units by default, and how FSDP1's wrap policies say so.
+"""Which modules become units by default, and by FSDP1's wrap policies.
 
-Repeated blocks first: the outermost modules that stand at least twice, with one class, in a `ModuleList`, `Sequential`
+Repeated blocks first: the outermost modules that occur at least twice, with one class, in a `ModuleList`, `Sequential`
 or `ModuleDict`. Then every remaining leaf module with a matrix (embedding, output head) by itself, since the two ends
-of a model are used at opposite ends of a step. What is left, norms mostly, stays with the root.
+of a model are used at opposite ends of a step. The rest, norms mostly, stays with the root.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def automatic_units(root: nn.Module, managed: Container[nn.Parameter]) -> list[nn.Module]:
-    """Roots of the units of a model, in registration order, without `root` itself.
-
-    Args:
-        root: The model.
-        managed: Parameters that are to be sharded; modules without any are no units.
-    """
+    """Roots of the units of a model, in registration order, without `root`; `managed` are the parameters to shard."""
     blocks = _repeated_blocks(root, managed)
     if not blocks:
         return []
@@ -61,13 +56,13 @@ def _has_managed(module: nn.Module, managed: Container[nn.Parameter]) -> bool:
 def policy_units(
     root: nn.Module, policy: WrapPolicy, managed: Container[nn.Parameter]
 ) -> dict[nn.Module, Mapping[str, Any]]:
-    """Roots of the units that one of FSDP1's wrap policies chooses, without `root` itself, and what each overrides.
+    """Roots of the units that one of FSDP1's wrap policies chooses, without `root`, and what each overrides.
 
     Args:
         root: The model.
         policy: `ModuleWrapPolicy`, `CustomPolicy`, or a callable of `(module, recurse, nonwrapped_numel)` such as a
             `functools.partial` of `size_based_auto_wrap_policy` or `transformer_auto_wrap_policy`.
-        managed: Parameters that are to be sharded.
+        managed: The parameters to shard.
 
     Raises:
         ConfigError: If it is none of these, or a `CustomPolicy` returns neither a bool nor a dict.

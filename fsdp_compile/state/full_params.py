@@ -1,7 +1,4 @@
-"""One parameter inside of `full_params`: gathered, shown in its modules, and given back.
-
-`full_params`: inside of it, modules hold plain, full parameters.
-"""
+"""`full_params`: inside of it, modules have plain, full parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from fsdp_compile.sharding import views
 
 @dataclasses.dataclass(frozen=True)
 class FullParamsOptions:
-    """What `full_params` was asked for; its docstring says what each argument means."""
+    """The arguments of `full_params`."""
 
     writeback: bool
     rank0_only: bool
@@ -41,15 +38,12 @@ class FullParamsOptions:
 
 @dataclasses.dataclass
 class FullParam:
-    """One parameter of a `full_params`.
+    """One parameter inside of `full_params`.
 
     Attributes:
-        unit: Its unit.
-        param: Its parameter.
-        options: The arguments of `full_params`.
-        plain: What this rank's modules hold in its place; `None` where they hold the shard.
+        plain: The full parameter on this rank; `None` where modules keep the sharded one.
         is_swapped_in: Whether it was gathered; an error may have come first.
-        orders: Names of the parameters of each module that holds it, in order.
+        orders: Names of the parameters of each module that registers it, in order.
     """
 
     unit: FSDPUnit
@@ -60,7 +54,7 @@ class FullParam:
     orders: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
 
     def swap_in(self) -> None:
-        """Gathers the parameter and its gradient, and shows them."""
+        """Gathers the parameter and its gradient, and registers them."""
         param = self.param
         self.orders = [tuple(module._parameters) for module, _ in param.module_refs]
         full = self._gather(param.sharded_view)
@@ -73,7 +67,7 @@ class FullParam:
         self.is_swapped_in = True
 
     def swap_out(self) -> ConfigError | None:
-        """Shows the shard again, with what was written if that is to be kept."""
+        """Registers the sharded parameter again, and writes changes back; returns what cannot be."""
         if not self.is_swapped_in:
             return None
         held = param_views.swapped_in(self.param) if self.plain is not None else None
@@ -92,11 +86,11 @@ class FullParam:
         return problem
 
     def _restore_orders(self) -> None:
-        """A parameter that was deleted gets its place among its module's back, not the last one."""
         for (module, _), order in zip(self.param.module_refs, self.orders, strict=True):
             held = module._parameters
             if tuple(held) != order:
                 for name in [name for name in order if name in held]:
+                    # A parameter that was deleted is registered again last: put the others of its module back in order.
                     held[name] = held.pop(name)
 
     def _gather(self, local: torch.Tensor) -> torch.Tensor | None:
@@ -149,7 +143,7 @@ class FullParam:
             )
 
     def _agree(self, problem: ConfigError | None, *, has_gradient: bool) -> tuple[ConfigError | None, bool]:
-        """What the first rank says."""
+        """The result of the first rank, which alone has the full parameter."""
         said = torch.tensor(
             [int(problem is not None), int(has_gradient)],
             device=exchange.wire_device(self.param.sharded_view, self.param.spec),
@@ -165,7 +159,7 @@ class FullParam:
 
     def _keep_value(self, held: nn.Parameter | None) -> None:
         own = self._own_part(held, self.param.sharded_view)
-        # Autograd refuses a backward through memory that was written since: leave alone what is as it was.
+        # Autograd refuses a backward through memory that was written since: do not write what is equal.
         if not torch.equal(exchange.as_bytes(own), exchange.as_bytes(self.param.sharded_view)):
             self.param.sharded_view.copy_(own)
 
@@ -182,7 +176,7 @@ class FullParam:
             local_tensor(parameter.grad).copy_(own)  # type: ignore[arg-type]
 
     def _own_part(self, full: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """This rank's part of what it holds, or of what the first rank holds; contiguous, on the device."""
+        """This rank's part of its own full value, or of the first rank's; contiguous, on the device."""
         param, spec = self.param, self.param.spec
         if not self.options.rank0_only:
             assert full is not None
@@ -193,7 +187,7 @@ class FullParam:
         return own
 
     def _retire(self) -> None:
-        """Makes what users kept of the full parameter point at the sharded one."""
+        """Makes references of users to the full parameter point at the sharded one."""
         if self.plain is None:
             return
         if self.plain.requires_grad and is_saved_by_autograd(self.plain):
@@ -219,23 +213,23 @@ def full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Lets modules hold plain, full parameters under their own names, in the dtype that is stored.
+    """Unshards parameters outside of a step: modules have plain, full parameters, in the dtype that is stored.
 
     All ranks enter and leave together, outside of forward and backward. Inside, `named_parameters()`, `state_dict()`,
     in-place writes and the forward of the plain module work as if nothing were sharded (the compiled one is refused).
-    Parameters are gathered one after the other, and all that were asked for stand at once. Tied ones stay tied. What
-    was kept of them (an optimizer made inside, say) is given the sharded parameters again afterwards.
+    Parameters are gathered one after the other, and all of them are in memory at once. Tied ones stay tied. References
+    to them (of an optimizer made inside, say) are replaced by the sharded parameters afterwards.
 
     Args:
         module: The whole model, a compiled one, or a module in it. Without sharded parameters nothing happens.
         recurse: Everything below `module`, or only the parameters of the unit whose root `module` is.
-        writeback: Keep what was written inside: each rank keeps its own part of what it holds, also if the block ends
-            with an exception. Otherwise all changes are dropped, in a world of one rank too.
-        rank0_only: Only the first rank of the mesh holds full parameters; others hold their shards. With `writeback`
-            all ranks are given their parts of what the first one holds.
-        offload_to_cpu: Full parameters are held in the memory of the host, one after the other leaving the device.
-        with_grads: Full parameters have full gradients. With `writeback` these are kept likewise; one that was set to
-            `None` is forgotten.
+        writeback: Write changes back: each rank shards its own full values, also if the block ends with an exception.
+            Otherwise all changes are dropped, in a world of one rank too.
+        rank0_only: Only the first rank of the mesh has full parameters. With `writeback` all ranks get their parts of
+            its values.
+        offload_to_cpu: Full parameters are in the memory of the host, moved one after the other.
+        with_grads: Full parameters have full gradients. With `writeback` these are written back, too, or dropped if
+            they were set to `None`.
 
     Raises:
         ConfigError: Inside a forward, a backward or another `full_params` of the same unit; if a parameter is on the
@@ -261,12 +255,10 @@ def full_params(
 
 @dataclasses.dataclass
 class _FullParams:
-    """What one `full_params` holds.
+    """All parameters of one `full_params`.
 
     Attributes:
-        units: Units of the parameters.
-        parameters: The parameters.
-        classes: Modules that got their own class back, with the class that reads shards.
+        classes: Modules that got their own class back, with their sharded class.
     """
 
     units: list[FSDPUnit]
@@ -274,7 +266,7 @@ class _FullParams:
     classes: list[tuple[nn.Module, type[nn.Module]]] = dataclasses.field(default_factory=list)
 
     def swap_in(self, module: nn.Module) -> None:
-        """Gathers and shows everything; where nothing below `module` stays sharded, forwards are the plain ones."""
+        """Gathers and registers all parameters."""
         for unit in self.units:
             unit.model.note_layout()
             unit.param_state = ParamState.UNSHARDED
@@ -282,17 +274,14 @@ class _FullParams:
             param.swap_in()
         full = {held.param for held in self.params if held.plain is not None}
         below = {param for unit in units_below(module) for param in params_in(module, unit)}
+        # Nothing below `module` is sharded any more: forwards are the plain ones.
         if full and below <= full:
             for each in module.modules():
                 if original_class(each) is not type(each):
                     self.classes.append((each, swap_to_original_class(each)))
 
     def swap_out(self) -> list[ConfigError]:
-        """Shows the shards again, with what was written if that is to be kept.
-
-        Returns:
-            What could not be kept, alike on every rank that holds full parameters.
-        """
+        """Registers the sharded parameters again, and writes changes back; returns what cannot be."""
         for module, sharded_class in self.classes:
             swap_back(module, sharded_class)  # its reads may have changed meanwhile
         problems = [param.swap_out() for param in self.params]

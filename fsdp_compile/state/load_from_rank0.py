@@ -1,4 +1,4 @@
-"""`load_from_rank0`: values of a full state dict that the first rank alone holds, into a model that is sharded."""
+"""`load_from_rank0`: loads a full state dict that only the first rank has into a sharded model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WHERE = "load_from_rank0"
 
 @dataclasses.dataclass(frozen=True)
 class IncompatibleKeys:
-    """What `load_from_rank0(strict=False)` left alone.
+    """The names that `load_from_rank0(strict=False)` ignored.
 
     Attributes:
         missing: Names of the model's state that the state dict has no value for, under any name.
@@ -44,27 +44,27 @@ def load_from_rank0(
     strict: bool = True,
     device: torch.device | str | int | None = None,
 ) -> IncompatibleKeys:
-    """Gives every rank its part of a full state dict that only the first rank has.
+    """Loads a full state dict that only the first rank has; every rank gets its part.
 
-    All ranks call it together. Values travel one by one in messages of at most 250 MiB; no rank but the first ever
-    holds a full parameter, and replicas get copies. A parameter or module that has several names may be given under
-    any of them; if under several, the last name in the model's order counts, as in `load_state_dict`. Values are cast
-    to the dtypes that the model has. What is on meta gets memory first.
+    All ranks call it together. Values are sent one by one in messages of at most 250 MiB; no other rank ever has a full
+    parameter in memory, and replicas get copies. A parameter or module with several names may be given under any of
+    them; if under several, the last name in the model's order counts, as in `load_state_dict`. Values are cast to the
+    dtypes of the model. What is on meta gets memory first.
 
     Args:
         model: After `fully_shard`.
         state_dict: Full, plain tensors by name, on the first rank of the mesh; ignored on others.
         strict: Whether missing and unexpected names are errors. What is missing keeps its value, or stays on meta for
             `materialize`.
-        device: Where to put what is on meta; by default the current device of the mesh's kind.
+        device: For what is on meta; by default the current device of the mesh's type.
 
     Returns:
-        The names that were left alone, the same on every rank.
+        The names that were ignored, the same on every rank.
 
     Raises:
-        ConfigError: On all ranks, and before anything was changed, if nothing in the model is sharded, units of it are
-            on meshes with different first ranks, names do not match, or a value is no plain tensor, is on meta or has
-            another shape.
+        ConfigError: On all ranks, and before any change, if nothing in the model is sharded, units of it are on meshes
+            with different first ranks, names do not match, or a value is no plain tensor, is on meta or has another
+            shape.
     """
     model = getattr(model, "_orig_mod", model)
     sharded = units(model)
@@ -97,13 +97,13 @@ def load_from_rank0(
             exchange.overwrite(state.value.detach(), mesh)
     for module in model.modules():
         buffers.follow_mode(module)
-    reshard(sharded)  # what is kept in full is old
+    reshard(sharded)  # unsharded values are outdated
     return keys
 
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """A parameter or a saved buffer at one of its places."""
+    """One place of a parameter or of a saved buffer."""
 
     name: str
     module: nn.Module
@@ -148,7 +148,7 @@ def _mesh_of(model: nn.Module, sharded: list[FSDPUnit]) -> DeviceMesh:
 
 
 def _look(states: list[_State], state_dict: Mapping[str, torch.Tensor] | None) -> dict[str, list[str]]:
-    """What the first rank finds: `given` names, `missing` and `unexpected` ones, and `problems` in words."""
+    """What the first rank finds: `given`, `missing` and `unexpected` names, and `problems` in words."""
     if state_dict is None:
         return {"given": [], "missing": [], "unexpected": [], "problems": ["the first rank was given no state dict"]}
     given = [state for state in states if state.name in state_dict]
