@@ -165,7 +165,7 @@ class _Walk:
             return [()]
         holder = _HOLDERS.get(role, Holder.TEMPORARY) if role is not None else Holder.TEMPORARY
         value = node.meta.get("val")
-        # A result may be `None` (the gradient of an input that needs none), and still takes a position among the results.
+        # A result may be `None` (the gradient of an input that needs none), and still has a place among the results.
         results = [tensors_of_value(result) for result in (value if isinstance(value, tuple | list) else [value])]
         number = itertools.count()
         of_each = [
@@ -203,7 +203,7 @@ class _Walk:
         return held
 
     def _carry(self, buffer: Buffer) -> Buffer:
-        """A buffer that forward saved, as backward's own: freed after its last use unless the caller or model has it too."""
+        """A buffer that forward saved, in backward: freed after its last use unless the caller or the model has it."""
         if buffer not in self.carried:
             stays = buffer.holder in (Holder.SHARD, Holder.INPUT, Holder.OUTPUT)
             self.carried[buffer] = self._kept(buffer, self.end if stays else 0)
@@ -218,7 +218,7 @@ class _Walk:
         return Buffer(buffer.node, buffer.result, buffer.size_bytes, buffer.holder, 0, last)
 
     def _name_outputs(self) -> None:
-        """Tells buffers that are returned from those that are saved for backward; one that is both counts as returned."""
+        """Tells buffers that are returned from those that are saved for backward; one that is both is returned."""
         returned = self.step.output.args[0]
         nodes = returned if isinstance(returned, tuple | list) else (returned,)
         notes = self.step.output.meta.get("desc") or ()

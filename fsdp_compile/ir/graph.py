@@ -67,7 +67,7 @@ class Role(enum.Enum):
     FULL = "full"
     """A full parameter, as readers see it."""
     POST_FORWARD_SHARD = "post_forward_shard"
-    """This rank's part of a parameter that is saved from forward for backward, or a step to it; an input of backward."""
+    """This rank's part of a parameter that is saved for backward, or a step to it; an input of backward."""
     RESHARD = "reshard"
     """Frees gathered messages."""
     GRADIENT = "gradient"
