@@ -207,7 +207,7 @@ def _rewrite(step: StepGraph, order: Order, ranks: int) -> None:
             record = require(node)
             before = dict(zip(record.parameters, record.specs, strict=True))
             after = _laid_out(before, order, node.meta["val"].dtype, ranks)
-            specs = tuple(after[name] for name in record.parameters)  # in the order of registration, whatever their offsets
+            specs = tuple(after[name] for name in record.parameters)  # in the order of registration
             node.meta[KEY] = dataclasses.replace(record, specs=specs)
             texts[node] = {before[name].text: spec.text for name, spec in after.items()}
             like_flats[node] = _numel(after)

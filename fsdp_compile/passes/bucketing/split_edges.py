@@ -33,7 +33,7 @@ Groups = list[list[ParamCollective]]
 
 @dataclasses.dataclass(frozen=True)
 class Edges:
-    """Times of a graph, which say what is at its edges; `before_us` is the time of computing everything before a node."""
+    """Times of a graph, which say what is at its edges; `before_us` is the time of computing all nodes before one."""
 
     before_us: dict[fx.Node, float]
     total_us: float
