@@ -1,8 +1,7 @@
-"""The first call of a compiled plain model: which model it is, and how Dynamo is made to trace it again.
+"""The first call of a compiled plain model: finds the model, and makes Dynamo trace it again.
 
-A backend is given a graph and its inputs, and not the model. What tells the model is the Python stack below which
-Dynamo compiles, and the path on which Dynamo found a parameter. Both go by private names of torch, which stand in
-`_torch/dynamo.py` and are pinned by `tests/capture/test_first_call.py`.
+A backend gets a graph and its inputs, not the model. The model is found on the Python stack below which Dynamo
+compiles, and on the path on which Dynamo found a parameter. Both take private names of torch, see `_torch/dynamo.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from fsdp_compile.modules.forward import in_forward_until_return
 
 
 def compiled_modules() -> list[nn.Module]:
-    """Modules that are being called right now by compiled code or as compiled modules, outermost first.
-
-    Where a graph break leaves a model's forward to Python, Dynamo compiles its children's forwards one by one. The
-    model is on the stack then, inside of the compiled call.
-    """
+    """Modules that are being called right now by compiled code or as compiled modules, outermost first."""
     found: list[nn.Module] = []
     inside: list[nn.Module] = []
+    # Where a graph break leaves a model's forward to Python, Dynamo compiles its children's forwards one by one: the
+    # model is on the stack then, inside of the compiled call.
     for called in modules_being_called():
         if called is None:  # everything further in was called by compiled code
             found.extend(inside)
@@ -46,9 +43,7 @@ def modules_on_the_way(placeholder: fx.Node) -> Iterator[nn.Module]:
 
 
 def trace_again() -> Exception:
-    """What to raise so that Dynamo traces the frame again, which now reads from flat parameters.
-
-    The frame's caller has entered a forward that nobody knew to be one: until it returns, reads gather by themselves.
-    """
+    """The exception that makes Dynamo trace the frame again, which now reads from flat parameters."""
+    # The frame's caller has entered a forward when the model was not sharded yet: its pre-forward has not run.
     in_forward_until_return(caller_of_root_frame())
     return restart_trace()

@@ -1,4 +1,4 @@
-"""Which inputs of a graph are flat parameters, and whose."""
+"""Finds the flat parameters among the inputs of a graph, and writes their records."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
 
 def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
-    """Finds the flat parameters among the inputs of Dynamo's graph.
-
-    Args:
-        inputs: Example inputs, real tensors for parameters.
+    """Finds the flat parameters, and the inputs that belong to them, among the inputs of Dynamo's graph.
 
     Returns:
-        Position of the input to the record of its flat parameter.
+        Position of the input to its record.
     """
     found = {i: FSDPParamGroup.of(value) for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
     flats = {i: flat for i, flat in found.items() if flat is not None}
@@ -44,7 +41,7 @@ def is_whole_model(inputs: Sequence[object]) -> bool:
 
 
 def _beside(flat: FSDPParamGroup, record: Record) -> Iterator[tuple[torch.Tensor, Record]]:
-    """What reads of a flat parameter may take besides it, with the record of each."""
+    """What reads of a flat parameter may take in addition to it, with the record of each."""
     for holder in flat.grads.accumulators.values():
         yield holder, dataclasses.replace(record, role=Role.GRAD_ACCUMULATOR)
     for role, place in (
@@ -60,7 +57,7 @@ def _beside(flat: FSDPParamGroup, record: Record) -> Iterator[tuple[torch.Tensor
 
 
 def _titles(units: Iterable[FSDPUnit]) -> dict[FSDPUnit, str]:
-    """A title for each unit that no other has, also where several sharded models meet in one graph."""
+    """A unique title for each unit, also where several sharded models meet in one graph."""
     titles: dict[FSDPUnit, str] = {}
     for unit in units:
         if unit not in titles:
@@ -70,8 +67,9 @@ def _titles(units: Iterable[FSDPUnit]) -> dict[FSDPUnit, str]:
 
 
 def _record(flat: FSDPParamGroup, title: str) -> Record:
-    """The record of a flat parameter: its parameters in the order of registration, which offsets do not tell."""
+    """The record of a flat parameter."""
     unit = flat.unit
+    # In the order of registration: that of offsets is another one.
     slots = sorted(flat.params, key=lambda slot: slot.position)
     names = tuple(unit.parameter_name(slot) for slot in slots)
     return Record(Role.FLAT, title, names, tuple(slot.spec for slot in slots), Phase.FORWARD)
@@ -81,7 +79,7 @@ def name_inputs(graph: fx.Graph, flats: Mapping[int, Record]) -> None:
     """Writes the records on the placeholders of a graph that AOTAutograd made of Dynamo's."""
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         described = node.meta.get("desc")
-        # What AOTAutograd takes out of a DTensor input is described by its attribute and has no number of Dynamo's.
+        # Tensors that AOTAutograd takes out of a DTensor input are described by attribute: they have no `idx`.
         index = position if described is None else getattr(described, "idx", -1)
         if index in flats and not node.name.startswith("tangents"):
             record = flats[index]
@@ -89,7 +87,8 @@ def name_inputs(graph: fx.Graph, flats: Mapping[int, Record]) -> None:
 
 
 def _as_read(flat: fx.Node, record: Record) -> Record:
-    """The record of a flat parameter with the specs by which this graph reads it: eval mode may read otherwise."""
+    """The record of a flat parameter with the specs by which this graph reads it."""
+    # Modules in eval mode may read in another dtype than the group's specs say.
     read: dict[int, UnshardSpec] = {}
     for user in flat.users:
         if user.target not in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS):

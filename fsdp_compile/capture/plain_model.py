@@ -1,7 +1,7 @@
-"""What happens when the compiled thing reads parameters that nobody has sharded: its model is sharded now.
+"""Shards a plain model when its compiled form is called first.
 
 Dynamo traces before the backend sees anything, so by then the graph reads plain parameters. The backend shards the
-module that holds them and asks Dynamo to trace the frame again, which then reads from flat parameters.
+module that owns them and asks Dynamo to trace the frame again, which then reads from flat parameters.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ from fsdp_compile.sharding.fully_shard import fully_shard
 
 
 def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions) -> bool:
-    """Shards every module whose plain parameters are inputs of a Dynamo graph.
-
-    Args:
-        gm: Dynamo's graph.
-        inputs: Its example inputs.
-        options: `options.sharding` goes to `fully_shard`.
+    """Shards each module whose plain parameters are inputs of a Dynamo graph; `options.sharding` goes to `fully_shard`.
 
     Returns:
         Whether anything was sharded, so that the frame has to be traced again.
@@ -65,12 +60,8 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
 def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> None:
     """Refuses options for `fully_shard` where the user has called it already: they would do nothing.
 
-    Args:
-        inputs: Example inputs of a Dynamo graph that reads from flat parameters.
-        options: `options.sharding` is looked at.
-
     Raises:
-        ConfigError: If there are such options, and no unit of the graph was made with them.
+        ConfigError: If there are such options, and no unit of the graph was sharded by the backend.
     """
     flats = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
     read = {flat.unit for flat in flats if flat is not None}
@@ -105,7 +96,7 @@ def _is_unclaimed(module: nn.Module, parameter: nn.Parameter) -> bool:
 
 
 def _owner(placeholder: fx.Node, parameter: nn.Parameter) -> nn.Module:
-    """The outermost module of the compiled thing that holds a parameter."""
+    """The outermost compiled module that owns a parameter."""
     for module in (*compiled_modules(), *modules_on_the_way(placeholder)):
         if _is_unclaimed(module, parameter):
             return module

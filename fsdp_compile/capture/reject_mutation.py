@@ -1,7 +1,7 @@
-"""In-place changes of parameters inside a compiled region, which would be lost or seen too late: refused.
+"""Refuses in-place changes of parameters inside a compiled region, which would be lost or seen too late.
 
-A read gives a copy, so what is written into it is gone. The DTensor that `parameters()` gives under `no_grad()` is
-what is stored, but a graph that also reads the flat parameter does not know that the two are the same memory.
+A read gives a copy, so what is written into it is lost. The DTensor that `parameters()` gives under `no_grad()` is the
+sharded parameter itself, but a graph that also reads the flat parameter does not know that they share memory.
 """
 
 from __future__ import annotations
@@ -33,10 +33,6 @@ _OPERATORS: tuple[Callable[..., Any], ...] = (
 def refuse_updates(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     """Refuses a Dynamo graph that writes into a gathered parameter, or into one that it also reads.
 
-    Args:
-        gm: Dynamo's graph; every node has its fake value.
-        inputs: Its example inputs, real tensors for parameters.
-
     Raises:
         UnsupportedModelError: If there is such a write, with the line of the model that makes it.
     """
@@ -55,7 +51,7 @@ def refuse_updates(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
 
 
 def _read_parameters(inputs: Sequence[object]) -> dict[int, str]:
-    """`id` of each parameter whose flat parameter is an input, with words for it: those of one share memory."""
+    """`id` of each parameter whose flat parameter is an input, with its description for errors."""
     flats = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
     return {
         id(slot.parameter): f"a parameter of {flat.unit.title}"
@@ -66,7 +62,7 @@ def _read_parameters(inputs: Sequence[object]) -> dict[int, str]:
 
 
 def _memory(node: fx.Node) -> Iterator[int]:
-    """What tells the memory of a node's value from others'."""
+    """Ids of the memory of a node's tensors."""
     for value in tree_leaves(node.meta.get("example_value")):
         if isinstance(value, torch.Tensor):
             yield memory_id(value)

@@ -1,8 +1,8 @@
-"""Embeddings that are looked up where their rows are, instead of being gathered (`embedding="sharded"`).
+"""Looks embeddings up on the ranks that have their rows, instead of gathering tables (`embedding="sharded"`).
 
     %w = fsdp.unshard(%flat, spec); %y = F.embedding(%ids, %w)   ->   %y = fsdp.look_up(%flat, %ids, spec)
 
-In Dynamo's graph, where the call is still the user's, before its derivative is made.
+This is done in Dynamo's graph, where the call is still the user's, before autograd traces it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ _ARGUMENTS = inspect.signature(functional.embedding)
 def shard_lookups(gm: fx.GraphModule) -> None:
     """Rewrites every lookup in a parameter that is sharded by rows.
 
-    Tables are gathered as always where gradients are held back or were (`no_sync`), since those are of full parameters,
-    and read where they stayed gathered since an earlier call.
-
     Raises:
-        ConfigError: If a table has to be gathered whatever its lookups do, or cannot be looked up where it is.
+        ConfigError: If a table has to be gathered for another read, or cannot be looked up where it is.
     """
     for node in gm.graph.find_nodes(op="call_function", target=functional.embedding):
         given = _given(node)
@@ -42,6 +39,8 @@ def shard_lookups(gm: fx.GraphModule) -> None:
         flat, text, *beside = weight.args
         spec = parse(str(text))
         if (
+            # Accumulated gradients (`no_sync`) are those of full parameters, and parameters that are still unsharded
+            # need no exchange: such tables are read as always.
             spec.size == 1
             or spec.grad_placement is not GradPlacement.REDUCED
             or any(held is not None for held in beside)
@@ -73,7 +72,7 @@ def _padding(index: int | None, rows: int) -> int:
 
 
 def _problems(weight: fx.Node, spec: UnshardSpec, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Why a table cannot stay where it is, and what to do instead."""
+    """Why a table cannot stay sharded, and what to do instead."""
     others = [user for user in weight.users if user.target is not functional.embedding]
     if others or _is_read_again(weight):
         yield "its weight is read in other ways too, so it is gathered anyway", "embedding='gathered'"
@@ -94,7 +93,7 @@ def _problems(weight: fx.Node, spec: UnshardSpec, given: dict[str, Any]) -> Iter
 
 
 def _is_read_again(weight: fx.Node) -> bool:
-    """Whether another read of the same parameter is there for something else than lookups."""
+    """Whether another read of the same parameter is used by anything else than lookups."""
     flat, text = weight.args[:2]
     assert isinstance(flat, fx.Node)
     return any(

@@ -1,7 +1,7 @@
-"""Models that were compiled with this backend and never reached it: noticed at their optimizer's first step.
+"""Finds models that were compiled with this backend and never reached it, at their optimizer's first step.
 
 Dynamo leaves some forwards to Python whole: one that starts with an `nn.LSTM`, or one that breaks the graph inside of a
-loop. Nothing calls the backend then, so nothing shards the model, and every rank would train a copy of its own.
+loop. The backend is never called then, the model is not sharded, and every rank would train a copy of its own.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ from fsdp_compile.errors import UnsupportedModelError
 
 
 def watch_optimizers(backend: object) -> None:
-    """Looks at every optimizer of the process once, at its first step with gradients of plain parameters.
+    """Checks every optimizer of the process once, at its first step with gradients of plain parameters.
 
     The backend's module calls this when it is imported, which `torch.compile` does before it wraps the first model.
-
-    Args:
-        backend: The function that `torch.compile` calls for this backend.
     """
     compiled: weakref.WeakSet[OptimizedModule] = weakref.WeakSet()
     checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -43,7 +40,7 @@ def watch_optimizers(backend: object) -> None:
             _refuse_unsharded([m._orig_mod for m in compiled if backend_of(m) is backend], trained)
         checked.add(optimizer)
 
-    # `torch.compile(model)` makes a module that holds the model: torch tells when a module gets a submodule.
+    # `torch.compile(model)` makes a module with the model as a submodule, which this hook sees.
     register_module_module_registration_hook(note_compiled)
     register_optimizer_step_pre_hook(before_step)
 
@@ -67,6 +64,7 @@ def _refuse_unsharded(models: Iterable[nn.Module], trained: set[int]) -> None:
 
 
 def _was_called(model: nn.Module) -> bool:
-    """Whether the model has run compiled: before that, its optimizer may well step, and state is sharded later."""
+    """Whether the model has run compiled."""
+    # Before its first compiled call a model may be trained plainly; optimizer state is sharded later.
     codes = (getattr(type(module).forward, "__code__", None) for module in model.modules())
     return any(code is not None and was_looked_at(code) for code in codes)

@@ -16,7 +16,7 @@ _FOLDER = "benchmarks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which benchmark, and what it is given."""
+    """Declares the benchmark, and its arguments."""
     parser.add_argument("benchmark", nargs="?", metavar="NAME", help="such as step_time (default: list them)")
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="of the benchmark; bench NAME --help lists them"
@@ -24,13 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs `python -m benchmarks.NAME ARGUMENTS`.
-
-    Args:
-        arguments: What `add_arguments` declared.
-
-    Returns:
-        The benchmark's exit status.
+    """Runs `python -m benchmarks.NAME ARGUMENTS` and returns its exit status.
 
     Raises:
         ConfigError: Outside a checkout, or for a benchmark that does not exist.

@@ -77,13 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explains.
-
-    Args:
-        arguments: What `add_arguments` declared.
-
-    Returns:
-        0.
+    """Explains a model.
 
     Raises:
         ConfigError: If the model cannot be found, or an option has an impossible value.
@@ -117,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace, link: str | float) -> None:
-    """Refuses what names and numbers alone show to be impossible."""
+    """Refuses names and numbers that are impossible, before torch is imported."""
     if arguments.scaling is not None:
         _check_picture(arguments.scaling)
     if isinstance(link, float):

@@ -15,7 +15,7 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 
 
 class Command(Protocol):
-    """What a module of this folder has in order to be a command."""
+    """A module of this folder that is a command."""
 
     NAME: str
     ABOUT: str
@@ -31,10 +31,7 @@ COMMANDS: Final[tuple[Command, ...]] = (train, explain, parity, bench, opt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: Arguments after the program's name; None for those of this process.
+    """Run a command; without `argv`, with the arguments of this process.
 
     Returns:
         Exit status: 0 done, 1 failed, 2 wrong use, 128 + n ended by signal n.
@@ -45,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise _unknown_argument(unknown[0], arguments)
         return arguments.run(arguments)
     except (ConfigError, UnsupportedModelError) as error:
-        # Below a launcher every rank finds the same mistake; one of each host says it, since hosts have other files.
+        # Below a launcher every rank finds the same mistake; one rank of each host reports it, as files differ by host.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"fsdp-compile {arguments.command}: {error}", file=sys.stderr)
         return 2

@@ -36,14 +36,7 @@ class Show(StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Applied:
-    """What one pass did.
-
-    Attributes:
-        name: The pass.
-        plan: Text of its plan.
-        diff: Text of what it changed.
-        graph: Text of the graph after it.
-    """
+    """What one pass did, as text: its plan, what it changed, and the graph after it."""
 
     name: str
     plan: str
@@ -73,13 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the passes.
-
-    Args:
-        arguments: What `add_arguments` declared.
-
-    Returns:
-        0, or 1 if the result breaks a rule.
+    """Runs the passes; returns 1 if the result breaks a rule.
 
     Raises:
         ConfigError: If the file, the graph or the passes cannot be read.
@@ -160,10 +147,7 @@ def default_passes() -> dict[str, GraphPass[Any]]:
 
 
 def read_passes(text: str) -> list[GraphPass[Any]]:
-    """Makes the passes that a text lists.
-
-    Args:
-        text: "insert-collectives,schedule-prefetch(distance=2)", or "none".
+    """Makes the passes of a list such as "insert-collectives,schedule-prefetch(distance=2)", or "none".
 
     Raises:
         ConfigError: For an unknown pass or option, or text that is no such list.

@@ -1,4 +1,4 @@
-"""`fsdp-compile parity`: the compiled model beside an eager reference, on real processes."""
+"""`fsdp-compile parity`: compares the compiled model with an eager reference, on real processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTRACT: Final = "a function without arguments that returns a module"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, beside which reference, on how many ranks, and what is shown."""
+    """Declares the model, the reference, the ranks, and what is shown."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -58,13 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compares.
-
-    Args:
-        arguments: What `add_arguments` declared.
-
-    Returns:
-        0 if the two are equal, 1 if they differ or a rank failed.
+    """Compares; returns 0 if the two are equal, 1 if they differ or a rank failed.
 
     Raises:
         ConfigError: If a function cannot be found, or an option has an impossible value.

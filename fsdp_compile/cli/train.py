@@ -51,13 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train.
-
-    Args:
-        arguments: What `add_arguments` declared.
-
-    Returns:
-        0 when done, 1 when a rank failed, 128 + n when signal n ended it.
+    """Train; returns 0 when done, 1 when a rank failed, 128 + n when signal n ended it.
 
     Raises:
         ConfigError: An option has an impossible value.

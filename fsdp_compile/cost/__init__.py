@@ -1,1 +1,1 @@
-"""What a graph costs: time of each node and each collective, live bytes, and how the two lanes overlap."""
+"""The cost model: time of each node and each collective, live bytes, and the overlap of compute and communication."""

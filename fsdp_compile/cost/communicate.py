@@ -16,7 +16,7 @@ from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
 
 
 class Kind(enum.Enum):
-    """What a collective does, or a copy."""
+    """What a collective or a copy does."""
 
     GATHER = "all-gather"
     REDUCE = "reduce-scatter"
@@ -45,10 +45,8 @@ class Communication:
     """One collective, or one copy.
 
     Attributes:
-        kind: What it does.
         group: Alias of the process group; of a copy, the direction on the bus.
         link: Alias of the group whose ranks it connects, which share a link with other groups of the same ranks.
-        ranks: Size of the group.
         size_bytes: Bytes of the whole: of the gathered messages, or of those before the reduction.
         sent_bytes: Bytes that each rank sends to others.
         time_us: Time on the link, or on the bus, when nothing else uses it.
@@ -95,11 +93,13 @@ def communication(node: fx.Node, link: Link) -> Communication:
     ranks, group = (spec.replicas, spec.replicate_group) if sent_over_replicas else (spec.size, spec.group)
     if spec.post_forward_size > 1 and node.args[-1] == spec.post_forward_group:
         ranks, group = spec.post_forward_size, spec.post_forward_group
+    # Reduce-scatters have a process group of their own, over the same ranks and the same link as all-gathers.
     link_of = group
     if kind is Kind.REDUCE:
         group = spec.scatter_group
     sources = [node] if kind is Kind.GATHER else node.all_input_nodes
     size_bytes = sum(tensor_bytes(t) for source in sources for t in tensors_of(source))
+    # An all-reduce is a reduce-scatter and an all-gather.
     sent_bytes = size_bytes * share_of_others(ranks) * (2 if sent_over_replicas else 1)
     time_us = link.collective_us(kind.value, sent_bytes, ranks)
     time_us += link.message.value * (len(tensors_of(node)) - 1)
@@ -113,18 +113,14 @@ ROUNDS = 3
 
 
 def exchange(node: fx.Node, spec: UnshardSpec, link: Link) -> Communication:
-    """An exchange of rows and of their ids (8 byte each), if each rank wants as many rows of each other.
-
-    Args:
-        node: Calls one of `EXCHANGED`.
-        spec: The slot of the parameter whose rows they are.
-        link: What they are sent on.
-    """
+    """An exchange of rows and of their ids, if each rank wants as many rows of each other."""
     rows, ids = (node, node.args[1]) if node.target is LOOK_UP else node.args[-5:-3]
     assert isinstance(rows, fx.Node)
     assert isinstance(ids, fx.Node)
+    # An id is an int64.
     size_bytes = result_bytes(rows) + sum(8 * tensor_bytes(t) // t.element_size() for t in tensors_of(ids))
     sent_bytes = size_bytes * share_of_others(spec.size)
     time_us = link.collective_us(Kind.EXCHANGE.value, sent_bytes, spec.size)
+    # The rounds before the rows send next to nothing: latency alone.
     time_us += (ROUNDS - 1) * link.collective_us(Kind.EXCHANGE.value, 0, spec.size)
     return Communication(Kind.EXCHANGE, spec.group, spec.group, spec.size, size_bytes, sent_bytes, time_us)

@@ -1,7 +1,4 @@
-"""What two nodes share that take the same time: operator, types of its arguments, and their numbers.
-
-Time of each computing node: a roofline over its FLOPs and the bytes that its kernel reads and writes.
-"""
+"""Time of each computing node: a roofline over its FLOPs and the bytes that its kernel reads and writes."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ from fsdp_compile.ir.graph import record_of
 
 
 def signature_of(node: fx.Node) -> str:
-    """A text that nodes share which do the same to values of the same types, in any model and on any rank."""
+    """A text that is equal for nodes that do the same to values of the same types, in any model and on any rank."""
     return f"{node.target}{tree_map(_spell, (node.args, dict(sorted(node.kwargs.items()))))}"
 
 
 def runs_alone(node: fx.Node, kernels: Kernels) -> bool:
-    """Whether a node of the model's own is a kernel by itself, so that its time can be measured apart."""
+    """Whether a node of the model's own is a kernel by itself, so that its time can be measured separately."""
     if node.op != "call_function" or record_of(node) is not None or launches_nothing(node):
         return False
     return not (is_fusible(node) and kernels.fused)
@@ -60,13 +57,7 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one node does.
-
-    Attributes:
-        flops: Floating-point operations; a multiply and an add are two.
-        size_bytes: Bytes read and written in device memory.
-        dtype: The dtype in which it multiplies.
-    """
+    """What one node does; a multiply and an add are two FLOPs, and `dtype` is that in which it multiplies."""
 
     flops: Any
     size_bytes: Any
@@ -75,13 +66,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class NodeCost:
-    """What one node costs.
-
-    Attributes:
-        flops: Floating-point operations; a multiply and an add are two.
-        size_bytes: Bytes read and written in device memory.
-        time_us: What the device's own estimate says, or what was measured, or the roofline of the two.
-    """
+    """What one node costs; `time_us` is the device's own estimate, or measured, or the roofline of the two others."""
 
     flops: int
     size_bytes: int
@@ -92,7 +77,7 @@ FREE = NodeCost(0, 0, 0.0)
 
 
 def node_costs(graph: fx.Graph, device: Device, kernels: Kernels) -> dict[fx.Node, NodeCost]:
-    """Costs of all nodes; each memory that a kernel reads twice is counted at the first node that reads it."""
+    """Costs of all nodes; memory that a kernel reads twice is counted at the first node that reads it."""
     costs = dict.fromkeys(graph.nodes, FREE)
     for node, work in node_work(graph, kernels).items():
         time_us = _known_us(node, device, kernels)
@@ -104,7 +89,7 @@ def node_costs(graph: fx.Graph, device: Device, kernels: Kernels) -> dict[fx.Nod
 
 
 def _known_us(node: fx.Node, device: Device, kernels: Kernels) -> float | None:
-    """What is known better than by the roofline."""
+    """A time that is better than the roofline: the device's estimate, else a measurement."""
     estimated = None if device.estimate is None else device.estimate(node)
     if estimated is not None:
         return estimated
@@ -114,10 +99,7 @@ def _known_us(node: fx.Node, device: Device, kernels: Kernels) -> float | None:
 def node_work(graph: fx.Graph, kernels: Kernels, sizes: Sizes = NUMBERS) -> dict[fx.Node, Work]:
     """What every node does that launches something.
 
-    Args:
-        graph: The graph.
-        kernels: Which values stay inside their kernels.
-        sizes: How big things are: numbers, or expressions.
+    `sizes` says whether sizes are numbers or expressions.
     """
     found = {}
     read: dict[int, set[fx.Node]] = {}
@@ -178,8 +160,9 @@ _ATTENTION: dict[Any, Callable[[fx.Node, Sizes], Any]] = {
 
 
 def _read_bytes(reader: fx.Node, views: Sequence[fx.Node], sizes: Sizes) -> Any:
-    """Bytes that a reader takes from one memory through `views`: of a lookup, only the rows that it returns."""
+    """Bytes that a reader takes from one memory through `views`."""
     size: Any = functools.reduce(maximum, (piece for view in views for piece in sizes.pieces(view)), 0)
+    # A lookup reads only the rows that it returns.
     if getattr(reader.target, "overloadpacket", None) in (aten.embedding, aten.index, aten.gather):
         return minimum(size, sizes.total(reader))
     return size

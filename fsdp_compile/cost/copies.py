@@ -48,14 +48,7 @@ _WAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """One node that copies.
-
-    Attributes:
-        way: What it is on the way to.
-        node: Its name.
-        parameters: Whose bytes they are.
-        size_bytes: How many it moves.
-    """
+    """One node that copies, for the collectives of `parameters`."""
 
     way: Way
     node: str
@@ -64,14 +57,10 @@ class Copy:
 
 
 def copies_of(step: StepGraph, kernels: Kernels) -> Iterator[Copy]:
-    """Every copy in a graph that is there because of a collective.
-
-    Args:
-        step: The graph.
-        kernels: Which values never reach memory: what a kernel makes it writes where it belongs.
-    """
+    """Every copy in a graph that is there because of a collective."""
     for node in step.graph.nodes:
         record = record_of(node)
+        # An inner value never reaches memory: its kernel writes the result directly to its destination.
         if record is None or record.role not in _WAYS or not _moves(node) or node in kernels.inner:
             continue
         moved = _moved_bytes(node, kernels)
@@ -84,12 +73,13 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _moved_bytes(node: fx.Node, kernels: Kernels) -> int:
-    """Bytes that a move takes from memory: what its own kernel computes costs nothing to put there."""
+    """Bytes that a move takes from memory."""
     moved = 0
     for source in node.all_input_nodes:
         maker = source
         while shares_memory(maker) and maker.all_input_nodes:
             maker = maker.all_input_nodes[0]
+        # Storing what the same kernel has just computed costs no read.
         if maker not in kernels.inner:
             moved += min(result_bytes(source), result_bytes(node))
         elif _moves(maker):

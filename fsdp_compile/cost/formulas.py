@@ -29,7 +29,7 @@ def roofline_us(flops: Any, size_bytes: Any, flops_per_s: Any, bytes_per_s: Any)
 
 
 def share_of_others(ranks: Any) -> Any:
-    """Share of a sharded whole that one rank does not hold: `(N-1)/N`."""
+    """Share of a sharded whole that is on the other ranks: `(N-1)/N`."""
     return (ranks - 1) / ranks
 
 
@@ -54,7 +54,7 @@ def floor_bytes(numel: Any, ranks: Any, *, gathers: Any, gathered_bytes: Any, re
     Args:
         numel: Parameters, P.
         ranks: Ranks in the shard group, N.
-        gathers: How often parameters are gathered: 2, or 1 if they are kept for backward.
+        gathers: How often parameters are gathered: 2, or 1 without reshard after forward.
         gathered_bytes: Bytes of a gathered element, b_p.
         reduced_bytes: Bytes of a reduced gradient element, b_g; 0 for frozen parameters.
     """

@@ -46,11 +46,11 @@ _COMMUNICATION = {
 
 
 WRITTEN = "inductor_realize_to_strides"
-"""Inductor's own mark on a node, in its `meta`: the result is written to memory, in its place, whoever reads it."""
+"""Inductor's own mark in a node's `meta`: the result is written to memory, in its place, for any reader."""
 
 
 class Fusion(enum.Enum):
-    """Who runs the graph."""
+    """How the graph is run."""
 
     NONE = "none"
     """Operator by operator."""
@@ -60,12 +60,11 @@ class Fusion(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Which kernel each computing node belongs to, and which values stay inside theirs.
+    """The kernel of each computing node, and which values stay inside theirs.
 
     Attributes:
         of: Node to the number of its kernel; nodes that launch nothing are absent.
         inner: Nodes whose results are never written.
-        fused: Whether pointwise operators and reductions run in kernels with others.
         forced: For nodes that are computed later than in their place, the node right before which that happens.
     """
 
@@ -76,7 +75,7 @@ class Kernels:
 
 
 def shares_memory(node: fx.Node) -> bool:
-    """Whether a node's result is memory that one of its inputs holds: a view, a wait, an item, an in-place update."""
+    """Whether a node's result shares memory with an input: a view, a wait, an item, an in-place update."""
     return node.op == "call_function" and _shares_memory(node.target)
 
 
@@ -99,7 +98,7 @@ def launches_nothing(node: fx.Node) -> bool:
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether a compiler joins a node with its fusible neighbours."""
+    """Whether a compiler fuses a node with its fusible neighbours."""
     return node.op == "call_function" and _is_fusible(node.target)
 
 
@@ -141,6 +140,7 @@ def _stays_inside(node: fx.Node, of: dict[fx.Node, int]) -> bool:
         if user in of:
             if of[user] != of[node]:
                 return False
+        # A view is not in `of`: what counts is in which kernel the view is read.
         elif shares_memory(user):
             todo.extend(u for u in user.users if u not in seen)
             seen.update(user.users)
@@ -150,7 +150,7 @@ def _stays_inside(node: fx.Node, of: dict[fx.Node, int]) -> bool:
 
 
 def _forced_by(node: fx.Node, place: Mapping[fx.Node, int]) -> fx.Node | None:
-    """The node at which a value must be there at the latest; `None` if its kernel goes on with what reads it.
+    """The node at which a value must be in memory at the latest; `None` if its kernel goes on with what reads it.
 
     That is the first operator that reads it and does not fuse, or a view of it that has several readers of which one is
     such an operator.

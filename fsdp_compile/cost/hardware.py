@@ -1,7 +1,4 @@
-"""Devices and links that plans are made for: every number with its unit and where it comes from.
-
-What a plan is made for where nobody says: chosen by what every rank of a job has in common.
-"""
+"""Devices and links that plans are made for: every number with its unit and its source."""
 
 from __future__ import annotations
 
@@ -24,12 +21,11 @@ Estimate = Callable[[fx.Node], float | None]
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """A number that can be questioned.
+    """A number with its source.
 
     Attributes:
         value: A number, or a sympy expression where a formula is to stay open.
-        unit: Unit of `value`.
-        source: Where the number comes from; "assumed" where nobody measured it.
+        source: Where the number comes from; "assumed" if it was not measured.
     """
 
     value: Any
@@ -43,9 +39,8 @@ class MeasuredCollective:
 
     Attributes:
         kind: "all-gather", "reduce-scatter" or "all-reduce".
-        ranks: Ranks in the group.
-        points: Bytes that each rank sent and the time in us, at least two, growing. Between them times are
-            interpolated; beyond the last one, the last two say what a byte takes; below the first one, its time holds.
+        points: Bytes that each rank sent and the time in us, at least two, growing. Times between are interpolated;
+            beyond the last one, the last two give the time of a byte; below the first one, its time is taken.
     """
 
     kind: str
@@ -62,20 +57,20 @@ class MeasuredCollective:
             )
 
     def time_us(self, sent_bytes: float) -> float:
-        """Time for so many bytes."""
+        """Time of a collective in which each rank sends so many bytes."""
         sizes = [size for size, _ in self.points]
         at = min(max(bisect.bisect_left(sizes, sent_bytes), 1), len(sizes) - 1)
         (size, time_us), (next_size, next_us) = self.points[at - 1], self.points[at]
+        # Without an upper bound: beyond the last point this extrapolates.
         share = max(0.0, (sent_bytes - size) / (next_size - size))
         return time_us + share * (next_us - time_us)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects the ranks of a group, as one rank sees it; or a device with its host.
+    """The connection of a group's ranks, as one rank sees it; or of a device with its host.
 
     Attributes:
-        name: As users write it.
         rate: One direction of one rank, byte/s.
         rate_share: Share of it that a large message reaches.
         launch: Time of a message without data, us.
@@ -98,13 +93,7 @@ class Link:
         return self.rate.value * self.rate_share.value
 
     def collective_us(self, kind: str, sent_bytes: Any, ranks: Any) -> Any:
-        """Time of a collective that has the link for itself: measured, or by the formula.
-
-        Args:
-            kind: "all-gather", "reduce-scatter" or "all-reduce".
-            sent_bytes: What each rank sends.
-            ranks: Ranks in its group.
-        """
+        """Time of a collective of `kind` ("all-gather") alone on the link: measured, or by the formula."""
         for table in self.measured:
             if (table.kind, table.ranks) == (kind, ranks):
                 return table.time_us(sent_bytes)
@@ -118,16 +107,15 @@ class Device:
     """One accelerator.
 
     Attributes:
-        name: As users write it.
         matmul: Dense peak per dtype, FLOP/s; dtypes that are absent take the slowest of these.
         matmul_share: Share of the peak that a large matmul reaches.
         memory_rate: Peak of device memory, byte/s.
         memory_share: Share of the peak that a large copy reaches.
         memory: Device memory, byte.
-        host: To the memory of the host, and from it at the same time.
-        estimate: Says how long a node of a graph takes in us, or `None` for what it does not know; asked before
-            anything else. It must give the same on every rank, so it may look at the node alone.
-        measured: Times in us by `cost.signature.signature_of`; taken where `estimate` has none.
+        host: The bus between device and host, both directions at once.
+        estimate: Says how long a node takes in us, or `None`; asked first. It must depend on the node alone, so that it
+            is the same on every rank.
+        measured: Times in us by `cost.compute.signature_of`; taken where `estimate` has none.
     """
 
     name: str
@@ -153,7 +141,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One device per rank, and what connects them."""
+    """One device per rank, and the link between them."""
 
     device: Device
     link: Link
@@ -192,13 +180,7 @@ def _device(
 
 
 def make_link(name: str, gb_per_s: Any, source: str) -> Link:
-    """A link of a given rate, with assumed efficiency and latency.
-
-    Args:
-        name: As users write it.
-        gb_per_s: 1e9 byte/s, one direction of one rank; a number or a sympy expression.
-        source: Where the number comes from.
-    """
+    """A link of `gb_per_s` (1e9 byte/s, one direction of one rank), with assumed efficiency and latency."""
     return Link(
         name=name,
         rate=Quantity(gb_per_s * 1e9, "byte/s", source),
@@ -261,11 +243,8 @@ def _find(name: str, known: Mapping[str, Any], what: str) -> Any:
 
 
 def hardware_of(step: StepGraph) -> Hardware:
-    """Device and link that the graph of a step will run on.
-
-    All ranks must come to the same answer, or their schedules differ: it depends on the type of the device, on its
-    name, and on whether a group fits into one machine.
-    """
+    """Device and link that the graph of a step will run on."""
+    # All ranks must come to the same answer, or their schedules differ: only what they have in common may decide.
     flats = list(step.nodes(Role.FLAT))
     if not flats or (require(flats[0]).specs[0].compute or flats[0].meta["val"].device.type) != "cuda":
         return hardware("cpu", "ethernet-10")

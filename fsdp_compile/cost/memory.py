@@ -1,8 +1,8 @@
-"""Live bytes at each node of a graph: who allocates what, and until when it lives.
+"""Live bytes at each node of a graph: which node allocates a buffer, and until when it lives.
 
-Views share the memory of what they show (by the operators' schemas), values that stay inside a fused kernel have
-none, what a kernel reads lives until it runs, and the messages of a running collective live until it is waited for.
-What lies in the memory of the host (flat parameters and gradients of offloaded units) has no buffer here.
+Views share the memory of what they show (by the operators' schemas), values that stay inside a fused kernel have none,
+what a kernel reads lives until it runs, and the messages of a running collective live until it is waited for. Flat
+parameters and gradients of offloaded units, which are on the host, have no buffer here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
 
 
 class Holder(enum.Enum):
-    """What memory is held for."""
+    """What memory is used for."""
 
     SHARD = "sharded parameters"
     SHARD_GRADIENT = "sharded gradients"
@@ -55,9 +55,7 @@ class Buffer:
 
     Attributes:
         node: The node that allocates it.
-        result: Which of the tensors among the node's results it is.
-        size_bytes: Its size.
-        holder: What it is for.
+        result: Its position among the tensors of the node's results.
         first: Position of the node that allocates it; 0 for inputs.
         last: Position of the last node that needs it.
     """
@@ -72,20 +70,14 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory of one graph.
-
-    Attributes:
-        buffers: Everything that is held at some time.
-        outputs: For each node that the graph returns, the buffers behind it.
-        length: Number of nodes.
-    """
+    """Memory of one graph; `outputs` has the buffers behind each node that the graph returns."""
 
     buffers: tuple[Buffer, ...]
     outputs: Mapping[str, tuple[Buffer, ...]]
     length: int
 
     def live_bytes(self, holders: Iterable[Holder] = Holder) -> list[int]:
-        """Bytes that are live while each node runs, in graph order; only those held for `holders`."""
+        """Bytes that are live while each node runs, in graph order; only those of `holders`."""
         change = [0] * (self.length + 1)
         wanted = frozenset(holders)
         for buffer in self.buffers:
@@ -110,16 +102,13 @@ Held = tuple[Buffer, ...]
 def memory_of(step: StepGraph, kernels: Kernels, before: Memory | None = None) -> Memory:
     """Finds the buffers of a graph.
 
-    Args:
-        step: The graph.
-        kernels: Which values stay inside their kernels.
-        before: For a backward graph, the memory of its forward: what that returned is still held.
+    `before`, for a backward graph, is the memory of its forward, whose outputs are still live.
     """
     return _Walk(step, kernels, before).memory()
 
 
 class _Walk:
-    """One pass over a graph that keeps, for each node, the buffers behind each of its results."""
+    """One pass over a graph that records, for each node, the buffers behind each of its results."""
 
     def __init__(self, step: StepGraph, kernels: Kernels, before: Memory | None) -> None:
         self.step = step
@@ -167,7 +156,7 @@ class _Walk:
             return [shared]
         sources = tuple(dict.fromkeys(b for n in node.all_input_nodes for b in self._all(n)))
         if node in self.kernels.inner:
-            return [sources]  # whoever reads it reads, in the same kernel, what it is made of
+            return [sources]  # its readers are in the same kernel, and read what it is made of
         return self._allocate(node, position, sources)
 
     def _allocate(self, node: fx.Node, position: int, sources: Held) -> list[Held]:
@@ -176,7 +165,7 @@ class _Walk:
             return [()]
         holder = _HOLDERS.get(role, Holder.TEMPORARY) if role is not None else Holder.TEMPORARY
         value = node.meta.get("val")
-        # A result that nobody wants is no tensor, and keeps its number: the gradient of an input that needs none.
+        # A result may be `None` (the gradient of an input that needs none), and still has a place among the results.
         results = [tensors_of_value(result) for result in (value if isinstance(value, tuple | list) else [value])]
         number = itertools.count()
         of_each = [
@@ -186,7 +175,9 @@ class _Walk:
         made = [buffer for held in of_each for buffer in held]
         self.buffers += made
         if role in _STARTS:
+            # A running collective reads its inputs until the wait, see `_results`.
             self.in_flight.update(dict.fromkeys(made, sources))
+        # What becomes a message was an unsharded gradient, although a node of the model's own computed it.
         if role in (Role.GRADIENT, Role.REDUCE, Role.REPLICATE):
             for buffer in sources:
                 if buffer.holder is Holder.TEMPORARY:
@@ -212,7 +203,7 @@ class _Walk:
         return held
 
     def _carry(self, buffer: Buffer) -> Buffer:
-        """What forward saved, as backward's own buffer: freed after its last use unless somebody else holds it."""
+        """A buffer that forward saved, in backward: freed after its last use unless the caller or the model has it."""
         if buffer not in self.carried:
             stays = buffer.holder in (Holder.SHARD, Holder.INPUT, Holder.OUTPUT)
             self.carried[buffer] = self._kept(buffer, self.end if stays else 0)
@@ -220,14 +211,14 @@ class _Walk:
         return self.carried[buffer]
 
     def _returned_before(self) -> list[Buffer]:
-        """Outputs of the forward, which its caller holds."""
+        """Outputs of the forward, which its caller still has."""
         return [] if self.before is None else [b for b in self.before.buffers if b.holder is Holder.OUTPUT]
 
     def _kept(self, buffer: Buffer, last: int) -> Buffer:
         return Buffer(buffer.node, buffer.result, buffer.size_bytes, buffer.holder, 0, last)
 
     def _name_outputs(self) -> None:
-        """Tells what is returned to the caller from what is saved for backward; what is both counts as returned."""
+        """Tells buffers that are returned from those that are saved for backward; one that is both is returned."""
         returned = self.step.output.args[0]
         nodes = returned if isinstance(returned, tuple | list) else (returned,)
         notes = self.step.output.meta.get("desc") or ()

@@ -27,9 +27,7 @@ def tensors_of_value(value: object) -> list[torch.Tensor]:
 def tensor_bytes(value: torch.Tensor, number: Number | None = None) -> Any:
     """Bytes of the memory that a tensor's strides reach, gaps included.
 
-    Args:
-        value: A fake tensor.
-        number: How a size is read; by default as the number at which it was traced.
+    `number` reads a size; by default as the number at which it was traced.
     """
     read = number or concrete
     shape, strides = [read(s) for s in value.shape], [read(s) for s in value.stride()]
@@ -49,10 +47,10 @@ def concrete(size: Any) -> int:
 
 
 class Sizes:
-    """How big things in a graph are; here in numbers, elsewhere in expressions."""
+    """Sizes of values in a graph; here as numbers, in subclasses as expressions."""
 
     def values(self, value: Any) -> Any:
-        """What formulas of FLOPs are given for an argument."""
+        """The value of an argument that FLOP formulas take."""
         return value.meta.get("val") if isinstance(value, fx.Node) else value
 
     def number(self, size: Any) -> Any:

@@ -1,13 +1,8 @@
-"""A link that several queues of collectives share: each of those that send at a moment gets an equal part of it.
+"""Simulates a graph on its lanes: compute in program order, and one queue of collectives for each process group.
 
-Lanes side by side: compute in program order, and one queue of collectives for each process group.
-
-compute       | a ------ | wait | b ------ |
-fsdp.shard.0  |  gather ---------|
+compute       | a ------ | wait | b ------ | fsdp.shard.0  |  gather ---------|
 
 Groups over the same ranks send on one link, and share its bandwidth equally while both send.
-
-A graph as a schedule for its lanes.
 """
 
 from __future__ import annotations
@@ -26,14 +21,14 @@ from fsdp_compile.ir.graph import Role, StepGraph, role_of
 
 @dataclasses.dataclass
 class _Sending:
-    """A collective on its way, and the time that it still takes when it has the link for itself."""
+    """A running collective, and its remaining time if it had the link for itself."""
 
     key: Hashable
     left_us: float
 
 
 class SharedLink:
-    """Times of the collectives of one link, told in the order in which they start."""
+    """Times of the collectives of one link, which must be started in the order of time."""
 
     def __init__(self) -> None:
         self._now_us = 0.0
@@ -42,7 +37,7 @@ class SharedLink:
         self._ends_us: dict[Hashable, float] = {}
 
     def start(self, key: Hashable, lane: str, time_us: float, now_us: float) -> None:
-        """Queues a collective on a lane; nothing starts before it that is told later."""
+        """Queues a collective on a lane; those started later do not begin before it."""
         self._play(now_us)
         queue = self._lanes.setdefault(lane, [])
         if not queue:
@@ -67,6 +62,7 @@ class SharedLink:
         if not sending:
             return False
         least_us = min(each.left_us for each in sending.values())
+        # Each of n sends at 1/n of the bandwidth, so the shortest takes n times its own time.
         end_us = self._now_us + least_us * len(sending)
         if end_us > until_us:
             for each in sending.values():
@@ -97,10 +93,8 @@ class Start:
     """Queues a collective on a lane and goes on.
 
     Attributes:
-        key: Its name.
-        lane: Its queue.
         time_us: How long it takes when it has the link for itself.
-        link: What lanes share; empty for a lane with a link of its own.
+        link: The link that lanes share; empty for a lane with a link of its own.
     """
 
     key: Hashable
@@ -111,7 +105,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """Holds the compute lane until the collective `start` is done."""
+    """Blocks the compute lane until the collective `start` is done."""
 
     key: Hashable
     start: Hashable
@@ -125,12 +119,9 @@ class Transfer:
     """One collective in time, in us from the start of the schedule.
 
     Attributes:
-        lane: Its lane.
-        link: What it is sent on.
         time_us: How long it takes when it has the link for itself.
         issued_us: When compute reached its start.
         begin_us: When the lane was free for it.
-        end_us: When it was done.
         waited_us: When compute first reached a wait for it; `None` if nothing waits.
         exposed_us: How long compute stood still in its waits.
         computed_us: Time that compute spent computing between start and first wait.
@@ -154,14 +145,7 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A simulated schedule.
-
-    Attributes:
-        reached_us: When compute reached each event.
-        transfers: Collectives by the key of their start.
-        compute_us: Sum of all computing.
-        end_us: When both compute and every lane are done.
-    """
+    """A simulated schedule; `end_us` is when both compute and every lane are done."""
 
     reached_us: dict[Hashable, float]
     transfers: dict[Hashable, Transfer]
@@ -183,11 +167,7 @@ class Timeline:
 
 
 def simulate(events: Iterable[Event]) -> Timeline:
-    """Plays a schedule.
-
-    Args:
-        events: In program order; keys are unique, and a wait comes after its start.
-    """
+    """Simulates events in program order; keys are unique, and a wait comes after its start."""
     now = 0.0
     computed = 0.0
     links: dict[str, SharedLink] = {}
@@ -237,13 +217,7 @@ _WAITS = (
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What a graph does, and when.
-
-    Attributes:
-        costs: Of every node.
-        communications: Of every node that starts one, copies between host and device among them.
-        timeline: All lanes; its keys are nodes.
-    """
+    """Costs of every node, the collectives and copies that nodes start, and a timeline whose keys are nodes."""
 
     costs: Mapping[fx.Node, NodeCost]
     communications: Mapping[fx.Node, Communication]
@@ -264,6 +238,7 @@ def _events(
         if node in communications:
             started = communications[node]
             yield Start(node, started.group, started.time_us, started.link)
+            # An exchange has no wait of its own: it blocks compute until it is done.
             if started.kind is Kind.EXCHANGE:
                 yield Wait((node, "done"), node)
         elif role_of(node) in _WAITS:

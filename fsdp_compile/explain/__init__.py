@@ -1,4 +1,4 @@
-"""What the passes make of a model, as a report: units, collectives, time, memory and volume."""
+"""The plan of a model as a report: units, collectives, time, memory and volume."""
 
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.measure import measured

@@ -38,8 +38,8 @@ def explain(
 ) -> Plan:
     """Reports what the passes make of a model, and estimates its time and memory.
 
-    Nothing is run, no values are read, and the model is left as it is: a copy without memory is traced. Models built on
-    the meta device work, as do ones on any other.
+    Nothing is run, no values are read, and the model is not changed: a copy without memory is traced. Models on any
+    device work, meta included.
 
     Args:
         model: A plain model, or a compiled one that has run, whose graphs are then reported as they ran.

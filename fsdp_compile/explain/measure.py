@@ -1,7 +1,7 @@
-"""Measured times of the operators in a plan: taken once, kept in a file, the same on every rank.
+"""Measured times of the operators in a plan: taken once, stored in a file, the same on every rank.
 
-A plan that ranks make by times of their own would differ from rank to rank. So the first rank alone measures, or reads
-the file, and all get its numbers; what they hold is plain data, which nothing changes while graphs are compiled.
+If each rank planned by times of its own, schedules would differ between ranks. So the first rank alone measures, or
+reads the file, and all get its numbers, as plain data that does not change while graphs are compiled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measured(
 
     Args:
         plan: By `explain` for a plain model; one for the shapes, dtypes and options of the job.
-        cache: A JSON file of times by device and torch version: what is there is not measured again.
+        cache: A JSON file of times by device and torch version; times in it are not measured again.
         device: Where to measure.
         rounds: Runs of each operator, of which the median counts.
 
@@ -93,7 +93,7 @@ def _cached(nodes: Mapping[str, fx.Node], path: Path, device: torch.device, roun
 
 
 def _setting(device: torch.device) -> str:
-    """What times hold for."""
+    """The device, torch version and so on that times are valid for."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     return f"{device.type}, {name}, torch {torch.__version__}"
 
@@ -146,7 +146,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _of_the_first_rank(times: Callable[[], Times]) -> Times:
-    """What the first rank finds, on every rank; its error, if it fails, instead of a wait that nothing ends."""
+    """The times that the first rank finds, on every rank; or its error, since the others would wait forever."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return times()
     box: list[tuple[Times, str]] = [({}, "")]

@@ -1,4 +1,4 @@
-"""What `explain` returns: a plan, and the ways to show it and to ask for others."""
+"""What `explain` returns: a plan, with methods that show it and that make others from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Plan(PlanData):
 
     @classmethod
     def of(cls, data: PlanData) -> Plan:
-        """The plan with these data."""
+        """Adds the methods of a plan to data."""
         return cls(**vars(data))
 
     def at(

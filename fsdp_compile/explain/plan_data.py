@@ -33,16 +33,7 @@ class TracedGraphs:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What plans are made of.
-
-    Attributes:
-        model: The stand-in that was traced.
-        units: Its units.
-        regions: Its compiled regions.
-        world_size: Ranks that it was traced for.
-        options: Options of the compile.
-        fusion: Who would run the graphs.
-    """
+    """What plans are made of: the stand-in that was traced, its units and regions, and the settings of the compile."""
 
     model: nn.Module
     units: tuple[FSDPUnit, ...]
@@ -57,16 +48,13 @@ class PlanData:
     """What the passes make of a model.
 
     Attributes:
-        title: Name of the model.
-        world_size: Ranks.
-        hardware: What times are estimated for.
         units: All units, in registration order.
         graphs: In the order in which they run: forwards, then backwards.
         volume: Communication of one step.
         skipped: What is not done, and why.
         sizes: Of the dimensions that were open when the model was traced, by name.
         traced: The graphs before the passes, for `at`; `None` for a model that has run.
-        steps: For each region the graphs behind the passes, for `formulas`; none for a model that has run.
+        steps: For each region the graphs after the passes, for `formulas`; none for a model that has run.
     """
 
     title: str
@@ -107,5 +95,5 @@ class PlanData:
 
     @property
     def host_bytes(self) -> int:
-        """What one rank holds in the memory of the host: offloaded shards and gradients, without optimizer state."""
+        """Host memory of one rank: offloaded shards and gradients, without optimizer state."""
         return sum(unit.host_bytes for unit in self.units)

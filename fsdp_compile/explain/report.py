@@ -13,16 +13,16 @@ from fsdp_compile.ir.graph import Phase
 
 
 class Layout(enum.Enum):
-    """How parameters travel."""
+    """How parameters are put into messages."""
 
     OWN = "own message"
     """One large parameter, into memory of its own."""
     PACKED = "packed"
-    """Several small parameters side by side in one message."""
+    """Several small parameters, one after the other, in one message."""
 
 
 class Exposure(enum.Enum):
-    """Whether compute stands still for a collective, and why."""
+    """Whether compute waits for a collective, and why."""
 
     HIDDEN = "hidden"
     NO_COMPUTE = "no compute between start and wait"
@@ -35,8 +35,6 @@ class Place:
     """A node of a graph.
 
     Attributes:
-        node: Its name.
-        index: Its position.
         where: The module that it computes for, or the unit that it serves; may be empty.
         time_us: When compute reaches it, from the start of its graph.
     """
@@ -49,7 +47,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What is sent in one piece: parameters, layout, and the bytes of the whole."""
+    """What is sent in one message: parameters, layout, and the bytes of the whole."""
 
     parameters: tuple[str, ...]
     layout: Layout
@@ -61,25 +59,19 @@ class Collective:
     """One bucket: a collective with all its messages; or one copy between host and device.
 
     Attributes:
-        kind: What it does.
         unit: The unit that it serves; several have commas between them.
-        messages: What travels.
-        dtype: Dtype of the messages.
         group: Alias of the process group; of a copy, the direction.
         ranks: Size of the group; of a copy, 1.
         size_bytes: Bytes of the whole, on all ranks together, padding included.
         sent_bytes: Bytes that each rank sends.
-        start: Where it starts.
         wait: Where it is first waited for.
         last_use: For gathers, the last node that uses the gathered memory.
-        reshard: For gathers, where the memory is freed; `None` if it is kept.
+        reshard: For gathers, where the memory is freed; `None` if it stays unsharded.
         issued_us: When compute reaches the start, from the start of the graph.
         begin_us: When the lane is free for it.
-        end_us: When it is done.
         computed_us: Computing between start and first wait.
         exposed_us: How long compute stands still for it.
-        exposure: Why.
-        reason: The same in words and numbers.
+        reason: `exposure` in words and numbers.
     """
 
     kind: Kind
@@ -120,7 +112,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """Memory that is live at the peak: the node that made it, for whom, and its size."""
+    """Memory that is live at the peak: the node that allocates it, its module, its use and its size."""
 
     node: str
     where: str
@@ -133,12 +125,11 @@ class MemoryCurve:
     """Live bytes along a graph.
 
     Attributes:
-        peak_bytes: The largest sum.
-        peak: The node that runs then.
-        at_peak: The sum by what memory is held for.
+        peak: The node that runs at the peak.
+        at_peak: Bytes at the peak by their use.
         largest: The largest pieces at the peak.
         time_us: For each node, when compute reaches it.
-        live_bytes: For each holder, bytes while each node runs.
+        live_bytes: For each use of memory, bytes while each node runs.
     """
 
     peak_bytes: int
@@ -166,18 +157,14 @@ class GraphPlan:
     """One forward or backward graph.
 
     Attributes:
-        phase: Which.
         region: Number of the compiled region; more than 0 after graph breaks.
-        nodes: Number of nodes.
         flops: Floating-point operations of one rank.
         compute_us: Computing alone.
         communication_us: Time of the busiest link.
         exposed_us: How long compute stands still.
-        end_us: Estimated duration.
         collectives: In the order in which they start.
-        memory: Live bytes.
         spans: The compute lane.
-        copies: What is only moved on the way into collectives and out of them; casts are no copies.
+        copies: Copies into collectives and out of them; casts are no copies.
     """
 
     phase: Phase
@@ -195,7 +182,7 @@ class GraphPlan:
 
     @property
     def copied_bytes(self) -> Mapping[Way, int]:
-        """Bytes of all copies, by what they are on the way to; 0 where nothing is copied."""
+        """Bytes of all copies, by where they go; 0 where nothing is copied."""
         return {way: sum(copy.size_bytes for copy in self.copies if copy.way is way) for way in Way}
 
 
@@ -204,17 +191,16 @@ class UnitPlan:
     """One unit.
 
     Attributes:
-        name: Its module.
         parameters: Number of parameters.
         numel: Elements of all of them.
         stored: Dtypes in which shards are stored.
         sent: Dtypes in which parameters are gathered.
         reduced: Dtypes in which gradients are reduced; empty if all are frozen.
         full_bytes: Full parameters in their stored dtype.
-        shard_bytes: What one rank holds, padding included.
+        shard_bytes: Shards of one rank, padding included.
         padding_bytes: Padding in that: to whole rows on every rank, and to aligned offsets.
-        host_bytes: What one rank holds in the memory of the host of shards and, when training, of their gradients; 0 if
-            the unit is not offloaded.
+        host_bytes: Host memory of one rank for shards and, when training, their gradients; 0 if the unit is not
+            offloaded.
     """
 
     name: str
@@ -231,11 +217,10 @@ class UnitPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Volume:
-    """Bytes that one rank sends in a step.
+    """Bytes that one rank sends in a step, by kind of collective.
 
     Attributes:
-        sent_bytes: By kind of collective.
-        floor_bytes: `(2 b_p + b_g) P (N-1)/N`, and with replicas the least all-reduce of the shards besides.
+        floor_bytes: `(2 b_p + b_g) P (N-1)/N`, and with replicas the least all-reduce of the shards in addition.
     """
 
     sent_bytes: Mapping[Kind, float]

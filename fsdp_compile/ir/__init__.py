@@ -1,1 +1,1 @@
-"""How every other layer looks at and touches a graph."""
+"""The graph of a step: how the other packages read and edit it."""

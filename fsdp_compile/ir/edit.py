@@ -21,10 +21,7 @@ _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner
 class GraphBuilder:
     """Records operators at one place of a graph, each with its record, its fake value and the source line it serves.
 
-    Args:
-        graph: The graph to write into.
-        record: Written on every node; `role` may be changed for a while with `as_role`.
-        source: The node of the user's program on whose behalf operators are recorded.
+    `source` is the node of the user's program for which operators are recorded: they take over its stack trace.
     """
 
     def __init__(self, graph: fx.Graph, record: Record, source: fx.Node) -> None:
@@ -55,13 +52,14 @@ class GraphBuilder:
 
 
 def infer_value(node: fx.Node) -> Any:
-    """The fake result of a node, out of the fake values of its inputs."""
+    """The fake result of a node, from the fake values of its inputs."""
     known = known_value(node)
     if known is not None:
         return known
     args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
     mode = detect_fake_mode([source.meta.get("val") for source in node.all_input_nodes])
-    if mode is None:  # no input has one: a new tensor
+    if mode is None:
+        # A factory such as `aten.zeros` belongs to the fake mode of the graph, else its result is a real tensor.
         mode = detect_fake_mode([n.meta.get("val") for n in node.graph.find_nodes(op="placeholder")])
     if mode is None:
         return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -70,26 +68,27 @@ def infer_value(node: fx.Node) -> Any:
 
 
 def move_before(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:
-    """Moves nodes, given in graph order, right before `anchor`."""
+    """Moves nodes, given in graph order, to right before `anchor`."""
     for node in nodes:
         anchor.prepend(node)
 
 
 def sink(nodes: Iterable[fx.Node]) -> None:
-    """Moves each node, given in graph order, right before its first user, users of users first."""
+    """Moves each node, given in graph order, to right before its first user."""
     for node in reversed(list(nodes)):
         if node.users:
             min(node.users).prepend(node)  # nodes compare by where they are now
 
 
 def move_after(nodes: Sequence[fx.Node], anchor: fx.Node) -> None:
-    """Moves nodes, given in graph order, right after `anchor`, which is none of them."""
+    """Moves nodes, given in graph order, to right after `anchor`, which is not one of them."""
+    # Each goes right behind the anchor, so the last one goes first.
     for node in reversed(nodes):
         anchor.append(node)
 
 
 def erase_unused(nodes: Iterable[fx.Node]) -> None:
-    """Erases those of `nodes` (given in graph order) that nobody uses any more, last first."""
+    """Erases those of `nodes` (given in graph order) that have no users left, last first."""
     for node in reversed(list(nodes)):
         if not node.users:
             node.graph.erase_node(node)

@@ -1,9 +1,7 @@
-"""The one typed record that every node of ours carries in `node.meta["fsdp"]`.
+"""The graph that passes receive, and the record that every node of ours carries in `node.meta["fsdp"]`.
 
-It is written when the node is inserted, and passes and rules recognise nodes by it alone: never by a name, never by
-the shape of a pattern.
-
-The graph that passes receive.
+The record is written when a node is inserted, and passes and rules recognise nodes by it alone: never by a name, never
+by the shape of a pattern.
 """
 
 from __future__ import annotations
@@ -49,9 +47,9 @@ class Role(enum.Enum):
     PARTIAL_GRAD = "partial_grad"
     """Graph input: reduced gradients that wait for their sum over replicas."""
     UNSHARDED_PARAM = "unsharded_param"
-    """Graph input: a full parameter that stayed gathered since an earlier call."""
+    """Graph input: a full parameter that is still unsharded since an earlier call."""
     SAVED_PARAM = "saved_param"
-    """Graph input of backward: a full parameter that forward kept because it fits (`Reshard.AUTO`)."""
+    """Graph input of backward: a full parameter that forward saved because it fits (`Reshard.AUTO`)."""
     SHARD = "shard"
     """This rank's part of a message, on its way into an all-gather."""
     OFFLOAD_IN = "offload_in"
@@ -69,7 +67,7 @@ class Role(enum.Enum):
     FULL = "full"
     """A full parameter, as readers see it."""
     POST_FORWARD_SHARD = "post_forward_shard"
-    """This rank's part of a parameter that is kept from forward to backward, or a step to it; an input of backward."""
+    """This rank's part of a parameter that is saved for backward, or a step to it; an input of backward."""
     RESHARD = "reshard"
     """Frees gathered messages."""
     GRADIENT = "gradient"
@@ -87,7 +85,7 @@ class Role(enum.Enum):
     REDUCE_WAIT = "reduce_wait"
     """Completes a reduce-scatter, or one message of a grouped one."""
     ADD_PARTIAL = "add_partial"
-    """Adds reduced gradients that were held to new ones, before they are summed over replicas."""
+    """Adds accumulated reduce-scattered gradients to new ones, before they are summed over replicas."""
     REPLICATE = "replicate"
     """Starts an all-reduce over replicas."""
     REPLICATE_ITEM = "replicate_item"
@@ -99,7 +97,7 @@ class Role(enum.Enum):
     OFFLOAD_OUT = "offload_out"
     """Starts to copy a flat parameter's gradient from the device to the host."""
     OFFLOAD_OUT_WAIT = "offload_out_wait"
-    """Holds back what follows on the device until that copy is done; the host does not wait."""
+    """Makes the device, not the host, wait for that copy."""
     FLAT_GRADIENT = "flat_gradient"
     """Graph output: the gradient of a flat parameter."""
     UPDATE = "update"
@@ -130,14 +128,11 @@ GRADIENTS = (Role.FLAT_GRADIENT, Role.PARTIAL_GRADIENT, Role.UNREDUCED_GRADIENT)
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a node is for, and for whom.
+    """What a node is for, and for which parameters.
 
     Attributes:
-        role: What the node is for.
         unit: Name of the unit; of the first one, if the node serves several.
-        parameters: Fully qualified names of the parameters concerned.
-        specs: Their reads, in the same order.
-        phase: The graph that the node is in.
+        specs: The reads of `parameters`, in the same order.
         owners: The unit of each parameter, if they are of several units; else empty.
     """
 
@@ -177,12 +172,7 @@ def require(node: fx.Node) -> Record:
 
 @dataclasses.dataclass
 class StepGraph:
-    """The forward or the backward graph of one compiled region.
-
-    Attributes:
-        gm: The graph module; passes edit its graph in place.
-        phase: Forward (also when there is no backward) or backward.
-    """
+    """The forward or the backward graph of one compiled region."""
 
     gm: fx.GraphModule
     phase: Phase
@@ -201,7 +191,7 @@ class StepGraph:
         return {node: index for index, node in enumerate(self.graph.nodes)}
 
     def copy(self) -> StepGraph:
-        """The same graph in nodes of its own; records, fake values and code that nodes came from are shared."""
+        """The same graph with new nodes; records, fake values and the module's code are shared."""
         copied = fx.Graph()
         returned = copied.graph_copy(self.graph, {})
         copied.output(returned).meta.update(self.output.meta)

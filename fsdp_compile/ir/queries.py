@@ -1,9 +1,4 @@
-"""Which module of the user's a node computes for.
-
-Read-only questions about a graph.
-
-Gathers that the user started: the units that a module was told to prefetch.
-"""
+"""Read-only questions about a graph: modules, reads, aliases, and all-gathers that the user told units to prefetch."""
 
 from __future__ import annotations
 
@@ -35,6 +30,7 @@ def module_of(node: fx.Node) -> str:
     if not isinstance(stack, Mapping) or not stack:
         return ""
     innermost = list(stack.values())[-1]
+    # Entries are (path, class); older traces have the path alone. Dynamo spells it "L['self']._modules['layers']...".
     path = innermost[0] if isinstance(innermost, tuple) else str(innermost)
     path = _ITEM.sub(lambda m: f".{m[1] or m[2]}", _ROOT.sub("", path))
     return path.removeprefix("._orig_mod").removeprefix(".")
@@ -74,7 +70,7 @@ def read_text(marker: fx.Node) -> str:
 
 
 def unsharded_value(marker: fx.Node) -> fx.Node | None:
-    """The full parameter that a read takes in place of gathering it."""
+    """The full parameter that a read takes instead of an all-gather."""
     return _node(marker, 2)
 
 
@@ -89,12 +85,7 @@ def _node(marker: fx.Node, position: int) -> fx.Node | None:
 
 
 class Beside:
-    """The inputs of one role, by the flat parameter that they belong to; valid as long as no input is added or erased.
-
-    Args:
-        graph: The graph.
-        role: What the inputs are for.
-    """
+    """The inputs of one role by their flat parameter; valid as long as no input is added or erased."""
 
     def __init__(self, graph: fx.Graph, role: Role) -> None:
         self._found: dict[Hashable, fx.Node] = {}
@@ -104,7 +95,7 @@ class Beside:
                 self._found.setdefault(flat_of(record), node)
 
     def of(self, flat: fx.Node) -> fx.Node | None:
-        """The input that belongs to a flat parameter, or to what is laid out like it, if the graph has one."""
+        """The input that belongs to a flat parameter, or to an input with its layout, if the graph has one."""
         return self._found.get(flat_of(require(flat)))
 
 
@@ -114,7 +105,7 @@ def beside(flat: fx.Node, role: Role) -> fx.Node | None:
 
 
 def flat_of(record: Record) -> Hashable:
-    """Equal for records of one flat parameter, or of what is laid out like it."""
+    """A key that the records of one flat parameter, and of inputs with its layout, share."""
     return record.unit, record.parameters
 
 
@@ -129,15 +120,13 @@ def last_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
 
 
 def parameter_only(graph: fx.Graph) -> list[fx.Node]:
-    """Reads of parameters, and everything that is computed from reads alone (casts, views, concatenations), in order.
-
-    Random operators and ones without a tensor among their results stay out, since they may not be computed twice.
-    """
+    """Reads of parameters, and everything that is computed from reads alone (casts, views, concatenations)."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op != "call_function" or not _has_tensors(node):
             continue
         derived = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
+        # What is found may be computed twice, in forward and in backward, so random operators stay out.
         if node.target in READS or (derived and _is_pure(node)):
             found[node] = None
     return list(found)
@@ -183,11 +172,9 @@ def aliases(roots: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def readers(flat: fx.Node) -> list[fx.Node]:
-    """Nodes that read the memory of a flat parameter, and those that wait for whoever may still be sending it.
-
-    Its update is left out.
-    """
+    """Nodes that read the memory of a flat parameter, and waits for the all-gathers that send it; not its update."""
     found = dict.fromkeys(n for held in aliases([flat]) for n in (held, *held.users) if role_of(n) is not Role.UPDATE)
+    # A running all-gather reads its input until it is waited for.
     for start in [node for node in found if role_of(node) is Role.GATHER]:
         items = [start, *(user for user in start.users if role_of(user) is Role.GATHER_ITEM)]
         found.update(dict.fromkeys(u for item in items for u in item.users if role_of(u) is Role.GATHER_WAIT))
@@ -195,7 +182,7 @@ def readers(flat: fx.Node) -> list[fx.Node]:
 
 
 def upstream(node: fx.Node, *roles: Role) -> list[fx.Node]:
-    """The chain of nodes of any of `roles` that `node` depends on, in an order in which they can be moved before it."""
+    """The nodes of `roles` that `node` depends on through such nodes, in an order in which they can be moved."""
     found: dict[fx.Node, None] = {}
 
     def visit(current: fx.Node) -> None:
@@ -214,7 +201,7 @@ Lists = dict[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """`gather` starts where what `by` has gathered is used first."""
+    """`gather` starts where the parameters that `by` gathers are first used."""
 
     gather: fx.Node
     by: fx.Node
@@ -234,10 +221,7 @@ def lists_of(step: StepGraph) -> Lists:
 
 
 def named_gathers(step: StepGraph) -> list[Named]:
-    """The gathers that lists name, in the order in which they start; the first unit to name one starts it.
-
-    A unit that is not gathered in the graph, and one that is in use or was freed when it is named, is left out.
-    """
+    """The all-gathers that prefetch lists name, in the order of their starts; the first unit to name one starts it."""
     lists = lists_of(step)
     if not lists:
         return []
@@ -249,12 +233,13 @@ def named_gathers(step: StepGraph) -> list[Named]:
             for name in lists.get(unit, ()):
                 for gather in sorted(need, key=need.__getitem__):
                     units = require(gather).units
+                    # A unit that is already in use, or was resharded, at this point needs no prefetch.
                     if name in units and unit not in units and need[gather] > need[by] and gather not in found:
                         found[gather] = Named(gather, by)
     return list(found.values())
 
 
 def last_wait(gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
-    """The last wait for a message of a gather."""
+    """The last wait for a message of an all-gather."""
     started = [gather, *(user for user in gather.users if role_of(user) is Role.GATHER_ITEM)]
     return last_of([u for s in started for u in s.users if role_of(u) is Role.GATHER_WAIT], order)

@@ -1,1 +1,1 @@
-"""Trains a compiled model beside a reference on real processes and says how far apart they are."""
+"""Trains a compiled model and a reference on real processes and reports how far apart they are."""

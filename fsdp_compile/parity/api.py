@@ -1,4 +1,4 @@
-"""`check_parity`: the compiled model and a reference, trained side by side."""
+"""`check_parity`: trains the compiled model and a reference, and compares them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
     seed: int = 0,
     timeout_s: float = 300,
 ) -> ParityReport:
-    """Trains a model compiled with `backend="fsdp"` beside an eager reference and compares all their numbers.
+    """Trains a model compiled with `backend="fsdp"` and an eager reference, and compares all their numbers.
 
     Both start from the same seed, on `world_size` new processes of this host, with gloo on CPU, or with NCCL
     where every rank has a GPU. Every step's losses, gradients, parameters and optimizer state are compared unsharded.
@@ -77,9 +77,9 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         options: Options of the compile, as for `torch.compile`.
         mp_policy: As for `fully_shard`, for both sides.
         reshard_after_forward: As for `fully_shard`, for both sides.
-        replicas: Ranks that hold the same shard: more than 1 for hybrid sharding.
-        prepare: Called with the model and either side's `fully_shard`, to shard it as your script does; the four
-            arguments above are then its business.
+        replicas: Ranks with the same shard: more than 1 for hybrid sharding.
+        prepare: Called with the model and either side's `fully_shard`, to shard it as your script does, instead of the
+            four arguments above.
         micro_batches: Backward passes per step, each with its share of a rank's rows.
         accumulation: "reduce-each" reduces after every backward pass, "hold" once per step, after the last
             (`no_sync` here and in DDP and FSDP1, `set_requires_gradient_sync` of FSDP2).
@@ -91,7 +91,7 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         The report, if the two are equal.
 
     Raises:
-        ParityError: If they are not; it names the first parameter and step, and holds the report as `.report`.
+        ParityError: If they are not; it names the first parameter and step, and has the report as `.report`.
         ConfigError: For a wrong argument, or a function that another process cannot import.
         RankFailedError: If a rank fails; its text holds that rank's traceback.
     """

@@ -1,21 +1,19 @@
-"""How far apart two right computations in floating point may be: bounds derived before anything is measured.
+"""Compares tensors, in absolute and relative numbers and in units of the last place, with bounds for the difference.
 
-Both sides round differently because they add in different orders and fuse different operators. With unit roundoff `u`
-(half the distance from 1 to the next number), a value on a path of m roundings whose errors are independent and have
-mean zero carries a relative error of at most `lambda * sqrt(m) * u` with probability `1 - 2 exp(-lambda^2 / 2)`
-(N. Higham and T. Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019,
-theorem 2.4). `lambda` is chosen so that this holds for all elements of a run together but for one run in a million.
+Two right computations round differently because they add in different orders and fuse different operators. With unit
+roundoff `u` (half the distance from 1 to the next number), a value on a path of m roundings whose errors are
+independent and have mean zero carries a relative error of at most `lambda * sqrt(m) * u` with probability `1 - 2
+exp(-lambda^2 / 2)` (N. Higham and T. Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci.
+Comput. 41, 2019, theorem 2.4). `lambda` is chosen so that this is true for all elements of a run together but for one
+run in a million.
 
 A step's gradient has been through `depth` operators, each of which adds up at most `length` numbers and rounds its
-result: `depth * length` roundings in the dtype that sums are kept in (at least float32), `depth` in the dtype that
-results are stored in. Step k starts from parameters that k steps made, which multiplies `depth` by k + 1. Two sides
-differ by twice the error of one.
+result: `depth * length` roundings in the dtype of sums (at least float32), `depth` in the dtype of results. Step k
+starts from parameters that k steps made, which multiplies `depth` by k + 1. Two sides differ by twice the error of one.
 
 The relative error counts against the largest element of the tensor. A gradient that is small because its terms cancel
 is as uncertain as these terms, and they may be as large as the largest gradient of the model: one more sum's error of
 that size is allowed, without the depth. `docs/parity.md` says what this assumes.
-
-How far two tensors are apart, in absolute numbers, in relative ones, and in units of the last place.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from enum import StrEnum
 import torch
 
 _ONCE_IN = 1e6
-"""Of so many runs, one may exceed the bound by chance alone."""
+"""One in so many runs may exceed the bound by chance alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Extent:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether results are stored in a narrower dtype than sums are kept in."""
+        """Whether results have a narrower dtype than sums."""
         return self.dtype.itemsize < torch.float32.itemsize
 
 
@@ -104,16 +102,14 @@ class Difference:
     """One tensor of one step on both sides.
 
     Attributes:
-        quantity: What kind of tensor.
         name: Of the parameter, with the optimizer's key for its state; "loss" for losses.
         step: From 0.
         dtype: Of the reference.
         different: How many elements differ in a bit.
-        numel: How many elements there are.
         absolute: Largest difference; infinite where one side has a value that the other does not have at all.
         relative: `absolute` over the largest magnitude of the reference.
         ulps: `absolute` in units of the last place of the largest element of the reference.
-        bound: The largest `absolute` that the level allows; infinite where it is reported and not judged.
+        bound: The largest `absolute` that the level allows; infinite where it is reported and not compared.
     """
 
     quantity: Quantity
@@ -136,15 +132,7 @@ class Difference:
 def compare(
     quantity: Quantity, name: str, step: int, ours: torch.Tensor | None, theirs: torch.Tensor | None
 ) -> Difference:
-    """Compares two tensors that should be equal.
-
-    Args:
-        quantity: What kind of tensor.
-        name: See `Difference`.
-        step: From 0.
-        ours: The compiled side's, or `None` (no gradient).
-        theirs: The reference's, or `None`.
-    """
+    """Compares the compiled side's tensor with the reference's; `None` is no gradient."""
     if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return _incomparable(quantity, name, step, ours, theirs)
     ours, theirs = ours.detach().cpu(), theirs.detach().cpu()
@@ -196,7 +184,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _incomparable(
     quantity: Quantity, name: str, step: int, ours: torch.Tensor | None, theirs: torch.Tensor | None
 ) -> Difference:
-    """Both absent is equal; one absent, another shape or another dtype is infinitely far."""
+    """The difference if a side has none: both absent are equal; another shape or dtype is infinitely far."""
     absent = ours is None and theirs is None
     known = theirs if theirs is not None else ours
     return Difference(

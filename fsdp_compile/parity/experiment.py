@@ -1,4 +1,4 @@
-"""What is trained beside what: one frozen description that every rank gets."""
+"""One comparison: a frozen description that every rank gets."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Experiment:
 
     @property
     def device_type(self) -> str:
-        """Where the ranks compute: "cuda" where each has a GPU of its own, else "cpu"."""
+        """The kind of device of the ranks: "cuda" where each has a GPU of its own, else "cpu"."""
         return "cuda" if torch.cuda.device_count() >= self.world_size else "cpu"
 
     @property
@@ -93,10 +93,6 @@ def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     What the model returns if it is a scalar or has one as `.loss`; else the mean square of its output (or of its
     `.logits`, or of the first item of a tuple), in float32.
 
-    Args:
-        model: Called with the batch: a tuple as positional, a mapping as keyword arguments.
-        batch: One rank's share.
-
     Raises:
         ConfigError: If the model returns something else.
     """
@@ -123,11 +119,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """Cuts a batch into equal parts along dimension 0 of its tensors.
-
-    Args:
-        batch: Tensors in tuples, lists and dicts; scalars and other values go to every part.
-        parts: How many.
+    """Cuts a batch into equal parts along dimension 0 of its tensors; other values go to every part.
 
     Raises:
         ConfigError: If the rows do not divide.

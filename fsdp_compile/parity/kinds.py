@@ -1,4 +1,4 @@
-"""What a comparison can be of, without torch: the command line is checked before anything large is imported."""
+"""The kinds of comparisons, without torch: the command line is checked before anything large is imported."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Level(StrEnum):
     BITWISE = "bitwise"
     """Every bit of every loss, gradient, parameter and optimizer state."""
     TOLERANCE = "tolerance"
-    """Up to the bounds of `bounds.py`, which follow from dtypes, lengths of sums and depth."""
+    """Up to the bounds of `compare.py`, which follow from dtypes, lengths of sums and depth."""
 
 
 class Accumulation(StrEnum):
-    """How the gradients of the micro-batches of one step meet."""
+    """How the gradients of the micro-batches of one step are accumulated."""
 
     REDUCE_EACH = "reduce-each"
     """Every micro-batch is reduced, and sharded gradients are added."""
     HOLD = "hold"
-    """All micro-batches but the last keep their gradients whole and unreduced, as inside of `no_sync`."""
+    """Gradients of all micro-batches but the last accumulate unreduced, as inside of `no_sync`."""
 
 
 def check_counts(world_size: int, replicas: int, *, steps: int, micro_batches: int) -> None:

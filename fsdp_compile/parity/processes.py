@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fsdp_compile.errors import ConfigError, FSDPCompileError, RankFailedError, UnsupportedModelError
 
 _GRACE_S = 2.0
-"""How long ranks may take, after one has failed, to say that they failed first."""
+"""How long ranks may take, after one has failed, to report that they failed first."""
 _USER_ERRORS: dict[str, type[FSDPCompileError]] = {e.__name__: e for e in (ConfigError, UnsupportedModelError)}
 
 
@@ -34,8 +34,6 @@ class Place:
     """One rank of a world that meets through a file.
 
     Attributes:
-        rank: From 0.
-        world_size: Number of ranks.
         store: The file.
         device_type: "cpu" meets through gloo, "cuda" through NCCL.
         timeout_s: For each collective.
@@ -50,7 +48,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class _Failure:
-    """What ended a rank; of an error that the user is to read alone, its kind and parts."""
+    """The error that ended a rank; of one that is shown to the user alone, its kind and parts."""
 
     text: str
     kind: str = ""
@@ -69,7 +67,7 @@ def run_on_ranks(fn: Callable[[Any], Any], argument: Any, place: Callable[[int, 
     Raises:
         ConfigError: If the argument cannot be sent to another process, or a rank raised it.
         UnsupportedModelError: If a rank raised it.
-        RankFailedError: If a rank died or raised anything else; the text holds its traceback.
+        RankFailedError: If a rank died or raised anything else, with that rank's traceback.
     """
     call = _pickled((fn, argument))
     # Read by torch when a rank imports it.
@@ -138,7 +136,7 @@ def _collect(processes: Sequence[SpawnProcess], connections: Sequence[Connection
 
 
 def _raise(processes: Sequence[SpawnProcess], failures: dict[int, _Failure | None]) -> None:
-    """A death explains the errors of other ranks; of several errors the first to arrive is the cause."""
+    """Raises the cause of some failures: a death explains the errors of other ranks, else the first error."""
     world = f"of {len(processes)}"
     for rank, failure in failures.items():
         if failure is None:
@@ -167,14 +165,14 @@ def _kill(process: SpawnProcess) -> None:
 
 
 def _serve(connection: Connection, place: Place, call: bytes) -> None:
-    """The life of one rank."""
+    """Runs one rank from start to end."""
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     try:
         fn, argument = pickle.loads(call)
         _join(place)
         outcome: Any = (fn(argument),)
-        dist.barrier()  # nobody leaves while another still needs it
+        dist.barrier()  # no rank leaves while another still needs it
     except tuple(_USER_ERRORS.values()) as error:
         outcome = _Failure(traceback.format_exc(), type(error).__name__, (error.what, error.where, error.instead))
     except AttributeError as error:
@@ -183,7 +181,7 @@ def _serve(connection: Connection, place: Place, call: bytes) -> None:
         outcome = _Failure(traceback.format_exc())
     connection.send_bytes(pickle.dumps(outcome))
     if isinstance(outcome, _Failure):
-        time.sleep(_GRACE_S / 2)  # so that the failures which this one causes arrive after it
+        time.sleep(_GRACE_S / 2)  # so that the failures which this one causes are reported after it
         os._exit(1)  # without waiting for threads of collectives that will never end
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What a comparison found: a frozen report that prints as tables, worst first."""
+"""The result of a comparison: a frozen report that prints as tables, worst first."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ class ParityReport:
 
     Attributes:
         title: What was compared, in one line.
-        level: "bitwise" or "tolerance".
         steps: How many steps both sides made.
         differences: One per tensor and step, in the order in which steps make them.
         introduced_by: With `bisect=True`, the pass after which the two differ for the first time; "capture" if they
-            differ before any pass. `None` where they are equal or nobody asked.
+            differ before any pass. `None` where they are equal, or without `bisect`.
     """
 
     title: str

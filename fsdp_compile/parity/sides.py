@@ -1,4 +1,4 @@
-"""The two sides of a comparison: how each is made from the user's model, and its tensors as one process has them."""
+"""The two sides of a comparison: how each is made from the user's model, and its tensors on one process."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ class Side:
     """A model in training.
 
     Attributes:
-        model: What is called.
-        named: The parameters that the optimizer holds, by the names that the user's model gives them.
-        optimizer: Of these parameters.
+        named: The optimizer's parameters, by the names that the user's model gives them.
         whole_batch: Whether it trains alone on the batches of all ranks.
     """
 
@@ -48,7 +46,7 @@ class Side:
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Backward passes inside of it keep their gradients whole on each rank."""
+        """Context in which backward passes leave their gradients unsharded and unreduced on each rank."""
         model: Any = self.model
         if isinstance(model, FullyShardedDataParallel | DistributedDataParallel):
             with model.no_sync():
@@ -71,7 +69,7 @@ class Side:
         return {(Quantity.GRADIENT, n): None if p.grad is None else _full(p.grad) for n, p in self.named.items()}
 
     def parameters(self) -> Tensors:
-        """Full parameters and optimizer state (which FSDP1 has in pieces only, and is left out); a collective."""
+        """Full parameters and optimizer state (not that of FSDP1, which is in pieces); a collective."""
         if isinstance(self.model, FullyShardedDataParallel):
             with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
                 return {(Quantity.PARAMETER, _plain(n)): p.detach().clone() for n, p in self.model.named_parameters()}
@@ -103,9 +101,7 @@ def compiled_side(experiment: Experiment) -> Side:
 def reference_side(experiment: Experiment, unit_names: list[str]) -> Side | None:
     """The reference; `None` on ranks that have no part in it.
 
-    Args:
-        experiment: Says which.
-        unit_names: Module paths of the compiled side's units: FSDP shards the same modules.
+    `unit_names` are the module paths of the compiled side's units: FSDP shards the same modules.
     """
     make = _MAKERS[experiment.reference]
     return make(experiment, unit_names)
@@ -120,11 +116,8 @@ def unit_names(model: nn.Module) -> list[str]:
 class CastParameters(nn.Module):
     """Mixed precision without shards: forward reads every parameter in another dtype, its gradient is in its own.
 
-    What backward computes again reads the same cast parameters: they stay in their modules until the next forward.
-
-    Args:
-        module: The model.
-        policy: `param_dtype`, `output_dtype` and `cast_forward_inputs` are followed.
+    `param_dtype`, `output_dtype` and `cast_forward_inputs` of the policy are followed. Recomputation in backward reads
+    the same cast parameters: they stay in their modules until the next forward.
     """
 
     def __init__(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
@@ -150,6 +143,7 @@ class CastParameters(nn.Module):
     def _show(self, cast: dict[str, torch.Tensor]) -> None:
         """Lets modules read `cast`, by name of the parameter, where they would find a parameter; others read those."""
         shown = {id(p): cast.get(name) for name, p in self.module.named_parameters()}
+        # x
         for module in self.module.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 value = shown[id(parameter)]
@@ -244,7 +238,7 @@ def _mesh(experiment: Experiment) -> DeviceMesh:
 
 
 def _separate(model: nn.Module, names: list[str]) -> Iterator[str]:
-    """Units that share no parameter with the rest: FSDP would untie the others, so the root takes them."""
+    """Units that share no parameter with the rest."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)

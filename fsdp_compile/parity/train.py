@@ -1,4 +1,4 @@
-"""Trains both sides step by step, on every rank, and compares as they go."""
+"""Trains both sides step by step, on every rank, and compares them after each step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class _Judge:
     """Compares tensors of rank 0 and gives each difference its bound.
 
     Attributes:
-        experiment: Says at which level.
         extent: Of the run; `None` where every bit has to agree.
         linear: Whether the optimizer's steps are linear in the gradients.
-        moved: Largest way that each parameter has gone so far, weighted by the relative bound of each step.
+        moved: Largest change of each parameter so far, weighted by the relative bound of each step.
     """
 
     experiment: Experiment
@@ -129,7 +128,7 @@ def first_stop_that_differs(experiments: Mapping[str, Experiment]) -> str | None
 
 
 def _step(side: Side) -> Tensors:
-    """Lets the optimizer make its step."""
+    """Makes one optimizer step."""
     side.optimizer.step()
     side.optimizer.zero_grad(set_to_none=True)
     return side.parameters()

@@ -1,11 +1,11 @@
-"""Keeps gathered parameters from forward to backward where there is room, for `reshard_after_forward="auto"`.
+"""Saves unsharded parameters from forward to backward where there is room, for `reshard_after_forward="auto"`.
 
     forward:   %w = fsdp.unshard(%flat, spec) ... return (%y, %saved)   ->   return (%y, %w, %saved)
     backward:  %w = fsdp.unshard(%flat, spec)                           ->   %w is an input
 
-`planner/auto_reshard.py` says of which flat parameters. The choice is made after the partition, for it takes both
-graphs; only where one graph is the whole model, for several would each hold what was promised for all; and only where
-schedules are planned.
+`planner/auto_reshard.py` chooses the flat parameters. The choice takes both graphs, so it is made after the partition.
+It is made only where one graph is the whole model (several would each use the memory of all), and only for planned
+schedules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp_compile.planner.from_markers import Outlined, outline
 
 
 def asks_for_choice(step: StepGraph) -> bool:
-    """Whether a graph reads parameters for which it is left open what happens after forward."""
+    """Whether a graph reads parameters that `Reshard.AUTO` leaves open."""
     return any(_is_open(node) for node in step.graph.find_nodes(op="call_function", target=UNSHARD))
 
 
@@ -41,18 +41,18 @@ def keep_unsharded(
     budget_bytes: int | None,
     margin: float,
 ) -> tuple[str, ...]:
-    """Chooses, and edits both graphs.
+    """Chooses what stays unsharded, and edits both graphs.
 
     Args:
         forward: The forward graph before the passes.
         backward: Its backward graph.
         hardware: What times are estimated for.
-        fusion: Who will run the graphs.
-        budget_bytes: Of everything that either may hold; `None` for what a plan without a budget may hold.
+        fusion: How the graphs will be run.
+        budget_bytes: For everything in either graph; `None` for what a plan without a budget may use.
         margin: How much slower than estimated the link may be.
 
     Returns:
-        The units that are kept.
+        The units that stay unsharded.
     """
     everything = budget_bytes is not None
     first, second = (outline(step, hardware, fusion, everything=everything) for step in (forward, backward))
@@ -72,7 +72,7 @@ def _is_open(read: fx.Node) -> bool:
 
 
 def _pairs(forward: StepGraph, backward: StepGraph, first: Outlined, second: Outlined) -> tuple[Pair, ...]:
-    """Flat parameters that both graphs gather, and for whose parameters that backward reads the choice is open."""
+    """Flat parameters that both graphs gather, if the choice is open for all parameters that backward reads."""
     again = {name: number for number, name in enumerate(second.flats)}
     both = [(number, name) for number, name in enumerate(first.flats) if name in again]
     return tuple(
@@ -115,6 +115,7 @@ def _save(forward: StepGraph, value: fx.Node) -> None:
     (returned,) = output.args
     assert isinstance(returned, tuple | list)
     notes = output.meta["desc"]
+    # AOTAutograd expects outputs in this order: the user's, saved tensors, saved sizes.
     place = next((i for i, note in enumerate(notes) if is_saved_for_backward(note)), len(notes))
     output.args = (type(returned)([*returned[:place], value, *returned[place:]]),)
     saved = [SavedForBackwardsAOTOutput(0), *notes[place:]]
@@ -123,7 +124,7 @@ def _save(forward: StepGraph, value: fx.Node) -> None:
 
 
 def _take(backward: StepGraph, reads: Iterable[fx.Node], value: fx.Node, record: Record) -> None:
-    """Makes a value that forward saves first the first tensor among the inputs, in place of some reads."""
+    """Makes a value that forward saves first the first tensor among the inputs, instead of some reads."""
     first = next(n for n in backward.graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], torch.Tensor))
     with backward.graph.inserting_before(first):
         saved = backward.graph.placeholder(value.name)

@@ -1,8 +1,8 @@
-"""Splits the joint graph so that gathered parameters are never saved for backward, unless that was asked for.
+"""Splits the joint graph so that gathered parameters are not saved for backward, unless that was asked for.
 
-The default partitioner saves every gathered weight that backward needs, which turns full sharding silently into
-ZeRO-2. Here a read, and everything computed from reads alone, is marked to be recomputed: backward reads again. Of a
-parameter that is kept in parts, the part is saved.
+The default partitioner saves every gathered weight that backward needs, which turns full sharding silently into ZeRO-2.
+Here a read, and everything computed from reads alone, is marked to be recomputed: backward reads again. Of a parameter
+with a post-forward shard, that shard is saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAST_REGION = 1 << 60
 
 
 def mark_reads(joint: fx.Graph) -> None:
-    """Marks which values derived from parameters alone are recomputed in backward and which are kept."""
+    """Marks which values derived from parameters alone are recomputed in backward and which are saved."""
     for node in parameter_only(joint):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _LAST_REGION
@@ -37,10 +37,7 @@ def mark_reads(joint: fx.Graph) -> None:
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Splits a joint graph into forward and backward with the min-cut partitioner, after `mark_reads`.
 
-    Args:
-        joint: The joint graph with `fsdp.unshard` and `fsdp.reduce_grad` markers.
-        inputs: As AOTAutograd passes them.
-        kwargs: As AOTAutograd passes them.
+    `inputs` and `kwargs` are as AOTAutograd passes them.
     """
     shard_post_forward(joint.graph)
     mark_reads(joint.graph)

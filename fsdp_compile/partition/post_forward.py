@@ -1,4 +1,4 @@
-"""Reads of parameters that are kept in parts between forward and backward, as three markers instead of one.
+"""Reads of parameters with a post-forward shard between forward and backward, as three markers instead of one.
 
     %w = fsdp.unshard(%flat, spec)   ->   %full = fsdp.unshard(%flat, spec)
                                           %part = fsdp.shard_post_forward(%full, spec)
@@ -36,6 +36,7 @@ def shard_post_forward(joint: fx.Graph) -> None:
             part = b.call(SHARD_POST_FORWARD, first, text)
         with joint.inserting_after(part):
             again = b.call(UNSHARD_POST_FORWARD, part, text)
+            # Of the three only the part crosses to backward as an input with a record.
             del again.meta["fsdp"]
         for user in [user for marker in markers for user in marker.users if user is not part]:
             for marker in markers:

@@ -1,4 +1,4 @@
-"""What every pass is."""
+"""The interface of passes."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class GraphPass(Protocol[PlanT]):
         ...
 
     def apply(self, step: StepGraph, plan: PlanT) -> None:
-        """Does what the plan says and decides nothing."""
+        """Does what the plan says, and decides nothing."""
         ...

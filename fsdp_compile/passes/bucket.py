@@ -2,11 +2,12 @@
 
     wait(all_gather(%w)), wait(all_gather(%b))  ->  all_gather_coalesced([%w, %b]), then a wait per message
 
-Small parameters lie side by side in the flat parameter and travel as one packed message; every large one is a message
-of its own that lands in its own contiguous memory, so that a matmul reads it in place (or packed, if that takes less
-time: `choosing.py`). Nothing is copied before a gather.
+Small parameters that are neighbours in the flat parameter are sent as one packed message; every large one is a message
+of its own, gathered into contiguous memory that a matmul reads in place (or packed, if that takes less time:
+`bucketing/choose_layout.py`). Nothing is copied before a gather.
+
 The gather starts where the unit is read first, the reduction where its last gradient is ready. Units that are so small
-that a collective's latency takes most of its time share one (`joining.py`).
+that a collective's latency takes most of its time share one (`bucketing/join_small.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class BucketCollectives:
     """The pass; see the module's docstring.
 
     Attributes:
-        hardware: If given, units at the edges of the graph are split where by its times they cannot be hidden whole.
+        hardware: If given, units at the edges of the graph are split if by its times they cannot be hidden whole.
         reduce_layout: Of the messages of reductions; FSDP2's is neither split nor joined.
         join_bytes: Units that follow one another share their collectives up to this many bytes of full parameters, or
             of full gradients; 0 for none.
@@ -91,7 +92,7 @@ class BucketCollectives:
 
     def apply(self, step: StepGraph, plan: BucketPlan) -> None:
         """Writes the grouped collectives and erases the single ones."""
-        order = step.order()  # of the nodes that are there now, which inserting others does not change
+        order = step.order()  # of the existing nodes, which inserting others does not change
         for bucket in plan.gathers:
             _write_gather(step, bucket, order)
         if plan.reductions:
@@ -161,13 +162,14 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
 
 
 def _rewrite_parts(step: StepGraph, piece: Message, message: fx.Node, order: dict[fx.Node, int]) -> None:
-    """Takes what this rank keeps of a piece out of its message at once, and of that the part of each parameter."""
+    """Copies this rank's post-forward shard of a piece out of its message, and of it the part of each parameter."""
     kept = {single: node for single in piece.singles for node in _part_of(single)}
     if not kept:
         return
     first = first_of(kept.values(), order)
     b = GraphBuilder(step.graph, piece.record(Role.POST_FORWARD_SHARD), first)
     with step.graph.inserting_before(first):
+        # One copy for the piece, made at once: the message is freed after its last use.
         part = post_forward_part(b, message)
     for single, node in kept.items():
         spec, begin = single.spec, piece.starts[single]
@@ -182,7 +184,7 @@ def _rewrite_parts(step: StepGraph, piece: Message, message: fx.Node, order: dic
 
 
 def _part_of(single: ParamCollective) -> Iterator[fx.Node]:
-    """The part that this rank keeps of a single parameter, if it does."""
+    """The post-forward shard of a single parameter, if there is one."""
     node = single.start
     while node is not single.end:
         yield from (user for user in node.users if role_of(user) is Role.POST_FORWARD_SHARD)
@@ -222,7 +224,7 @@ def _write_reductions(
 
 
 def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int], partials: Beside) -> list[Reduced]:
-    """Writes all stages where the last gradient is ready."""
+    """Writes all stages at the place where the last gradient is ready."""
     final = last_of([s.start for s in bucket.singles], order)
     b = GraphBuilder(step.graph, joint_record(bucket.singles, Role.GRADIENT), final)
     with step.graph.inserting_before(final):
@@ -251,7 +253,7 @@ def _finished(b: GraphBuilder, piece: Message, shard: fx.Node) -> Iterator[Reduc
 
 
 def _with_partial(b: GraphBuilder, piece: Message, partial: fx.Node | None, shard: fx.Node) -> fx.Node:
-    """What the replica has of a piece, with what it had before if that was held back."""
+    """The reduce-scattered gradient of a piece, with what earlier backward passes have accumulated."""
     if partial is None:
         return shard
     b.record = piece.record(Role.ADD_PARTIAL)
@@ -280,13 +282,13 @@ def _rewrite_flat_gradient(step: StepGraph, old: fx.Node, pieces: list[tuple[int
 
 
 def _averages(*parts: fx.Node) -> list[tuple[int, fx.Node]]:
-    """Gradients of rows that were looked up, which no bucket reduces: where each lies, out of what joins them."""
+    """Gradients of looked-up rows among the parts of a flat gradient, with their offsets: no bucket reduces them."""
     found = dict.fromkeys(n for part in parts for n in part.all_input_nodes if role_of(n) is Role.AVERAGE_ROWS)
     return [(require(node).specs[0].offset, node) for node in found]
 
 
 def _erase_chain(single: ParamCollective) -> None:
-    """Erases a single collective, from its unused end back to what it was made of."""
+    """Erases a single collective, from its unused end back to its inputs."""
     node: fx.Node = single.end
     gathers = {*SENT, Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT, Role.COPY_OUT, Role.FULL}
     roles = {*gathers, Role.GRADIENT, *ON_THE_WAY}

@@ -1,10 +1,10 @@
-"""Computes the last weight gradients beside the last reduction, which nothing else could hide.
+"""Computes the last weight gradients during the last reduction, which nothing else could hide.
 
     compute w1, reduce w1, compute w0, reduce w0, wait all   ->   compute w0, reduce w0, compute w1, reduce w1, wait all
 
 The gradient of what the model reads first, such as an embedding, is ready when backward has nothing left to compute.
-Gradients of weights are needed by their reductions alone, so some of them can be computed later: as many as make
-the rest of the step shorter, their own reductions included. What they are computed from lives longer.
+Only its reduction needs a weight's gradient, so some of them can be computed later: as many as make the rest of the
+step shorter, their own reductions included. Their inputs live longer.
 """
 
 from __future__ import annotations
@@ -26,21 +26,14 @@ from fsdp_compile.ir.graph import Role, Stage, StepGraph, role_of
 from fsdp_compile.passes.schedule_reduce import chains_of, followers_of
 
 LEAST_GAIN = 0.25
-"""Time that must be saved per time of computing that is delayed, since delaying holds memory and estimates err."""
+"""Time that must be saved per time of computing that is delayed, since delaying costs memory and estimates err."""
 MOST = 32
-"""Reductions that are looked at: more than a few units never fit beside the last one."""
+"""Reductions that are considered: more than a few units are never computed during the last one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Delayed:
-    """A reduction, with what is computed for it alone.
-
-    Attributes:
-        start: The node that starts it.
-        made: What only its gradients need, in graph order.
-        compute_us: Time of computing that.
-        link_us: Time of its collectives.
-    """
+    """A reduction that starts at `start`, with what is computed for its gradients alone, in graph order."""
 
     start: fx.Node
     made: tuple[fx.Node, ...]
@@ -50,11 +43,9 @@ class Delayed:
 
 @dataclasses.dataclass(frozen=True)
 class DelayPlan:
-    """What moves to the end of the graph, in graph order, and what is left to wait for then.
+    """The reductions and all nodes that move to the end of the graph, in graph order.
 
     Attributes:
-        delayed: Reductions that move with their gradients.
-        moved: Every node that moves.
         tail_us: Estimated time from the end of computing to the end of the graph.
         tail_before_us: The same without the move.
     """
@@ -67,12 +58,7 @@ class DelayPlan:
 
 @dataclasses.dataclass(frozen=True)
 class DelayWeightGradients:
-    """The pass; see the module's docstring.
-
-    Attributes:
-        hardware: What times are estimated for.
-        fusion: Who will run the graph.
-    """
+    """The pass; see the module's docstring."""
 
     hardware: Hardware = dataclasses.field(default_factory=named_hardware)
     fusion: Fusion = Fusion.KERNELS
@@ -109,9 +95,9 @@ class DelayWeightGradients:
 
 
 def _made_for(start: fx.Node, order: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:
-    """What is computed for a reduction alone, in graph order: nothing that anybody else reads, nothing random."""
+    """What is computed for a reduction alone, in graph order: nothing with other readers, nothing random."""
     alone = {start}
-    # Only what nodes in `alone` read can be alone, and the last of them has no user that is still to be looked at.
+    # Only inputs of nodes in `alone` can be alone; latest first, so that all users of a node are known before it.
     places = [-order[source] for source in start.all_input_nodes]
     found = {order[source]: source for source in start.all_input_nodes}
     heapq.heapify(places)
@@ -144,19 +130,17 @@ def _most_useful(latest_first: Sequence[Delayed], last_us: float) -> list[Delaye
 
 
 def _tail_us(delayed: Sequence[Delayed], last_us: float) -> float:
-    """Time between the end of computing and the end of the link's work, if the link is free when the last one starts.
-
-    A delayed reduction starts when its gradients are there and the one before it is over.
-    """
+    """Time between the end of computing and the end of the link's work, if the link is free for the last reduction."""
     link_us, computed_us = last_us, 0.0
     for one in delayed[::-1]:
         computed_us += one.compute_us
+        # It starts when its gradients are ready and the one before it is over.
         link_us = max(link_us, computed_us) + one.link_us
     return max(0.0, link_us - computed_us)
 
 
 def _with_all_that_follows(step: StepGraph, delayed: Sequence[Delayed]) -> tuple[fx.Node, ...]:
-    """Reductions with what is computed for them alone and all that is made of them, in graph order."""
+    """Reductions with what is computed for them alone and everything downstream, in graph order."""
     moved = {node for one in delayed for node in (*one.made, one.start)}
     for node in step.graph.nodes:
         if node.op == "call_function" and not moved.isdisjoint(node.all_input_nodes):

@@ -1,4 +1,4 @@
-"""Starts the all-gathers that a module was told to prefetch where that module's own have arrived.
+"""Starts the all-gathers that a module was told to prefetch where that module's own are complete.
 
     wait 0, compute 0, gather 1, wait 1, compute 1, gather 2, ...   ->   wait 0, gather 1, gather 2, compute 0, ...
 
@@ -85,6 +85,7 @@ def _refuse_wrong_lists(step: StepGraph) -> None:
     read = {require(node).unit for node in step.nodes(*DECLARING)}
     for unit, names in lists.items():
         for name in names if unit in needs else ():
+            # In backward a unit may have no read although forward has one: nothing needs its parameters there.
             if name not in read and step.phase is Phase.FORWARD:
                 raise _refusal(step, unit, f"{name}, which its graph does not read", _ELSEWHERE)
             if name in needs and max(needs[name]) < min(needs[unit]) and (unit, name) not in together:

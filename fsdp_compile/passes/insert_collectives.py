@@ -5,12 +5,12 @@
     %g = fsdp.reduce_rows(%flat, %grad, ...)   ->  average_rows, place in the flat gradient
 
 A parameter that is read twice is gathered once, and its gradients are summed before they are reduced once. Reads are
-moved down to their first use, so that a gather knows when it is needed. In a world of one rank nothing is gathered:
-a read is a view of the flat parameter.
+moved down to their first use, so that a gather knows when it is needed. In a world of one rank nothing is gathered: a
+read is a view of the flat parameter.
 
-A parameter of which each rank keeps a part (`ops/post_forward.py`) is gathered from the flat parameters in forward,
-where the part is copied out of the message, and from the parts in backward. What is looked up where it is
-(`capture/shard_embeddings.py`) is not gathered.
+A parameter with a post-forward shard (`ops/post_forward.py`) is gathered from the flat parameters in forward, where the
+shard is copied out of the message, and from these shards in backward. A table that is looked up on the ranks that have
+its rows (`capture/shard_embeddings.py`) is not gathered.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ROLE_OF_PLACEMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """Markers that read one parameter, in graph order; the first one's place is where it is gathered."""
+    """Markers that read one parameter, in graph order; it is gathered at the first one."""
 
     markers: tuple[fx.Node, ...]
     spec: UnshardSpec
@@ -106,7 +106,7 @@ class InsertCollectives:
     def apply(self, step: StepGraph, plan: InsertPlan) -> None:
         """Writes the collectives and erases the markers."""
         sink(parameter_only(step.graph))
-        order = step.order()  # of the nodes that are there now, which inserting others does not change
+        order = step.order()  # of the existing nodes, which inserting others does not change
         for read in plan.reads:
             _insert_gather(step, read, order)
         for node in step.graph.find_nodes(op="call_function", target=LOOK_UP):
@@ -150,6 +150,7 @@ def _gradient_sums(step: StepGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
             sums[node] = (node,)
         elif node.target is aten.add.Tensor and all(side in sums for side in node.args[:2]):
             left, right = node.args[:2]
+            # The order of autograd's additions, which `_insert_reduction` repeats: sums of floats depend on it.
             sums[node] = sums[left] + sums[right]
     return sums
 
@@ -187,16 +188,12 @@ def _insert_reductions(step: StepGraph, planned: FlatGradient, order: dict[fx.No
 
 
 def _parts(spec: UnshardSpec) -> int:
-    """Into how many parts of the flat parameter's size its gradient is divided: one per rank that has rows in it."""
+    """The number of parts of a flat parameter's gradient: unreduced, it has one per rank that has rows in it."""
     return spec.size if spec.grad_placement is GradPlacement.UNREDUCED else 1
 
 
 def _insert_reduction(b: GraphBuilder, reduction: Reduction) -> fx.Node:
-    """Records one parameter's reduction.
-
-    Returns:
-        `[extent]` in the dtype of reductions; `[size, extent]` if the gradient is held back.
-    """
+    """Records one parameter's reduction; the result is `[extent]`, or `[size, extent]` if it stays unreduced."""
     spec = reduction.spec
     # Read now, not when planned: a gradient may itself be a parameter whose read has been replaced since.
     gradient, *others = [marker.args[1] for marker in reduction.markers]
@@ -236,7 +233,7 @@ def _add_unreduced(b: GraphBuilder, held: fx.Node, rows: fx.Node, spec: UnshardS
 
 
 def join_pieces(b: GraphBuilder, like: fx.Node, pieces: Iterable[tuple[int, fx.Node]], *, parts: int = 1) -> fx.Node:
-    """Records a flat parameter's gradient: pieces at their offsets, zeros where nothing arrived.
+    """Records a flat parameter's gradient: pieces at their offsets, zeros elsewhere.
 
     Args:
         b: Writes at one place.
@@ -252,10 +249,10 @@ def join_pieces(b: GraphBuilder, like: fx.Node, pieces: Iterable[tuple[int, fx.N
     for (offset, piece), end in zip(ordered, ends, strict=True):
         part = cast(b, piece, value.dtype)
         before, after = offset - begin, end - offset - b.value(piece).shape[-1]
-        # Padding, not zeros of their own: those would name this rank's device.
+        # Padding, not `zeros`, whose device argument would have this rank's index and differ between ranks.
         padded.append(b.call(aten.constant_pad_nd.default, part, [before, after]) if before or after else part)
         begin = end
-    alone = len(padded) == 1 and require(padded[0]).role is not Role.GRADIENT  # a message that nobody else holds
+    alone = len(padded) == 1 and require(padded[0]).role is not Role.GRADIENT  # a message without other users
     if alone and (copied := copy_out(b, padded[0])) is not padded[0]:
         return copied
     if alone:

@@ -51,6 +51,6 @@ class OrderUpdates:
         return OrderPlan(tuple(found))
 
     def apply(self, step: StepGraph, plan: OrderPlan) -> None:  # noqa: ARG002
-        """Moves them."""
+        """Moves the updates."""
         for one in plan.moves:
             move_after([one.update], one.anchor)

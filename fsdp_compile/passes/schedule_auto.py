@@ -2,9 +2,9 @@
 
     wait 0, compute 0, gather 1, wait 1, compute 1   ->   wait 0, part of compute 0, gather 1, the rest, wait 1
 
-A gather starts as late as it can and still arrive in time by the cost model, so that memory is held no longer than it
-hides time; gradients on the wire are held until their reduction has completed, or until the budget wants them back.
-`planner/` decides; see `planner/list_schedule.py` for how.
+By the cost model, a gather starts as late as it can and still be complete in time, so that it takes memory no longer
+than it hides time; gradients are on the link until their reduction has completed, or until the budget needs their
+memory. See `planner/list_schedule.py` for the algorithm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp_compile.planner.list_schedule import BudgetError, Placement, place
 from fsdp_compile.planner.problem import What, for_graphs, of_graphs
 
 MARGIN = 4.0
-"""Gathers start as early, and reductions are held as long, as if the link took this much longer than estimated.
+"""Gathers start as early, and reductions are waited for as late, as if the link took this much longer than estimated.
 
 Estimates of time err: the ratio of compute to communication that a job meets is rarely the one on the data sheets.
 """
@@ -43,7 +43,7 @@ class Hoist:
 
 @dataclasses.dataclass(frozen=True)
 class Await:
-    """Move what follows from `start` (its waits and what is made of them), in graph order, before `anchor`."""
+    """Move what follows from `start` (its waits and everything downstream), in graph order, before `anchor`."""
 
     start: fx.Node
     followers: tuple[fx.Node, ...]
@@ -52,15 +52,13 @@ class Await:
 
 @dataclasses.dataclass(frozen=True)
 class SchedulePlan:
-    """Moves, and what they are expected to give.
+    """Moves, and their expected effect.
 
     Attributes:
         hoists: Gathers, and copies from the host, in the order in which they start.
         awaits: Stages of reductions in the order in which they are waited for.
-        budget_bytes: Most bytes that may be held at any node.
-        peak_bytes: Most that are.
-        end_us: Estimated time of the graph.
-        bound_us: What no order of its collectives can beat, by the same estimate.
+        budget_bytes: Most bytes that may be live at any node; `peak_bytes` are.
+        bound_us: A time that no order of the collectives can beat, by the same estimate as `end_us`.
     """
 
     hoists: tuple[Hoist | CopyMove, ...]
@@ -77,10 +75,10 @@ class ScheduleAuto:
 
     Attributes:
         hardware: What times are estimated for.
-        budget_bytes: Most bytes that a step may hold at any time, of which the graph gets nearly all (`of_graphs`). By
-            default gathered parameters and full gradients get what is in use at once, one more gathered bucket and one
-            more bucket of gradients.
-        fusion: Who will run the graph, which decides what is ever in memory.
+        budget_bytes: Most bytes of a step at any time, of which the graph gets nearly all (`of_graphs`). By default
+            gathered parameters and full gradients get what is in use at once, one more gathered bucket and one more
+            bucket of gradients.
+        fusion: How the graph will be run, which decides which values are ever in memory.
     """
 
     hardware: Hardware = dataclasses.field(default_factory=named_hardware)
@@ -90,10 +88,10 @@ class ScheduleAuto:
     stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> SchedulePlan:
-        """Poses the problem, has it solved, and says where each node goes.
+        """Makes a problem of the graph, plans it, and says where each node goes.
 
         Raises:
-            BudgetTooSmallError: If no plan keeps the budget.
+            BudgetTooSmallError: If no plan keeps within the budget.
         """
         followers = followers_of(step)
         posed = self._posed(step, followers)
@@ -151,7 +149,7 @@ def _too_small(step: StepGraph, posed: Posed, error: BudgetError, budget: int) -
 
 
 def _rounded_up(size_bytes: int) -> int:
-    """To three digits, so that a budget copied from a message is one that is accepted."""
+    """Rounds to three digits, so that a budget copied from a message is accepted."""
     unit = 10 ** max(len(str(size_bytes)) - 3, 0)
     return -(-size_bytes // unit) * unit
 
@@ -180,7 +178,7 @@ def _hoists(step: StepGraph, posed: Posed, placement: Placement) -> tuple[Hoist 
 def _awaits(step: StepGraph, posed: Posed, placement: Placement, followers: Followers) -> tuple[Await, ...]:
     first_reduce = _first_starts(posed)
     found: list[Await] = []
-    copying: list[Await] = []  # waits for copies to the host: before what is waited for at a later position
+    copying: list[Await] = []  # waits for copies to the host, which go before the waits of the next position
     reached = -1
     for index, stage in placement.order:
         start, at = posed.reductions[index][stage], placement.waits[index][stage]
@@ -198,7 +196,7 @@ def _awaits(step: StepGraph, posed: Posed, placement: Placement, followers: Foll
 
 
 def _first_starts(posed: Posed) -> dict[int, fx.Node]:
-    """For each position at which reductions start, the first of them: what else happens there comes before it."""
+    """For each position at which reductions start, the first of them."""
     found: dict[int, fx.Node] = {}
     for chain, reduction in zip(posed.reductions, posed.problem.reductions, strict=True):
         found.setdefault(reduction.ready, chain[0])

@@ -1,10 +1,11 @@
 """Starts all-gathers by FSDP1's rules.
 
-BACKWARD_PRE, and forward prefetch: where the bucket before it is waited for, so that both are held while it computes.
+BACKWARD_PRE, and forward prefetch: where the bucket before it is waited for, so that both are unsharded while it
+computes.
 
     wait 1, compute 1, reduce 1, gather 0, wait 0   ->   gather 0, wait 1, compute 1, reduce 1, wait 0
 
-BACKWARD_POST: where the bucket before it is freed and its gradients are there, ahead of their reduction on the link.
+BACKWARD_POST: where the bucket before it is freed and its gradients are ready, ahead of their reduction on the link.
 
     wait 1, compute 1, reduce 1, gather 0, wait 0   ->   wait 1, compute 1, gather 0, reduce 1, wait 0
 
@@ -38,12 +39,7 @@ from fsdp_compile.passes.schedule_reduce import chains_of, first_message_node, f
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleFSDP1:
-    """The pass; see the module's docstring.
-
-    Attributes:
-        forward: Where gathers start in forward graphs.
-        backward: Where they start in backward graphs.
-    """
+    """The pass; see the module's docstring."""
 
     forward: Ahead = Ahead.AT_NEED
     backward: Ahead = Ahead.BEFORE_COMPUTE
@@ -51,7 +47,7 @@ class ScheduleFSDP1:
     stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> PrefetchPlan:
-        """Finds the anchor of each gather that does not stay where it is needed."""
+        """Finds the anchor of each gather that moves."""
         rule = self.forward if step.phase is Phase.FORWARD else self.backward
         if rule is Ahead.AT_NEED:
             return PrefetchPlan(())
@@ -74,7 +70,7 @@ class ScheduleFSDP1:
 def _anchors(
     step: StepGraph, rule: Ahead, gathers: Sequence[fx.Node], order: dict[fx.Node, int]
 ) -> list[fx.Node | None]:
-    """Before which node each gather starts; `None` for one that stays."""
+    """The node before which each gather starts; `None` for one that stays."""
     if rule is Ahead.AT_ONCE:
         return [top_of(step)] * len(gathers)
     before = gathers[:-1]
@@ -93,6 +89,7 @@ def _freed_and_computed(
     """The first node after the last use of a bucket, or what begins the last reduction of its gradients if later."""
     shared = aliases(waits_of(gather))
     freed = last_of([*shared, *(user for node in shared for user in node.users)], order)
+    # The bucket leaves the graph and is never freed.
     if freed is step.output:
         return freed
     mine = set(require(gather).claims)

@@ -9,7 +9,7 @@ A shard on the host is copied to the device one bucket earlier still, so that no
 
     copy 0, copy 1, gather 0, copy 2, gather 1, wait 0, compute 0, copy 3, gather 2, wait 1, compute 1
 
-Where nothing is gathered (one rank, or none to share with), units are copied one unit ahead.
+Where nothing is gathered (one rank, or replicas alone), units are copied one unit ahead.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ class PrefetchPlan:
 
 @dataclasses.dataclass(frozen=True)
 class SchedulePrefetch:
-    """The pass; see the module's docstring.
-
-    Attributes:
-        distance: How many buckets ahead a gather starts; 0 leaves it where it is needed.
-    """
+    """The pass; a gather starts `distance` buckets ahead, with 0 where it is needed."""
 
     distance: int = 1
     name = "schedule-prefetch"
@@ -106,12 +102,13 @@ def start_copy_at(copy: fx.Node, anchor: fx.Node) -> None:
 
 
 def lone_copies(step: StepGraph) -> list[CopyMove]:
-    """Moves of the copies that no gather sends: before the unit ahead of their own waits for its first copy."""
+    """Moves of the copies that no gather sends to where the unit ahead of their own waits for its first copy."""
     units: dict[str, list[fx.Node]] = {}
     for copy in step.nodes(Role.OFFLOAD_IN):
         if require(copy).specs[0].size == 1:
             units.setdefault(require(copy).unit, []).append(copy)
     waits = [next(iter(copies[0].users)) for copies in units.values()]
+    # The first two units are copied at the top: no unit runs before the first one.
     anchors = [*waits[:1], *waits]
     return [CopyMove(copy, a) for copies, a in zip(units.values(), anchors, strict=False) for copy in copies]
 

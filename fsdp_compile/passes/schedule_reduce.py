@@ -2,8 +2,8 @@
 
     reduce 1, wait 1, compute 0, reduce 0, wait 0   ->   reduce 1, compute 0, wait 1, reduce 0, wait 0
 
-So the reduction of one bucket runs beside the computation of the next one's gradients, and at most one bucket's full
-gradients are on the wire. Where shards are averaged over replicas as well, an all-reduce starts as soon as its
+So the reduction of one bucket overlaps the computation of the next one's gradients, and at most one bucket's full
+gradients are on the link. Where shards are averaged over replicas as well, an all-reduce starts as soon as its
 reduce-scatter has completed, and is waited for before the next bucket's all-reduce starts:
 
     reduce 1, compute 0, wait 1, all-reduce 1, reduce 0, wait 0, wait 1, all-reduce 0, wait 0
@@ -38,7 +38,7 @@ Followers = dict[fx.Node, list[fx.Node]]
 
 @dataclasses.dataclass(frozen=True)
 class Deferral:
-    """Move what follows from `reduce` (its waits and what is made of them), in graph order, before `anchor`.
+    """Move what follows from `reduce` (its waits and everything downstream), in graph order, before `anchor`.
 
     Without a collective, `reduce` is the start of a copy to the host.
     """
@@ -88,14 +88,14 @@ def _deferrals(starts: Sequence[fx.Node], followers: Followers, end: fx.Node) ->
 
 
 def copies_apart(followers: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-    """What follows from a collective up to the start of a copy to the host, and what waits for that copy."""
+    """What follows from a collective up to the start of a copy to the host, and the waits for that copy."""
     waits = {node for node in followers if role_of(node) is Role.OFFLOAD_OUT_WAIT}
     last = waits | {user for wait in waits for user in wait.users}
     return tuple(n for n in followers if n not in last), tuple(n for n in followers if n in last)
 
 
 def lone_waits(step: StepGraph, followers: dict[fx.Node, list[fx.Node]]) -> list[Deferral]:
-    """Moves of the waits for copies to the host that follow from no collective: before the next such copy starts."""
+    """Moves of the waits for copies to the host that follow from no collective, to before the next such copy starts."""
     moved = {node for following in followers.values() for node in following}
     lone = [copy for copy in step.nodes(Role.OFFLOAD_OUT) if copy not in moved]
     waits = [next(user for user in copy.users if role_of(user) is Role.OFFLOAD_OUT_WAIT) for copy in lone]
@@ -104,13 +104,13 @@ def lone_waits(step: StepGraph, followers: dict[fx.Node, list[fx.Node]]) -> list
 
 
 def followers_of(step: StepGraph) -> Followers:
-    """For each collective of a reduction, what can be done once it has completed and no later one has, in order."""
+    """For each collective of a reduction, what can run once it has completed and no later one has, in order."""
     order = step.order()
     behind: dict[fx.Node, fx.Node] = {}
     followers: Followers = {}
     for node in step.nodes(*_MOVED):
         before = [s if s in followers else behind[s] for s in node.all_input_nodes if s in followers or s in behind]
-        if role_of(node) in _ITEMS:  # stays with its collective, whatever that follows
+        if role_of(node) in _ITEMS:  # it stays with its own collective
             (start,) = before
             behind[node] = start
             if start in behind:
@@ -134,10 +134,8 @@ def chains_of(followers: Followers) -> list[list[fx.Node]]:
 
 
 def first_message_node(reduce: fx.Node) -> fx.Node:
-    """The first of the nodes that stand right before a reduction and build its messages.
-
-    Waiting before them frees the gradients of the reduction before while these messages are built.
-    """
+    """The first of the nodes that stand right before a reduction and build its messages."""
+    # A wait before these nodes frees the gradients of the reduction before while the messages are built.
     built = set(upstream(reduce, Role.GRADIENT))
     first = reduce
     while first.prev in built:

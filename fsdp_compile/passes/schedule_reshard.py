@@ -2,8 +2,8 @@
 
     %y = mm(%x, %w)   ->   %y = mm(%x, %w); fsdp.reshard([%gathered_w])
 
-A bucket whose memory leaves the graph (the model returns a parameter, or it is kept for backward on request) is left
-alone.
+A bucket whose memory leaves the graph (the model returns a parameter, or it stays unsharded for backward on request) is
+not freed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Release:
 
 @dataclasses.dataclass(frozen=True)
 class ReshardPlan:
-    """What is freed where, and the gathers whose memory leaves the graph."""
+    """Where buckets are freed, and the gathers whose memory leaves the graph."""
 
     releases: tuple[Release, ...]
     kept: tuple[fx.Node, ...]

@@ -1,4 +1,4 @@
-"""What options mean to passes: budgets in byte, what "auto" is for one graph, what the result is held to."""
+"""What options mean to passes: budgets in byte, "auto" for one graph, and the limits that the result must keep."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PROMISES: Final = {
     Ahead.AFTER_COMPUTE: Limits(prefetch=0, alone=True),
     Ahead.AT_ONCE: Limits(),
 }
-"""What each of FSDP1's rules holds at most."""
+"""The most that each of FSDP1's rules gathers ahead."""
 FUSION: Final = {"inductor": Fusion.KERNELS, "eager": Fusion.NONE}
-"""Who runs the graphs, by `FSDPOptions.lower`."""
+"""How graphs are run, by `FSDPOptions.lower`."""
 
 
 def budget_bytes(options: FSDPOptions) -> int | None:
@@ -36,7 +36,7 @@ def join_bytes(options: FSDPOptions) -> int:
 
 
 def for_graph(step: StepGraph, options: FSDPOptions) -> FSDPOptions:
-    """Options with what is left to us decided for one graph: the same on every rank."""
+    """Options with "auto" decided for one graph: the same on every rank."""
     if options.prefetch == "auto" and options.hardware is None:
         options = dataclasses.replace(options, hardware=hardware_of(step))
     return dataclasses.replace(options, bucket_mb=_bucket_mb(step, options))
@@ -47,7 +47,7 @@ def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:
         return options.bucket_mb
     specs = [spec for flat in step.nodes(Role.FLAT) for spec in require(flat).specs]
     counts_units = options.prefetch != "auto" or any(s.forward_prefetch or s.backward_prefetch for s in specs)
-    # What is shared is held longer, which a budget may not have room for.
+    # Buckets that share a collective are in memory longer, which a budget may not have room for.
     if counts_units or options.memory_budget_gb is not None or not specs:
         return 0.0
     ranks = max(max(spec.size, spec.replicas) for spec in specs)
@@ -55,7 +55,7 @@ def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:
 
 
 def limits_of(phase: Phase, options: FSDPOptions) -> Limits:
-    """What a graph is held to, but for the budget that a planned schedule finds by itself."""
+    """The limits of a graph, except for the budget that a planned schedule finds by itself."""
     return dataclasses.replace(
         _promised(phase, options), reduce_layout=ReduceLayout(options.reduce_layout), joined_bytes=join_bytes(options)
     )

@@ -1,9 +1,9 @@
-"""Updates each flat parameter as soon as its gradient is there, so that no gradient leaves the graph.
+"""Updates each flat parameter as soon as its gradient is ready, so that no gradient leaves the graph.
 
     %grad = cat(%reduced, ...); ...; return (%grad, ...)   ->   %grad = cat(%reduced, ...); fsdp.update(%flat, %grad)
 
 Only flat parameters whose optimizer asked for it (`step_in_backward`), and only on their device: gradients that go to
-the host leave as they do without. Nothing that reads a flat parameter comes after its update (`settle_updates.py`).
+the host leave the graph as always. Nothing that reads a flat parameter comes after its update (`order_updates.py`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ _JOINED = (Role.SHARD_GRADIENT,)
 
 @dataclasses.dataclass(frozen=True)
 class FlatUpdate:
-    """Update `flat` with `gradient`, which is joined out of `pieces`, right after `anchor`.
+    """Update `flat` with `gradient`, which `pieces` compute, right after `anchor`.
 
     Attributes:
-        flat: The flat parameter.
-        gradient: Its gradient, so far returned.
         pieces: Nodes that join the gradient, in graph order; they move along.
         anchor: The last node that has to come before.
         offsets: Slots that have gradients.
@@ -82,9 +80,10 @@ class UpdateInBackward:
 
 
 def _own_pieces(gradient: fx.Node) -> list[fx.Node]:
-    """What joins a gradient and is used for nothing else: joined units share the division of their message."""
+    """The nodes that join a gradient and are used for nothing else."""
     own = [gradient]
     for node in reversed(upstream(gradient, *_JOINED)):
+        # Joined units share the division of their message.
         if all(user in own for user in node.users):
             own.append(node)
     return own[::-1]

@@ -1,1 +1,1 @@
-"""When collectives start and when they are waited for: a plan over numbers alone, without graphs or tensors."""
+"""Plans when collectives start and when they are waited for, over numbers alone: no graphs, no tensors."""

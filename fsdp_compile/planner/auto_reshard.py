@@ -1,11 +1,12 @@
-"""Chooses which gathered buckets stay from forward to backward, under the budgets of both graphs.
+"""Chooses which buckets stay unsharded from forward to backward, under the budgets of both graphs.
 
-    forward  | ... gather k, use k -----------+          forward  | ... gather k, use k ----------- k is held
+    forward  | ... gather k, use k -----------+          forward  | ... gather k, use k ----------- k is saved
     backward | gather k, use k, ...           |    ->    backward | use k, ...
 
-Each byte kept spares the link as much as any other, so what is held for the shortest time comes first: what forward
-uses last and backward needs first. Of the numbers of buckets that fit, the smallest is taken that brings the step as
-near to its least estimated time as any, on a link as estimated and on one that is `margin` times slower.
+Each saved byte spares the link as much as any other, so the bucket that is unused for the shortest time comes first:
+the one that forward uses last and backward needs first. Of the numbers of buckets that fit, the smallest is taken that
+brings the step as near to its least estimated time as any, on a link as estimated and on one that is `margin` times
+slower.
 """
 
 from __future__ import annotations
@@ -32,24 +33,20 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """Forward and backward.
-
-    Attributes:
-        forward: Its problem.
-        backward: Its problem.
-    """
+    """The problems of forward and backward."""
 
     forward: Problem
     backward: Problem
 
     def keeping(self, pairs: Sequence[Pair]) -> Halves:
-        """The same step, if these buckets are kept."""
+        """The same step, if these buckets stay unsharded."""
         kept = {pair.forward for pair in pairs}
         gathers = tuple(
             dataclasses.replace(gather, kept=True) if index in kept else gather
             for index, gather in enumerate(self.forward.gathers)
         )
         saved = {pair.backward: self.backward.gathers[pair.backward] for pair in pairs}
+        # What is saved costs backward no all-gather, but memory from its beginning.
         left = tuple(gather for index, gather in enumerate(self.backward.gathers) if index not in saved)
         held = [(g.free, len(self.forward.steps_us), g.size_bytes) for i, g in enumerate(gathers) if i in kept]
         waiting = [(0, gather.need, gather.size_bytes) for gather in saved.values()]
@@ -65,13 +62,13 @@ class Halves:
 
 
 def keep(step: Halves, pairs: Sequence[Pair], *, budget_bytes: int | None, margin: float) -> tuple[Pair, ...]:
-    """The buckets that are kept.
+    """The buckets that stay unsharded from forward to backward.
 
     Args:
-        step: Both graphs, if nothing is kept.
-        pairs: Buckets that may be kept.
-        budget_bytes: Most bytes of everything that either graph may hold; `least_bytes` of both are known then. `None`
-            for what a schedule without a budget may hold.
+        step: Both graphs, if all buckets are resharded.
+        pairs: Buckets that may stay.
+        budget_bytes: Most bytes of everything that may be live in either graph; `least_bytes` of both are known then.
+            `None` for what a schedule without a budget may use.
         margin: How much slower than estimated the link may be.
     """
     first = sorted(pairs, key=lambda pair: _held_us(step, pair))
@@ -91,7 +88,7 @@ def keep(step: Halves, pairs: Sequence[Pair], *, budget_bytes: int | None, margi
 
 
 def _held_us(step: Halves, pair: Pair) -> float:
-    """How long a bucket would be held without being used."""
+    """How long a bucket would be in memory without being used."""
     after = step.forward.compute_us - step.forward.reached_us[step.forward.gathers[pair.forward].free]
     return after + step.backward.reached_us[step.backward.gathers[pair.backward].need]
 
@@ -106,8 +103,9 @@ def _counts(most: int) -> Iterator[int]:
 
 
 def _fits(step: Halves, kept: Halves, budget_bytes: int | None) -> bool:
-    """Whether both graphs keep their budgets; of one for everything, one more bucket of each kind must stay free."""
+    """Whether both graphs stay within their budgets."""
     for before, after in ((step.forward, kept.forward), (step.backward, kept.backward)):
+        # Under a budget for everything, a schedule still needs room to prefetch one bucket and to reduce another.
         room = before.promised_bytes - max(before.in_use_bytes(), default=0)
         most = before.promised_bytes if budget_bytes is None else budget_bytes - room
         if max(after.least_live_bytes(), default=0) > most:
@@ -127,7 +125,7 @@ def _times_us(step: Halves, budget_bytes: int | None, margin: float) -> tuple[fl
 
 
 def _budget(problem: Problem, budget_bytes: int | None) -> int:
-    """The budget, or the least that can be kept: whoever plans the graph reports one that is too small."""
+    """The budget, at least what the problem needs: the pass that plans the graph reports one that is too small."""
     most = problem.promised_bytes if budget_bytes is None else budget_bytes
     return max(most, max(problem.least_live_bytes(), default=0))
 

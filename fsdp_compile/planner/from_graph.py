@@ -1,4 +1,4 @@
-"""The planning problem that a graph poses, and which nodes its numbers stand for."""
+"""The planning problem of a graph after the passes, and the nodes that its numbers stand for."""
 
 from __future__ import annotations
 
@@ -20,19 +20,12 @@ from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved
 
 ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
-"""Messages of a grouped reduction; they stay with its start."""
+"""Messages of a grouped reduction; they move with its start."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Posed:
-    """A problem, and the nodes behind it.
-
-    Attributes:
-        problem: The numbers.
-        steps: The node of each step.
-        gathers: The node that starts each gather.
-        reductions: For each reduction, the nodes that start its stages.
-    """
+    """A problem, and the nodes behind it: of each step, of each all-gather, and of each reduction's stages."""
 
     problem: Problem
     steps: tuple[fx.Node, ...]
@@ -54,7 +47,7 @@ def pose(
         chains: For each reduction, the nodes that start its stages, in graph order of the first.
         moved: Nodes that a plan moves together with its collectives; every other node is a step.
         hardware: What times are estimated for.
-        fusion: Who will run the graph.
+        fusion: How the graph will be run.
     """
     costs = node_costs(step.graph, hardware.device, plan_kernels(step.graph, fusion))
     starts = {*step.nodes(Role.GATHER), *(start for chain in chains for start in chain)}
@@ -91,6 +84,7 @@ def copies_behind(step: StepGraph, chains: Sequence[Sequence[fx.Node]]) -> Mappi
         if node not in found:
             before = [last[source] for source in node.all_input_nodes if source in last]
             if before:
+                # Messages of several reductions meet in one flat gradient: its copy waits for the latest of them.
                 last.setdefault(node, max(before, key=rank.__getitem__))
             if role_of(node) is Role.OFFLOAD_OUT and node in last:
                 found[last[node]].append(node)
@@ -98,12 +92,10 @@ def copies_behind(step: StepGraph, chains: Sequence[Sequence[fx.Node]]) -> Mappi
 
 
 def count_everything(step: StepGraph, posed: Posed, fusion: Fusion) -> Posed:
-    """The same problem with all that the graph holds: shards, activations, inputs, sharded gradients.
-
-    What forward returned is held by its caller during backward. The backward graph does not see it, but it has as many
-    bytes as the gradients that come in for it.
-    """
+    """The same problem with everything in memory: shards, activations, inputs, sharded gradients."""
     kernels = plan_kernels(step.graph, fusion)
+    # The caller still has the outputs of forward during backward. The backward graph does not see them, but they have
+    # as many bytes as the gradients that come in for them.
     live = memory_of(step, kernels).live_bytes()
     order, returned_bytes = step.order(), _returned_bytes(step)
     places = [order[node] for node in posed.steps]
@@ -135,6 +127,7 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
     held = aliases(waits)
     users = {user for node in held for user in node.users}
     leaves = any(user.op == "output" for user in users)
+    # Anything else that leaves the graph unsharded was asked for by the user, and is in memory until the end.
     kept = leaves and any(spec.reshard is Reshard.AUTO for spec in require(start).specs)
     used = [node for node in (*users, *held) if node.op != "output"]
     return Gather(
@@ -150,7 +143,7 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
 
 
 def _saved(step: StepGraph, positions: Mapping[fx.Node, int]) -> tuple[Saved, ...]:
-    """The buckets that forward kept, one for each flat parameter."""
+    """The buckets that forward saved, one for each flat parameter."""
     found: dict[str, list[fx.Node]] = {}
     for node in step.nodes(Role.SAVED_PARAM):
         found.setdefault(require(node).unit, []).append(node)

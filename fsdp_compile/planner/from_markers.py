@@ -1,7 +1,7 @@
 """The planning problem of a graph before the passes: reads and gradients are markers, a bucket per flat parameter.
 
-It is what `from_graph.py` will read off the graph after the passes, but for what they add: copies into messages,
-pieces, joined buckets.
+It differs from what `from_graph.py` reads off the same graph after the passes by what they add: copies into messages,
+and joined or split buckets.
 """
 
 from __future__ import annotations
@@ -28,28 +28,24 @@ from fsdp_compile.planner.problem import Gather, Problem, Reduction
 
 @dataclasses.dataclass(frozen=True)
 class Outlined:
-    """A problem, and what its gathers stand for.
-
-    Attributes:
-        problem: The numbers.
-        flats: For each gather the name of the flat parameter's input.
-    """
+    """A problem, and the name of the flat parameter's input for each of its all-gathers."""
 
     problem: Problem
     flats: tuple[str, ...]
 
 
 def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: bool) -> Outlined:
-    """Reads the problem off a graph before the passes.
+    """Reads the problem off a graph before the passes; the graph is not changed.
 
     Args:
-        step: The graph, which is not changed.
+        step: The graph.
         hardware: What times are estimated for.
-        fusion: Who will run the graph.
-        everything: Whether all that the graph holds is counted, not parameters and gradients alone.
+        fusion: How the graph will be run.
+        everything: Whether all memory of the graph is counted, not that of parameters and gradients alone.
     """
     step = step.copy()
     values = parameter_only(step.graph)
+    # The passes compute these right before their first use, too.
     sink(values)
     kernels = plan_kernels(step.graph, fusion)
     costs = node_costs(step.graph, hardware.device, kernels)
@@ -113,7 +109,7 @@ def _gathers(
 
 
 def _users(markers: Iterable[fx.Node], values: frozenset[fx.Node]) -> set[fx.Node]:
-    """The steps that read full parameters, what is made of them alone, or a view of either."""
+    """The steps that read full parameters, values computed from them alone, or a view of either."""
     found: set[fx.Node] = set()
     seen: set[fx.Node] = set()
     todo = list(markers)

@@ -1,4 +1,4 @@
-"""When things must start at the latest so as not to hold up computing: known from the end of a graph backwards."""
+"""When collectives must start at the latest so that computing does not wait, from the end of a graph backwards."""
 
 from __future__ import annotations
 
@@ -11,34 +11,21 @@ from fsdp_compile.planner.problem import Gather, Problem
 
 @dataclasses.dataclass(frozen=True)
 class Latest:
-    """For each gather, in time of computing without stalls; negative if that is too late.
-
-    Attributes:
-        gathers_us: When it must start.
-        copies_us: When the copy from the host that it sends must.
-    """
+    """For each gather, its latest start and that of its copy from the host, in time of computing without stalls."""
 
     gathers_us: Sequence[float]
     copies_us: Sequence[float]
 
 
 def latest_starts(problem: Problem, margin: float) -> Latest:
-    """The latest starts of all gathers of a graph.
-
-    Args:
-        problem: The graph.
-        margin: Times on the link and the bus are taken this much longer.
-    """
+    """The latest starts of all gathers of a graph, if times on the link and the bus are `margin` times longer."""
     gathers_us = _gathers_us(problem, margin)
     return Latest(gathers_us, _copies_us(problem, margin, gathers_us))
 
 
 def _gathers_us(problem: Problem, margin: float) -> list[float]:
-    """When each gather must start at the latest, in time of computing without stalls; negative if that is too late.
-
-    A gather occupies the link for `margin` times its duration; reductions that become ready between the needs of two
-    gathers are served between them.
-    """
+    """The latest start of each gather, in time of computing without stalls; negative if that is too late."""
+    # Reductions that become ready between the needs of two gathers are served between them.
     ready = [reduction.ready for reduction in problem.reductions]
     latest: list[float] = []
     following: Gather | None = None
@@ -54,7 +41,7 @@ def _gathers_us(problem: Problem, margin: float) -> list[float]:
 
 
 def _copies_us(problem: Problem, margin: float, gathers_us: Sequence[float]) -> list[float]:
-    """The same for the copies from the host: each has arrived when its gather must start, and the bus takes turns."""
+    """The same for the copies from the host: each is complete when its gather must start; the bus is shared."""
     latest: list[float] = []
     must_end = float("inf")
     for gather, gather_us in zip(reversed(problem.gathers), reversed(gathers_us), strict=True):

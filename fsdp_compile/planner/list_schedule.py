@@ -1,19 +1,19 @@
-"""Chooses when gathers start and when reductions are waited for, under a budget of bytes.
+"""Chooses when all-gathers start and when reductions are waited for, under a budget of bytes.
 
-The graph is played once, step by step, on two lanes: compute, and the link. (Offloaded units add the bus to the host.)
-Before each step
+The graph is simulated once, step by step, on two lanes: compute, and the link. (Offloaded units add the bus to the
+host.) Before each step
 
 - reductions that have surely completed are waited for, which costs nothing and frees their gradients;
-- gathers start, in the order in which they are needed, if later could be too late (so as not to hold memory for
-  much longer than it hides time) and if they fit into the budget until they are needed;
-- copies from the host start by the same rule, each so early that it has arrived when its gather starts; before it has,
-  a gather starts only if it is needed at once;
+- gathers start, in the order in which they are needed, if later could be too late (so as not to take memory for much
+  longer than they hide time) and if they fit into the budget until they are needed;
+- copies from the host start by the same rule, so early that each is complete when its gather starts; before that, a
+  gather starts only if it is needed at once;
 - a gather does not start if an exchange of rows, which computing waits for at once, would have to wait for it;
 - reductions whose gradients are ready start. One is waited for before it has surely completed only where the budget
-  does not allow to hold its gradients any longer.
+  has no room for its gradients any longer.
 
-"Too late" is known from the end backwards: a gather must start so early that it, and every later one that queues
-behind it, arrives in time. Where the link is the bottleneck that is always at once, and the budget decides.
+"Too late" is known from the end backwards: a gather must start so early that it, and every later one that queues behind
+it, is complete in time. Where the link is the bottleneck that is always at once, and the budget decides.
 
 "Surely" and "could" allow for a link that is `margin` times slower than estimated: a gather that starts too early costs
 memory that the budget has, one that starts too late stops the computation. For the same reason plans are made for links
@@ -40,7 +40,6 @@ class Placement:
         issued: The starts of gathers and of copies from the host, in order.
         waits: For each reduction, where each of its stages is waited for.
         order: Stages as (reduction, stage), in the order in which they are waited for.
-        peak_bytes: Most bytes that are held during any step.
         end_us: Estimated time until both lanes are done.
         bound_us: What no plan can beat.
     """
@@ -55,12 +54,7 @@ class Placement:
 
 
 class BudgetError(ValueError):
-    """The budget is too small for any plan.
-
-    Attributes:
-        least_bytes: The smallest budget for which there is one.
-        step: The step at which that much is held.
-    """
+    """The budget is too small for any plan; `step` needs `least_bytes`, the smallest budget for which there is one."""
 
     def __init__(self, budget_bytes: int, least_bytes: int, step: int) -> None:
         super().__init__(f"{budget_bytes} bytes are too few: step {step} holds {least_bytes}")
@@ -73,11 +67,11 @@ def place(problem: Problem, *, budget_bytes: int, margin: float = 1.0) -> Placem
 
     Args:
         problem: The graph.
-        budget_bytes: Most bytes of gathered parameters and full gradients that may be held during any step.
+        budget_bytes: Most bytes of gathered parameters and full gradients that may be live during any step.
         margin: Times on the link are taken this much longer when deciding how early a gather must start.
 
     Raises:
-        BudgetError: If even the plan that starts nothing early holds more than the budget.
+        BudgetError: If even the plan that starts nothing early needs more than the budget.
     """
     live = problem.least_live_bytes()
     if live and max(live) > budget_bytes:
@@ -93,20 +87,21 @@ def place(problem: Problem, *, budget_bytes: int, margin: float = 1.0) -> Placem
 
 
 def _most_robust(problem: Problem, plans: Sequence[Placement], links: Sequence[float]) -> Placement:
-    """The plan that loses least against the best one, whichever of `links` comes true; of equals, the smallest."""
+    """The plan that loses least against the best one on any of `links`; of equals, the smallest."""
     ends_us = [[replay(problem.slower(times), plan.issued, plan.waits) for times in links] for plan in plans]
     best_us = [min(column) for column in zip(*ends_us, strict=True)]
     losses = [max(end / best if best else 1.0 for end, best in zip(row, best_us, strict=True)) for row in ends_us]
+    # Rounded, so that a difference below what estimates can tell does not cost memory.
     return min(zip(losses, plans, strict=True), key=lambda pair: (round(pair[0], 3), pair[1].peak_bytes))[1]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Room:
-    """What may be held during each step.
+    """What may be live during each step.
 
     Attributes:
-        budget_bytes: By gathers and reductions together.
-        early_bytes: For each step, when a gather that is not needed yet asks; the rest is left to gradients.
+        budget_bytes: Of gathers and reductions together.
+        early_bytes: For each step, with a gather that is not needed yet; the rest is left to gradients.
     """
 
     budget_bytes: int
@@ -116,8 +111,8 @@ class _Room:
 def _rooms(problem: Problem, budget_bytes: int) -> Iterator[_Room]:
     """Ways to share the budget between gathers that start early and gradients that are on the link.
 
-    Gathers may take it all, or leave room for the gradients that were ready last. Neither is always better: a
-    reduction that must be waited for too early lets the link run dry, and so does a gather that starts too late.
+    Gathers may take it all, or leave room for the gradients that were ready last. Neither is always better: a reduction
+    that must be waited for too early lets the link run dry, and so does a gather that starts too late.
     """
     steps = len(problem.steps_us)
     yield _Room(budget_bytes, [budget_bytes] * steps)
@@ -139,7 +134,7 @@ class _Stage:
 
 
 class _Play:
-    """One run through the steps; `live` holds the bytes of each step, as far as decided."""
+    """One simulation of the steps; `live` has the bytes of each step, as far as decided."""
 
     def __init__(self, problem: Problem, live: list[int], room: _Room, margin: float) -> None:
         self.problem = problem
@@ -213,7 +208,7 @@ class _Play:
             self.out_free_us = max(self.now_us, self.out_free_us) + copy_us if copy_us else self.out_free_us
 
     def _start_copies(self, position: int) -> None:
-        """Starts copies for later gathers that would arrive late if they started one position later."""
+        """Starts copies for later gathers that would be late if they started one position later."""
         while len(self.copied_us) < len(self.problem.gathers):
             index = len(self.copied_us)
             gather = self.problem.gathers[index]
@@ -240,6 +235,7 @@ class _Play:
                 return
             if index == len(self.copied_us):
                 self._copy(gather, position)
+            # From `need` on `least_live_bytes` counts the result already.
             self._hold(gather.early_bytes - gather.copy_bytes, position, gather.need)
             self.now_us = max(self.now_us, self.copied_us[index])
             self.starts.append(position)
@@ -252,9 +248,11 @@ class _Play:
         if gather.copy_us and not (started and self.copied_us[index] <= self._stands_until_us(position)):
             return False
         more_bytes = gather.early_bytes - gather.copy_bytes * started
+        # Computing waits for an exchange at once: it must not queue behind a gather that is not needed yet.
         if self._delays_exchange(gather, position):
             return False
         late = self._is_too_late(position, self.link_free_us, self.latest.gathers_us[index])
+        # While a gather starts here, the gradients of reductions that start here are still in memory.
         at_once_bytes = self.live[position] + self.ready_bytes.get(position, 0) + more_bytes
         return late and at_once_bytes <= self.room.budget_bytes and self._fits(more_bytes, position, gather.need)
 
@@ -267,7 +265,7 @@ class _Play:
         return max(self.now_us, self.link_free_us) + gather.time_us > reached_us
 
     def _stands_until_us(self, position: int) -> float:
-        """Until when compute stands still at a position, whatever else starts there."""
+        """The time until which compute waits at a position, whatever else starts there."""
         running = zip(self.gathered_us[self.awaited :], self.problem.gathers[self.awaited :], strict=False)
         return max([self.now_us, *(end_us for end_us, gather in running if gather.need == position)])
 
@@ -286,7 +284,7 @@ class _Play:
             self.live[position:need] = [held_bytes + size_bytes for held_bytes in self.live[position:need]]
 
     def _hold_or_wait(self, position: int) -> None:
-        """Holds the gradients that are on the link for one step more if they fit; the oldest go first if not."""
+        """Leaves gradients on the link for one more step if they fit, else waits for the oldest."""
         last = position == len(self.problem.steps_us)
         while self.in_flight and (last or self.live[position] + self.gradient_bytes > self.room.budget_bytes):
             self._wait(next(iter(self.in_flight)), position)

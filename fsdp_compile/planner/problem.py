@@ -1,15 +1,9 @@
-"""What of `memory_budget_gb` is for graphs: nearly all of it.
-
-The rest is for what a step holds beside its graphs: the loss and its gradient, seeds, buffers that nothing reads.
-
-What a plan starts.
-
-What the planner has to know of one graph.
+"""What the planner has to know of one graph.
 
 A graph is a row of steps, each of which computes for some time. Position `p` is the moment right before step `p`;
-position `n` is the end of a graph of `n` steps. All collectives share one link, which serves them in the order in
-which they are started: an estimate where reductions have a group of their own and share the link with gathers instead.
-Copies between host and device share a bus, one queue in each direction.
+position `n` is the end of a graph of `n` steps. All collectives share one link, which serves them in the order in which
+they are started: an estimate where reductions have a group of their own and share the link with gathers instead. Copies
+between host and device share a bus, one queue in each direction.
 """
 
 from __future__ import annotations
@@ -24,16 +18,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 _BESIDE: Final = 4096
-"""One byte in so many is left for what no graph knows of."""
+"""One byte in so many is left for memory outside of graphs: the loss and its gradient, seeds, unread buffers."""
 
 
 def of_graphs(budget_bytes: int) -> int:
-    """What a graph may hold under a budget, in bytes."""
+    """The part of a budget that a graph may use, in bytes."""
     return budget_bytes - budget_bytes // _BESIDE
 
 
 def for_graphs(held_bytes: int) -> int:
-    """A budget under which a graph may hold so many bytes: `of_graphs(for_graphs(n)) >= n`."""
+    """A budget under which a graph may use so many bytes: `of_graphs(for_graphs(n)) >= n`."""
     return held_bytes + math.ceil(held_bytes / (_BESIDE - 1))
 
 
@@ -61,13 +55,12 @@ class Gather:
     Attributes:
         need: Position at which its result must be there.
         free: Position at which its result is freed; the number of steps if it leaves the graph.
-        size_bytes: Memory of the result, held from the start of the gather until `free`.
-        time_us: Time on the link.
-        sent_bytes: Memory made for the message that this rank sends, held from the start until `need`.
+        size_bytes: Memory of the result, from the start of the gather until `free`.
+        sent_bytes: Memory of the message that this rank sends, from the start until `need`.
         copy_us: Time on the bus of the copy from the host that it sends; 0 if it sends none.
-        copy_bytes: Memory of that copy, a part of `sent_bytes`, held from the start of the copy.
-        kept: Whether the result stays for backward, because there is room: `free` is where it is used last, and it is
-            held until the end.
+        copy_bytes: Memory of that copy, a part of `sent_bytes`, from the start of the copy.
+        kept: Whether the result is saved for backward, because there is room: then `free` is where it is used last, and
+            it is in memory until the end.
     """
 
     need: int
@@ -81,7 +74,7 @@ class Gather:
 
     @property
     def early_bytes(self) -> int:
-        """What starting earlier holds earlier."""
+        """Memory that an earlier start takes earlier."""
         return self.size_bytes + self.sent_bytes
 
 
@@ -92,7 +85,7 @@ class Reduction:
     Attributes:
         born: Position at which the first of its gradients is computed.
         ready: Position at which the last one is, so that the first stage can start.
-        size_bytes: Memory of the full gradients, held from `born` until the first stage is waited for.
+        size_bytes: Memory of the full gradients, from `born` until the first stage is waited for.
         stages_us: Time on the link of each stage; one starts where the one before it has been waited for.
         copy_us: Time on the bus of the copies to the host that follow; 0 if there are none.
     """
@@ -106,13 +99,7 @@ class Reduction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
-    """One bucket that forward has kept: held from the beginning, where backward would else have gathered it.
-
-    Attributes:
-        need: Position at which it is used first.
-        free: Position at which it is freed.
-        size_bytes: Its memory.
-    """
+    """One bucket that forward saved: in memory from the beginning until `free`, and not gathered in backward."""
 
     need: int
     free: int
@@ -127,9 +114,8 @@ class Problem:
         steps_us: Time of each step when nothing else uses what it needs.
         gathers: In the order of `need`.
         reductions: In the order of `ready`.
-        least_bytes: What is held during each step, by whomever, if nothing starts early and everything is waited for at
-            once. If empty, only what these gathers and reductions hold counts, and what was saved.
-        saved: What need not be gathered.
+        least_bytes: All live bytes during each step, if nothing starts early and everything is waited for at once. If
+            empty, only the memory of these gathers, reductions and saved buckets counts.
         exchanges: Steps that send on the link instead of computing, and that compute waits for.
     """
 
@@ -147,7 +133,7 @@ class Problem:
 
     @functools.cached_property
     def ready_bytes(self) -> Mapping[int, int]:
-        """Full gradients whose reductions start at a position: held while what starts there before them starts."""
+        """Full gradients whose reductions start at a position: live while whatever starts there before them starts."""
         found: dict[int, int] = {}
         for reduction in self.reductions:
             found[reduction.ready] = found.get(reduction.ready, 0) + reduction.size_bytes
@@ -174,7 +160,7 @@ class Problem:
         return dataclasses.replace(self, steps_us=steps_us, gathers=gathers, reductions=reductions)
 
     def least_live_bytes(self) -> list[int]:
-        """Bytes held during each step, if nothing starts early and everything is waited for at once."""
+        """Live bytes during each step, if nothing starts early and everything is waited for at once."""
         if self.least_bytes:
             return list(self.least_bytes)
         end = len(self.steps_us)
@@ -183,14 +169,14 @@ class Problem:
         return self._sums([*held, *self._gradients()])
 
     def in_use_bytes(self) -> list[int]:
-        """The same if nothing were kept from forward to backward because there is room."""
+        """The same if every bucket were resharded after forward."""
         gathered = [(gather.need, gather.free, gather.size_bytes) for gather in self.gathers]
         kept = [(saved.need, saved.free, saved.size_bytes) for saved in self.saved]
         return self._sums([*gathered, *kept, *self._gradients()])
 
     @property
     def promised_bytes(self) -> int:
-        """What is held at most without a budget of the user's: what is in use at once, and one more bucket of each."""
+        """Most live bytes without a budget of the user's: what is in use at once, and one more bucket of each kind."""
         gathered = [*(gather.size_bytes for gather in self.gathers), *(saved.size_bytes for saved in self.saved)]
         gradients = (reduction.size_bytes for reduction in self.reductions)
         return max(self.in_use_bytes(), default=0) + max(gathered, default=0) + max(gradients, default=0)
@@ -207,12 +193,8 @@ class Problem:
 
     @property
     def bound_us(self) -> float:
-        """A time that no plan of this problem can beat.
-
-        Nothing is computed before all that was needed until then has been gathered, one after the other, and all
-        reductions that become ready from some moment on come after it. Computing goes on in between, and each lane
-        has to do all its work.
-        """
+        """A time that no plan of this problem can beat."""
+        # Nothing is computed before all gathers that it needs are done, one after the other.
         late_us = _latest_so_far(
             (gather.need, gathered_us - self.reached_us[gather.need])
             for gather, gathered_us in zip(
@@ -221,9 +203,11 @@ class Problem:
         )
         ends_us = [self.compute_us + late_us(len(self.steps_us))]
         left_us = 0.0
+        # All reductions that become ready from some moment on come after it, one after the other.
         for reduction in reversed(self.reductions):
             left_us += sum(reduction.stages_us)
             ends_us.append(self.reached_us[reduction.ready] + late_us(reduction.ready) + left_us)
+        # And each lane has to do all its work.
         bus_us = max(sum(g.copy_us for g in self.gathers), sum(r.copy_us for r in self.reductions))
         return max(*ends_us, self.link_us, bus_us)
 

@@ -1,4 +1,4 @@
-"""How long a graph takes with a given plan."""
+"""The time that a graph takes with a given plan."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def replay(problem: Problem, issued: Sequence[Start], waits: Sequence[Sequence[int]]) -> float:
-    """Time of a graph in us.
-
-    Args:
-        problem: The graph.
-        issued: Gathers, and copies from the host, in the order in which they start.
-        waits: For each reduction, where each of its stages is waited for.
-    """
+    """Time of a graph in us; `waits` has, for each reduction, where each of its stages is waited for."""
     return _Replay(problem).run(issued, waits)
 
 
@@ -44,6 +38,7 @@ class _Replay:
             self._compute(begin, position)
             begin = position + (position in self.problem.exchanges)
             waited = due.get(position, [])
+            # A schedule waits for completed reductions before it starts anything, as `list_schedule` does.
             self._wait_for_all([s for s in waited if s in self.running and self.running[s] <= self.now_us])
             for start in starting.get(position, ()):
                 self._issue(start)
@@ -58,7 +53,7 @@ class _Replay:
         return max(self.now_us, self.link_free_us, self.out_free_us)
 
     def _compute(self, begin: int, end: int) -> None:
-        """Goes on from one position to another; between them nothing starts and nothing is waited for."""
+        """Advances from one position to another; between them nothing starts and nothing is waited for."""
         now_us = self.now_us
         for step_us in self.problem.steps_us[begin:end]:
             now_us += step_us

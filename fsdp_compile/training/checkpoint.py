@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there: written aside, then renamed.
+"""Checkpoints that are complete or absent: written to another folder, then renamed.
 
-checkpoints/step-000050        complete
-checkpoints/.partial           being written, or left over from a run that was interrupted while writing
+checkpoints/step-000050        complete checkpoints/.partial           being written, or left over from a run that was
+interrupted while writing
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def step_of(checkpoint: Path) -> int:
 def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """Write a checkpoint; every rank calls this and writes its own shards.
 
-    Whatever interrupts it, the checkpoint before stays until this one is complete. Afterwards it is removed.
+    The checkpoint before stays until this one is complete, and is removed then.
 
     Args:
-        folder: Where checkpoints are kept; all hosts must see the same folder.
+        folder: Folder of all checkpoints; all hosts must see the same folder.
         step: Steps done.
         model: Its parameters are DTensors.
         optimizer: Has stepped at least once.
@@ -61,17 +61,9 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the last complete checkpoint into sharded parameters; every rank calls this.
+    """Load the last complete checkpoint into sharded parameters; every rank calls this. Returns the steps done.
 
-    The number of ranks may differ from that which wrote it.
-
-    Args:
-        folder: Where checkpoints are kept.
-        model: Its parameters are DTensors; they are written in place.
-        optimizer: Made from the model's parameters.
-
-    Returns:
-        Steps done.
+    Parameters are written in place. The number of ranks may differ from that which wrote it.
 
     Raises:
         ConfigError: There is no complete checkpoint.

@@ -1,7 +1,4 @@
-"""The learning rate of every step: a linear rise, then half a cosine down.
-
-What is trained: every option of a training run, documented, with its default and its bounds.
-"""
+"""Every option of a training run, documented, with its default and its bounds; and the learning rate of every step."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ class Schedule:
         highest: Learning rate at the end of the rise.
         last: Learning rate of the last step.
         warmup_steps: Steps of the rise.
-        steps: Steps in all.
     """
 
     highest: float
@@ -41,10 +37,7 @@ class Schedule:
         )
 
     def __call__(self, step: int) -> float:
-        """The learning rate of a step.
-
-        Args:
-            step: Counted from 1 to `steps`.
+        """The learning rate of a step, counted from 1.
 
         Returns:
             `highest / warmup_steps` at step 1, `highest` at `warmup_steps`, `last` at `steps`.
@@ -87,9 +80,6 @@ def option(
         above: Largest value that is too small.
         at_most: Largest value allowed.
         on_resume: FIXED where another value would make a resumed run meaningless.
-
-    Returns:
-        A dataclass field.
     """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most}
     return field(default=default, metadata={"about": about, "bounds": bounds, "on_resume": on_resume})
@@ -160,10 +150,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The options that `to_dict` gave.
-
-        Args:
-            values: JSON values by field name; defaults stand in for those left out.
+        """The options that `to_dict` gave; defaults for those left out.
 
         Raises:
             ConfigError: A name is not an option, or a value is impossible.
@@ -177,10 +164,7 @@ class TrainConfig:
         return cls(**values)
 
     def resumed_with(self, changes: Mapping[str, Any]) -> TrainConfig:
-        """These options with some changed, for a run that goes on.
-
-        Args:
-            changes: New values by field name.
+        """These options with changes, by field name, for a resumed run.
 
         Raises:
             ConfigError: An option that must stay the same would change.

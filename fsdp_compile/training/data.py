@@ -1,7 +1,4 @@
-"""Text as bytes: what is read, and which parts of it are held out.
-
-Which windows of text each step reads, as a function of seed, step and rank alone.
-"""
+"""Text as bytes: which parts are held out, and which windows each step reads, by seed, step and rank alone."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ def read_corpus(data: str | None, seq_len: int) -> Corpus:
         The text; the same for the same files, whatever order the file system lists them in.
 
     Raises:
-        ConfigError: The path does not exist, cannot be read, holds no text, or too little.
+        ConfigError: The path does not exist, cannot be read, has no text, or too little.
     """
     if data is None:
         folder = Path(sysconfig.get_path("stdlib"))
@@ -75,7 +72,7 @@ def cut(text: bytes, seq_len: int, source: str) -> Corpus:
 
     Args:
         text: All of it.
-        seq_len: Tokens per sequence: a block must hold one sequence and the byte after it.
+        seq_len: Tokens per sequence: a block has one sequence and the byte after it.
         source: Where the text came from, for people.
 
     Raises:
@@ -136,15 +133,8 @@ def _contents(files: Iterable[Path]) -> Iterable[bytes]:
 class Batches:
     """A stream of global batches, of which every rank reads its own share.
 
-    A batch is drawn anew for every key, so there is no state to save: a resumed run reads what an
-    uninterrupted one would have read, and two ranks read together what one rank would read alone.
-
-    Attributes:
-        seed: Decides all windows.
-        batch_size: Sequences of the global batch; a multiple of `ranks`.
-        seq_len: Tokens per sequence.
-        rank: The rank whose share is drawn.
-        ranks: Number of ranks.
+    A batch is drawn from its key, so there is no state to save: a resumed run reads what an uninterrupted one would
+    have read, and two ranks read together what one rank would read alone. `batch_size` is that of the global batch.
     """
 
     seed: int

@@ -1,4 +1,4 @@
-"""How many bytes of training state a rank holds: by calculation, and by looking."""
+"""How many bytes of training state a rank has: calculated, and measured."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """Bytes of training state that one rank keeps between steps.
-
-    Attributes:
-        parameters: Weights.
-        gradients: One gradient for every weight.
-        optimizer: AdamW's two averages of every weight, and its counters.
-    """
+    """Bytes of training state of one rank between steps; `optimizer` is AdamW's two averages, and its counters."""
 
     parameters: int
     gradients: int
@@ -31,11 +25,9 @@ class HeldBytes:
 
 
 def expected(model: nn.Module, ranks: int) -> HeldBytes:
-    """What the fullest rank will hold: rows are dealt out in equal chunks, alignment not counted.
+    """The bytes of the fullest of `ranks` ranks: rows in equal chunks, without alignment.
 
-    Args:
-        model: A model whose parameters are not sharded yet.
-        ranks: Number of ranks; 1 gives the unsharded bytes.
+    The model's parameters must not be sharded yet.
     """
     shards = [_largest_shard_bytes(parameter, ranks) for parameter in model.parameters()]
     weights, counters = sum(shards), 4 * len(shards)
@@ -43,11 +35,7 @@ def expected(model: nn.Module, ranks: int) -> HeldBytes:
 
 
 def measured(optimizer: torch.optim.Optimizer) -> HeldBytes:
-    """What this rank holds, padding and alignment included. Call it between backward and `zero_grad`.
-
-    Args:
-        optimizer: Has stepped at least once.
-    """
+    """The bytes of this rank, padding and alignment included; to be called between backward and `zero_grad`."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state = [value for values in optimizer.state.values() for value in values.values()]

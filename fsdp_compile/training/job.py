@@ -1,7 +1,4 @@
-"""The folder of one run: where everything is that a run leaves behind.
-
-One run: what it trains, where its folder is, on how many ranks, new or resumed.
-"""
+"""One run: what it trains, its folder and files, on how many ranks, new or resumed."""
 
 from __future__ import annotations
 
@@ -21,11 +18,7 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run.
-
-    Attributes:
-        path: The folder.
-    """
+    """The paths of one run."""
 
     path: Path
 
@@ -55,12 +48,7 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def write_config(self, config: TrainConfig, fingerprint: str) -> None:
-        """Make the folder and write what `read_config` reads.
-
-        Args:
-            config: What is trained.
-            fingerprint: Hash of the text.
-        """
+        """Make the folder and write what `read_config` reads; `fingerprint` is a hash of the text."""
         self.path.mkdir(parents=True, exist_ok=True)
         written = {"options": config.to_dict(), "text_fingerprint": fingerprint}
         aside = self.config.with_suffix(".partial")  # a resumed run that is interrupted here can be resumed again
@@ -83,10 +71,7 @@ class RunFolder:
 
 
 def new_folder(out: Path | None) -> RunFolder:
-    """The folder of a new run.
-
-    Args:
-        out: Where the user wants it; None for one below `RUNS` named after the time.
+    """The folder of a new run; without `out`, one below `RUNS` named after the time.
 
     Raises:
         ConfigError: A run was started there before, or there is a file instead of a folder.
@@ -118,14 +103,11 @@ def newest_folder() -> RunFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run whose options were all found possible, before anything is started for it.
+    """A run whose options were all checked, before anything is started for it.
 
     Attributes:
-        config: What is trained.
-        folder: Where everything goes.
         done_steps: Steps of the checkpoint to go on from; 0 for a new run.
         ranks: Number of ranks on all hosts.
-        device: CPU or CUDA.
     """
 
     config: TrainConfig
@@ -145,7 +127,7 @@ def new_job(options: Mapping[str, Any], out: Path | None, placement: Placement, 
         device: What the user asked for.
 
     Raises:
-        ConfigError: Something about it is impossible.
+        ConfigError: An option, the folder or the text is refused.
     """
     config = TrainConfig.from_dict(options)
     _check_share(config, placement)

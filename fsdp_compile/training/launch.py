@@ -23,11 +23,7 @@ from fsdp_compile.training.world import join_world
 
 
 class Interrupted(Exception):  # noqa: N818 (it is not an error)
-    """A signal ended the run; no rank is left.
-
-    Attributes:
-        signal: Which one.
-    """
+    """A signal ended the run; no rank is left."""
 
     def __init__(self, by: signal.Signals) -> None:
         self.signal = by
@@ -36,9 +32,6 @@ class Interrupted(Exception):  # noqa: N818 (it is not an error)
 
 def launch(job: Job) -> None:
     """Run a job on ranks of this host and wait for its end.
-
-    Args:
-        job: Its `ranks` are all started here.
 
     Raises:
         RankFailedError: A rank failed.
@@ -75,8 +68,7 @@ def launch(job: Job) -> None:
 def join(job: Job) -> None:
     """Be one of the ranks that an elastic launcher started; it gets the traceback of a failure.
 
-    Args:
-        job: The same on every rank, but for the folder, where rank 0's counts.
+    The job is the same on every rank, except for the folder, which is rank 0's.
     """
     record(_run_rank)(job)
 
@@ -100,12 +92,7 @@ def _silent_launcher() -> Iterator[None]:
 
 
 def _root_cause(error: ChildFailedError, reports: Path) -> str:
-    """Which rank failed first, and how.
-
-    The launcher names the first rank that it found dead. That may be one which lost its connection to the
-    rank that failed, while the latter was still on its way out. Their reports are in the order of events: a
-    rank writes one before it closes its connections.
-    """
+    """Which rank failed first, and how."""
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {failure.signal_name()}, the other ranks with it"

@@ -29,10 +29,6 @@ from fsdp_compile.training.world import World
 def train(job: Job, world: World) -> None:
     """Run a job; every rank calls this. Rank 0 shows and writes.
 
-    Args:
-        job: The same on every rank.
-        world: This rank.
-
     Raises:
         RankMismatchError: Ranks read different text.
         FSDPCompileError: The loss is no longer a number.
@@ -46,7 +42,7 @@ def train(job: Job, world: World) -> None:
 
 
 class Pace:
-    """Tokens per second of training alone: whatever else a run does is followed by `restart`."""
+    """Tokens per second of training alone: `restart` follows everything else that a run does."""
 
     def __init__(self) -> None:
         self.restart()
@@ -173,7 +169,7 @@ class _Run:
 
 
 def compare_bytes(held: HeldBytes, unsharded: HeldBytes) -> str:
-    """One line: what a rank holds of what there is, in megabytes (10^6 bytes)."""
+    """One line: the bytes of a rank and of an unsharded one, in megabytes (10^6 bytes)."""
     parts = (
         f"{name} {mine / 1e6:.2f} of {whole / 1e6:.2f} MB"
         for name, mine, whole in (

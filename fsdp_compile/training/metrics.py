@@ -1,9 +1,4 @@
-"""What a run measured, as JSON lines.
-
-What a run shows while it runs: a progress bar on a terminal, plain lines elsewhere.
-
-The loss curve as a picture.
-"""
+"""Measurements of a run: as JSON lines, as a progress bar or plain lines while it runs, and as a loss curve."""
 
 from __future__ import annotations
 
@@ -30,7 +25,6 @@ class Record:
         loss: Mean over the global batch of this step, nats per byte.
         held_out_loss: Mean over the held-out batches after this step, nats per byte.
         grad_norm: Norm of all gradients together before clipping.
-        lr: Learning rate of this step.
         tokens_per_s: Over all ranks, training alone, since the record before.
         time_s: Seconds since this process began the run or resumed it.
     """
@@ -45,7 +39,7 @@ class Record:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Add a line; it is on disk when this returns, for those who follow the file."""
+    """Add a line; it is on disk when this returns, for readers that follow the file."""
     with path.open("a") as file:
         file.write(json.dumps(asdict(record)) + "\n")
 
@@ -59,12 +53,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Remove what was measured after a checkpoint: a resumed run measures it again.
-
-    Args:
-        path: A file of metrics.
-        step: The step of the checkpoint.
-    """
+    """Remove what was measured after the checkpoint of `step`: a resumed run measures it again."""
     kept = [record for record in read_records(path) if record.step <= step]
     aside = path.with_suffix(".partial")  # whatever interrupts this, no earlier line is lost
     aside.write_text("".join(json.dumps(asdict(record)) + "\n" for record in kept))
@@ -119,12 +108,7 @@ class Lines:
 
 
 class Bar:
-    """A progress bar below the lines that stay.
-
-    Args:
-        progress: A started bar.
-        steps: Steps in all.
-    """
+    """A progress bar below the lines that stay."""
 
     def __init__(self, progress: Progress, steps: int) -> None:
         self._progress = progress
@@ -153,14 +137,7 @@ def describe(record: Record) -> str:
 
 @contextmanager
 def open_display(steps: int) -> Iterator[Display]:
-    """A bar where standard output is a terminal, lines where it is not.
-
-    Args:
-        steps: Steps in all.
-
-    Yields:
-        The display of the first rank.
-    """
+    """The display of the first rank: a bar where standard output is a terminal, else lines."""
     console = Console()
     if not console.is_terminal:
         yield Lines()
@@ -171,15 +148,7 @@ def open_display(steps: int) -> Iterator[Display]:
 
 
 def plot_losses(records: Sequence[Record], path: Path) -> bool:
-    """Draw training and held-out loss over steps.
-
-    Args:
-        records: Metrics of a run.
-        path: The PNG to write.
-
-    Returns:
-        Whether it was drawn: it is not where matplotlib is not installed.
-    """
+    """Draw training and held-out loss over steps into a PNG; returns `False` if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         return False
     # The object interface draws without a display and without global state.

@@ -1,8 +1,6 @@
-"""A Llama-style language model: RMSNorm, rotary positions, SwiGLU, causal attention.
+"""A Llama-style language model (RMSNorm, rotary positions, SwiGLU, causal attention), and text that it writes.
 
 Shapes are written with B = sequences, T = positions, D = width, H = heads, V = vocabulary.
-
-Text that a trained model writes.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ class ModelShape:
 
     Attributes:
         width: Features per position, D.
-        layers: Number of blocks.
         heads: Attention heads, H; the features of one head, D / H, must be even.
         seq_len: Longest sequence in tokens.
     """
@@ -166,20 +163,20 @@ def generate(
     """Continue a prompt byte by byte; every rank calls this, since each byte gathers the parameters.
 
     Args:
-        model: Tokens (1, T) int64 to logits (1, T, 256), not compiled: each length of the growing text would
-            be another shape to compile for.
+        model: Tokens (1, T) int64 to logits (1, T, 256), not compiled: each length of the growing text would be another
+            shape to compile for.
         prompt: Text to continue, not empty.
         size_bytes: Bytes to add.
         seq_len: Bytes of context that the model takes.
         temperature: Divides the logits; 0 takes the likeliest byte.
-        seed: Decides the dice, the same on every rank.
+        seed: Of sampling, the same on every rank.
         device: Of the model.
 
     Returns:
         The prompt and what follows it; bytes that are not UTF-8 become U+FFFD.
     """
     dice = torch.Generator().manual_seed(seed)
-    text = list(prompt.encode(errors="surrogateescape"))  # gives back bytes of the command line that are not UTF-8
+    text = list(prompt.encode(errors="surrogateescape"))  # recovers bytes of the command line that are not UTF-8
     for _ in range(size_bytes):
         context = torch.tensor([text[-seq_len:]], device=device)
         logits = model(context)[0, -1].float().cpu()

@@ -1,4 +1,4 @@
-"""On how many ranks and which devices a run computes; torch is imported only where GPUs are to be counted."""
+"""The number of ranks and the devices of a run; torch is imported only where GPUs are counted."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ class DeviceKind(StrEnum):
     CUDA = "cuda"
 
     def resolve(self, local_ranks: int) -> DeviceKind:
-        """CPU or CUDA.
-
-        Args:
-            local_ranks: Ranks on this host; each needs a GPU of its own.
+        """CPU or CUDA, for so many ranks on this host.
 
         Raises:
             ConfigError: CUDA was asked for and there are fewer GPUs than ranks.
@@ -58,7 +55,7 @@ class Placement:
 
         Args:
             ranks: What the user asked for; None for the launcher's ranks, else one per GPU, else 2.
-            environment: Holds RANK and WORLD_SIZE where a launcher has started this process.
+            environment: Has RANK and WORLD_SIZE where a launcher has started this process.
 
         Raises:
             ConfigError: The number is not positive, or not that of the launcher.

@@ -36,11 +36,8 @@ class StepResult:
 class Trainer:
     """A model, its optimizer and its batches on one rank.
 
-    Args:
-        config: What is trained.
-        corpus: The text, the same on every rank.
-        world: This rank.
-        shard_now: Shard when constructed, as loading a checkpoint needs, instead of at the first call.
+    The corpus is the same on every rank. `shard_now` shards when constructed, as loading a checkpoint needs, instead of
+    at the first call.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus, world: World, *, shard_now: bool) -> None:
@@ -70,13 +67,9 @@ class Trainer:
         )
 
     def step(self, step: int) -> StepResult:
-        """Train on one batch.
+        """Train on one batch; the gradients stay until the next call.
 
-        Args:
-            step: Counted from 1; decides the batch and the learning rate.
-
-        Returns:
-            Loss and gradient norm. The gradients stay until the next call.
+        `step` is counted from 1 and decides the batch and the learning rate.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(step)
@@ -99,7 +92,7 @@ class Trainer:
         return self.config.batch_size * self.config.seq_len
 
     def held(self) -> HeldBytes:
-        """What this rank holds; call it after a step."""
+        """The bytes of this rank; to be called after a step."""
         return measured(self.optimizer)
 
     def _loss(self, blocks: Tensor, key: str | int) -> Tensor:

@@ -1,4 +1,4 @@
-"""This process among the ranks: who it is, its device, its process group."""
+"""This process among the ranks: its rank, its device, its process group."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks as one of them sees them. All its collectives must be called by every rank.
-
-    Attributes:
-        rank: This process, from 0.
-        size: Number of ranks.
-        device: Where this rank computes.
-    """
+    """The ranks as one of them sees them. All its collectives must be called by every rank."""
 
     rank: int
     size: int
@@ -43,13 +37,13 @@ class World:
         return total.item() / self.size
 
     def from_first(self, value: T) -> T:
-        """What rank 0 gave; `value` is any picklable object."""
+        """The value of rank 0; any picklable object."""
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """What every rank gave, in rank order."""
+        """The values of all ranks, in rank order."""
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]

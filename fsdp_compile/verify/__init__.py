@@ -1,1 +1,1 @@
-"""What must be true of every transformed graph. Shares no code with the passes that it judges."""
+"""The rules that every transformed graph must keep. Shares no code with the passes that it checks."""

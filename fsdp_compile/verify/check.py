@@ -24,8 +24,8 @@ def check(
     Args:
         step: The graph; it is read, not changed.
         after: Name of the pass that ran last, for the error.
-        stage: How far the graph has come: some rules hold only at the end.
-        limits: Numbers that the graph is held to.
+        stage: How far the graph has come: some rules apply only at the end.
+        limits: Numbers that the graph must keep to.
 
     Raises:
         InvariantError: With rule, node, neighbourhood, source line and hint of the first complaints.
@@ -42,6 +42,6 @@ def complaints(
     limits: Limits = Limits(),  # noqa: B008  frozen
     rules: Sequence[Rule] = RULES,
 ) -> list[Complaint]:
-    """Everything that `rules` have to say about a graph at a stage, in the order of the table."""
+    """All complaints of `rules` about a graph at a stage, in the order of the table."""
     facts = Facts(step, limits)
     return [complaint for rule in rules if stage in rule.stages for complaint in rule.find(facts)]

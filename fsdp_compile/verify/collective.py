@@ -1,4 +1,4 @@
-"""The collectives of ours in a graph, taken apart: what each sends, over which group, and who waits for it."""
+"""Our collectives in a graph: the messages, group and waits of each."""
 
 from __future__ import annotations
 
@@ -40,19 +40,14 @@ HOOKS: dict[Any, Kind] = {
     HOOK_REDUCE: Kind.REPLICATE,
     HOOK_REDUCE_COALESCED: Kind.REPLICATE,
 }
-"""Functions of the user's that stand for a collective."""
+"""Communication hooks of the user's, which take the place of a collective."""
 KINDS |= HOOKS
 KIND_OF_ROLE = {Role.GATHER: Kind.GATHER, Role.REDUCE: Kind.REDUCE, Role.REPLICATE: Kind.REPLICATE}
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective; a grouped one carries several messages.
-
-    Attributes:
-        start: The node that starts it.
-        kind: What it does.
-    """
+    """One collective; a grouped one carries several messages."""
 
     start: fx.Node
     kind: Kind
@@ -87,7 +82,7 @@ class Collective:
 
     @cached_property
     def unfinished(self) -> tuple[tuple[fx.Node, ...], ...]:
-        """For each message, the nodes that stand for its unfinished result."""
+        """For each message, the nodes of its result before it is waited for."""
         if not self.is_grouped:
             return ((self.start,),)
         items: list[list[fx.Node]] = [[] for _ in self.sent]
@@ -108,11 +103,12 @@ class Collective:
 
 
 def collectives_of(nodes: Iterable[fx.Node]) -> list[Collective]:
-    """The collectives among nodes, by record; one whose operator does not fit its role is left to the rule `typed`."""
+    """The collectives among nodes, by record."""
     found = []
     for node in nodes:
         role = role_of(node)
         kind = KIND_OF_ROLE.get(role) if role is not None else None
+        # The rule `typed` reports operators that do not fit their role.
         if kind is not None and KINDS.get(node.target) is kind:
             found.append(Collective(node, kind))
     return found

@@ -1,4 +1,4 @@
-"""What all rules look at: one graph, walked a fixed number of times however many rules there are."""
+"""A graph and what rules ask about it, computed once for all rules."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ _NOTHING: frozenset[fx.Node] = frozenset()
 
 
 class Facts:
-    """A graph and what follows from it, each computed at most once.
-
-    Args:
-        step: The graph; it must not change while the facts are in use.
-        limits: Numbers that it is held to.
-    """
+    """A graph, which must not change, and what follows from it, each computed at most once."""
 
     def __init__(self, step: StepGraph, limits: Limits) -> None:
         self.step = step
@@ -67,19 +62,17 @@ class Facts:
 
     @cached_property
     def named(self) -> frozenset[fx.Node]:
-        """All-gathers that the user started, which no other rule about their order or number concerns."""
+        """All-gathers that the user started early, to which no other rule about order or number applies."""
         return frozenset(self.named_by)
 
     @cached_property
     def named_by(self) -> dict[fx.Node, Collective]:
-        """For each all-gather that a list of the user's names, that of the first unit to name it.
-
-        Only units that are needed later count, and only in graphs where both are gathered.
-        """
+        """For each all-gather that a list of the user's names, that of the first unit to name it."""
         phase = f"{self.step.phase.value}_prefetch"
         lists = {record.unit: getattr(record.specs[0], phase) for _, record in self.ours if record.role in DECLARING}
         if not any(lists.values()):
             return {}
+        # A list names a unit: its gather counts only if it is needed later than that of the list's owner.
         by_need = sorted((gather for gather in self.of_kind(Kind.GATHER) if gather.all_waits), key=self._needed)
         found: dict[fx.Node, Collective] = {}
         for place, by in enumerate(by_need):
@@ -96,13 +89,13 @@ class Facts:
 
     @cached_property
     def outputs(self) -> list[Any]:
-        """What the graph returns, one entry per result; some are no nodes."""
+        """What the graph returns, one entry per result; some are not nodes."""
         returned = self.step.output.args[0]
         return list(returned) if isinstance(returned, list | tuple) else [returned]
 
     @cached_property
     def saved(self) -> list[fx.Node]:
-        """Values that the forward graph keeps for backward."""
+        """Values that the forward graph saves for backward."""
         if self.step.phase is Phase.BACKWARD:
             return []
         count = self.limits.num_fwd_outputs
@@ -115,7 +108,7 @@ class Facts:
 
     @cached_property
     def memory(self) -> dict[fx.Node, frozenset[fx.Node]]:
-        """For each node whose result lies in gathered memory, the gathers that own the memory."""
+        """For each node whose result is in gathered memory, the gathers that allocated it."""
         owners: dict[fx.Node, frozenset[fx.Node]] = {}
         for gather in self.of_kind(Kind.GATHER):
             for wait in gather.all_waits:
@@ -157,7 +150,7 @@ def _shared_arguments(operator: Any) -> tuple[int, ...]:
     returned: set[str] = set()
     for info in (result.alias_info for result in schema.returns):
         if info is not None:
-            returned |= info.before_set or {"*"}  # a list of views says nothing but that it is one
+            returned |= info.before_set or {"*"}  # the schema of a list of views names no alias set
     infos = [argument.alias_info for argument in schema.arguments]
     return tuple(
         i for i, info in enumerate(infos) if info is not None and returned & (info.before_set | info.after_set)
@@ -188,5 +181,5 @@ def record_units(node: fx.Node) -> set[str]:
 
 
 def is_models(node: fx.Node) -> bool:
-    """Whether a node computes something and is the user's model's own."""
+    """Whether a node computes something for the user's model, not for us."""
     return node.op == "call_function" and role_of(node) is None

@@ -1,4 +1,4 @@
-"""Numbers that a graph is held to, beyond the rules that need none."""
+"""Numbers that a graph must keep to, in addition to the rules that need none."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Limits:
 
     Attributes:
         prefetch: Buckets that may be in flight ahead of the one that is needed next.
-        alone: Whether a bucket that is gathered ahead may be held beside those alone that are still used when it is
-            needed: the others are freed first.
+        alone: Whether a bucket is gathered ahead only once all buckets are freed that it does not need to share memory
+            with.
         unsharded_bytes: Bytes of gathered parameters that may be live at any node.
         joined_bytes: Bytes of full parameters, or of full gradients, in a collective that several units share.
         num_fwd_outputs: How many outputs of the forward graph go to the caller (results, mutated inputs); the others

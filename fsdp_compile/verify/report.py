@@ -1,7 +1,4 @@
-"""What a rule says about a graph.
-
-Complaints as text: what, where in the graph, where in the user's program, and what to look at.
-"""
+"""Complaints about a graph as text: what is wrong, where in the graph and in the user's program, and what to check."""
 
 from __future__ import annotations
 
@@ -21,10 +18,9 @@ class Complaint:
     """One place where a graph breaks one rule.
 
     Attributes:
-        rule: Name of the rule.
         node: Where; the graph's output node if it is about the graph as a whole.
         what: What is wrong there, in one sentence.
-        hint: What to look at, or what the right graph would have.
+        hint: What to check, or what the right graph would have.
     """
 
     rule: str
@@ -36,13 +32,13 @@ class Complaint:
 SHOWN = 3
 """Complaints that are printed in full; the others are counted."""
 NEIGHBOURS = 3
-"""Nodes that are printed before and after the one that is complained about."""
+"""Nodes that are printed before and after the one that breaks the rule."""
 _LONGEST_LINE = 160
 _NOT_THE_USERS = (Path(__file__).parents[1], Path(torch.__file__).parent)
 
 
 def summary(step: StepGraph, complaints: Sequence[Complaint], after: str) -> str:
-    """One line per complaint that is shown, under a line that says when they came up."""
+    """One line per complaint that is shown, under a line that names the last pass."""
     lines = [f"the {step.phase.value} graph is wrong after {after}"]
     lines += [f"  {c.rule}: %{c.node} {c.what}" for c in complaints[:SHOWN]]
     if len(complaints) > SHOWN:
@@ -52,7 +48,7 @@ def summary(step: StepGraph, complaints: Sequence[Complaint], after: str) -> str
 
 
 def where(step: StepGraph, complaints: Sequence[Complaint]) -> str:
-    """The neighbourhood of each node that is complained about, and the user's line behind it."""
+    """The neighbourhood of each node that breaks a rule, and the user's line that it serves."""
     nodes = list(step.graph.nodes)
     order = {node: position for position, node in enumerate(nodes)}
     lines = []

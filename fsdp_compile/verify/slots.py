@@ -1,4 +1,4 @@
-"""Slots of flat parameters: which there are, and which elements of a full parameter lie where in them."""
+"""Slots of flat parameters, and where in them the elements of a full parameter are."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ from fsdp_compile.verify.trace_elements import linear
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One parameter's place.
-
-    Attributes:
-        flat: The graph input that holds the flat parameter.
-        name: Fully qualified name of the parameter.
-        spec: Its place, as the flat parameter's record has it.
-    """
+    """One parameter's place in the flat parameter that is the graph input `flat`."""
 
     flat: fx.Node
     name: str
@@ -30,13 +24,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """One element of a full parameter, and where it lies.
-
-    Attributes:
-        element: Its index in the full parameter, row by row.
-        rank: The rank, of the shard group, that holds it.
-        place: Its index in that rank's flat parameter.
-    """
+    """One element of a full parameter, by row-major index, and its rank and index in that rank's flat parameter."""
 
     element: int
     rank: int
@@ -50,14 +38,12 @@ def slots_of(flat: fx.Node) -> list[Slot]:
 
 
 def all_slots(facts: Facts) -> dict[tuple[str, str], list[Slot]]:
-    """Slots by unit and name of the parameter; more than one where two models of one class meet in a graph.
-
-    A frozen parameter of which a part was kept from forward has its flat parameter in forward alone.
-    """
+    """Slots by unit and name of the parameter; more than one where two models of one class meet in a graph."""
     found: dict[tuple[str, str], list[Slot]] = {}
     for flat in facts.of_role(Role.FLAT):
         for slot in slots_of(flat):
             found.setdefault((require(flat).unit, slot.name), []).append(slot)
+    # The flat parameter of a frozen parameter with a post-forward shard is an input of forward alone.
     for part in facts.of_role(Role.POST_FORWARD_SHARD):
         if part.op == "placeholder":
             for slot in slots_of(part):

@@ -26,14 +26,7 @@ from fsdp_compile.verify.rules import (
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One invariant.
-
-    Attributes:
-        name: As it appears in errors.
-        sentence: What must be true.
-        find: Returns every complaint about a graph.
-        stages: After which stages it must be true.
-    """
+    """One invariant: its name in errors, the sentence that must be true, and the stages after which it must be."""
 
     name: str
     sentence: str

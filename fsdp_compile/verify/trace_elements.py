@@ -1,6 +1,4 @@
-"""Operators that copy elements unchanged, and the arithmetic that leads from an element back to the one it copies.
-
-Where one element of a tensor comes from: followed backward through our nodes, by plain arithmetic on indices.
+"""Traces an element of a tensor backward through our nodes to where it comes from, by plain arithmetic on indices.
 
     %full[2, 7]  <-  %view[519]  <-  %wait[519]  <-  all_gather: rank 1's message, [7]  <-  %flat[391]
 
@@ -28,24 +26,19 @@ from fsdp_compile.verify.facts import shape_of
 
 aten = torch.ops.aten
 BLOCK, SCALE_BYTES = 128, 4
-"""Elements that share a scale, and its size: written here again on purpose."""
+"""Elements that share a scale, and its size: written here again, so that a wrong number elsewhere is noticed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """From an element to the one in the node before that it comes from.
-
-    Attributes:
-        source: The node before; `None` for a constant zero.
-        index: Position among its elements, row by row.
-    """
+    """The element that an element was copied from, by row-major index; `source` is `None` for a constant zero."""
 
     source: fx.Node | None
     index: int
 
 
 def moved(node: fx.Node, index: int) -> Step | None:
-    """Where the element of `node` at `index` was before; `None` if `node` computes a new value."""
+    """Where the element of `node` at `index` was copied from; `None` if `node` computes a new value."""
     move = MOVES.get(node.target)
     return None if move is None else move(node, index)
 
@@ -143,7 +136,7 @@ def _zeros(_: fx.Node, __: int) -> Step:
 
 
 def _block_scale(node: fx.Node, index: int) -> Step:
-    """A byte of a scale stands for the first element of its block; padding is zero."""
+    """A byte of a scale represents the first element of its block; padding is zero."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     element = index // SCALE_BYTES * BLOCK
     return Step(source, element) if element < linear_size(source) else Step(None, 0)
@@ -188,12 +181,7 @@ LONGEST_CHAIN = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """A collective that an element travels through.
-
-    Attributes:
-        collective: The collective.
-        rank: For an all-gather, the rank that sends the element.
-    """
+    """A collective on the way of an element; of an all-gather, with the rank that sends the element."""
 
     collective: Collective
     rank: int | None
@@ -201,7 +189,7 @@ class Hop:
 
 @dataclasses.dataclass(frozen=True)
 class Addend:
-    """Gradients that were held back, where they are added to new ones.
+    """Accumulated gradients, where they are added to new ones.
 
     Attributes:
         at: The node that adds.
@@ -221,8 +209,8 @@ class Origin:
     """Where an element comes from.
 
     Attributes:
-        node: An input, a node of the model's, a full parameter, or a node of ours that computes a new value; `None`
-            for a constant zero.
+        node: An input, a node of the model's, a full parameter, or a node of ours that computes a new value; `None` for
+            a constant zero.
         index: Position among the node's elements, row by row.
         last: The node of ours that is nearest to the origin.
         hops: Collectives on the way, the one nearest to the element first.
@@ -239,12 +227,9 @@ class Origin:
 
 
 def origin(node: fx.Node, index: int, rank: int) -> Origin:
-    """Follows one element back.
+    """Follows the element at `index` of a tensor back.
 
-    Args:
-        node: The tensor that holds the element.
-        index: Position among its elements, row by row.
-        rank: The rank, of the shard group, that is looked at: a reduce-scatter gives each rank something else.
+    `rank` is that of the tensor in the shard group: a reduce-scatter gives each rank another result.
     """
     hops: list[Hop] = []
     addends: list[Addend] = []
@@ -266,7 +251,7 @@ def origin(node: fx.Node, index: int, rank: int) -> Origin:
         try:
             step = _sent(node, index, rank, hops) or _post_forward_part(node, index, rank) or moved(node, index)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            break  # a wrong graph may hold anything; whoever asked complains about where the trail ends
+            break  # a wrong graph may have anything; the rule complains about where the trace ends
         if step is None:
             break
         if step.source is None:
@@ -276,7 +261,7 @@ def origin(node: fx.Node, index: int, rank: int) -> Origin:
 
 
 def _post_forward_part(node: fx.Node, index: int, rank: int) -> Step | None:
-    """From the part of a message that a rank keeps to the message; `None` for any other node."""
+    """From a post-forward shard to the message that it was copied from; `None` for any other node."""
     if str(node.target) != _POST_FORWARD_PART:
         return None
     part = math.prod(shape_of(node))
@@ -284,7 +269,7 @@ def _post_forward_part(node: fx.Node, index: int, rank: int) -> Step | None:
 
 
 def _sent(node: fx.Node, index: int, rank: int, hops: list[Hop]) -> Step | None:
-    """From an unfinished message to what was sent, which is noted in `hops`; `None` for any other node."""
+    """From an unfinished message to what was sent, with a new entry in `hops`; `None` for any other node."""
     start = node.args[0] if node.target is getitem else node
     if not isinstance(start, fx.Node) or start.target not in KINDS:
         return None

@@ -1,1 +1,1 @@
-"""A plan, out of planned graphs."""
+"""Makes a plan from planned graphs."""

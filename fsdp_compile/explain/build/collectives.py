@@ -1,7 +1,4 @@
-"""Reports of collectives, and of copies between host and device.
-
-What travels, between which nodes, and why compute waits for it or does not.
-"""
+"""Reports of collectives, and of copies between host and device: messages, places, and whether compute waits."""
 
 from __future__ import annotations
 

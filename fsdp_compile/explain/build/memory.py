@@ -14,7 +14,7 @@ _LARGEST = 12
 
 
 def memory_curve(step: StepGraph, memory: Memory, schedule: Schedule) -> MemoryCurve:
-    """Live bytes of a graph, its peak, and who makes the peak."""
+    """Live bytes of a graph, its peak, and the memory at the peak."""
     nodes = list(step.graph.nodes)
     time_us = tuple(schedule.timeline.reached_us[node] for node in nodes)
     total = memory.live_bytes()

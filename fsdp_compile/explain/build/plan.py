@@ -40,7 +40,7 @@ def build_plan(
         regions: For each compiled region its forward and, when training, its backward.
         world_size: Ranks.
         hardware: What times are estimated for.
-        fusion: Who runs the graphs.
+        fusion: How the graphs are run.
     """
     names = frozenset(unit.title for unit in made)
     forwards: list[GraphPlan] = []
@@ -115,7 +115,7 @@ def _host_bytes(unit: FSDPUnit, *, training: bool) -> int:
 
 
 def _ranks(spec: UnshardSpec) -> int:
-    """Ranks that share a parameter; a 0-d one is held whole by each."""
+    """Ranks that share a parameter; every rank has all of a 0-d one."""
     return 1 if spec.dim is None else spec.size
 
 

@@ -1,4 +1,4 @@
-"""What is not done, and why: parameters that stay whole, are never gathered or never reduced, memory that is kept."""
+"""What is not done, and why: parameters that are not sharded, gathered or reduced, memory that is not freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGE_SHARE = 1000
 
 
 def skipped(model: nn.Module, units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
-    """Compares what a model holds with what its graphs do."""
+    """Compares the parameters of a model with what its graphs do."""
     yield from _graph_breaks(graphs)
     whole = [name for name, p in model.named_parameters() if is_ignored(model, p)]
     yield from _some(whole, "not sharded", "listed in ignored_params")
@@ -43,7 +43,7 @@ def _graph_breaks(graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
 
 
 def _uneven(units: Sequence[FSDPUnit]) -> Iterator[Skipped]:
-    """Parameters whose padding is a real part of what is held and sent."""
+    """Parameters whose padding is a considerable part of their memory and messages."""
     found: dict[str, list[str]] = {}
     for unit in units:
         for slot in unit.params:

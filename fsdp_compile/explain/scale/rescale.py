@@ -1,8 +1,8 @@
-"""A plan for other ranks, another link or other sizes of the inputs, out of graphs that were traced once.
+"""A plan for other ranks, another link or other sizes of the inputs, from graphs that were traced once.
 
-How many ranks share a parameter stands in the text of its reads, and nowhere else in a graph before the passes. So the
-texts are written anew, the flat parameters get their new sizes, and the passes run again. Sizes of inputs are symbols
-in such a graph; numbers take their places before the passes (`trace/open_sizes.py`).
+Before the passes, the number of ranks that share a parameter is in the text of its reads, and nowhere else in a graph.
+So the texts are rewritten, the flat parameters get their new sizes, and the passes run again. Sizes of inputs are
+symbols in such a graph; numbers replace them before the passes (`trace/open_sizes.py`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a traced model is planned for.
-
-    Attributes:
-        world_size: Ranks.
-        sizes: Of the open dimensions, by name.
-        hardware: What times are estimated for.
-    """
+    """What a traced model is planned for."""
 
     world_size: int
     sizes: Mapping[str, int]
@@ -67,10 +61,10 @@ def rescaled(
 
 
 def plan_at(traced: Traced, setting: Setting) -> PlanData:
-    """Runs the passes on graphs that were traced, as they are in a given setting.
+    """Runs the passes on traced graphs, rewritten for a setting.
 
     Raises:
-        ConfigError: If the graphs there are others than these.
+        ConfigError: If the model has other graphs in that setting.
     """
     units: Sequence[FSDPUnit] = traced.units
     regions = [[closed(step, of.sizes, setting.sizes) for step in of.steps] for of in traced.regions]
@@ -91,14 +85,7 @@ def plan_at(traced: Traced, setting: Setting) -> PlanData:
 def plan_of(
     traced: Traced, units: Sequence[FSDPUnit], regions: Sequence[Sequence[StepGraph]], setting: Setting
 ) -> PlanData:
-    """Reports on graphs behind the passes.
-
-    Args:
-        traced: What they were made of.
-        units: Of the model, as they are in this setting.
-        regions: For each compiled region its graphs.
-        setting: What they are planned for.
-    """
+    """Reports on graphs after the passes, with the units as they are in this setting."""
     made = build_plan(
         traced.model,
         units,
@@ -132,7 +119,7 @@ def _transformed(steps: Sequence[StepGraph], options: FSDPOptions, *, whole: boo
 
 
 def _refuse(traced: Traced, ranks: int) -> None:
-    """Refuses ranks for which a number does not say all, or over which parameters do not divide."""
+    """Refuses ranks of a mesh with two dimensions, and ranks over which parameters do not divide."""
     if ranks < 1:
         raise ConfigError(f"there are no {ranks} ranks", where="Plan.at(world_size=...)", instead="1, 2, ...")
     for unit in traced.units:
@@ -169,7 +156,7 @@ def _refuse(traced: Traced, ranks: int) -> None:
 
 
 Order = Mapping[str, int]
-"""Place of each parameter of a model in the order of their registration, which layouts keep."""
+"""Place of each parameter of a model in the order of registration, which is that of layouts."""
 
 
 def _order(model: nn.Module) -> Order:
@@ -179,7 +166,7 @@ def _order(model: nn.Module) -> Order:
 def _laid_out(
     specs: Mapping[str, UnshardSpec], order: Order, stored: torch.dtype, ranks: int
 ) -> dict[str, UnshardSpec]:
-    """The reads of a flat parameter that is spread over so many ranks, by offset."""
+    """The reads of a flat parameter that is sharded over so many ranks, by offset."""
     names = sorted(specs, key=lambda name: order.get(name, len(order)))
     first = specs[names[0]]
     shapes = [flat_layout.ParameterShape(name, specs[name].shape, specs[name].dim) for name in names]
@@ -212,7 +199,7 @@ def _resized(unit: FSDPUnit, order: Order, ranks: int) -> FSDPUnit:
 
 
 def _rewrite(step: StepGraph, order: Order, ranks: int) -> None:
-    """Makes a graph before the passes one for so many ranks."""
+    """Rewrites a graph before the passes for so many ranks."""
     texts: dict[fx.Node, dict[str, str]] = {}
     like_flats: dict[fx.Node, int] = {}
     for node in step.graph.nodes:
@@ -220,7 +207,7 @@ def _rewrite(step: StepGraph, order: Order, ranks: int) -> None:
             record = require(node)
             before = dict(zip(record.parameters, record.specs, strict=True))
             after = _laid_out(before, order, node.meta["val"].dtype, ranks)
-            specs = tuple(after[name] for name in record.parameters)  # named as registered, wherever they lie now
+            specs = tuple(after[name] for name in record.parameters)  # in the order of registration
             node.meta[KEY] = dataclasses.replace(record, specs=specs)
             texts[node] = {before[name].text: spec.text for name, spec in after.items()}
             like_flats[node] = _numel(after)

@@ -18,15 +18,13 @@ class ScalingRow:
     """What a plan says for one number of ranks; times in us, sizes in byte.
 
     Attributes:
-        world_size: Ranks.
         step_us: Forward and backward.
         compute_us: Computing alone.
         communication_us: Time of the busiest link lane.
         exposed_us: How long compute stands still.
         floor_us: What no schedule can beat.
         peak_bytes: The largest sum of live bytes.
-        shard_bytes: Parameters that one rank holds.
-        sent_bytes: What one rank sends.
+        shard_bytes: Sharded parameters of one rank.
     """
 
     world_size: int
@@ -47,13 +45,7 @@ class ScalingRow:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Rows in the order in which ranks were given, each rank with inputs of the same size.
-
-    Attributes:
-        title: Name of the model.
-        link: Name of the link.
-        rows: One per number of ranks.
-    """
+    """Rows in the order in which ranks were given, each rank with inputs of the same size."""
 
     title: str
     link: str

@@ -39,15 +39,15 @@ _FUNCTIONS = {
 class Formulas:
     """Expressions in `RANKS`, `GB_PER_S`, and of open dimensions in `BATCH` and `SEQUENCE`.
 
-    Padding is in them, to whole rows per rank and to aligned slots. They hold for the buckets and the order of the plan
-    that they were made of: with very many ranks, slices become small and another plan may pack more of them together.
-    When compute waits for what is no expression but a schedule: `Plan.at` plans anew.
+    They include padding, to whole rows per rank and to aligned slots. They apply to the buckets and the order of the
+    plan that they were made of: with very many ranks, slices become small and another plan may pack more of them
+    together. Waits follow from a schedule, not from a formula: `Plan.at` plans again.
 
     Attributes:
-        shard_bytes: Parameters that one rank holds.
+        shard_bytes: Sharded parameters of one rank.
         sent_bytes: What one rank sends in a step.
         communication_us: Time of all collectives, one after the other.
-        copied_bytes: What crosses the bus between host and device in a step, in both directions together.
+        copied_bytes: Copies between host and device in a step, both directions together.
         copies_us: Time of all those copies, one after the other.
         flops: Floating-point operations of one rank in a step.
         compute_us: Time of all computing.
@@ -68,11 +68,8 @@ class Formulas:
     def at(self, **sizes: float) -> dict[str, float]:
         """Numbers for given `ranks`, `gb_per_s`, `batch` and `sequence`.
 
-        Args:
-            **sizes: Each symbol that any formula has.
-
         Raises:
-            ConfigError: If one is missing, or none of the formulas has it.
+            ConfigError: If a symbol of a formula is missing, or a given name is in none.
         """
         expressions = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         symbols = {str(s): s for expression in expressions.values() for s in expression.free_symbols}
@@ -82,7 +79,7 @@ class Formulas:
                 where="Formulas.at(...)",
                 instead=f"Formulas.at({', '.join(f'{name}=...' for name in sorted(symbols))})",
             )
-        # As Python: to put numbers into a long maximum takes sympy's own substitution many seconds.
+        # As Python: sympy's own substitution takes many seconds for a long maximum.
         compute = sympy.lambdify([symbols[name] for name in sizes], list(expressions.values()), [_FUNCTIONS, "math"])
         return dict(zip(expressions, map(float, compute(*sizes.values())), strict=True))
 
@@ -177,7 +174,7 @@ def _message_bytes(collective: Collective, slots: dict[str, FSDPParam]) -> Itera
 
 
 def _copied_bytes(copy: Collective, slots: dict[str, FSDPParam]) -> Iterator[sympy.Expr]:
-    """Copies are made as parameters are stored."""
+    """Bytes of a copy: in the dtype in which parameters are stored."""
     return (_extent(slots[name]) * slots[name].parameter.element_size() for name in copy.parameters)
 
 
@@ -186,7 +183,7 @@ def _extent(slot: FSDPParam) -> sympy.Expr:
 
 
 def _time_us(work: Work, device: Device) -> sympy.Expr:
-    """The roofline of one kernel, as an open expression: sympy would spend long on which of the two is larger."""
+    """The roofline of one kernel, as an open expression."""
     computing, moving = (
         sympy.sympify(amount) * 1e6 / rate
         for amount, rate in ((work.flops, device.flops_per_s(work.dtype)), (work.size_bytes, device.bytes_per_s))

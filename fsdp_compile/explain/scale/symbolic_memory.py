@@ -16,13 +16,7 @@ Sum = Counter[Any]
 
 
 def live_sums(memory: Memory, sizes: Sizes, holders: Iterable[Holder] = Holder) -> Iterator[Sum]:
-    """The sum of live bytes while each node runs.
-
-    Args:
-        memory: Of the graph.
-        sizes: How big its values are.
-        holders: What is counted.
-    """
+    """The sum of live bytes of `holders` while each node runs."""
     wanted = frozenset(holders)
     counted = [buffer for buffer in memory.buffers if buffer.holder in wanted and buffer.size_bytes]
     born = _by_place((buffer.first, buffer) for buffer in counted)
@@ -37,7 +31,7 @@ def live_sums(memory: Memory, sizes: Sizes, holders: Iterable[Holder] = Holder) 
 
 
 def largest(sums: Iterable[Sum]) -> sympy.Expr:
-    """The largest of some sums; those that another one exceeds in every term are left out."""
+    """The largest of some sums; a sum that another one exceeds in every term is left out."""
     kept: list[Sum] = []
     for one in sums:
         if not any(_covers(other, one) for other in kept):

@@ -1,7 +1,7 @@
 """Sizes in a planned graph as expressions of ranks, batch and sequence.
 
-What belongs to the model has the expressions of its trace. What the passes inserted is known by its record: so many
-elements per rank for each slot, on one rank or on all.
+Nodes of the model have the expressions of the trace. Those that passes inserted have a record: so many elements per
+rank for each slot, on one rank or on all.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ _ITEMS = (Role.GATHER_ITEM, Role.REDUCE_ITEM)
 def extent(spec: UnshardSpec, stored: torch.dtype) -> sympy.Expr:
     """Elements of a parameter's slot on each rank, as `layout/flat_layout.py` rounds them.
 
-    Args:
-        spec: Its place.
-        stored: The dtype of its flat parameter.
+    `stored` is the dtype of its flat parameter.
     """
     step = ALIGNMENT_BYTES // min(d.itemsize for d in (stored, spec.param_dtype, spec.reduce_dtype))
     return _extent(spec.shape, spec.dim, step)

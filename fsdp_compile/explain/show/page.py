@@ -1,7 +1,4 @@
-"""The report as plain data.
-
-The report as one page: HTML, style, script and data in a single file that loads nothing.
-"""
+"""The report as plain data, and as one page: HTML, style, script and data in a single file that loads nothing."""
 
 from __future__ import annotations
 

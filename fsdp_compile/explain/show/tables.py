@@ -1,7 +1,4 @@
-"""Numbers as people read them.
-
-The report as text: tables that fit 80 columns, without colour unless a terminal shows them.
-"""
+"""The report as text: tables that fit 80 columns, without colour unless a terminal shows them."""
 
 from __future__ import annotations
 
@@ -64,12 +61,7 @@ behind: so much compute covers it; queued: the link was busy that long
 
 
 def render(plan: PlanData, *, width: int) -> str:
-    """The report as plain text.
-
-    Args:
-        plan: What to show.
-        width: Columns.
-    """
+    """The report as plain text of `width` columns."""
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, force_terminal=False, highlight=False, markup=False)
     for part in parts(plan):

@@ -1,1 +1,1 @@
-"""A model, traced for a world that does not exist."""
+"""Traces a model for ranks that do not exist."""

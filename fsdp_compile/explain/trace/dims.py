@@ -28,7 +28,7 @@ Dims = Mapping[str, int | Mapping[str, int]]
 """By name of a size, its dimension in every tensor argument that has so many, or in each argument that is named."""
 T = TypeVar("T")
 _LEAST = 2
-"""Torch traces a size of 1 as a number; what is to stay open is traced larger."""
+"""Torch traces a size of 1 as a number; an open dimension is traced larger."""
 
 
 @dataclasses.dataclass
@@ -36,9 +36,7 @@ class OpenInputs:
     """Hollow inputs of a trace, of which some dimensions are open.
 
     Attributes:
-        args: Arguments.
-        kwargs: Keyword arguments.
-        sizes: By name, what the user's inputs have there.
+        sizes: By name, the sizes of the user's inputs.
         marked: By `id`, each tensor with open dimensions, and their names.
     """
 
@@ -48,12 +46,7 @@ class OpenInputs:
     marked: dict[int, tuple[torch.Tensor, dict[int, str]]]
 
     def symbols(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
-        """The symbols that Dynamo made for open dimensions, each with ours.
-
-        Args:
-            gm: Dynamo's graph.
-            inputs: Its example inputs.
-        """
+        """The symbols that Dynamo made for open dimensions in its example inputs, each with ours."""
         for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
             _, names = self.marked.get(id(value), (None, {}))
             for dim, name in names.items():
@@ -64,12 +57,6 @@ class OpenInputs:
 
 def open_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dims: Dims) -> OpenInputs:
     """Makes the inputs of a model hollow, and opens some of their dimensions.
-
-    Args:
-        model: Whose forward tells the names of positional arguments.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        dims: Which dimensions are open.
 
     Raises:
         ConfigError: For an unknown name, a dimension that no input has, or two sizes of one name.

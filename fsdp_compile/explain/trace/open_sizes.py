@@ -21,13 +21,13 @@ from fsdp_compile.explain.trace.dims import SYMBOLS
 from fsdp_compile.ir.graph import StepGraph
 
 OPEN: Final = "open"
-"""Where a node of a closed graph keeps its value before sizes became numbers."""
+"""Key of a closed graph's `meta` for a node's value before sizes became numbers."""
 Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """What a trace took for granted about sizes, and the line of the model that made it."""
+    """What a trace assumed about sizes, and the line of the model that made it."""
 
     holds: sympy.Basic
     where: str
@@ -35,12 +35,7 @@ class Condition:
 
 @dataclasses.dataclass(frozen=True)
 class OpenSizes:
-    """How the symbols of a trace follow from ours, and for which sizes it is valid.
-
-    Attributes:
-        names: Symbols of the trace to ours.
-        conditions: In our symbols.
-    """
+    """How the symbols of a trace (`names`) follow from ours, and the conditions under which it is valid."""
 
     names: Mapping[sympy.Symbol, sympy.Symbol]
     conditions: tuple[Condition, ...]
@@ -84,11 +79,7 @@ class OpenSizes:
 
 
 def open_sizes(names: Mapping[sympy.Symbol, sympy.Symbol], env: Any) -> OpenSizes:
-    """Reads off a finished trace what it took for granted.
-
-    Args:
-        names: Symbols of the trace to ours.
-        env: Its shape environment.
+    """Reads off the shape environment of a finished trace what it assumed.
 
     Raises:
         UnsupportedModelError: If only one size is possible, with the line of the model that fixes it.
@@ -109,13 +100,7 @@ def open_sizes(names: Mapping[sympy.Symbol, sympy.Symbol], env: Any) -> OpenSize
 
 
 def closed(step: StepGraph, sizes_of: OpenSizes, sizes: Mapping[str, int]) -> StepGraph:
-    """A copy of a traced graph with numbers for all sizes, as tracing inputs of these sizes would have made it.
-
-    Args:
-        step: A graph before the first pass.
-        sizes_of: What its symbols mean.
-        sizes: By name.
-    """
+    """A copy of a traced graph with numbers for all sizes, as tracing inputs of these sizes would have made it."""
     copied = step.copy()
     mode = FakeTensorMode()
     numbers: dict[fx.Node, Any] = {}

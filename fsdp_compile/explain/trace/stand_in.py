@@ -1,4 +1,4 @@
-"""A copy of a model that has shapes and no values: what is traced instead of the user's own.
+"""A copy of a model that has shapes and no values, which is traced instead of the user's own.
 
 Its parameters are on meta until they are sharded. Flat parameters, buffers and inputs are hollow: CPU tensors that have
 an address and were never written, so the system gives them no memory.
@@ -27,7 +27,7 @@ def stand_in(model: M) -> M:
     """Copies a model without its values; the model itself is only read.
 
     Raises:
-        ConfigError: If something that the model holds cannot be copied.
+        ConfigError: If something in the model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for tensor in _tensors(model):
@@ -43,10 +43,7 @@ def stand_in(model: M) -> M:
 
 
 def hollow(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor of the same type, unwritten; integers are zero, so that they are valid as indices.
-
-    A dynamic size becomes the one with which it was traced.
-    """
+    """A CPU tensor of the same type, unwritten; a dynamic size becomes the one with which it was traced."""
     make = torch.empty_strided if tensor.is_floating_point() else _zeros
     shape, strides = (tuple(concrete(n) for n in of) for of in (tensor.shape, tensor.stride()))
     made = make(shape, strides, dtype=tensor.dtype, device="cpu")
@@ -54,7 +51,7 @@ def hollow(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hollow_flats(model: nn.Module) -> None:
-    """Gives the meta flat parameters of a sharded stand-in addresses, by which the backend knows them."""
+    """Gives the meta flat parameters of a sharded stand-in addresses, which the backend identifies them by."""
     for unit in units(model):
         unit.param_groups = [FSDPParamGroup(unit, _hollow_leaf(flat), flat.params) for flat in unit.param_groups]
         gather_params(unit.param_groups)

@@ -1,7 +1,7 @@
 """The graphs that a compile would run, made by the backend's own pipeline and then not run.
 
-Dynamo, AOTAutograd, partitioner and passes are those of a real compile. In place of compiled code stands a function
-that returns hollow tensors of the right types, so that Python goes on after a graph break.
+Dynamo, AOTAutograd, partitioner and passes are those of a real compile. Compiled code is replaced by a function that
+returns hollow tensors of the right types, so that Python goes on after a graph break.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ from fsdp_compile.pipeline import keep, transform
 
 @dataclasses.dataclass
 class TracedRegion(Region):
-    """A region whose graphs are kept as they were captured, and as the passes leave them.
+    """A region that records its graphs before and after the passes.
 
     Attributes:
-        captured: Copies of its graphs before anything is kept and before the first pass, forward first.
+        captured: Copies of its graphs before the passes, and before it is chosen what stays unsharded; forward first.
         whole: Whether it reads every unit of the model.
         names: The symbols of open dimensions to ours; empty where all sizes are numbers.
-        env: The shape environment of the trace.
     """
 
     captured: list[StepGraph] = dataclasses.field(default_factory=list)
@@ -72,12 +71,7 @@ class TracedRegion(Region):
 
 
 def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[TracedRegion]:
-    """Compiles a sharded model without lowering it.
-
-    Args:
-        model: The sharded stand-in.
-        inputs: Its arguments. If some of their dimensions are open, graphs are captured and passes do not run.
-        options: Options of the compile.
+    """Compiles a sharded stand-in without lowering it; with open dimensions, graphs are captured and passes do not run.
 
     Returns:
         The compiled regions in the order in which they run, each with a forward and, when training, a backward.

@@ -1,8 +1,4 @@
-"""What a pass changed, from the text of a graph before and after it.
-
-Nodes keep their names, so a node is added, removed, moved (its place among the nodes that stayed is another one) or
-changed (its line reads differently).
-"""
+"""What a pass changed, from the text of a graph before and after it."""
 
 from __future__ import annotations
 
@@ -18,12 +14,7 @@ _NODE: Final = re.compile(r"%(\w+) = ([\w.]+)\(")
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """A node with another place among those that were there before.
-
-    Attributes:
-        name: The node.
-        after: The node that it follows now; empty at the top of the graph.
-    """
+    """A node with another place among those that were there before; `after` is empty at the top of the graph."""
 
     name: str
     after: str
@@ -34,10 +25,8 @@ class GraphDiff:
     """What changed, each in the order of the graph that it is in.
 
     Attributes:
-        added: Nodes that were not there before.
-        removed: Nodes that are no longer there.
         moved: The fewest nodes whose moves explain the new order.
-        changed: Nodes whose arguments, record or type are other ones; "return" if the outputs are.
+        changed: Nodes whose arguments, record or type differ; "return" if the outputs do.
         operators: How many more (or fewer) calls of each operator there are, sorted by name, without zeros.
     """
 
@@ -74,7 +63,7 @@ def diff_graphs(before: str, after: str) -> GraphDiff:
 
 
 def format_diff(diff: GraphDiff) -> str:
-    """A few lines that say what changed, ending in a line feed."""
+    """A few lines that describe the changes, ending in a line feed."""
     if diff.is_empty:
         return "nothing changed\n"
     lines = [
@@ -112,7 +101,7 @@ def _calls(text: str) -> collections.Counter[str]:
 
 
 def _moved(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Those of `new` that are not in its longest part that is in the order of `old`."""
+    """The nodes of `new` outside of its longest subsequence that is in the order of `old`."""
     place = {name: index for index, name in enumerate(old)}
     # Patience sorting: `tails[k]` is the smallest place at which an ordered part of k + 1 nodes can end.
     tails: list[int] = []
@@ -123,6 +112,7 @@ def _moved(old: Sequence[str], new: Sequence[str]) -> list[str]:
         lengths.append(k)
     kept: set[str] = set()
     wanted, bound = len(tails) - 1, len(old)
+    # Back from the end of the longest one: each node ends one of the next shorter length, at an earlier place.
     for name, length in zip(reversed(new), reversed(lengths), strict=True):
         if length == wanted and place[name] < bound:
             kept.add(name)

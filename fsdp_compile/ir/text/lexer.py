@@ -25,13 +25,7 @@ _LITERAL: Final = re.compile(r"(int|float|bool|str)\(")
 
 
 class Line:
-    """A line, and how far it has been read.
-
-    Attributes:
-        number: Its number in the text, from 1.
-        text: All of it.
-        position: Characters read.
-    """
+    """A line, and how far it has been read."""
 
     def __init__(self, number: int, text: str) -> None:
         self.number = number
@@ -39,7 +33,7 @@ class Line:
         self.position = 0
 
     def error(self, what: str, *, instead: str | None = None) -> ConfigError:
-        """What to raise when the text is wrong at this place: says the line, the column and the text there."""
+        """The error for wrong text at this place: says the line, the column and the text there."""
         place = f"line {self.number}, column {self.position + 1}"
         return ConfigError(f"{place}: {what}", where=self.text.strip(), instead=instead)
 
@@ -52,7 +46,7 @@ class Line:
         return match
 
     def takes(self, literal: str) -> bool:
-        """Reads `literal`, after blanks; whether it was there."""
+        """Reads `literal`, after blanks; `False` if it is not there."""
         self._skip_blanks()
         found = self.text.startswith(literal, self.position)
         self.position += len(literal) * found
@@ -75,7 +69,7 @@ class Line:
         return text.strip()
 
     def until_closed(self) -> str:
-        """Reads what is left of a bracket that has just been opened; returns it without the closing one."""
+        """Reads the rest of a bracket that is already open; returns it without the closing one."""
         start, depth = self.position, 1
         while self.position < len(self.text):
             depth += (self.text[self.position] in "([") - (self.text[self.position] in ")]")
@@ -136,6 +130,7 @@ def read_value(line: Line, nodes: Mapping[str, fx.Node], symbols: Mapping[str, t
         return nodes[name]
     if literal := line.take(_STRING):
         return ast.literal_eval(literal[0])
+    # Behind `_STRING`, before words: "inf" would read as a word.
     if literal := line.take(_NUMBER):
         return float(literal[0]) if literal[0].endswith("inf") else ast.literal_eval(literal[0])
     return _read_word(line, symbols)
@@ -160,10 +155,7 @@ def _read_word(line: Line, symbols: Mapping[str, torch.SymInt]) -> Any:
 def read_type(line: Line, device: str, symbols: Mapping[str, torch.SymInt]) -> Any:
     """A type, as a value of it: under a fake mode, a fake tensor.
 
-    Args:
-        line: The line.
-        device: Where tensors are whose type does not say.
-        symbols: Symbols by name.
+    `device` is that of tensors whose type does not say.
     """
 
     def item() -> Any:

@@ -68,13 +68,11 @@ def spell_dtype(dtype: torch.dtype) -> str:
 
 
 def spell_word(value: object) -> str | None:
-    """A constant that is written as one word (a dtype, device type, memory format or layout), else `None`.
-
-    A device's index is left out: it differs between ranks.
-    """
+    """A constant that is written as one word (a dtype, device type, memory format or layout), else `None`."""
     if isinstance(value, torch.dtype):
         return spell_dtype(value)
     if isinstance(value, torch.device):
+        # Without its index, which differs between ranks.
         return value.type
     if isinstance(value, (torch.memory_format, torch.layout)):
         return str(value).removeprefix("torch.")
@@ -82,7 +80,7 @@ def spell_word(value: object) -> str | None:
 
 
 def read_word(word: str) -> Any:
-    """The constant behind a word.
+    """The constant that a word stands for.
 
     Raises:
         ValueError: If there is none.
@@ -108,10 +106,10 @@ def spell_operator(target: Any) -> str:
 
 
 def read_operator(name: str) -> Callable[..., Any]:
-    """The target behind a name.
+    """The target that a name stands for.
 
     Raises:
-        ConfigError: If there is no such operator; names what is near.
+        ConfigError: If there is no such operator; suggests a similar one.
     """
     for target, text in OPERATORS.items():
         if text == name:
@@ -140,7 +138,7 @@ def _read_torch_operator(name: str, namespace: str, rest: str) -> Callable[..., 
 
 
 def spell_name(name: str) -> str:
-    """The name of a unit or parameter: as it is, quoted if it has characters that mean something else."""
+    """The name of a unit or parameter, in quotes if it has characters that mean something else."""
     return name if _BARE_NAME.fullmatch(name) else repr(name)
 
 
@@ -150,5 +148,5 @@ def spell_parameter(name: str, unit: str) -> str:
 
 
 def read_parameter(text: str, unit: str) -> str:
-    """The fully qualified name behind what `spell_parameter` wrote."""
+    """The fully qualified name that `spell_parameter` shortened."""
     return unit + text if text.startswith(".") else text

@@ -1,4 +1,4 @@
-"""Reads the text that `text.py` writes back to a graph.
+"""Reads the text that `printer.py` writes back to a graph.
 
 Inputs get fake values of their declared types. Every other node's type is inferred from its operator and must be the
 declared one, so text that is out of date is refused where it is wrong. No process group and no device is needed.
@@ -40,14 +40,9 @@ _UNBACKED: Final = re.compile(r"\bu\d+\b")
 
 
 def parse_graph(text: str) -> StepGraph:
-    """Builds the graph that a text describes.
+    """Builds the graph, with fake values and records, that a text of `format_graph` describes.
 
-    Args:
-        text: What `format_graph` writes. Blank lines and lines that start with `#` are skipped, and blanks between
-            words do not matter.
-
-    Returns:
-        The graph, with fake values and records.
+    Blank lines and lines that start with `#` are skipped, and blanks between words do not matter.
 
     Raises:
         ConfigError: If the text is not a graph, or a declared type is not the inferred one; names the line.
@@ -119,7 +114,7 @@ def _target(line: Line, head: re.Match[str]) -> Callable[..., Any]:
 
 
 class _Reader:
-    """The graph so far, and what its lines may refer to."""
+    """The graph so far, and the names that its lines may refer to."""
 
     def __init__(self, phase: Phase, device: str) -> None:
         self.phase = phase
@@ -146,6 +141,7 @@ class _Reader:
             raise line.error(f"%{name} is made twice")
         line.expect("=")
         node = self._read_node(line, name, slots)
+        # fx renames nodes whose names are Python keywords or builtins.
         if node.name != name:
             raise line.error(f"%{name} cannot be the name of a node", instead=f"%{node.name}")
         self.nodes[name] = node

@@ -23,9 +23,8 @@ from fsdp_compile.layout.spec import UnshardSpec
 def format_plan(plan: Any) -> str:
     """The canonical text of a plan, ending in a line feed.
 
-    Args:
-        plan: A dataclass of nodes, numbers, strings, enums, records, further dataclasses, and tuples of those. Nodes
-            are shown by name, so the text may be made before or after the plan is applied.
+    A plan is a dataclass of nodes, numbers, strings, enums, records, further dataclasses, and tuples of those. Nodes
+    are shown by name, so the text may be made before or after the plan is applied.
     """
     return "\n".join(_lines(plan, 0)) + "\n"
 

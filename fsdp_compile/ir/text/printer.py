@@ -5,8 +5,8 @@
       .weight: offset=0 extent=64 shape=16x8 dim=0 over=fsdp.shard.0/2 param=bfloat16 reduce=float32 ...
     %ag = all_gather(%shard, 2, 'fsdp.shard.0', role=gather, unit=layers.0, of=[.weight]) : bf16[128]
 
-The text is the same on every rank and holds no memory address; nodes keep the names that they have in the graph, so
-that a moved node is a moved line. `parse.py` reads it back; docs/graph_text.md has the grammar.
+The text is the same on every rank and has no memory addresses. Nodes have the names that they have in the graph, so
+that a moved node is a moved line. `parser.py` reads it back; docs/graph_text.md has the grammar.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def main_device(step: StepGraph) -> str:
 def format_node(node: fx.Node, device: str) -> list[str]:
     """The line of one node; an input of ours has one more, indented, for each of its parameters.
 
-    Args:
-        node: The node.
-        device: The kind of device that types need not mention.
+    `device` is the kind of device that types need not mention.
     """
     if node.op == "output":
         return [f"return {_value(node.args[0])}"]
@@ -69,9 +67,7 @@ def node_type(node: fx.Node, device: str) -> str:
 def spell_type(value: Any, device: str) -> str:  # noqa: PLR0911  one line per kind
     """The type of a result: `f32[4, s33]`, `f32[4, 8] strides [1, 4] on cpu`, `sym(s33)`, `[f32[8], f32[8]]`, `none`.
 
-    Args:
-        value: A fake tensor, a symbolic or plain number, `None`, or a list or tuple of those.
-        device: The kind of device that is not mentioned.
+    `device` is the kind of device that is not mentioned.
     """
     match value:
         case torch.Tensor():
@@ -144,7 +140,7 @@ def _arguments(node: fx.Node) -> Iterator[str]:
 
 
 def _slot(node: fx.Node) -> str | None:
-    """The parameter that a marker is about, or a lookup, which stands for the text of its place."""
+    """The parameter of a marker or lookup, which stands for the text of its spec."""
     if node.target is AVERAGE_ROWS:
         record = record_of(node)
     elif node.target in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS) and isinstance(node.args[0], fx.Node):

@@ -33,15 +33,13 @@ _CALLS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 
 
 def spell_size(size: Size) -> str:
-    """A number, or the expression that stands for it."""
+    """A number, or the expression of a symbolic size."""
     return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
 
 
 def spell_symbols(sizes: Iterable[torch.SymInt]) -> list[str]:
-    """One line per symbol among `sizes`, sorted by name: `s33 in [2, oo]`.
-
-    Example sizes ("hints") are not shown: they may differ between ranks.
-    """
+    """One line per symbol among `sizes`, sorted by name: `s33 in [2, oo]`."""
+    # Ranges alone: example sizes ("hints") may differ between ranks.
     ranges: dict[str, str] = {}
     for size in sizes:
         for symbol in size.node.expr.free_symbols:
@@ -59,17 +57,12 @@ def _spell_range(env: ShapeEnv, symbol: sympy.Symbol) -> str:
 
 
 def is_unbacked(name: str) -> bool:
-    """Whether a symbol stands for a size that only the data tell, such as the number of selected rows."""
+    """Whether a symbol stands for a size that depends on data, such as the number of selected rows."""
     return name.startswith("u")
 
 
 class SymbolTable:
-    """Symbols that were declared by name, in a shape environment of their own.
-
-    Attributes:
-        env: The environment.
-        sizes: The symbol of each name.
-    """
+    """Symbols that were declared by name, in a shape environment of their own."""
 
     def __init__(self) -> None:
         self.env = ShapeEnv()
@@ -79,7 +72,7 @@ class SymbolTable:
         """Makes a symbol with a range.
 
         Args:
-            name: "s33", or "u0" for a size that only the data tell.
+            name: "s33", or "u0" for a size that depends on data.
             lower: The smallest size, an integer or "-oo".
             upper: The largest size, an integer or "oo".
         """

@@ -1,1 +1,1 @@
-"""What the bucket pass is made of: messages, layouts, joins."""
+"""Parts of the bucket pass: messages, layouts, joins."""

@@ -1,8 +1,8 @@
-"""Whether the large parameters of a bucket travel as messages of their own, or packed with their neighbours.
+"""Whether the large parameters of a bucket are messages of their own, or packed with their neighbours.
 
-A message of its own is read where it lands, and costs `Link.message` on the link. Packed, large parameters are copied
-out of the gathered message, and gradients into the one that is reduced. The cheaper one is taken, by the times of the
-cost model, which are the same on every rank.
+A message of its own is read in place, and costs `Link.message` on the link. Packed, large parameters are copied out of
+the gathered message, and gradients into the one that is reduced. The cheaper one is taken, by the times of the cost
+model, which are the same on every rank.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from fsdp_compile.passes.bucketing.messages import Bucket, Packing, ParamCollect
 def cheapest_bucket(singles: Sequence[ParamCollective], hardware: Hardware | None, partials: Beside) -> Bucket:
     """The bucket of some parameters in the layout that takes less time; without hardware, nothing is copied.
 
-    Args:
-        singles: The parameters.
-        hardware: What times are estimated for.
-        partials: The inputs that hold reduced gradients.
+    `partials` are the inputs with accumulated reduce-scattered gradients.
     """
     apart = make_bucket(singles)
     if hardware is None or len({require(s.start).unit for s in singles}) > 1:
@@ -39,7 +36,7 @@ def _can_be_packed(single: ParamCollective, partials: Beside) -> bool:
 
 
 def _copies_us(packed: Bucket, hardware: Hardware) -> float:
-    """Time of reading and writing what would otherwise be used where it lies."""
+    """Time of copying what would otherwise be used in place."""
     together = (single for piece in packed.pieces if len(piece.singles) > 1 for single in piece.singles)
     copied = [single for single in together if not is_small(single) and single.spec.is_contiguous]
     size_bytes = sum(single.full_bytes for single in copied)

@@ -1,10 +1,10 @@
-"""Copies out of a message that several units share: what they have alike is copied at once.
+"""Copies parameters out of a message that several units share: equal layouts are copied at once.
 
     %message, of two units    ->  %copy [2, 8, 32]  ->  %w0 [16, 16], %w1 [16, 16]
     [8 ranks, (%w0 %b0 %w1 %b1)]
 
-A copy for each parameter would take longer for the host to start than to run: such units are tiny. The copies of one
-unit are there before it needs them, and the message is free when the first unit has read its own.
+A copy for each parameter would take longer for the host to start than to run: such units are tiny. The copies are made
+before a unit needs them, and the message is free when the first unit has read its own.
 """
 
 from __future__ import annotations
@@ -28,16 +28,10 @@ aten = torch.ops.aten
 def copy_together(
     step: StepGraph, piece: Message, message: fx.Node, order: dict[fx.Node, int]
 ) -> dict[ParamCollective, fx.Node]:
-    """Records the copies of what units in a message have alike.
-
-    Args:
-        step: The graph.
-        piece: What the message holds.
-        message: It, gathered: `[size * span]`.
-        order: Places of the nodes that were there before.
+    """Records the copies of parameters that units of a piece have alike.
 
     Returns:
-        The part of a copy, `[numel]`, that is a parameter, for each that is in one.
+        For each parameter that is in a copy, its part of it, `[numel]`.
     """
     parts: dict[ParamCollective, fx.Node] = {}
     for units in _alike(piece):
@@ -51,7 +45,7 @@ def copy_together(
 
 
 def _alike(piece: Message) -> Iterator[list[tuple[ParamCollective, ...]]]:
-    """Neighbours among the units of a message of which it holds parameters of the same shapes in the same order."""
+    """Neighbours among the units of a message that have parameters of the same shapes in the same order."""
     units = (tuple(singles) for _, singles in itertools.groupby(piece.singles, lambda single: single.flat))
     for _, same in itertools.groupby(units, _layout):
         yield list(same)
@@ -77,13 +71,8 @@ def _copy(
 ) -> fx.Node:
     """`[units * numel]`: one parameter of each unit, out of `[size, span]`.
 
-    Args:
-        step: The graph.
-        message: Gathered.
-        same: The parameter of each unit.
-        span: Elements of the message per rank.
-        place: Where in a rank's span the first unit begins, elements per unit, where in them the parameter begins.
-        order: Places of nodes.
+    `place` is where in a rank's span the first unit begins, the elements of a unit, and where in them the parameter
+    begins.
     """
     spec, units = same[0].spec, len(same)
     begin, stride, offset = place

@@ -30,17 +30,7 @@ Reduced = tuple[fx.Node, int, fx.Node]
 def write_packed_reduction(
     step: StepGraph, bucket: Bucket, order: dict[fx.Node, int], partials: Beside
 ) -> list[Reduced]:
-    """Writes all stages where the last gradient is ready.
-
-    Args:
-        step: The graph.
-        bucket: What is reduced together.
-        order: Places of the nodes that were there before.
-        partials: The inputs that hold reduced gradients.
-
-    Returns:
-        One entry per parameter.
-    """
+    """Writes all stages at the place where the last gradient is ready; returns one entry per parameter."""
     singles = _as_registered(bucket.singles)
     final = last_of([s.start for s in singles], order)
     b = GraphBuilder(step.graph, joint_record(singles, Role.GRADIENT), final)
@@ -65,7 +55,7 @@ def message_numel(singles: Sequence[ParamCollective]) -> int:
 
 
 def _as_registered(singles: Sequence[ParamCollective]) -> list[ParamCollective]:
-    """In the order in which each flat parameter's record names its parameters, which is that of registration."""
+    """Parameters in the order of registration, which is that of each flat parameter's record."""
     flats = list(dict.fromkeys(single.flat for single in singles))
     offsets = {flat: [spec.offset for spec in require(flat).specs] for flat in flats}
     return sorted(singles, key=lambda s: (flats.index(s.flat), offsets[s.flat].index(s.spec.offset)))
@@ -88,7 +78,7 @@ def _parts(b: GraphBuilder, singles: Sequence[ParamCollective], message: fx.Node
 
 
 def _with_partials(b: GraphBuilder, singles: Sequence[ParamCollective], message: fx.Node, partials: Beside) -> fx.Node:
-    """What the replica has of each parameter, with what it had before where that was held back."""
+    """The reduce-scattered gradient of each parameter, with what earlier backward passes have accumulated."""
     held = [partials.of(single.flat) for single in singles]
     if not any(held):
         return message

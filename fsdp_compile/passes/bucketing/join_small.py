@@ -1,8 +1,8 @@
-"""Units so small that a collective's latency takes most of its time: neighbours share one.
+"""Lets neighbouring units share a collective if they are so small that its latency takes most of its time.
 
     40 gathers of 5 KB   ->   2 gathers of 100 KB
 
-What is gathered at once, and what of full gradients waits for its reduction, grows by no more than the bytes given.
+Unsharded parameters, and full gradients that wait for their reduction, grow by no more than the bytes given.
 """
 
 from __future__ import annotations
@@ -22,13 +22,9 @@ Groups = list[list[ParamCollective]]
 
 
 def worth_joining_bytes(hardware: Hardware, ranks: int) -> int:
-    """Bytes of a message below which it pays to send two as one.
+    """Bytes of a message below which it pays to send two as one, in a group of `ranks`.
 
     A message of this size takes `LEAST_LATENCIES` times as long on the link as the latency of its collective.
-
-    Args:
-        hardware: What connects the ranks.
-        ranks: Ranks in the group.
     """
     link = hardware.link
     waiting_us = link.collective_us(Kind.GATHER.value, 0, ranks)
@@ -36,7 +32,7 @@ def worth_joining_bytes(hardware: Hardware, ranks: int) -> int:
 
 
 def join_gathers(groups: Groups, limit_bytes: int, partials: Beside) -> Groups:
-    """Joins neighbours among groups of gathers, which stand in the order in which they are needed."""
+    """Joins neighbours among groups of gathers, which are in the order in which they are needed."""
     return _joined(groups, limit_bytes, partials)
 
 
@@ -50,19 +46,20 @@ def join_reductions(groups: Groups, limit_bytes: int, order: dict[fx.Node, int],
 
 @dataclasses.dataclass
 class _Open:
-    """What more can join, and its bytes."""
+    """A group that more can join, and its bytes."""
 
     singles: list[ParamCollective]
     size_bytes: int
 
 
 def _joined(groups: Iterable[Sequence[ParamCollective]], limit_bytes: int, partials: Beside) -> Groups:
-    """Groups with no large one between them, of one kind of collective, up to a limit; others stand alone."""
+    """Groups with no large one between them, of one kind of collective, up to a limit; others are not joined."""
     done: Groups = []
     last: dict[Hashable, _Open] = {}
     for group in groups:
         size_bytes = sum(single.full_bytes for single in group)
         if size_bytes > limit_bytes:
+            # Joining across it would gather units long before, or reduce them long after, their own time.
             last.clear()
         kinds = {_kind(single, partials) for single in group}
         kind = kinds.pop() if len(kinds) == 1 else None
@@ -77,12 +74,10 @@ def _joined(groups: Iterable[Sequence[ParamCollective]], limit_bytes: int, parti
 
 
 def _kind(single: ParamCollective, partials: Beside) -> Hashable:
-    """Equal for parameters whose collectives can be joined beyond their unit; `None` for those that stay with it.
-
-    A hook is called once for each unit. Parts that are kept from forward, and gradients held from an earlier backward,
-    belong to the flat parameters of one unit.
-    """
+    """Equal for parameters whose collectives can be joined beyond their unit; `None` for all others."""
     spec = single.spec
+    # A hook is called once for each unit. Post-forward shards and accumulated gradients belong to the flat parameters
+    # of one unit.
     if spec.hook or spec.post_forward_size > 1 or spec.compute or partials.of(single.flat) is not None:
         return None
     return collective_of(single), spec.reshard

@@ -1,8 +1,8 @@
-"""What travels together: parameters as pieces, and pieces as buckets.
+"""Messages and buckets: parameters as pieces, and pieces as buckets.
 
-Small parameters that lie side by side in a flat parameter are one piece, which travels as one packed message; every
-large one is a piece of its own that lands in its own contiguous memory. A bucket that serves several units packs the
-small parameters of all of them into one piece.
+Small parameters that are neighbours in a flat parameter are one piece, sent as one packed message; every large one is a
+piece of its own, gathered into contiguous memory. A bucket of several units packs the small parameters of all of them
+into one piece.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp_compile.layout.spec import UnshardSpec
 
 
 class Packing(enum.Enum):
-    """What makes a message."""
+    """How parameters are grouped into messages."""
 
     APART = "apart"
     """Small neighbours together, each large parameter for itself."""
@@ -39,7 +39,7 @@ class ParamCollective:
 
     Attributes:
         start: The node that starts the first one.
-        flat: The flat parameter that it reads, or whose gradient it makes; the part of one parameter that was kept.
+        flat: The flat parameter that it reads, or whose gradient it makes; or the post-forward shard of one parameter.
         end: The full parameter, or the reduced shard.
     """
 
@@ -54,7 +54,7 @@ class ParamCollective:
 
     @property
     def is_post_forward(self) -> bool:
-        """Whether what is gathered is a part that was kept from forward."""
+        """Whether post-forward shards are gathered."""
         return require(self.flat).role is Role.POST_FORWARD_SHARD
 
     @property
@@ -76,19 +76,19 @@ class ParamCollective:
 
     @property
     def sent(self) -> fx.Node:
-        """The message that goes in; of a quantized parameter, the one with its elements."""
+        """The message that is sent; of a quantized parameter, the one with its elements."""
         return self.start.all_input_nodes[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """Slots that travel as one message: one run of neighbours in a flat parameter, or several one after the other."""
+    """Slots that are sent as one message: one run of neighbours in a flat parameter, or several one after the other."""
 
     singles: tuple[ParamCollective, ...]
 
     @functools.cached_property
     def adjacent(self) -> tuple[Message, ...]:
-        """The parts of it that are neighbours in one flat parameter, in their order."""
+        """Its runs of neighbours in one flat parameter, in their order."""
         runs: list[list[ParamCollective]] = []
         for single in self.singles:
             if runs and _adjacent(runs[-1][-1], single):
@@ -156,7 +156,7 @@ def collective_of(single: ParamCollective) -> Hashable:
 
 
 def make_bucket(singles: Sequence[ParamCollective], packing: Packing = Packing.APART) -> Bucket:
-    """What travels together as one bucket."""
+    """The parameters as one bucket."""
     return Bucket(tuple(_pieces(singles, packing)))
 
 
@@ -209,7 +209,7 @@ def start_grouped(
         b: Writes at one place.
         op: The operator.
         args: Its arguments, the list of messages first.
-        pieces: What each message holds; a piece may take two messages.
+        pieces: The piece of each message; a piece may take two messages.
         roles: Of the start, of the items, of the waits.
     """
     start_role, item_role, wait_role = roles

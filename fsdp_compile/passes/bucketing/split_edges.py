@@ -1,12 +1,12 @@
-"""Smaller buckets where collectives that follow one another decide when a graph ends.
+"""Splits buckets where the collectives at the edges of a graph decide when it ends.
 
 Little is computed before the first units are needed, so their gathers cannot be hidden whole; the same is true of the
-reductions that are ready last. Where the link is about as busy as the processor, what is late at the edge stays late:
-each unit then arrives when computing has already come to it. Split by parameter, computing goes on when the first
-parameter is there, and only the last gradients are still on their way when it ends.
+reductions that are ready last. Where the link is about as busy as the processor, a delay at the edge stays: each unit
+is then complete only after computing needs it. Split by parameter, computing goes on when the first parameter is there,
+and only the last gradients are still being reduced when it ends.
 
-No computing from a gather's first use on is done before it, and all gathers before it, are over. The largest such sum
-is when the graph ends at the earliest. Units are split whose sum is larger than it would be if every unit were split.
+Computing from a gather's first use on follows the gather and all gathers before it. The largest sum of the two is the
+earliest end of the graph. Units are split whose sum is larger than it would be if every unit were split.
 """
 
 from __future__ import annotations
@@ -33,20 +33,14 @@ Groups = list[list[ParamCollective]]
 
 @dataclasses.dataclass(frozen=True)
 class Edges:
-    """Times of a graph by which its edges are told.
-
-    Attributes:
-        before_us: For each node, the time of computing everything before it.
-        total_us: Time of computing everything.
-        link: Over which messages are sent.
-    """
+    """Times of a graph, which say what is at its edges; `before_us` is the time of computing all nodes before one."""
 
     before_us: dict[fx.Node, float]
     total_us: float
     link: Link
 
     def split_gathers(self, groups: Groups) -> Groups:
-        """Splits groups, in the order in which they are read, that would delay what is computed with them and after."""
+        """Splits groups, in the order in which they are read, that would delay computing from their first use on."""
         least_us, over_us = self.total_us, 0.0
         for run in (run for group in groups for run in self._runs(group, Kind.GATHER)):
             over_us += self._time_us(run, Kind.GATHER)
@@ -60,7 +54,7 @@ class Edges:
         return done
 
     def split_reductions(self, groups: Groups) -> Groups:
-        """Splits groups, in the order in which they are ready, that would keep the graph from ending."""
+        """Splits groups, in the order in which they are ready, that would delay the end of the graph."""
         least_us, left_us = self.total_us, 0.0
         for run in (run for group in groups[::-1] for run in self._last_runs(group)[::-1]):
             left_us += self._time_us(run, Kind.REDUCE)
@@ -87,7 +81,8 @@ class Edges:
         return [run[::-1] for run in runs[::-1]] if len(runs) > 1 else [list(singles)]
 
     def _runs(self, singles: Sequence[ParamCollective], kind: Kind) -> Groups:
-        """Cuts a sequence where enough has come together; small ones go first, since they travel as one message."""
+        """Cuts a sequence into runs of enough bytes."""
+        # Small ones are one message, so they stay together.
         ordered = [s for s in singles if is_small(s)] + [s for s in singles if not is_small(s)]
         runs: Groups = [[]]
         run_bytes = 0
@@ -115,7 +110,7 @@ class Edges:
 
 
 def _held_bytes(single: ParamCollective) -> int:
-    """What each rank has of a parameter, as it is sent."""
+    """Bytes of this rank's part of a parameter, as it is sent."""
     size_bytes: int = single.extent * single.sent.meta["val"].element_size()
     return size_bytes
 

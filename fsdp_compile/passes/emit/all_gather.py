@@ -1,17 +1,14 @@
-"""What each rank sends of a piece of its flat parameter, and how what has arrived is read.
+"""Records how one parameter, or a piece of a flat parameter, is gathered.
 
-as it is      slice, cast                         ->  one message   ->  the message itself
-quantized     slice, block_scales, quantize       ->  two messages  ->  dequantize
+    %w = fsdp.unshard(%flat, spec)                 ->  slice, all_gather, wait, view
+    %part = fsdp.shard_post_forward(%w, spec)      ->  post_forward_part of the gathered message
+    %w = fsdp.unshard_post_forward(%part, spec)    ->  all_gather over fewer ranks, wait, view
 
-A slice of a shard that lives on the host is copied to the device first (`offload.py`).
+    as it is      slice, cast                      ->  one message   ->  the message itself
+    quantized     slice, block_scales, quantize    ->  two messages  ->  dequantize
 
-How one parameter is gathered: out of the shards, or in backward out of the parts that neighbours kept.
-
-    %w = fsdp.unshard(%flat, spec)   ->  slice, all_gather, wait, view
-    %part = fsdp.shard_post_forward(%w, spec)      ->  post_forward_part of what has arrived
-    %w = fsdp.unshard_post_forward(%part, spec)  ->  all_gather over fewer ranks, wait, view
-
-A part that nobody saves is not made.
+A slice of a shard on the host is copied to the device first (`host_copy.py`). A post-forward shard that is not saved is
+not made.
 """
 
 from __future__ import annotations
@@ -34,14 +31,9 @@ from fsdp_compile.passes.emit.host_copy import copy_in
 
 
 def messages_of(b: GraphBuilder, flat: fx.Node, begin: int, span: int, spec: UnshardSpec) -> list[fx.Node]:
-    """Records the messages that hold `flat[begin : begin + span]`.
+    """Records the messages of `flat[begin : begin + span]`, before the all-gather.
 
-    Args:
-        b: Writes before the all-gather, with roles SHARD and OFFLOAD_IN.
-        flat: The flat parameter.
-        begin: First element.
-        span: Number of elements.
-        spec: Of the first slot that lies there; its dtypes are those of all of them.
+    `spec` is that of the first slot there; all slots of a message have its dtypes.
     """
     shard = copy_in(b, narrow(b, flat, 0, begin, begin + span), spec)
     if spec.gather_dtype is None:
@@ -88,21 +80,22 @@ def full_node(b: GraphBuilder, message: fx.Node, spec: UnshardSpec, *, start: in
     """Records the steps from a gathered message to a full parameter; the last one has role FULL."""
     with b.as_role(Role.COPY_OUT):
         full = full_parameter(b, message, spec, start=start, span=span)
-        if full is message:  # a node of its own, so that readers and the wait are told apart
+        if full is message:  # a node of its own, so that passes can tell readers from the wait
             full = b.call(aten.view.default, message, list(spec.shape))
     full.meta["fsdp"] = dataclasses.replace(b.record, role=Role.FULL)
     return full
 
 
 def view_of_unsharded(b: GraphBuilder, kept: fx.Node, spec: UnshardSpec) -> fx.Node:
-    """Records a read of a full parameter that stayed gathered since an earlier call."""
+    """Records a read of a full parameter that is still unsharded since an earlier call."""
     with b.as_role(Role.FULL):
         return b.call(aten.view.default, kept, list(spec.shape))
 
 
 def shard_post_forward(b: GraphBuilder, marker: fx.Node, message: fx.Node, full: fx.Node) -> None:
-    """Copies this rank's part out of a message for `marker`; who would gather it again gets the message's parameter."""
+    """Copies this rank's post-forward shard out of a message for `marker`."""
     for again in [user for user in marker.users if user.target is UNSHARD_POST_FORWARD]:
+        # In forward the message's own parameter is there: nothing needs to be gathered again.
         again.replace_all_uses_with(full)
         again.graph.erase_node(again)
     if marker.users:
@@ -112,7 +105,7 @@ def shard_post_forward(b: GraphBuilder, marker: fx.Node, message: fx.Node, full:
 
 
 def post_forward_part(b: GraphBuilder, message: fx.Node) -> fx.Node:
-    """Records the copy of the part of a gathered message that this rank keeps for backward."""
+    """Records the copy of the part of a gathered message that this rank saves for backward."""
     spec = b.record.specs[0]
     with b.as_role(Role.POST_FORWARD_SHARD):
         return b.call(OWN_PART, message, spec.post_forward_size, spec.post_forward_group)

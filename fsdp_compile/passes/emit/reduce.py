@@ -1,11 +1,10 @@
-"""The collectives that make the average of a gradient, one after the other.
+"""The collectives that average a gradient, one after the other.
 
-    shard group of F > 1 ranks     reduce-scatter: each rank keeps its 1/F, averaged over the group
-    R > 1 replicas                 all-reduce of what is left, averaged over the replicas
+    shard group of F > 1 ranks     reduce-scatter: each rank gets its 1/F, averaged over the group
+    R > 1 replicas                 all-reduce of that, averaged over the replicas
 
-A hook of the user's takes the place of the first one; waiting for it does nothing, since it has completed.
-
-Full sharding has the first stage, replicas without sharding the second, hybrid sharding both, one rank none.
+A communication hook of the user's takes the place of the first one; waiting for it does nothing, since it has
+completed. Full sharding has the first stage, replicas without sharding the second, hybrid sharding both, one rank none.
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class ReduceStage:
-    """One collective of a reduction.
+    """One collective of a reduction: roles of its nodes, and its operators.
 
     Attributes:
-        start: Role of the node that starts it.
         item: Role of one message of a grouped one that is still running.
-        wait: Role of the node that completes it.
         single: The operator for one message.
         grouped: The operator for a list of messages.
         arguments: What the operators take after the message or messages.
@@ -98,6 +95,7 @@ def stages(spec: UnshardSpec) -> Iterator[ReduceStage]:
     if spec.hook and spec.size == 1:
         if spec.grad_placement is GradPlacement.REDUCED:
             yield HOOK_REDUCE
+    # A hook of an unsharded unit has averaged over the replicas already.
     elif spec.replicas > 1 and spec.grad_placement is GradPlacement.REDUCED:
         yield REPLICATE
 
@@ -118,20 +116,16 @@ def scale_after(b: GraphBuilder, shard: fx.Node, spec: UnshardSpec) -> fx.Node:
 
 
 def add_partial(b: GraphBuilder, partial: fx.Node, begin: int, shard: fx.Node) -> fx.Node:
-    """Records the sum of a reduced message and of what is held of the same slots, from element `begin` on."""
+    """Records the sum of a reduced message and of the accumulated gradients of its slots, from element `begin` on."""
     with b.as_role(Role.ADD_PARTIAL):
         held = narrow(b, partial, 0, begin, begin + b.value(shard).shape[0])
         return b.call(aten.add.Tensor, held, shard)
 
 
 def reduce_one(b: GraphBuilder, message: fx.Node, spec: UnshardSpec, partial: fx.Node | None = None) -> fx.Node:
-    """Records the reduction of one message of `[size * extent]` elements; the result is this rank's `[extent]`.
+    """Records the reduction of one message, `[size * extent]`; the result is this rank's `[extent]`.
 
-    Args:
-        b: Writes at one place.
-        message: The gradient, rank after rank.
-        spec: The parameter's slot.
-        partial: Reduced gradients of the whole flat parameter that wait for their sum over replicas.
+    `partial` has the accumulated gradients of the whole flat parameter that wait for their sum over replicas.
     """
     for stage in stages(spec):
         if stage.start is Role.REPLICATE and partial is not None:

@@ -18,7 +18,7 @@ from fsdp_compile.verify.trace_elements import origin
 
 RULE = "buffers-aligned"
 ALIGNMENT_BYTES = 128
-"""Written here again on purpose: a judge does not take the number from whom it judges."""
+"""Written here again on purpose, so that a wrong number in the layout is noticed."""
 
 
 def buffers_aligned(facts: Facts) -> list[Complaint]:

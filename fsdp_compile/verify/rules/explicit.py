@@ -10,7 +10,7 @@ RULE = "explicit-prefetch"
 
 
 def explicit_prefetch(facts: Facts) -> list[Complaint]:
-    """Looks at each gather that a list names: after the wait that it follows, before anything is computed."""
+    """Checks each gather that a list names: after the wait that it follows, before anything is computed."""
     complaints = []
     for gather, by in facts.named_by.items():
         unit, owner = require(gather).unit, require(by.start).unit

@@ -46,13 +46,13 @@ def gathered_once(facts: Facts) -> list[Complaint]:
 
 
 def slots_in(message: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> list[Slot]:
-    """Slots that a message holds at least a part of."""
+    """Slots of which a message has at least a part."""
     if role_of(message) is Role.POST_FORWARD_SHARD:
         return [s for key in claims(require(message)) for s in slots.get(key, ()) if s.spec in require(message).specs]
     if message.target is torch.ops.aten.cat.default:
         return [slot for part in message.all_input_nodes for slot in slots_in(part, slots)]
     numel = prod(shape_of(message))
-    if numel == 0 or message.target is BLOCK_SCALES:  # scales hold no element: `_wrong_scale` looks at them
+    if numel == 0 or message.target is BLOCK_SCALES:  # scales have no elements: see `_wrong_scale`
         return []
     first, last = origin(message, 0, 0), origin(message, numel - 1, 0)
     if first.node is None or first.node is not last.node or role_of(first.node) is not Role.FLAT:
@@ -120,7 +120,7 @@ def _wrong_value(node: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> Ite
 
 
 def _wrong_lookup(node: fx.Node, slots: dict[tuple[str, str], list[Slot]]) -> Iterator[Complaint]:
-    """A lookup in another slot than that of the parameter in its record, which stays sharded."""
+    """A lookup in another slot than that of the parameter in its record."""
     wanted = [(slot.flat, slot.spec.text) for key in claims(require(node)) for slot in slots.get(key, ())]
     if (node.args[0], node.args[2]) not in wanted:
         yield Complaint(
@@ -139,7 +139,7 @@ def _where(spec: UnshardSpec) -> str:
 
 
 def _is_kept(found: Origin, slot: Slot) -> bool:
-    """Whether an element comes from the full parameter of a slot that stayed gathered since an earlier call."""
+    """Whether an element comes from the full parameter of a slot that is unsharded since an earlier call."""
     record = None if found.node is None else record_of(found.node)
     if record is None or record.role is not Role.UNSHARDED_PARAM:
         return False
@@ -154,6 +154,7 @@ def _wrong_element(node: fx.Node, slot: Slot) -> str:
             if found.index != probe.element or found.hops:
                 return f"element {probe.element} is [{found.index}] of the full parameter %{found.node}"
             continue
+        # Reductions have no single sending rank; a wrong one is counted in `hops` all the same.
         ranks = [hop.rank for hop in found.hops if hop.collective.kind is Kind.GATHER]
         if found.node is not None and role_of(found.node) is Role.POST_FORWARD_SHARD:
             wrong = _wrong_part(found, slot, probe, ranks)
@@ -165,7 +166,7 @@ def _wrong_element(node: fx.Node, slot: Slot) -> str:
 
 
 def _wrong_source(node: fx.Node, slot: Slot, probe: Probe, found: Origin, ranks: list[int | None]) -> str:
-    """What is wrong with an element that was gathered out of the flat parameters."""
+    """What is wrong with an element that was gathered from the flat parameters."""
     if (found.node, found.index) != (slot.flat, probe.place):
         return f"is [{found.index}] of %{found.node}, not [{probe.place}] of %{slot.flat}"
     if len(found.hops) != (slot.spec.size > 1) or len(ranks) != len(found.hops):
@@ -195,7 +196,7 @@ def _wrong_scale(node: fx.Node, slot: Slot, probe: Probe) -> str:
 
 
 def _wrong_part(found: Origin, slot: Slot, probe: Probe, ranks: list[int | None]) -> str:
-    """What is wrong with an element that was gathered out of the parts kept from forward."""
+    """What is wrong with an element that was gathered from the post-forward shards."""
     spec = slot.spec
     wanted = divmod(probe.rank * spec.extent + probe.place - spec.offset, max(spec.post_forward_numel, 1))
     if slot.name not in require(found.last if found.node is None else found.node).parameters:

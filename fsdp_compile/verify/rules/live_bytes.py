@@ -1,11 +1,11 @@
 """unsharded-bytes: at no node is more gathered than the limits allow.
 
 With a budget in bytes, every byte from the start of an all-gather to its reshard counts, and in backward every byte
-that forward kept because there is room, until its last use. With a prefetch distance, a bucket may be live only while
-it is in use, while it is the next one needed, or as one of that many gathered ahead. (How many are in use at once is
-the model's doing: tied embeddings are in use from one end to the other.) Buckets that are to be alone are gathered once
-those before them are freed. What the user has started early comes on top. Units may share a collective only up to a
-number of bytes, since what they share is held from the first one's need to the last one's use.
+that forward saved because there is room, until its last use. With a prefetch distance, a bucket may be live only while
+it is in use, while it is the next one needed, or as one of that many gathered ahead. (How many are in use at once
+depends on the model: tied embeddings are in use from one end to the other.) Buckets that are to be alone are gathered
+once those before them are freed. What the user has started early comes on top. Units may share a collective only up to
+a number of bytes, since it is in memory from the first one's need to the last one's use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RULE = "unsharded-bytes"
 
 
 def unsharded_bytes(facts: Facts) -> list[Complaint]:
-    """Holds live gathered memory to the limits, at every node."""
+    """Compares live gathered memory with the limits, at every node."""
     return [*_over_budget(facts), *_too_early(facts), *_not_alone(facts), *_too_late(facts), *_joined(facts)]
 
 
@@ -50,7 +50,7 @@ def _over_budget(facts: Facts) -> Iterator[Complaint]:
 
 
 def _ends(facts: Facts) -> dict[fx.Node, list[fx.Node]]:
-    """For each node behind which gathered memory is free, the gathers or the saved parameters that held it."""
+    """For each node after which gathered memory is freed, the gathers or saved parameters that it belonged to."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for gather, markers in facts.reshards.items():
         for marker in markers[:1]:
@@ -90,7 +90,7 @@ def _too_early(facts: Facts) -> Iterator[Complaint]:
 
 
 def _not_alone(facts: Facts) -> Iterator[Complaint]:
-    """All-gathers that start ahead while a bucket is held that is freed before they are needed."""
+    """All-gathers that start ahead while a bucket is live that is freed before they are needed."""
     if not facts.limits.alone:
         return
     freed = {gather: facts.order[markers[0]] for gather, markers in facts.reshards.items()}
@@ -133,7 +133,7 @@ def _too_late(facts: Facts) -> Iterator[Complaint]:
 
 
 def _joined(facts: Facts) -> Iterator[Complaint]:
-    """Collectives that several units share, and that are too large for that."""
+    """Collectives that several units share although they are too large for that."""
     limit = facts.limits.joined_bytes
     if limit is None:
         return

@@ -20,7 +20,7 @@ _OPERATOR = {**dict.fromkeys(_WAIT_OF, _START), **dict.fromkeys(_WAIT_OF.values(
 
 
 def host_copies(facts: Facts) -> list[Complaint]:
-    """Checks both directions, and that nobody reads what may still be on its way."""
+    """Checks both directions, and that no node reads a copy before it is complete."""
     return [*_inward(facts), *_outward(facts), *_wrong_operators(facts), *_wrong_copies(facts)]
 
 
@@ -44,13 +44,11 @@ def _inward(facts: Facts) -> Iterator[Complaint]:
 
 
 def _ways(node: fx.Node) -> frozenset[frozenset[fx.Node]]:
-    """The copies from the host between the flat parameter and `node`; a quantized message has two, by its scales.
-
-    A parameter that stayed gathered is on the device: no way leads to it from a flat parameter.
-    """
+    """The copies from the host between the flat parameter and `node`; a quantized message has two, by its scales."""
     role = role_of(node)
     if role is Role.FLAT:
         return frozenset([frozenset()])
+    # A parameter that is still unsharded is on the device: no path leads to it from a flat parameter.
     if role not in (Role.SHARD, Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT, Role.COPY_OUT, Role.FULL):
         return frozenset()
     own = frozenset([node] if role is Role.OFFLOAD_IN else [])
@@ -93,7 +91,7 @@ def _wrong_operators(facts: Facts) -> Iterator[Complaint]:
 
 
 def _wrong_copies(facts: Facts) -> Iterator[Complaint]:
-    """Copies to the wrong place, and such as are not waited for before anybody reads or overwrites them."""
+    """Copies to the wrong place, and copies that are read or overwritten before they are waited for."""
     for node in facts.of_role(*_WAIT_OF):
         role = require(node).role
         if node.target is not _START:

@@ -1,8 +1,8 @@
 """plan-order: collectives of one group are issued in an order that the graph alone decides.
 
-Ranks compile the same text, so any order in a graph is common to them. But a communicator works through its collectives
-one after the other, and an order that has no reason in the graph costs time or, when two passes disagree about it, a
-dead-lock in waiting. Each kind has its reason:
+Ranks compile the same text, so any order in a graph is common to them. But a communicator runs its collectives one
+after the other, and an order without a reason in the graph costs time or, when two passes disagree about it, may
+deadlock. Each kind has its reason:
 
     all-gathers       start in the order in which they are waited for, and in which their parameters are first read
     reduce-scatters   start in the order in which their gradients are ready, and are waited for in that order
@@ -77,7 +77,7 @@ def _first_read(facts: Facts, collective: Collective) -> int | None:
 
 
 def _ready(facts: Facts, collective: Collective) -> int | None:
-    """Position of the last node that makes a gradient of one parameter; packing several moves with the collective."""
+    """Position of the last node that makes a gradient of one parameter."""
     latest = None
     seen: set[fx.Node] = set()
     todo = list(collective.sent)

@@ -69,7 +69,7 @@ def markers_gone(facts: Facts) -> list[Complaint]:
 
 
 def typed(facts: Facts) -> list[Complaint]:
-    """Checks that each node of ours says what it is, and is what it says."""
+    """Checks that each node of ours has a record, and is what its record says."""
     complaints = []
     for node in facts.nodes:
         expected, record = _expected_role(node), record_of(node)

@@ -1,4 +1,4 @@
-"""reduced-once: every gradient is averaged once over every rank that has a part of it, and lands in its own place."""
+"""reduced-once: every gradient is averaged once over all ranks that have a part of it, and is put in its own place."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _wrong_elements(
 
 
 def _is_own_row(source: Origin, slot: Slot, probe: Probe) -> bool:
-    """Whether an element is that of a looked-up parameter's rows, which are averaged where they are."""
+    """Whether an element is from the averaged rows of a looked-up parameter."""
     if source.node is None or role_of(source.node) is not Role.AVERAGE_ROWS:
         return False
     here = slot.spec.text in source.node.args and require(source.node).parameters == (slot.name,)
@@ -172,7 +172,7 @@ def _wanted_operation(spec: UnshardSpec) -> str:
 
 
 def _wanted_divisor(spec: UnshardSpec) -> float | None:
-    """What divisions by nodes of their own come to; `None` if only a part of them is in this graph."""
+    """The product of divisions by nodes of their own; `None` if only a part of them is in this graph."""
     if spec.grad_placement is GradPlacement.UNREDUCED or _wanted_operation(spec) == "avg":
         return 1.0
     if spec.grad_placement is GradPlacement.REDUCE_SCATTERED:
@@ -205,7 +205,7 @@ def _wrong_addends(source: Origin, slot: Slot, probe: Probe, waiting: frozenset[
 
 
 def _wanted_hops(spec: UnshardSpec) -> list[tuple[Kind, str, int, str]]:
-    """Kind, group (or key of the hook), size and way of combining of the collectives, the last one first."""
+    """Kind, group (or key of the hook), size and operation of the collectives, the last one first."""
     operation = _wanted_operation(spec)
     if spec.hook and spec.size == 1:
         return [(Kind.REPLICATE, spec.hook, 1, "hook")] * (spec.grad_placement is GradPlacement.REDUCED)

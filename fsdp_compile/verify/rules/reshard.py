@@ -1,4 +1,4 @@
-"""no-use-after-reshard: gathered memory is freed once, and not touched afterwards."""
+"""no-use-after-reshard: gathered memory is freed once, and not used afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RULE = "no-use-after-reshard"
 
 
 def no_use_after_reshard(facts: Facts) -> list[Complaint]:
-    """Checks that each all-gather has its reshard, and that nobody touches its memory later."""
+    """Checks that each all-gather has its reshard, and that no node uses its memory later."""
     leaving = {gather for node in facts.step.output.all_input_nodes for gather in facts.memory.get(node, ())}
     complaints: list[Complaint] = []
     for gather in facts.of_kind(Kind.GATHER):

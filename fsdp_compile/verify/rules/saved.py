@@ -1,4 +1,4 @@
-"""nothing-unsharded-saved: backward gathers again what it needs, and never finds it saved."""
+"""nothing-unsharded-saved: backward gathers again what it needs, instead of having it saved."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _saved_whole(facts: Facts, derived: dict[fx.Node, str]) -> list[Complaint]:
 
 
 def _may_stay(node: fx.Node) -> bool:
-    """Whether a node is a full parameter for which it was left open whether it stays."""
+    """Whether a node is a full parameter that `Reshard.AUTO` may leave unsharded."""
     return role_of(node) is Role.FULL and all(spec.reshard is Reshard.AUTO for spec in require(node).specs)
 
 
 def _wrongly_taken(facts: Facts) -> list[Complaint]:
-    """Inputs of backward that are recorded as full parameters which forward kept, and cannot be."""
+    """Inputs of backward that are recorded as full parameters saved by forward, and cannot be."""
     return [
         Complaint(
             RULE,
@@ -56,7 +56,7 @@ def _wrongly_taken(facts: Facts) -> list[Complaint]:
 
 
 def _wrong_parts(facts: Facts) -> list[Complaint]:
-    """Parts kept for backward that are not 1/k of the one parameter that asks for it, or not this rank's."""
+    """Post-forward shards that are not 1/k of the one parameter that asks for it, or not this rank's."""
     return [
         Complaint(
             RULE,
@@ -70,7 +70,7 @@ def _wrong_parts(facts: Facts) -> list[Complaint]:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether the ends of a kept part come from the ends of its place in the gathered message, on any rank."""
+    """Whether the ends of a post-forward shard come from the ends of its place in the gathered message, on any rank."""
     (spec,) = require(node).specs
     if spec.post_forward_size == 1 or shape_of(node) != (spec.post_forward_numel,):
         return False
@@ -113,7 +113,7 @@ def _derived(facts: Facts) -> dict[fx.Node, str]:
 
 
 def _is_dropped(spec: UnshardSpec) -> bool:
-    # What the only rank saves of a read is the flat parameter's own memory, to which an update in backward would write.
+    # On a single rank a saved read is the flat parameter's own memory, which an update in backward would change.
     may_go = spec.size > 1 or spec.update is Update.IN_BACKWARD
     return may_go and spec.reshard is not Reshard.AFTER_BACKWARD
 

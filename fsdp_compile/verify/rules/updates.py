@@ -16,7 +16,7 @@ RULE = "updated-last"
 
 
 def updated_last(facts: Facts) -> list[Complaint]:
-    """Checks each update, and that none is missing, made twice or made in vain."""
+    """Checks each update, and that none is missing, repeated or without effect."""
     complaints: list[Complaint] = []
     updated: dict[fx.Node, fx.Node] = {}
     memory = _memory(facts)
@@ -58,7 +58,7 @@ def _again(update: fx.Node, before: fx.Node) -> Complaint:
 
 
 def _memory(facts: Facts) -> dict[fx.Node, frozenset[fx.Node]]:
-    """For each node whose result lies in memory of flat parameters, and for each gather that sends it: which ones."""
+    """The flat parameters whose memory a node's result shares, or that a gather still sends."""
     nothing: frozenset[fx.Node] = frozenset()
     found = {flat: frozenset([flat]) for flat in facts.of_role(Role.FLAT)}
     for node in facts.nodes:
@@ -67,7 +67,7 @@ def _memory(facts: Facts) -> dict[fx.Node, frozenset[fx.Node]]:
             found[node] = found.get(node, nothing) | shared
     for gather in facts.of_kind(Kind.GATHER):
         sent = nothing.union(*(found.get(message, nothing) for message in gather.sent))
-        if sent:  # the wait ends the reading
+        if sent:  # until the wait, the gather reads its input
             found.update(dict.fromkeys((gather.start, *(n for nodes in gather.unfinished for n in nodes)), sent))
     return found
 
@@ -87,7 +87,7 @@ def _read_late(
 
 
 def _never_updated(facts: Facts) -> Iterator[Complaint]:
-    """Gradients that leave the graph, or go nowhere, though an update in the graph was asked for."""
+    """Gradients that leave the graph, or are unused, although an update in the graph was asked for."""
     for gradient in facts.of_role(Role.FLAT_GRADIENT):
         record = require(gradient)
         updates = [user for user in gradient.users if role_of(user) is Role.UPDATE]

@@ -1,4 +1,4 @@
-"""gather-waited: every message of a collective is waited for once, and nobody reads it before."""
+"""gather-waited: every message of a collective is waited for once, and not read before."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _early(user: fx.Node, message: fx.Node, kind: str) -> Complaint:
 
 
 def _out_of_order(facts: Facts) -> Iterator[Complaint]:
-    """Nodes that stand before what they use, where either is ours."""
+    """Nodes before one of their inputs, where either is ours."""
     for node, _ in facts.ours:
         for user in node.users:
             if facts.order[user] < facts.order[node]:
