@@ -30,7 +30,7 @@ from fsdp_compile.runtime.module_state import (
     state_of,
     units,
 )
-from fsdp_compile.runtime.units import FSDPParam, FSDPUnit, ModelState
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, ModelState
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from fsdp_compile.sharding import devices
 from fsdp_compile.sharding.allocate import ParamToShard, allocate_flat_params
@@ -134,9 +134,12 @@ def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> li
     for unit in earlier:
         if unit.forward_prefetch or unit.backward_prefetch:
             rebuild_specs(unit)  # it names other units
-    params = {id(param.parameter): param for unit in earlier for param in unit.params}
-    for parameter, owner, attribute in plan.tied:
-        _tie(params[id(parameter)], owner, attribute)
+    if plan.tied:
+        # Also of other models, with which this one shares a part.
+        groups = [*FSDPParamGroup.alive(), *(group for unit in earlier for group in unit.param_groups)]
+        params = {id(param.parameter): param for group in groups for param in group.params}
+        for parameter, owner, attribute in plan.tied:
+            _tie(params[id(parameter)], owner, attribute)
     made = []
     for planned in plan.units:
         root = weakref.ref(planned.root)
