@@ -242,6 +242,7 @@ def _separate(model: nn.Module, names: list[str]) -> Iterator[str]:
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
+    # FSDP would untie the others, so the root takes them.
     shared = [places for places in owners.values() if len(places) > 1]
     for name in names:
         inside = [[place.startswith(f"{name}.") for place in places] for places in shared]

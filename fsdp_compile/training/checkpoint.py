@@ -1,7 +1,7 @@
 """Checkpoints that are complete or absent: written to another folder, then renamed.
 
-checkpoints/step-000050        complete checkpoints/.partial           being written, or left over from a run that was
-interrupted while writing
+checkpoints/step-000050        complete
+checkpoints/.partial           being written, or left over from a run that was interrupted while writing
 """
 
 from __future__ import annotations

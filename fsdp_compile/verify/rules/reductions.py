@@ -29,6 +29,7 @@ def reduced_once(facts: Facts) -> list[Complaint]:
         if flat is None or not _fits(gradient, flat):
             complaints.append(_fits_no_flat(gradient))
             continue
+        # Unreduced gradients are those of the whole shard group, rank after rank.
         rows = shape_of(flat)[0] if held else 0
         waiting = _waiting(facts, flat)
         for slot in slots_of(flat):
@@ -168,6 +169,7 @@ def _wrong_hops(source: Origin, spec: UnshardSpec) -> str:
 
 def _wanted_operation(spec: UnshardSpec) -> str:
     averages = spec.divide is None and spec.reduce_dtype is not torch.float16
+    # x
     return "avg" if averages or spec.hook else "sum"
 
 
