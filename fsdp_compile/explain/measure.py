@@ -138,7 +138,6 @@ def _median_us(run: Callable[[], object], device: torch.device, rounds: int) -> 
             start_s = time.perf_counter()
             run()
             _synchronize(device)
-            # x
             samples.append((time.perf_counter() - start_s) * 1e6)
     return statistics.median(samples[_WARM_UP:])
 

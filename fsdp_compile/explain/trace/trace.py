@@ -151,7 +151,7 @@ def _example(value: Any) -> Any:
 
 
 def _caller() -> Callable[..., Any]:
-    """A function from which one trace starts: Dynamo starts none in the forward of torch's own modules, it inlines them."""
+    """A function from which one trace starts: Dynamo starts none in torch's own modules, it inlines their forwards."""
 
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)

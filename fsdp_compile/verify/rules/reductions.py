@@ -169,7 +169,6 @@ def _wrong_hops(source: Origin, spec: UnshardSpec) -> str:
 
 def _wanted_operation(spec: UnshardSpec) -> str:
     averages = spec.divide is None and spec.reduce_dtype is not torch.float16
-    # x
     return "avg" if averages or spec.hook else "sum"
 
 
