@@ -1,6 +1,6 @@
-"""A `torch.compile` backend that shards: FSDP as passes over the forward and backward graphs.
+"""A `torch.compile` backend for FSDP: passes over the forward and backward graphs shard the model's parameters.
 
-torch.compile(model, backend="fsdp") is all there is to call; `fully_shard` before it chooses meshes, dtypes and units.
+`torch.compile(model, backend="fsdp")` is enough; `fully_shard` before it chooses meshes, dtypes and units.
 """
 
 import sys
@@ -102,10 +102,10 @@ _HOMES: Final = {
 
 
 class _Package(ModuleType):
-    """This package, whose public names stay what they are.
+    """This package, whose public names importing a submodule does not replace.
 
     The import system binds a submodule as an attribute of its package: without this class, importing
-    `fsdp_compile.explain.plan` would put a module in the place of the function `fsdp_compile.explain`.
+    `fsdp_compile.explain.plan` would replace the function `fsdp_compile.explain` by a module.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -114,7 +114,7 @@ class _Package(ModuleType):
 
 
 def _load(name: str) -> Any:
-    """A public name at its first use; afterwards it is an attribute like any other."""
+    """A public name at its first use; afterwards it is an ordinary attribute."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""What each pass did to each graph, written where people and tools look: a folder, and torch's structured trace.
+"""What each pass did to each graph, written to a folder and to torch's structured trace.
 
 With `options={"artifacts": folder}` the first rank writes, for every compiled graph,
 
@@ -7,8 +7,8 @@ With `options={"artifacts": folder}` the first rank writes, for every compiled g
     graph00-forward/1-insert-collectives.plan.txt    what it decided
     graph00-forward/1-insert-collectives.diff.txt    what it added, removed and moved
 
-All ranks make the same text. The same goes to the structured trace, so that tlparse shows it; nothing is formatted
-unless one of the two is asked for.
+All ranks make the same text. The structured trace gets it too, so that tlparse shows it. Nothing is formatted unless
+one of the two is asked for.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ from fsdp_compile.passes.base import GraphPass
 
 
 class Watcher:
-    """Looks at one graph before and after each pass.
-
-    Args:
-        folder: Where to write, or `None` to feed the structured trace alone.
-    """
+    """Writes one graph before and after each pass; without a folder, to the structured trace alone."""
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
         first = not dist.is_initialized() or dist.get_rank() == 0
@@ -51,7 +47,7 @@ class Watcher:
         self._write(step, "captured", "txt", lambda: format_graph(step))
 
     def planned(self, step: StepGraph, graph_pass: GraphPass[Any], plan: object) -> None:
-        """What a pass has decided, before it does it: the plan names nodes that may be gone afterwards."""
+        """The decisions of a pass, before it is applied: the plan names nodes that may be gone afterwards."""
         self._position += 1
         self._write(step, graph_pass.name, "plan.txt", lambda: format_plan(plan))
 
@@ -70,7 +66,7 @@ class Watcher:
 
 
 def _new_graph_folder(folder: Path, phase: str) -> Path:
-    """The next numbered folder: forward and backward of one compile follow one another."""
+    """The next numbered folder: forward and backward of one compile have consecutive numbers."""
     number = len(list(folder.glob("graph*-*"))) if folder.exists() else 0
     made = folder / f"graph{number:02d}-{phase}"
     made.mkdir(parents=True)

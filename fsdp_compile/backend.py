@@ -51,6 +51,7 @@ def fsdp(
             where="torch.compile(mode=...)" if mode else "options={'inductor': ...}",
             instead="lower='inductor', or leave them out",
         )
+    # This graph reads plain parameters; the frame's next trace reads the flat ones.
     if shard_plain_models(gm, example_inputs, checked):
         raise trace_again()
     refuse_unused_sharding(example_inputs, checked)
@@ -79,6 +80,7 @@ def fsdp(
     if checked.lower == "eager":
         return compile_eagerly(gm, example_inputs, region)
     settings = list_mode_options(mode) if mode else {}
+    # Only a budget needs memory to be exactly as estimated; reuse saves allocations otherwise.
     exact = {} if checked.memory_budget_gb is None else FREE_AT_LAST_USE
     return compile_with_inductor(gm, example_inputs, region, {**exact, **settings, **checked.inductor})
 

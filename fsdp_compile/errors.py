@@ -1,4 +1,4 @@
-"""The exception tree: who is at fault, what was wrong, where, and what to write instead."""
+"""The exception tree: what was wrong, where, and what to write instead."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class ConfigError(FSDPCompileError):
 
 
 class BudgetTooSmallError(ConfigError):
-    """No schedule of a graph keeps `memory_budget_gb`.
+    """No schedule of a graph keeps within `memory_budget_gb`.
 
     Attributes:
-        least_bytes: The smallest budget that one keeps, for the forward and backward graph concerned.
+        least_bytes: The smallest budget that is enough, for the forward and backward graph concerned.
     """
 
     least_bytes: int = 0
@@ -44,11 +44,7 @@ class InvariantError(FSDPCompileError):
 
 
 class ParityError(FSDPCompileError):
-    """Compiled and reference training differ by more than the stated bound.
-
-    Attributes:
-        report: The `ParityReport`, where `check_parity` raised it.
-    """
+    """Compiled and reference training differ by more than the stated bound; `report` is the `ParityReport`."""
 
     report: Any = None
 
@@ -58,7 +54,7 @@ class RankMismatchError(FSDPCompileError):
 
 
 class RankFailedError(FSDPCompileError):
-    """A rank failed, or does not answer; where a launcher of ours has seen it, the text holds that rank's traceback."""
+    """A rank failed, or does not answer; where a launcher of ours started it, the text has that rank's traceback."""
 
 
 def _format(what: str, where: str | None, instead: str | None) -> str:

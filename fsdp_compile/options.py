@@ -32,24 +32,23 @@ _SHARDING = (
 )
 """Options that are arguments of `fully_shard`."""
 _BEFORE_COMPILING = ("param_init_fn", "device_id")
-"""Arguments of `fully_shard` that come too late in a compile: tracing needs parameters where the inputs are."""
+"""Arguments of `fully_shard` that are too late in a compile: tracing needs parameters on the device of the inputs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FSDPOptions:
-    """Options of one compile.
+    """Options of one compile; the arguments of `fully_shard` among them are for a plain model.
 
     Attributes:
         lower: "inductor" for fused kernels; "eager" to run the transformed graphs operator by operator, the
             reference for bitwise parity.
-        prefetch: "auto" plans by a model of `hardware` when each all-gather starts and how long gradients on the wire
-            are held. A number fixes how many buckets ahead an all-gather starts, in forward and backward: 0 starts
-            each where it is needed and waits for each reduction at once, which takes the least memory; each step more
-            holds one more unit unsharded. `FSDPPrefetch(...)` follows FSDP1's rules, for which torch's
-            `BackwardPrefetch`, "BACKWARD_PRE", "BACKWARD_POST" and "none", each with or without "+forward_prefetch",
-            are short forms.
-        memory_budget_gb: For `prefetch="auto"`: the most that forward or backward may hold on a device at any time,
-            in 1e9 byte, by the estimate of `explain`: shards, activations, gathered parameters and gradients.
+        prefetch: "auto" plans by a model of `hardware` when each all-gather starts and when each reduction is waited
+            for. A number fixes how many buckets ahead an all-gather starts, in forward and backward: 0 starts each
+            where it is needed and waits for each reduction at once, which takes the least memory; each step more has
+            one more unit unsharded. `FSDPPrefetch(...)` follows FSDP1's rules, for which torch's `BackwardPrefetch`,
+            "BACKWARD_PRE", "BACKWARD_POST" and "none", each with or without "+forward_prefetch", are short forms.
+        memory_budget_gb: For `prefetch="auto"`: the most memory of a device in forward or backward at any time, in
+            1e9 byte, by the estimate of `explain`: shards, activations, gathered parameters and gradients.
             Optimizer state comes on top. By default gathered parameters and gradients get what is in use at once,
             and room for one more bucket of each.
         hardware: For `prefetch="auto"`: device and link that times are estimated for, from
@@ -62,23 +61,15 @@ class FSDPOptions:
             the place in a message (gloo, for three ranks or more) adds as it does there.
         bucket_mb: Units whose messages are small share their collectives with the units after them, up to this many
             1e6 byte of full parameters, or of full gradients; 0 gives every unit collectives of its own. "auto" takes
-            four times what the link sends during the latency of a collective; nothing for a fixed distance or lists
-            to prefetch, which count units, nor under `memory_budget_gb`, since what is shared is held longer. In
+            four times what the link sends during the latency of a collective; 0 for a fixed distance or lists to
+            prefetch, which count units, and under `memory_budget_gb`, since shared buckets are in memory longer. In
             FSDP2's layout reductions are never joined.
-        embedding: "sharded" leaves the tables of `torch.nn.functional.embedding`, and so of `nn.Embedding`, where they
-            are: each rank sends the ids that it looks up to the ranks that hold their rows, and gets the rows; in
-            backward the gradients of rows go there. It saves the first gather of forward and the last reduction of
-            backward, which nothing hides. Numbers are those of "gathered" where sums over ranks are made in their
-            order (always with two). Steps that hold gradients back (`no_sync`) gather.
+        embedding: "sharded" does not gather the tables of `torch.nn.functional.embedding`, and so of `nn.Embedding`:
+            each rank sends the ids that it looks up to the ranks that have their rows, and gets the rows; in backward
+            the gradients of rows go there. It saves the first gather of forward and the last reduction of backward,
+            which nothing hides. Numbers are those of "gathered" where sums over ranks are made in their order (always
+            with two). Steps that accumulate unreduced gradients (`no_sync`) gather.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
-        mesh: For a plain model: what `fully_shard(mesh=...)` takes.
-        mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
-        reshard_after_forward: For a plain model: what `fully_shard(reshard_after_forward=...)` takes.
-        offload_policy: For a plain model: what `fully_shard(offload_policy=...)` takes.
-        auto_wrap_policy: For a plain model: what `fully_shard(auto_wrap_policy=...)` takes.
-        sharding_strategy: For a plain model: what `fully_shard(sharding_strategy=...)` takes.
-        sync_module_states: For a plain model: what `fully_shard(sync_module_states=...)` takes.
-        separate_reduce_group: For a plain model: what `fully_shard(separate_reduce_group=...)` takes.
     """
 
     lower: Literal["inductor", "eager"] = "inductor"
@@ -123,7 +114,7 @@ class FSDPOptions:
         if rules is None:
             check_prefetch(self.prefetch)
         else:
-            object.__setattr__(self, "prefetch", rules)  # a short form is gone once it is read
+            object.__setattr__(self, "prefetch", rules)  # a short form is replaced once it is read
         for name in ("memory_budget_gb", "hardware"):
             if getattr(self, name) is not None and not planned:
                 raise ConfigError(

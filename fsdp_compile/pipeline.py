@@ -3,7 +3,7 @@
 Dynamo's graph: one `fsdp.unshard` marker per read of a parameter           modules/classes.py
 1. capture: AOTAutograd makes the joint graph; its parameter groups are named    capture/inputs.py
 2. partition: forward and backward; gathered parameters are never saved     partition/partition.py
-3. keep: what stays gathered from forward to backward, if that is left open partition/auto_reshard.py
+3. keep: what stays unsharded for backward, if that is left open            partition/auto_reshard.py
 4. passes: the list below, on either graph                                  passes/
 5. verify: the rules that every graph must keep                             verify/
 6. lower: Inductor, or operator by operator                                 lower/
@@ -41,14 +41,14 @@ from fsdp_compile.planner.problem import of_graphs
 from fsdp_compile.verify.check import check
 
 CAPTURE: Final = "capture"
-"""What stands before the first pass, as `stop_after`: the markers themselves gather and reduce."""
+"""`stop_after` before the first pass: the markers themselves gather and reduce."""
 
 KINDS_OF_SCHEDULES: Final = ("auto", "BACKWARD_PRE", 1)
-"""Values of `FSDPOptions.prefetch` that bring all passes between them."""
+"""Values of `FSDPOptions.prefetch` that together run every pass."""
 
 
 def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
-    """The passes in the order in which they run; for `bucket_mb="auto"`, which a graph decides, no units are joined."""
+    """The passes in the order in which they run; `bucket_mb="auto"` depends on a graph, and joins no units here."""
     hardware = options.hardware or named_hardware()
     bucket = BucketCollectives(
         hardware=hardware if options.prefetch == "auto" else None,
@@ -57,7 +57,7 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     )
     first = (InsertCollectives(), bucket, UpdateInBackward())
     last = (OrderUpdates(), ExplicitPrefetch(), ScheduleReshard())
-    if options.prefetch == 0:  # nothing runs beside anything: each unit is gone before the next one comes
+    if options.prefetch == 0:  # nothing overlaps: each unit is resharded before the next one is gathered
         return (*first, *last[1:])
     if isinstance(options.prefetch, FSDPPrefetch):
         rules = ScheduleFSDP1(options.prefetch.in_forward, options.prefetch.in_backward)
@@ -65,23 +65,23 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     if isinstance(options.prefetch, int):
         return (*first, SchedulePrefetch(options.prefetch), ScheduleReduce(), *last)
     fusion = FUSION[options.lower]
-    # Delaying holds activations longer, which a budget may not have room for.
+    # Delaying needs activations longer, which a budget may not have room for.
     delayed = () if options.memory_budget_gb is not None else (DelayWeightGradients(hardware, fusion),)
     schedule = ScheduleAuto(hardware, budget_bytes(options), fusion)
     return (*first, *delayed, schedule, *last)
 
 
 def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole: bool) -> tuple[str, ...]:
-    """Keeps gathered parameters for backward where that is left open and a plan has room for them.
+    """Leaves gathered parameters unsharded for backward where that is left open and a plan has room for them.
 
     Args:
         forward: The forward graph before the passes; edited in place.
         backward: Its backward graph, likewise.
         options: Of the compile.
-        whole: Whether the two are all of the model. Several graphs would each hold what was promised for all.
+        whole: Whether the two are all of the model; several graphs would each use the memory of all.
 
     Returns:
-        The units that are kept.
+        The units that stay unsharded.
     """
     if not whole or options.prefetch != "auto" or not asks_for_choice(backward):
         return ()

@@ -44,6 +44,6 @@ def modules_on_the_way(placeholder: fx.Node) -> Iterator[nn.Module]:
 
 def trace_again() -> Exception:
     """The exception that makes Dynamo trace the frame again, which now reads from flat parameters."""
-    # The frame's caller has entered a forward when the model was not sharded yet: its pre-forward has not run.
+    # The frame's caller entered a forward before the model was sharded: until it returns, reads gather by themselves.
     in_forward_until_return(caller_of_root_frame())
     return restart_trace()

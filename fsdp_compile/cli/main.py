@@ -57,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         sub = commands.add_parser(command.NAME, help=command.ABOUT, description=command.ABOUT)
         command.add_arguments(sub)
+        # For `_unknown_argument`, which suggests the most similar one.
         flags = [flag for action in sub._actions for flag in action.option_strings]
         sub.set_defaults(run=command.run, flags=flags)
     return parser

@@ -93,7 +93,7 @@ def communication(node: fx.Node, link: Link) -> Communication:
     ranks, group = (spec.replicas, spec.replicate_group) if sent_over_replicas else (spec.size, spec.group)
     if spec.post_forward_size > 1 and node.args[-1] == spec.post_forward_group:
         ranks, group = spec.post_forward_size, spec.post_forward_group
-    # Reduce-scatters have a process group of their own, over the same ranks and the same link as all-gathers.
+    # Reduce-scatters may have a process group of their own, over the same ranks and link as all-gathers.
     link_of = group
     if kind is Kind.REDUCE:
         group = spec.scatter_group

@@ -152,7 +152,7 @@ def _shape(arg: Any, sizes: Sizes) -> tuple[Any, ...]:
     return tuple(sizes.number(size) for size in sizes.values(arg).shape)
 
 
-# Attention as the CPU traces it, which stands for the flash kernels of other devices; torch has no formula for it.
+# Attention as traced on the CPU, also for devices with flash kernels; torch has no formula for it.
 _ATTENTION: dict[Any, Callable[[fx.Node, Sizes], Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

@@ -3,7 +3,7 @@
     message = cat(rows of %a, rows of %b)      copies both, unless a kernel writes them there at once
     bias = clone(slice of %message)            copies it, unless a kernel that computes reads it in place
 
-A cast is no copy: it would be there without a collective. Views and what is sent from where it lies move nothing.
+A cast is no copy: it would be there without a collective. Views, and messages that are sent in place, move nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Simulates a graph on its lanes: compute in program order, and one queue of collectives for each process group.
 
-compute       | a ------ | wait | b ------ | fsdp.shard.0  |  gather ---------|
+compute       | a ------ | wait | b ------ |
+fsdp.shard.0  |  gather ---------|
 
 Groups over the same ranks send on one link, and share its bandwidth equally while both send.
 """
@@ -37,7 +38,7 @@ class SharedLink:
         self._ends_us: dict[Hashable, float] = {}
 
     def start(self, key: Hashable, lane: str, time_us: float, now_us: float) -> None:
-        """Queues a collective on a lane; those started later do not begin before it."""
+        """Queues a collective on a lane; calls must be in the order of time."""
         self._play(now_us)
         queue = self._lanes.setdefault(lane, [])
         if not queue:
@@ -82,7 +83,7 @@ class SharedLink:
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Keeps the compute lane busy."""
+    """Occupies the compute lane."""
 
     key: Hashable
     time_us: float

@@ -86,7 +86,7 @@ def _cached(nodes: Mapping[str, fx.Node], path: Path, device: torch.device, roun
         missing = {signature: node for signature, node in nodes.items() if signature not in known}
         if missing:
             known.update(_measured(missing, device, rounds))
-            written = path.with_name(f"{path.name}.new")  # a run that is killed leaves the old file whole
+            written = path.with_name(f"{path.name}.new")  # a run that is killed does not damage the old file
             written.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n", encoding="utf-8")
             written.replace(path)
         return {signature: known[signature] for signature in nodes if signature in known}
@@ -119,6 +119,7 @@ def _runnable(node: fx.Node, device: torch.device) -> Callable[[], object]:
         if not isinstance(value, torch.Tensor):
             return value
         shape, strides = ([concrete(n) for n in of] for of in (value.shape, value.stride()))
+        # Strided values may overlap or have gaps: the memory that they reach, not their elements.
         reach = tensor_bytes(value) // value.element_size()
         memory = torch.empty(reach, dtype=value.dtype, device=device)
         return (memory.normal_() if value.is_floating_point() else memory.zero_()).as_strided(shape, strides)
@@ -131,6 +132,7 @@ def _runnable(node: fx.Node, device: torch.device) -> Callable[[], object]:
 def _median_us(run: Callable[[], object], device: torch.device, rounds: int) -> float:
     samples = []
     with torch.no_grad():
+        # The first run may pick a kernel or allocate memory.
         for _ in range(_WARM_UP + rounds):
             _synchronize(device)
             start_s = time.perf_counter()

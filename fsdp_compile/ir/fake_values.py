@@ -48,7 +48,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _is_contiguous(x: FakeTensor) -> bool:
     """Whether the strides are those of a new tensor."""
-    # `Tensor.is_contiguous` allows any stride for dimensions of size 1; torch's own inference does not normalize them.
+    # `Tensor.is_contiguous` allows any stride for dimensions of size 1.
     return x.stride() == _strides(x.shape)
 
 

@@ -25,7 +25,7 @@ class Phase(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """How far a graph has come: some rules hold only at the end, and each pass says where it leaves a graph."""
+    """How far a graph has come: some rules apply only at the end, and each pass has the stage that it leaves."""
 
     INSERTED = "after-insert"
     """One collective per parameter."""

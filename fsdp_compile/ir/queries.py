@@ -30,7 +30,7 @@ def module_of(node: fx.Node) -> str:
     if not isinstance(stack, Mapping) or not stack:
         return ""
     innermost = list(stack.values())[-1]
-    # Entries are (path, class); older traces have the path alone. Dynamo spells it "L['self']._modules['layers']...".
+    # An entry is (path, class) or the path alone, as Dynamo spells it: "L['self']._modules['layers']".
     path = innermost[0] if isinstance(innermost, tuple) else str(innermost)
     path = _ITEM.sub(lambda m: f".{m[1] or m[2]}", _ROOT.sub("", path))
     return path.removeprefix("._orig_mod").removeprefix(".")
@@ -126,7 +126,7 @@ def parameter_only(graph: fx.Graph) -> list[fx.Node]:
         if node.op != "call_function" or not _has_tensors(node):
             continue
         derived = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
-        # What is found may be computed twice, in forward and in backward, so random operators stay out.
+        # These may be computed twice, in forward and in backward, so random operators are left out.
         if node.target in READS or (derived and _is_pure(node)):
             found[node] = None
     return list(found)

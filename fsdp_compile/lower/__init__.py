@@ -1,1 +1,1 @@
-"""From verified graphs to callables."""
+"""Compiles verified graphs to callables."""

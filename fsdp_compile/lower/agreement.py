@@ -1,11 +1,11 @@
 """All ranks of a group must compile the same collectives: compared through the store, before any of them runs.
 
 A rank that compiles alone must not wait for others: batches differ, so one rank may recompile for a size that the
-others have not met. But whatever it compiles for its size, the collectives are those of the other ranks' graphs, or
-the ranks would hang. So a rank speaks up only when it compiles an order of collectives that it has not compiled
-before; the n-th such order has to be the same on every rank of a group. A rank that refuses to compile (its batch is
-larger, and does not fit a budget) says so in place of the first order: the others would wait for it. Later it may be
-the only one that compiles, and go on with a graph that it has.
+others have not met. But the collectives of its graph must be those of the other ranks' graphs, or the ranks would hang.
+So a rank takes part in a comparison only when it compiles an order of collectives that it has not compiled before; the
+n-th such order has to be the same on every rank of a group. A rank that refuses to compile (its batch is larger, and
+does not fit a budget) reports that in place of the first order, since the others would wait for it. Later it may be the
+only one that compiles, and go on with a graph that it has.
 """
 
 from __future__ import annotations
@@ -26,18 +26,15 @@ _STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE, *EXCHANGES)
 _NAMES = re.compile(r"(?<= of )(.*)(?= \()")
 """The names of parameters in a line."""
 _REFUSED = "refused"
-"""What stands among digests for an order that a rank refused to compile."""
+"""The digest of an order that a rank refused to compile."""
 
 
 def agree(step: StepGraph) -> None:
     """Compares the collectives of a transformed graph with those that the other ranks of their groups compile.
 
-    Whatever ends this rank's comparison also ends that of all groups that it is in, and so on: nobody waits for ranks
-    that have failed.
-
     Raises:
         RankMismatchError: On every rank of a group, if two of them differ.
-        RefusedElsewhereError: If a rank has refused to compile as much; all may try again.
+        RefusedElsewhereError: If a rank has refused to compile as many orders; all may try again.
         RankFailedError: If a rank does not compile as many orders in time, or the store fails.
     """
     starts = [node for node in step.graph.nodes if node.meta.get("fsdp") and require(node).role in _STARTS]
@@ -57,17 +54,9 @@ def agree(step: StepGraph) -> None:
 
 
 def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
-    """Tells the ranks that compile the same as this one that it does not, or that another one does not.
-
-    In groups whose ranks have not agreed on anything yet: there, all of them have to compile. A refusal counts as an
-    order; told to ranks that compile nothing, it would meet them in their next round, which this rank would not be in.
-
-    Args:
-        flats: The parameter groups that the graphs would have read.
-        error: Why.
-    """
+    """Tells the ranks that compile the same as this one that it does not, or that another one does not."""
     if isinstance(error, RankMismatchError | RankFailedError) and not isinstance(error, RefusedElsewhereError):
-        return  # everyone has been told
+        return  # all ranks know already
     specs = [spec for record in flats for spec in record.specs]
     aliases = [a for s in specs for a in (s.group, s.replicate_group, s.post_forward_group, s.reduce_group)]
     for place in dict.fromkeys(groups.rank_store(alias) for alias in aliases if alias):
@@ -75,6 +64,8 @@ def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
             continue
         if isinstance(error, RefusedElsewhereError) and error.heard_in == place.prefix:
             continue
+        # Only ranks that have not agreed on anything yet all have to compile. A refusal counts as an order: ranks that
+        # compile nothing would find it in their next round, in which this rank takes no part.
         if any(digest != _REFUSED for digest in place.agreed):
             continue
         place.agreed.append(_REFUSED)
@@ -90,6 +81,7 @@ def _compare(place: groups.RankStore, number: int, digest: str, mine: list[str])
     except RefusedElsewhereError:
         raise
     except FSDPCompileError as error:
+        # An error ends the comparisons of all groups of this rank, and so on: no rank waits for one that has failed.
         for each in groups.rank_stores():
             _rendezvous(each).tell(error)
         raise
@@ -100,19 +92,17 @@ def _rendezvous(place: groups.RankStore) -> Rendezvous:
 
 
 def group_of(node: fx.Node) -> str:
-    """The alias of the group on which a collective runs: its only argument that is text and starts as aliases do.
-
-    An exchange of rows has it in the text of its read.
-    """
+    """The alias of the group on which a collective runs."""
     if role_of(node) in EXCHANGES:
         return require(node).specs[0].group
+    # The only text among the arguments that starts as aliases do.
     return next(a for a in node.args if isinstance(a, str) and a.startswith("fsdp."))
 
 
 def _line(node: fx.Node) -> str:
     record = require(node)
     messages = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    if record.role is Role.LOOK_UP:  # each rank may look up as many rows as it likes
+    if record.role is Role.LOOK_UP:  # the number of rows may differ between ranks
         messages = []
     sizes = ", ".join(f"{v.numel()} {str(v.dtype).removeprefix('torch.')}" for v in messages)
     operator = str(node.target).removeprefix("_c10d_functional.").removesuffix(".default")
@@ -122,8 +112,9 @@ def _line(node: fx.Node) -> str:
 def _numbered(lines: list[str]) -> list[str]:
     """The lines with each parameter as its place among those of the graph, in the order of their numbered names.
 
-    Layers of one shape share a graph, which has the names of the layer that was called first: that may be another one
-    on a rank that compiles again for its own batch. The order of layers within a graph is the same for all that share.
+    Layers of one shape share a graph, which has the names of the layer that was called first: on a rank that compiles
+    again for its own batch that may be another layer. The order of layers within a graph is the same for all that share
+    it.
     """
     names = {name for line in lines for name in _names(line)}
     places = {name: str(i) for i, name in enumerate(sorted(names, key=_natural))}

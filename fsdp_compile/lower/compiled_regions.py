@@ -1,6 +1,6 @@
-"""What compiled models run: the graphs of each compiled region as the passes left them, for `explain(compiled)`.
+"""The graphs of each compiled region as the passes left them, for `explain(compiled)`.
 
-Lowering consumes a graph, so each unit that it reads keeps a copy of its nodes.
+Lowering consumes a graph, so each unit that it reads stores a copy of its nodes.
 """
 
 from __future__ import annotations
@@ -16,29 +16,21 @@ from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
 @dataclasses.dataclass(eq=False)
 class CompiledRegion:
-    """One compiled region.
-
-    Attributes:
-        number: Regions of a model are numbered in the order in which they are compiled.
-        lower: Who runs its graphs, as in `FSDPOptions.lower`.
-        steps: Copies of its graphs, forward first.
-    """
+    """One compiled region; `number` counts the regions of a model in the order of their compiles."""
 
     number: int
     lower: str
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
 
     def add(self, step: StepGraph) -> None:
-        """Keeps a copy of a transformed graph."""
+        """Stores a copy of a transformed graph."""
         self.steps.append(step.copy())
 
 
 def register_region(inputs: Sequence[object], lower: str) -> CompiledRegion:
-    """Makes a place for the graphs of a region; of several compiles of one region the last stays.
+    """Makes a region for the graphs of a compile; of several compiles of one region the last is stored.
 
-    Args:
-        inputs: Example inputs of Dynamo's graph; the units of its parameter groups keep the region.
-        lower: As in `FSDPOptions.lower`.
+    The units of the parameter groups among `inputs` store it; `lower` is as in `FSDPOptions.lower`.
     """
     found = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
     groups = [group for group in found if group is not None]

@@ -1,4 +1,4 @@
-"""Lowering operator by operator: the transformed graphs run as written, neither decomposed nor fused."""
+"""Lowering operator by operator: the transformed graphs run as they are, neither decomposed nor fused."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from fsdp_compile.lower.wrappers import Compiled
 
 
 def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], region: Region) -> Any:
-    """Makes a callable of a Dynamo graph that runs the transformed graphs by themselves.
-
-    Args:
-        gm: Dynamo's graph.
-        inputs: Its example inputs.
-        region: Receives the graphs on their way.
-    """
+    """Makes a callable of a Dynamo graph that runs the transformed graphs; `region` receives the graphs."""
 
     def forward(gm: fx.GraphModule, _inputs: Sequence[Any]) -> Compiled:
         return region.finish(gm, Phase.FORWARD, lambda: _boxed(gm))
@@ -51,7 +45,7 @@ def _boxed(gm: fx.GraphModule) -> Compiled:
         try:
             return interpreter.boxed_run(args)
         finally:
-            # It would hold what it returned until the next run, and autograd would copy gradients that it cannot take.
+            # Else results would live until the next run, and autograd would copy gradients instead of taking them.
             interpreter.env.clear()
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a backward graph makes: whose gradients, and how complete."""
+"""The gradients that a backward graph makes: of which parameters, and how far reduced."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fsdp_compile.runtime.units import FSDPParamGroup
 
 @dataclasses.dataclass(frozen=True)
 class GradOutput:
-    """Which gradients of one flat parameter a backward graph makes.
+    """The gradients of one flat parameter that a backward graph makes.
 
     Attributes:
         flat: Position of the flat parameter among the inputs.
         offsets: Slots that get gradients.
-        grad_placement: How far they are summed.
+        grad_placement: How far they are reduced.
         unsharded_accumulated_grad: Position of the unreduced gradients that are added to them, if there are any.
-        partial_reduce_output: Position of the reduced ones that are added before the sum over replicas, if there are
-            any.
+        partial_reduce_output: Position of the reduce-scattered gradients that are added before the all-reduce, if there
+            are any.
         update: Where the gradients go: out of the graph, or into an update inside of it.
     """
 
@@ -41,7 +41,7 @@ class GradOutput:
 
 
 def grad_outputs(step: StepGraph) -> list[GradOutput]:
-    """Which slots a backward graph makes gradients for."""
+    """The flat parameters, and their slots, that a backward graph makes gradients for."""
     placeholders = step.graph.find_nodes(op="placeholder")
     place = {node: index for index, node in enumerate(placeholders)}
     made = {
@@ -70,7 +70,7 @@ def _place_of(flat: fx.Node, role: Role, place: dict[fx.Node, int]) -> int | Non
 
 
 def note_grad_outputs(compiled: Compiled, noted: Sequence[GradOutput]) -> Compiled:
-    """Wraps a compiled backward so that parameters without a gradient keep `None`, and held ones count once."""
+    """Wraps a compiled backward so that parameters without a gradient keep `None`, and pending gradients count once."""
 
     def run(args: list[Any]) -> Any:
         flats = [FSDPParamGroup.of(args[each.flat]) for each in noted]
@@ -94,13 +94,13 @@ def _before(args: list[Any], each: GradOutput, flat: FSDPParamGroup | None) -> N
 
 
 def _consume_pending(args: list[Any], each: GradOutput, flat: FSDPParamGroup | None) -> None:
-    """Leaves among the inputs only those gradients of earlier backward passes that nobody has taken."""
+    """Leaves among the inputs only those accumulated gradients that no other backward has consumed."""
     held, partial = (
         None if at is None else args[at] for at in (each.unsharded_accumulated_grad, each.partial_reduce_output)
     )
     if flat is not None:
         held, partial = consume_accumulated(flat, each.offsets, held, partial)
-    else:  # saved-tensor hooks gave a copy, whose owner is unknown: what it holds is reduced at the end
+    else:  # a copy by saved-tensor hooks, of unknown owner: its accumulated gradients are reduced at the end
         held, partial = (None if value is None else value.new_zeros(value.shape) for value in (held, partial))
     for at, value in ((each.unsharded_accumulated_grad, held), (each.partial_reduce_output, partial)):
         if at is not None:

@@ -17,7 +17,7 @@ _KEEP_OUR_ORDER = {
     "reorder_for_compute_comm_overlap": False,
 }
 FREE_AT_LAST_USE: Final = {"allow_buffer_reuse": False}
-"""Keeps to the estimate of memory: memory that is meant for a later kernel would be held until that runs."""
+"""Keeps to the estimate of memory: a buffer that Inductor reuses is not free between its two uses."""
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -30,7 +30,7 @@ class _Partitioner(CustomPartitionerFn):
         return self._region.partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
-        # Inductor's cache looks graphs up by their text after our passes; how they came about does not matter to it.
+        # Inductor's cache looks graphs up by their text after our passes, so the partitioner need not be in its key.
         return "fsdp_compile"
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
@@ -41,14 +41,7 @@ class _Partitioner(CustomPartitionerFn):
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], region: Region, settings: Mapping[str, Any]
 ) -> Any:
-    """Compiles a Dynamo graph.
-
-    Args:
-        gm: Dynamo's graph.
-        inputs: Its example inputs.
-        region: Receives the graphs on their way.
-        settings: Inductor settings of the user's.
-    """
+    """Compiles a Dynamo graph with the user's settings of Inductor; `region` receives the graphs."""
 
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD

@@ -1,4 +1,4 @@
-"""One compile of one Dynamo graph: the call-backs through which AOTAutograd and Inductor hand us their graphs."""
+"""One compile of one Dynamo graph: the callbacks through which AOTAutograd and Inductor pass us their graphs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _announce_nothing(step: StepGraph) -> None:
 
 
 def _refuse_silently(error: FSDPCompileError) -> None:
-    """Likewise."""
+    """For errors that concern no other rank."""
 
 
 @dataclasses.dataclass
@@ -51,9 +51,9 @@ class Region:
     Attributes:
         flats: Records of Dynamo's inputs that are parameter groups, or belong to one.
         transform: Runs the passes on one graph.
-        announce: Told of graphs once all of a compile are transformed: ranks compare them.
-        refuse: Told of the error if there will be no such graphs.
-        keep: Decides what stays unsharded from forward to backward where that was left open.
+        announce: Called with each graph once all of a compile are transformed: ranks compare them.
+        refuse: Called with the error if there will be no such graphs.
+        keep: Chooses what stays unsharded from forward to backward where that was left open.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         again: Parameter groups that are updated in backward, and that backward reads as forward does.
     """
@@ -86,9 +86,10 @@ class Region:
             raise
 
     def _both(self, halves: Sequence[StepGraph]) -> list[StepGraph]:
-        """Transforms forward and backward; if they do not keep their budget, the error names the larger need."""
+        """Transforms forward and backward; if they exceed their budget, the error names the larger need."""
         steps: list[StepGraph] = []
         refused: list[BudgetTooSmallError] = []
+        # Both are planned even if one is refused, so that the user learns in one run what both need.
         for half in halves:
             try:
                 steps.append(self.transform(half))
@@ -99,6 +100,7 @@ class Region:
         return self._announced(steps)
 
     def _announced(self, steps: list[StepGraph]) -> list[StepGraph]:
+        # Only when all are transformed: a rank whose second graph is refused must not have announced the first.
         for step in steps:
             self.announce(step)
         return steps

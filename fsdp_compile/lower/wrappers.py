@@ -19,11 +19,11 @@ from fsdp_compile.sharding.views import check_inside_graph
 
 Compiled = Callable[[list[Any]], Any]
 FlatKey = tuple[str, tuple[str, ...]]
-"""Unit and parameters: which parameter group of a region a node stands for, in either graph."""
+"""Unit and parameters: the same for one parameter group of a region in both graphs."""
 
 
 def flat_key(record: Record) -> FlatKey:
-    """Which parameter group a record belongs to."""
+    """The key of the parameter group that a record belongs to."""
     return record.unit, record.parameters
 
 
@@ -32,8 +32,7 @@ class FlatInput:
     """A parameter group among the inputs of a forward graph.
 
     Attributes:
-        position: Its place.
-        kept: Offset and place of each of its full parameters that stayed gathered.
+        kept: Offset and position of each of its full parameters that are still unsharded.
     """
 
     position: int
@@ -54,7 +53,7 @@ def flat_inputs(step: StepGraph) -> list[FlatInput]:
 
 
 def check_inputs(compiled: Compiled, inputs: Sequence[FlatInput]) -> Compiled:
-    """Wraps a compiled forward that may be entered without the model's own `__call__`: from a compiled function."""
+    """Wraps a compiled forward that a compiled function may enter without the model's own `__call__`."""
 
     def run(args: list[Any]) -> Any:
         if not in_forward():
@@ -90,12 +89,9 @@ def _updated(step: StepGraph) -> frozenset[FlatKey]:
 
 
 def count_reads(compiled: Compiled, step: StepGraph, flats: frozenset[FlatKey]) -> Compiled:
-    """Wraps a compiled graph so that forwards whose backward has not run are known to updates in backward.
+    """Wraps a compiled graph so that updates in backward know of forwards whose backward has not run.
 
-    Args:
-        compiled: Runs the graph.
-        step: The graph.
-        flats: What `read_again` found.
+    `flats` are those that `read_again` found.
     """
     placeholders = enumerate(step.graph.find_nodes(op="placeholder"))
     positions = [i for i, node in placeholders if role_of(node) is Role.FLAT and flat_key(require(node)) in flats]
@@ -113,17 +109,15 @@ def count_reads(compiled: Compiled, step: StepGraph, flats: frozenset[FlatKey]) 
 
 
 def runs_optimizers(step: StepGraph) -> bool:
-    """Whether a graph updates parameters: optimizers are users' code, which may want autograd."""
+    """Whether a graph updates parameters: optimizers are users' code, which may need autograd."""
     return any(True for _ in step.nodes(Role.UPDATE))
 
 
 def without_autograd(compiled: Compiled) -> Compiled:
-    """Wraps a compiled graph so that none of its operators looks for autograd, which no graph has a use for.
-
-    Collectives have their derivatives in Python, which would run at each call only to find that nobody wants them.
-    """
+    """Wraps a compiled graph so that its operators skip autograd, which no graph needs."""
 
     def run(args: list[Any]) -> Any:
+        # Derivatives of collectives are written in Python, and would run at each call to no purpose.
         with below_autograd():
             return compiled(args)
 

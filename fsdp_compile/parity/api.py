@@ -93,7 +93,7 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
     Raises:
         ParityError: If they are not; it names the first parameter and step, and has the report as `.report`.
         ConfigError: For a wrong argument, or a function that another process cannot import.
-        RankFailedError: If a rank fails; its text holds that rank's traceback.
+        RankFailedError: If a rank fails, with that rank's traceback.
     """
     chosen: Level = _member(Level, level, "level")
     experiment = Experiment(

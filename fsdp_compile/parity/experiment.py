@@ -62,7 +62,7 @@ class Experiment:
 
     @property
     def compile_options(self) -> dict[str, Any]:
-        """Of the compiled side: beside FSDP2 bit by bit, gradients travel in the layout that it gives them."""
+        """Options of the compiled side: for bitwise comparison with FSDP2, with reductions in its layout."""
         beside_fsdp2 = self.level is Level.BITWISE and self.reference is Reference.FSDP2
         chosen: dict[str, Any] = {"reduce_layout": "fsdp2"} if beside_fsdp2 else {}
         return {**chosen, **self.options, "lower": self.lower}

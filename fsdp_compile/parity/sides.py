@@ -135,6 +135,7 @@ class CastParameters(nn.Module):
             if self.policy.cast_forward_inputs:
                 args = tuple(_cast(a, dtype) for a in args)
                 kwargs = {k: _cast(v, dtype) for k, v in kwargs.items()}
+            # `functional_call` replaces parameters, and must not find the attributes of the forward before.
             self._show({})
             output = torch.func.functional_call(self.module, cast, args, kwargs)
             self._show(cast)
@@ -143,7 +144,6 @@ class CastParameters(nn.Module):
     def _show(self, cast: dict[str, torch.Tensor]) -> None:
         """Lets modules read `cast`, by name of the parameter, where they would find a parameter; others read those."""
         shown = {id(p): cast.get(name) for name, p in self.module.named_parameters()}
-        # x
         for module in self.module.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 value = shown[id(parameter)]
@@ -242,6 +242,7 @@ def _separate(model: nn.Module, names: list[str]) -> Iterator[str]:
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
+    # FSDP would untie the others, so the root takes them.
     shared = [places for places in owners.values() if len(places) > 1]
     for name in names:
         inside = [[place.startswith(f"{name}.") for place in places] for places in shared]

@@ -52,6 +52,8 @@ class _Judge:
             found = compare(*key, step, ours.get(key), now)
             if quantity is Quantity.PARAMETER and now is not None and self.extent is not None:
                 way = magnitude(now - before[key]) if before.get(key) is not None else magnitude(now)  # type: ignore[operator]
+                # An optimizer that divides gradients by their size may take the full step in either direction: twice
+                # its length apart.
                 error = self.extent.path(step) + self.extent.sum() if self.linear else 2.0
                 self.moved[name] = self.moved.get(name, 0.0) + way * error
                 rounding = magnitude(now) * self.extent.sum()
@@ -61,6 +63,7 @@ class _Judge:
                     found, magnitude_of(now) * (self.extent.path(step) + self.extent.sum()) * (step + 1)
                 )
             else:
+                # Reported, not compared: no bound follows for the state of such an optimizer.
                 yield self._bounded(found, math.inf)
 
     def _gradient_bound(self, found: Difference, scale: float, largest: float) -> float:
@@ -97,10 +100,12 @@ def train_both(experiment: Experiment) -> list[Difference]:
             continue
         their_losses, depth = _backward(experiment, theirs, batch, step)
         if theirs.whole_batch:
+            # One process has one loss for the batch, the mean of those of all ranks.
             our_losses = our_losses.mean().reshape(1)
         else:
             their_losses = _all_losses(their_losses)
         their_gradients = theirs.gradients()
+        # Cloned: the optimizer updates parameters in place.
         before = {key: None if v is None else v.clone() for key, v in theirs.parameters().items()}
         their_parameters = _step(theirs)
         if dist.get_rank() == 0:
@@ -119,6 +124,7 @@ def first_stop_that_differs(experiments: Mapping[str, Experiment]) -> str | None
         Its key, or `None`.
     """
     for name, experiment in experiments.items():
+        # Else the next experiment would run the graphs of the one before.
         torch.compiler.reset()
         exceeds = [any(difference.exceeds for difference in train_both(experiment))]
         dist.broadcast_object_list(exceeds)  # only the first rank has compared

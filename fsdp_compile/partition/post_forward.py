@@ -36,7 +36,7 @@ def shard_post_forward(joint: fx.Graph) -> None:
             part = b.call(SHARD_POST_FORWARD, first, text)
         with joint.inserting_after(part):
             again = b.call(UNSHARD_POST_FORWARD, part, text)
-            # Of the three only the part crosses to backward as an input with a record.
+            # It is a read, and markers have no record.
             del again.meta["fsdp"]
         for user in [user for marker in markers for user in marker.users if user is not part]:
             for marker in markers:

@@ -14,7 +14,7 @@ class GraphPass(Protocol[PlanT]):
 
     Attributes:
         name: As users write it, such as "insert-collectives".
-        stage: How far it leaves a graph, which decides the rules that hold there.
+        stage: How far it leaves a graph, which decides the rules that apply there.
     """
 
     name: str

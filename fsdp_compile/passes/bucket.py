@@ -59,10 +59,9 @@ class BucketCollectives:
     """The pass; see the module's docstring.
 
     Attributes:
-        hardware: If given, units at the edges of the graph are split if by its times they cannot be hidden whole.
+        hardware: If given, units that by its times cannot be hidden at the edges of the graph are split.
         reduce_layout: Of the messages of reductions; FSDP2's is neither split nor joined.
-        join_bytes: Units that follow one another share their collectives up to this many bytes of full parameters, or
-            of full gradients; 0 for none.
+        join_bytes: Units share collectives up to this many bytes of full parameters, or of full gradients; 0 for none.
     """
 
     hardware: Hardware | None = None
@@ -143,7 +142,7 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
             b, collectives.all_gather_into_tensor_coalesced.default, arguments, [piece for piece, _ in sent],
             (Role.GATHER, Role.GATHER_ITEM, Role.GATHER_WAIT),
         )  # fmt: skip
-    # Each full parameter is written where its own read was, so that copies out stay next to their first use.
+    # Written where its own read was, so that copies out are next to their first use.
     for piece in bucket.pieces:
         arrived = [message for (sender, _), message in zip(sent, waited, strict=True) if sender is piece]
         parts = copy_together(step, piece, arrived[0], order) if len(arrived) == 1 else {}
@@ -169,8 +168,7 @@ def _rewrite_parts(step: StepGraph, piece: Message, message: fx.Node, order: dic
     first = first_of(kept.values(), order)
     b = GraphBuilder(step.graph, piece.record(Role.POST_FORWARD_SHARD), first)
     with step.graph.inserting_before(first):
-        # One copy for the piece, made at once: the message is freed after its last use.
-        part = post_forward_part(b, message)
+        part = post_forward_part(b, message)  # at once, and once for the piece: the message is freed afterwards
     for single, node in kept.items():
         spec, begin = single.spec, piece.starts[single]
         b.record = joint_record([single], Role.POST_FORWARD_SHARD)

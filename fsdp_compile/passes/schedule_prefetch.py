@@ -108,7 +108,7 @@ def lone_copies(step: StepGraph) -> list[CopyMove]:
         if require(copy).specs[0].size == 1:
             units.setdefault(require(copy).unit, []).append(copy)
     waits = [next(iter(copies[0].users)) for copies in units.values()]
-    # The first two units are copied at the top: no unit runs before the first one.
+    # The first two units are copied before the first wait: no unit runs ahead of the first one.
     anchors = [*waits[:1], *waits]
     return [CopyMove(copy, a) for copies, a in zip(units.values(), anchors, strict=False) for copy in copies]
 

@@ -1,7 +1,7 @@
 """Checkpoints that are complete or absent: written to another folder, then renamed.
 
-checkpoints/step-000050        complete checkpoints/.partial           being written, or left over from a run that was
-interrupted while writing
+checkpoints/step-000050        complete
+checkpoints/.partial           being written, or left over from a run that was interrupted while writing
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.
         complete = folder / _NAME.format(step)
         older = [path for path in folder.glob("step-*") if path != complete]
         shutil.rmtree(complete, ignore_errors=True)
+        # A rename is atomic: a checkpoint with its final name is complete.
         partial.rename(complete)
+        # Only now, so that there is a complete checkpoint at any time.
         for path in older:
             shutil.rmtree(path)
     world.barrier()

@@ -96,6 +96,8 @@ def _root_cause(error: ChildFailedError, reports: Path) -> str:
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {failure.signal_name()}, the other ranks with it"
+    # The launcher names the first rank that it found dead, which may be one that lost its connection to the failed
+    # rank. A rank writes its report before it closes its connections, so the oldest report is the cause.
     written = sorted(reports.rglob("error.json"), key=lambda report: report.stat().st_mtime_ns)
     if not written:
         return f"rank {rank} ended with exit code {failure.exitcode}, the other ranks with it"

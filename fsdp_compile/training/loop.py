@@ -96,6 +96,7 @@ class _Run:
             load_checkpoint(job.folder.checkpoints, self.trainer.model, self.trainer.optimizer)
             self.display.say(f"resumed after step {job.done_steps}")
             if self.world.is_first:
+                # A run that was killed may have recorded steps after its last checkpoint.
                 drop_records_after(job.folder.metrics, job.done_steps)
                 job.folder.write_config(job.config, self.trainer.corpus.fingerprint)
             return
@@ -143,6 +144,7 @@ class _Run:
 
     def _finish(self) -> None:
         config, folder, say = self.job.config, self.job.folder, self.display.say
+        # On every rank, since each byte gathers parameters.
         text = generate(
             self.trainer.model,
             config.prompt,

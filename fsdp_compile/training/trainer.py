@@ -56,6 +56,7 @@ class Trainer:
         elif shard_now:
             fully_shard(self.model)
         self.compiled = torch.compile(self.model, backend="fsdp")
+        # A plain model is sharded at its first call; this optimizer gets the sharded parameters at its next step.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=BETAS, weight_decay=config.weight_decay)
         self.schedule = Schedule.of(config)
         self.batches = Batches(

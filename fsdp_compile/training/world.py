@@ -59,7 +59,7 @@ def join_world(kind: DeviceKind, environment: Mapping[str, str] = os.environ) ->
 
     Args:
         kind: CPU joins through gloo, CUDA through NCCL with the GPU of this local rank.
-        environment: Holds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+        environment: Has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Yields:
         This rank.

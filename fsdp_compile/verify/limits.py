@@ -13,8 +13,8 @@ class Limits:
 
     Attributes:
         prefetch: Buckets that may be in flight ahead of the one that is needed next.
-        alone: Whether a bucket is gathered ahead only once all buckets are freed that it does not need to share memory
-            with.
+        alone: Whether a bucket that is gathered ahead may be live only with those that are still in use when it is
+            needed: all others are freed first.
         unsharded_bytes: Bytes of gathered parameters that may be live at any node.
         joined_bytes: Bytes of full parameters, or of full gradients, in a collective that several units share.
         num_fwd_outputs: How many outputs of the forward graph go to the caller (results, mutated inputs); the others

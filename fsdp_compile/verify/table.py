@@ -1,4 +1,4 @@
-"""The rules: name, sentence, where each holds. `docs/invariants.md` explains them."""
+"""The rules: name, sentence, and the stages of each. `docs/invariants.md` explains them."""
 
 from __future__ import annotations
 

@@ -56,6 +56,7 @@ def collectives(step: StepGraph, schedule: Schedule) -> Iterator[Collective]:
 
 def _messages(start: fx.Node, communication: Communication) -> Iterator[Message]:
     items = [u for u in start.users if role_of(u) in _ITEMS] or [start]
+    # A reduce-scatter returns this rank's part of the message, the others all of it.
     ranks = communication.ranks if communication.kind is Kind.REDUCE else 1
     for item in items:
         names = require(item).parameters

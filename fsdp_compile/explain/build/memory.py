@@ -44,6 +44,7 @@ def spans(step: StepGraph, schedule: Schedule, units: frozenset[str]) -> tuple[S
         where = unit_of(module_of(node), units)
         begin = schedule.timeline.reached_us[node]
         last = found[-1] if found else None
+        # A node of unknown module belongs to its neighbours.
         if last is not None and (last.where == where or not where) and begin - last.end_us < 1e-6:
             found[-1] = _extended(last, node, begin + cost.time_us, cost.flops)
         else:

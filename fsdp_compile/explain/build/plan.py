@@ -50,6 +50,7 @@ def build_plan(
         for step in steps:
             plan, memory = _graph(step, number, memory, hardware=hardware, fusion=fusion, names=names)
             (forwards if step.phase is Phase.FORWARD else backwards).append(plan)
+    # Backward runs the regions in the opposite order.
     graphs = (*forwards, *reversed(backwards))
     return PlanData(
         title=type(model).__name__,

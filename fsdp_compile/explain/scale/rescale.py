@@ -69,6 +69,7 @@ def plan_at(traced: Traced, setting: Setting) -> PlanData:
     units: Sequence[FSDPUnit] = traced.units
     regions = [[closed(step, of.sizes, setting.sizes) for step in of.steps] for of in traced.regions]
     for region in traced.regions:
+        # Another size may need another graph, which only a new trace can make.
         region.sizes.check(setting.sizes)
     if setting.world_size != traced.world_size:
         _refuse(traced, setting.world_size)
@@ -76,6 +77,7 @@ def plan_at(traced: Traced, setting: Setting) -> PlanData:
         units = [_resized(unit, order, setting.world_size) for unit in traced.units]
         for step in (step for steps in regions for step in steps):
             _rewrite(step, order, setting.world_size)
+    # A fixed schedule refuses an option that it does not use.
     planned_for = setting.hardware if traced.options.prefetch == "auto" else None
     options = dataclasses.replace(traced.options, artifacts=None, hardware=planned_for)
     done = [_transformed(steps, options, whole=of.whole) for steps, of in zip(regions, traced.regions, strict=True)]

@@ -151,12 +151,10 @@ def _example(value: Any) -> Any:
 
 
 def _caller() -> Callable[..., Any]:
-    """Where one trace starts: Dynamo starts none in the forward of torch's own modules, it only inlines them.
-
-    Each has code of its own, because Dynamo keeps what it compiled with the code, and stops at a number of compiles.
-    """
+    """A function from which one trace starts: Dynamo starts none in torch's own modules, it inlines their forwards."""
 
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
+    # A new code object for each: Dynamo caches compiled code by it, and stops at a number of compiles.
     return types.FunctionType(call.__code__.replace(), call.__globals__)

@@ -130,7 +130,7 @@ def read_value(line: Line, nodes: Mapping[str, fx.Node], symbols: Mapping[str, t
         return nodes[name]
     if literal := line.take(_STRING):
         return ast.literal_eval(literal[0])
-    # Behind `_STRING`, before words: "inf" would read as a word.
+    # Before words, of which `inf` would be one.
     if literal := line.take(_NUMBER):
         return float(literal[0]) if literal[0].endswith("inf") else ast.literal_eval(literal[0])
     return _read_word(line, symbols)

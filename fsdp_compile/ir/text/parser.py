@@ -194,7 +194,7 @@ class _Reader:
                 record = self._serving(line, call)
             else:
                 record = self._record(line, call, call.unit or "", self._read_slots(line, call, slots))
-            # An input of ours keeps the record that it has in the forward graph, in backward as well.
+            # Inputs have the same record in both graphs, that of forward.
             node.meta[KEY] = dataclasses.replace(record, phase=Phase.FORWARD)
         return node
 

@@ -140,7 +140,7 @@ def _arguments(node: fx.Node) -> Iterator[str]:
 
 
 def _slot(node: fx.Node) -> str | None:
-    """The parameter of a marker or lookup, which stands for the text of its spec."""
+    """The parameter of a marker or lookup, which is shown instead of the text of its spec."""
     if node.target is AVERAGE_ROWS:
         record = record_of(node)
     elif node.target in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS) and isinstance(node.args[0], fx.Node):

@@ -95,7 +95,7 @@ def stages(spec: UnshardSpec) -> Iterator[ReduceStage]:
     if spec.hook and spec.size == 1:
         if spec.grad_placement is GradPlacement.REDUCED:
             yield HOOK_REDUCE
-    # A hook of an unsharded unit has averaged over the replicas already.
+    # Without shards, a hook has taken the place of this all-reduce.
     elif spec.replicas > 1 and spec.grad_placement is GradPlacement.REDUCED:
         yield REPLICATE
 

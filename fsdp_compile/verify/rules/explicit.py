@@ -1,4 +1,4 @@
-"""explicit-prefetch: what a module was told to prefetch starts where that module's own parameters have arrived."""
+"""explicit-prefetch: what a module was told to prefetch starts where that module's own parameters are complete."""
 
 from __future__ import annotations
 

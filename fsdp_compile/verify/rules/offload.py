@@ -86,7 +86,7 @@ def _wrong_operators(facts: Facts) -> Iterator[Complaint]:
                 RULE,
                 node,
                 f"{recorded} and does something else",
-                "fsdp.start_copy and fsdp.wait_copy alone copy between host and device, beside what is computed",
+                "fsdp.start_copy and fsdp.wait_copy alone copy between host and device, overlapping what is computed",
             )
 
 
@@ -117,5 +117,5 @@ def _wrong_copies(facts: Facts) -> Iterator[Complaint]:
                     RULE,
                     wait,
                     f"lets go of %{node.args[0]} while it may still be copied",
-                    "a wait takes what was copied as well, so that its memory is nobody else's before",
+                    "a wait takes what was copied as well, so that its memory is not reused before",
                 )

@@ -87,6 +87,7 @@ def _ready(facts: Facts, collective: Collective) -> int | None:
             continue
         seen.add(node)
         record = record_of(node)
+        # Packing nodes move with the collective, so they do not tell when a gradient was ready.
         packs = record is not None and record.role is Role.GRADIENT and len(record.parameters) > 1
         if packs or role_of(node) in _ON_THE_WAY:
             todo.extend(node.all_input_nodes)

@@ -87,6 +87,7 @@ def _expected_role(node: fx.Node) -> Role | None:
     source_role = role_of(source) if isinstance(source, fx.Node) else None
     if node.op == "placeholder":
         actual = role_of(node)
+        # Inputs have no operator: their record is all there is.
         return actual if actual in INPUTS else None
     named = _ROLE_OF_NAME.get(_qualified_name(node.target))
     if named is not None:

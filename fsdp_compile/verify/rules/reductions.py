@@ -29,6 +29,7 @@ def reduced_once(facts: Facts) -> list[Complaint]:
         if flat is None or not _fits(gradient, flat):
             complaints.append(_fits_no_flat(gradient))
             continue
+        # Unreduced gradients are those of the whole shard group, rank after rank.
         rows = shape_of(flat)[0] if held else 0
         waiting = _waiting(facts, flat)
         for slot in slots_of(flat):

@@ -107,6 +107,7 @@ def _derived(facts: Facts) -> dict[fx.Node, str]:
             dropped = [name for name, spec in zip(record.parameters, record.specs, strict=True) if _is_dropped(spec)]
             if dropped:
                 derived[node] = dropped[0]
+        # Saving a post-forward shard is what `reshard_after_forward=k` asks for.
         elif role_of(node) is not Role.POST_FORWARD_SHARD and _follows(node, derived):
             derived[node] = derived[node.all_input_nodes[0]]
     return derived
