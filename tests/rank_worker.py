@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
@@ -127,13 +126,8 @@ def _serve_one(task: Task, connection: Connection) -> None:
 
 
 def _leave_group() -> None:
-    if not dist.is_initialized():
-        return
-    dist.destroy_process_group()
-    # DTensor's caches keep a mesh per operator and shape for good, and would hand it out in worlds to come. Without its
-    # groups it looks them up by their names, and keeps no threads and sockets of worlds that are gone.
-    for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
-        mesh._pg_registry.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _run(task: Task) -> Outcome:

@@ -188,17 +188,3 @@ def test_meshes_of_the_same_ranks_share_what_is_made_for_them() -> None:
     for made in run_ranks(_drop_models_of_own_meshes, world_size=2):
         assert made[0] > 0
         assert made[1:] == [0, 0, 0], "threads that we make, besides those of the mesh"
-
-
-def _train_one(width: int) -> dict[str, int]:
-    model = fsdp_compile.fully_shard(_Model(width), separate_reduce_group=True)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(2, width)).sum().backward()
-    optimizer.step()
-    return _open()
-
-
-@linux_only
-def test_worlds_that_are_gone_leave_no_threads() -> None:
-    opened = [run_ranks(_train_one, width, world_size=2)[0] for width in (8, 9, 10, 11, 12, 13)]
-    assert opened[0] == opened[-1]

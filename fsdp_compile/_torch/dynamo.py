@@ -77,8 +77,15 @@ def stack() -> Iterator[FrameType]:
 
 
 def is_on_stack(waited_for: FrameType) -> bool:
-    """Whether a frame of this thread has not returned."""
-    return any(frame is waited_for for frame in stack())
+    """Whether a frame has not returned, seen from the thread that runs it."""
+    # No generator: this runs in forwards that Dynamo watches, and it refuses to start a graph in one.
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not waited_for:
+        frame = frame.f_back
+    return frame is not None
+
+
+skip_code(is_on_stack.__code__)
 
 
 def modules_being_called() -> Iterator[nn.Module | None]:

@@ -21,6 +21,7 @@ from fsdp_compile.explain.trace.stand_in import hollow_flats, stand_in
 from fsdp_compile.explain.trace.trace import trace
 from fsdp_compile.explain.trace.world import planning_mesh, planning_world
 from fsdp_compile.lower.compiled_regions import regions_of
+from fsdp_compile.modules.classes import original_class
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.settings import FUSION
 from fsdp_compile.runtime.module_state import units
@@ -116,7 +117,7 @@ def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> 
     if not regions:
         raise ConfigError(
             "the sharded model has not run yet",
-            where=f"explain({type(model).__name__})",
+            where=f"explain({original_class(model).__name__})",
             instead="run one step of the compiled model first, or explain the plain model before it is sharded",
         )
     ranks = made[0].policy.mesh.size()

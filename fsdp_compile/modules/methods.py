@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile.comm.mesh import with_reshard
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.modules.classes import rebuild_specs
+from fsdp_compile.modules.classes import original_class, rebuild_specs
 from fsdp_compile.runtime import accumulation, gradients, post_backward, update_in_backward
 from fsdp_compile.runtime.group_state import ReduceGroup
 from fsdp_compile.runtime.module_state import is_sharded, units_of_call
@@ -163,7 +163,7 @@ def _set_prefetch(self: object, modules: Sequence[nn.Module], field: str) -> Non
         raise ConfigError(f"{modules!r} is no list", where=where, instead="a list of sharded modules")
     if own is None or not own.param_groups:
         raise ConfigError(
-            f"{type(self).__name__} has no parameters of its own, so that nothing of it is gathered",
+            f"{original_class(self).__name__} has no parameters of its own, so that nothing of it is gathered",
             where=where,
             instead="call it on the module whose gather the others follow",
         )

@@ -51,7 +51,7 @@ def ignored_in(root: nn.Module, listed: object) -> Ignored:
 
 
 def _parameters_of(module: nn.Module, root: nn.Module) -> set[int]:
-    where = f"{_OPTION}, {type(module).__name__}"
+    where = f"{_OPTION}, {original_class(module).__name__}"
     if module is root:
         raise ConfigError(
             "the module to shard is ignored itself, so nothing is left of it",
@@ -77,7 +77,7 @@ def refuse_root(module: nn.Module) -> None:
         )
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         raise ConfigError(
-            f"{type(module).__name__} has no forward",
+            f"{original_class(module).__name__} has no forward",
             where="fully_shard(module)",
             instead="call fully_shard() on its children, or on the module that holds it",
         )

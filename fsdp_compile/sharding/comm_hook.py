@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.modules.classes import original_class
 from fsdp_compile.ops import comm_hook
 from fsdp_compile.ops.comm_hook import CommHook
 from fsdp_compile.runtime import module_state
@@ -60,7 +61,7 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
 
 
 def _refuse(model: nn.Module, units: list[FSDPUnit]) -> None:
-    where = f"register_comm_hook({type(model).__name__})"
+    where = f"register_comm_hook({original_class(model).__name__})"
     if module_state.is_inside(model) or (not units and any(module_state.reads_of(m) for m in model.modules())):
         raise ConfigError(
             "the module is a part of a sharded model", where=where, instead="the outermost module: one hook for all"

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile.config.policy import Offload
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.modules.classes import original_class
 from fsdp_compile.runtime.units import UnitPolicy
 
 Device = torch.device | str | int
@@ -89,7 +90,7 @@ def refuse_left_behind(root: nn.Module, ignored: Container[int], target: torch.d
         if not is_left_alone and parameter.device.type == "cpu":
             raise ConfigError(
                 f"{name} is on the CPU, and the mesh communicates on {kind}",
-                where=f"fully_shard({type(root).__name__}), parameter {name}",
+                where=f"fully_shard({original_class(root).__name__}), parameter {name}",
                 instead=f'model.to("{kind}") before; device_id=torch.{kind}.current_device(), which moves each rank\'s '
                 "part alone; or offload_policy=CPUOffloadPolicy() to leave shards on the host",
             )

@@ -88,7 +88,7 @@ def fill_in(
     if not sharded:
         raise ConfigError(
             "nothing in this model is sharded",
-            where=f"materialize({type(model).__name__})",
+            where=f"materialize({original_class(model).__name__})",
             instead="fully_shard(model) first; a model that needs no sharding is materialized by "
             "model.to_empty(device=...) and its own initialization",
         )
@@ -108,7 +108,7 @@ def fill_in(
     for module, name in names.items():
         has_state = bool(_own(module))
         if module in waiting or (param_init_fn is not None and not has_state):
-            work.initialize(module, name or type(module).__name__)
+            work.initialize(module, name or original_class(module).__name__)
     if source is InitFrom.EACH_RANK:
         exchange.check_alike(before, exchange.fingerprint(target), spec, target)
     else:

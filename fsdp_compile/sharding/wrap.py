@@ -16,6 +16,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
 from fsdp_compile.config.policy import WrapPolicy
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.modules.classes import original_class
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 """Modules whose children may be repeated blocks."""
@@ -89,7 +90,7 @@ def _custom_choice(policy: CustomPolicy, module: nn.Module) -> bool | dict[str, 
     choice = policy._lambda_fn(module)
     if not isinstance(choice, bool | dict):
         raise ConfigError(
-            f"the wrap policy returned {choice!r} for a {type(module).__name__}",
+            f"the wrap policy returned {choice!r} for a {original_class(module).__name__}",
             where="auto_wrap_policy",
             instead="return True, False, or a dict of what is different for that unit",
         )

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.comm import exchange
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules import buffers
+from fsdp_compile.modules.classes import original_class
 from fsdp_compile.runtime.module_state import units
 from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.runtime.unshard import reshard
@@ -134,7 +135,7 @@ def _mesh_of(model: nn.Module, sharded: list[FSDPUnit]) -> DeviceMesh:
     if not sharded:
         raise ConfigError(
             "nothing in this model is sharded",
-            where=f"{_WHERE}({type(model).__name__})",
+            where=f"{_WHERE}({original_class(model).__name__})",
             instead="fully_shard(model) before, or model.load_state_dict(state_dict)",
         )
     firsts = {int(unit.policy.mesh.mesh.flatten()[0].item()) for unit in sharded}

@@ -20,6 +20,7 @@ from fsdp_compile.explain.plan_data import PlanData
 from fsdp_compile.explain.report import GraphPlan, UnitPlan, Volume
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.layout.spec import Reshard, UnshardSpec
+from fsdp_compile.modules.classes import original_class
 from fsdp_compile.runtime.units import FSDPUnit
 
 
@@ -53,7 +54,7 @@ def build_plan(
     # Backward runs the regions in the opposite order.
     graphs = (*forwards, *reversed(backwards))
     return PlanData(
-        title=type(model).__name__,
+        title=original_class(model).__name__,
         world_size=world_size,
         hardware=hardware,
         units=tuple(_unit(unit, training=bool(backwards)) for unit in made),

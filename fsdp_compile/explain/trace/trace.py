@@ -28,6 +28,7 @@ from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import compile_with_inductor
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.wrappers import Compiled
+from fsdp_compile.modules.classes import original_class
 from fsdp_compile.modules.forward import call_in_forward
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import keep, transform
@@ -100,13 +101,13 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
             raise cause from error
         raise UnsupportedModelError(
             f"the model cannot be traced: {type(error).__name__}: {error}",
-            where=f"explain({type(model).__name__})",
+            where=f"explain({original_class(model).__name__})",
             instead="arguments with which model(*args, **kwargs) runs; shapes are enough",
         ) from error
     if inputs.sizes and len(regions) > 1:
         raise UnsupportedModelError(
             f"graph breaks split the model into {len(regions)} regions, and sizes stay open only in the first",
-            where=f"explain({type(model).__name__}, dims=...)",
+            where=f"explain({original_class(model).__name__}, dims=...)",
             instead="a model without graph breaks (TORCH_LOGS=graph_breaks says where they are), or explain() without "
             "dims",
         )
