@@ -67,6 +67,7 @@ def test_importing_the_package_registers_nothing_with_optimizers_and_modules() -
     code = """
 import torch, fsdp_compile
 from torch.nn.modules import module
+fsdp_compile.fully_shard  # its first use imports the training wing
 from torch.optim import optimizer
 print([*optimizer._global_optimizer_pre_hooks, *optimizer._global_optimizer_post_hooks])
 print([name for name, value in vars(module).items() if name.startswith("_global_") and "hooks" in name and value])

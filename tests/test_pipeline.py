@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -71,3 +72,25 @@ def test_a_correct_graph_is_returned(only_pass: Callable[[Edit], WrongPass]) -> 
 
     assert pipeline.transform(step, FSDPOptions(prefetch=1)) is step
     assert list(step.nodes(Role.GATHER))
+
+
+@pytest.mark.parametrize("before", [gc.enable, gc.disable])
+def test_the_collector_goes_on_after_the_passes_if_it_ran_before(
+    before: Callable[[], None], only_pass: Callable[[Edit], WrongPass]
+) -> None:
+    ran: list[bool] = []
+
+    def fail(_step: StepGraph) -> fx.Node:
+        ran.append(gc.isenabled())
+        raise ValueError("inside")
+
+    only_pass(fail)
+    before()
+    is_on = gc.isenabled()
+    try:
+        with pytest.raises(ValueError, match="inside"):
+            pipeline.transform(graph(Phase.BACKWARD), FSDPOptions(prefetch=1))
+        assert ran == [False], "a full collection in the middle of the passes takes seconds"
+        assert gc.isenabled() is is_on
+    finally:
+        gc.enable()
