@@ -70,6 +70,14 @@ class FSDPOptions:
             which nothing hides. Numbers are those of "gathered" where sums over ranks are made in their order (always
             with two). Steps that accumulate unreduced gradients (`no_sync`) gather.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
+        mesh: For a plain model: what `fully_shard(mesh=...)` takes.
+        mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
+        reshard_after_forward: For a plain model: what `fully_shard(reshard_after_forward=...)` takes.
+        offload_policy: For a plain model: what `fully_shard(offload_policy=...)` takes.
+        auto_wrap_policy: For a plain model: what `fully_shard(auto_wrap_policy=...)` takes.
+        sharding_strategy: For a plain model: what `fully_shard(sharding_strategy=...)` takes.
+        sync_module_states: For a plain model: what `fully_shard(sync_module_states=...)` takes.
+        separate_reduce_group: For a plain model: what `fully_shard(separate_reduce_group=...)` takes.
     """
 
     lower: Literal["inductor", "eager"] = "inductor"
