@@ -33,7 +33,13 @@ def start(folder: Path, *command: str, **environment: str) -> subprocess.Popen[s
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_hear_interrupts,  # noqa: PLW1509  it takes no lock
     )
+
+
+def _hear_interrupts() -> None:
+    """A job in the background of a shell ignores SIGINT, and so would the programs that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
