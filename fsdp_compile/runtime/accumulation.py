@@ -79,7 +79,7 @@ def collect(group: FSDPParamGroup, placement: GradPlacement, gradient: torch.Ten
     # Its reduce-scatter took the unsharded accumulated gradient along.
     if placement is GradPlacement.REDUCE_SCATTERED:
         group.grads.unsharded_accumulated_grad.commit()
-    group.grads.pending[placement].add(gradient, group.grads.take_produced(placement))
+    group.grads.stage(placement).add(gradient, group.grads.take_produced(placement))
     if grad_placement_of(group) is not placement:  # the next reads may be such that reduce it further
         refresh_unshard_args(group)
 

@@ -130,37 +130,41 @@ class GradState:
 
     Attributes:
         pending: Accumulated gradients that wait for the next stage of their reduction, by the stage that they have
-            reached.
+            reached. A stage that nothing has asked for is not in it.
         accumulators: The leaves that autograd accumulates such gradients into.
         unwritten: Offsets of parameters whose gradients are in the flat parameter's `.grad` and not yet in their own.
     """
 
     def __init__(self, specs: Sequence[UnshardSpec]) -> None:
-        size = specs[0].size if specs else 1
-        self.pending = {
-            GradPlacement.UNREDUCED: PendingGrads(specs, size),
-            GradPlacement.REDUCE_SCATTERED: PendingGrads(specs, 1),
-        }
+        self._specs = specs
+        self.pending: dict[GradPlacement, PendingGrads] = {}
         self.accumulators: dict[GradPlacement, torch.Tensor] = {}
         self.unwritten: set[int] = set()
         self._all = frozenset(spec.offset for spec in specs)
         self._produced: dict[GradPlacement, set[int]] = {}
         self._produced_in = -1
 
+    def stage(self, reached: GradPlacement) -> PendingGrads:
+        """The gradients that are reduced so far, and no further."""
+        if reached not in self.pending:
+            parts = self._specs[0].size if reached is GradPlacement.UNREDUCED else 1
+            self.pending[reached] = PendingGrads(self._specs, parts)
+        return self.pending[reached]
+
     @property
     def unsharded_accumulated_grad(self) -> PendingGrads:
         """Unsharded gradients that wait for their reduce-scatter."""
-        return self.pending[GradPlacement.UNREDUCED]
+        return self.stage(GradPlacement.UNREDUCED)
 
     @property
     def partial_reduce_output(self) -> PendingGrads:
         """Reduce-scattered gradients that wait for their all-reduce over replicas."""
-        return self.pending[GradPlacement.REDUCE_SCATTERED]
+        return self.stage(GradPlacement.REDUCE_SCATTERED)
 
     @property
     def is_pending(self) -> bool:
         """Whether gradients wait for a stage of their reduction, or were consumed and are not committed."""
-        return any(grads.is_pending for grads in self.pending.values())
+        return bool(self.pending) and any(grads.is_pending for grads in self.pending.values())
 
     def mark_produced(self, offsets: Iterable[int], placement: GradPlacement) -> None:
         """Records which parameters the gradient that autograd is about to accumulate covers; the others get none."""

@@ -26,7 +26,8 @@ from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, ModelState
 def queue_post_backward(group: FSDPParamGroup) -> None:
     """Queues `post_backward_final_callback` for the end of this backward, once per model, if `group` gives it work."""
     model = group.unit.model
-    model.mark_pending(group)
+    if not group.is_idle:
+        model.mark_pending(group)
     backward = backward_in_progress()
     if model.queued_in_backward != backward and model.is_any_pending():
         model.queued_in_backward = backward

@@ -170,10 +170,10 @@ class FSDPParamGroup:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left of earlier passes, and the next ones do nothing special for it."""
-        settings, update = self.unit.comm_settings, self.update_state
+        unit, update = self.unit, self.update_state
         is_updated_alone = update.update is Update.IN_BACKWARD or update.is_updated
-        is_unsharded = not self.unsharded.is_sharded or self.unit.stays_unsharded
-        return settings.last_backward and not (is_updated_alone or is_unsharded or self.has_pending_grads)
+        is_unsharded = not self.unsharded.is_sharded or unit.stays_unsharded
+        return unit.comm_settings.last_backward and not (is_updated_alone or is_unsharded or self.has_pending_grads)
 
     def is_broken(self) -> bool:
         """Whether a parameter is no longer its view of the buffer: replaced, converted, moved, frozen or unfrozen."""
@@ -231,10 +231,11 @@ class ModelState:
 
     def is_any_pending(self) -> bool:
         """Whether any group may have work."""
+        if not self._pending:
+            return False
         with self._lock:
-            if self._pending:
-                for group in [group for group in self._pending if group.is_idle]:
-                    self._pending.discard(group)
+            for group in [group for group in self._pending if group.is_idle]:
+                self._pending.discard(group)
             return bool(self._pending)
 
     def pending_in(self, units: Iterable[FSDPUnit]) -> list[FSDPParamGroup]:
