@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_compile.training.held_bytes import storage_bytes
+from fsdp_compile.training.state_bytes import storage_bytes
 
 
 def measured_peak_bytes(model: nn.Module, inputs: object, step: Callable[[], None], device: str) -> int:

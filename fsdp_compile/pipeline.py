@@ -87,8 +87,8 @@ def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole
         return ()
     hardware = options.hardware or hardware_of(forward)
     budget = budget_bytes(options)
-    held_bytes = None if budget is None else of_graphs(budget)
-    return keep_unsharded(forward, backward, hardware, FUSION[options.lower], budget_bytes=held_bytes, margin=MARGIN)
+    graph_bytes = None if budget is None else of_graphs(budget)
+    return keep_unsharded(forward, backward, hardware, FUSION[options.lower], budget_bytes=graph_bytes, margin=MARGIN)
 
 
 def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
@@ -119,7 +119,7 @@ def _transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
         plan = graph_pass.plan(step)
         watcher.planned(step, graph_pass, plan)
         if isinstance(plan, ExplicitPlan):
-            _refuse_beside_a_budget(plan, options)
+            _refuse_with_a_budget(plan, options)
         graph_pass.apply(step, plan)
         watcher.applied(step, graph_pass)
         if isinstance(plan, SchedulePlan):
@@ -132,7 +132,7 @@ def _transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     return step
 
 
-def _refuse_beside_a_budget(plan: ExplicitPlan, options: FSDPOptions) -> None:
+def _refuse_with_a_budget(plan: ExplicitPlan, options: FSDPOptions) -> None:
     if plan.starts and options.memory_budget_gb is not None:
         raise ConfigError(
             "modules say which others they prefetch, and a budget of bytes says when there is room: only one can hold",

@@ -144,7 +144,7 @@ def backend_of(compiled: OptimizedModule) -> object:
     return getattr(found, "compiler_fn", found)
 
 
-def was_looked_at(code: types.CodeType) -> bool:
+def was_compiled(code: types.CodeType) -> bool:
     """Whether Dynamo has tried to compile a function since it was last reset."""
     return code in convert_frame.input_codes
 

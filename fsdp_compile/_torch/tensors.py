@@ -20,8 +20,8 @@ OpOverload = torch._ops.OpOverload
 _LOCAL = operator.attrgetter("_local_tensor")
 
 
-def make_dtensor(local: torch.Tensor, like: DTensor, *, requires_grad: bool = False) -> DTensor:
-    """Wraps `local` as a DTensor of the mesh, placements and global shape of `like`, without a check or a copy."""
+def make_dtensor(local: torch.Tensor, like: Any, *, requires_grad: bool = False) -> DTensor:
+    """Wraps `local` as a DTensor of the mesh, placements and global shape of the DTensor `like`; no check, no copy."""
     spec = like._spec
     if local.dtype != like.dtype:
         meta = TensorMeta(like.shape, like.stride(), local.dtype)
@@ -41,7 +41,7 @@ def local_tensor(parameter: DTensor) -> torch.Tensor:
     return parameter._local_tensor
 
 
-def hold_locals(parameters: Iterable[DTensor], locals_: Iterable[torch.Tensor]) -> bool:
+def have_locals(parameters: Iterable[DTensor], locals_: Iterable[torch.Tensor]) -> bool:
     """Whether the local tensor of each DTensor is the very one that is given for it."""
     return all(map(operator.is_, map(_LOCAL, parameters), locals_))
 

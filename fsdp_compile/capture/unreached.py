@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_compile._torch.dynamo import OptimizedModule, backend_of, was_looked_at
+from fsdp_compile._torch.dynamo import OptimizedModule, backend_of, was_compiled
 from fsdp_compile.errors import UnsupportedModelError
 
 
@@ -67,4 +67,4 @@ def _was_called(model: nn.Module) -> bool:
     """Whether the model has run compiled."""
     # Before its first compiled call a model may be trained plainly; optimizer state is sharded later.
     codes = (getattr(type(module).forward, "__code__", None) for module in model.modules())
-    return any(code is not None and was_looked_at(code) for code in codes)
+    return any(code is not None and was_compiled(code) for code in codes)

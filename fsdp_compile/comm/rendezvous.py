@@ -150,7 +150,7 @@ class Rendezvous:
             self._refuse_failed()
             self._refuse_refused(at)
             if time.monotonic() > deadline_s:
-                raise self._nobody_came(at)
+                raise self._timed_out(at)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -163,7 +163,7 @@ class Rendezvous:
         if self.store.check([f"{at}refused"]):
             raise RefusedElsewhereError(**json.loads(self.store.get(f"{at}refused")), heard_in=self.name)
 
-    def _nobody_came(self, at: str) -> RankFailedError:
+    def _timed_out(self, at: str) -> RankFailedError:
         absent = [r for number, r in enumerate(self.ranks) if not self.store.check([f"{at}here/{number}"])]
         named = ", ".join(map(str, absent))
         return RankFailedError(

@@ -84,7 +84,7 @@ def _node(marker: fx.Node, position: int) -> fx.Node | None:
     return found if isinstance(found, fx.Node) else None
 
 
-class Beside:
+class InputsByFlat:
     """The inputs of one role by their flat parameter; valid as long as no input is added or erased."""
 
     def __init__(self, graph: fx.Graph, role: Role) -> None:
@@ -101,7 +101,7 @@ class Beside:
 
 def beside(flat: fx.Node, role: Role) -> fx.Node | None:
     """The input of `role` that belongs to one flat parameter, if the graph has one."""
-    return Beside(flat.graph, role).of(flat)
+    return InputsByFlat(flat.graph, role).of(flat)
 
 
 def flat_of(record: Record) -> Hashable:

@@ -43,11 +43,11 @@ def start_copy(source: torch.Tensor, device: str) -> torch.Tensor:
     _running.pop(result.data_ptr(), None)
     if source.device.type != device and source.numel() > 0:
         on_device = source.device if to_host else result.device
-        _running[result.data_ptr()] = _copy_beside(source, result, _stream(on_device, device))
+        _running[result.data_ptr()] = _copy_on(source, result, _stream(on_device, device))
     return result
 
 
-def _copy_beside(source: torch.Tensor, result: torch.Tensor, side: Any) -> Any:
+def _copy_on(source: torch.Tensor, result: torch.Tensor, side: Any) -> Any:
     """Queues a copy on the stream `side`; returns the event at its end."""
     streams = torch.get_device_module(side.device.type)
     # By then the source is computed, and earlier uses of the result's memory by the computing stream are done.

@@ -22,7 +22,7 @@ from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.edit import GraphBuilder, erase_unused
 from fsdp_compile.ir.graph import GRADIENTS, SENT, Role, Stage, StepGraph, require, role_of
-from fsdp_compile.ir.queries import Beside, first_of, flat_of, last_of, upstream
+from fsdp_compile.ir.queries import InputsByFlat, first_of, flat_of, last_of, upstream
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.messages import narrow, view
 from fsdp_compile.passes.bucketing.choose_layout import cheapest_bucket
@@ -72,7 +72,7 @@ class BucketCollectives:
 
     def plan(self, step: StepGraph) -> BucketPlan:
         """One bucket per unit, groups and dtype of the message; several at the edges, one for several tiny units."""
-        flats, partials = Beside(step.graph, Role.FLAT), Beside(step.graph, Role.PARTIAL_GRAD)
+        flats, partials = InputsByFlat(step.graph, Role.FLAT), InputsByFlat(step.graph, Role.PARTIAL_GRAD)
         gathers = by_unit(_gather_single(node) for node in step.nodes(Role.GATHER))
         reductions = by_unit(_reduce_single(node, flats) for node in step.nodes(*STARTS) if _sends_a_gradient(node))
         gathers = join_gathers(gathers, self.join_bytes, partials)
@@ -119,7 +119,7 @@ def _sends_a_gradient(start: fx.Node) -> bool:
     return role_of(start.all_input_nodes[0]) is Role.GRADIENT
 
 
-def _reduce_single(start: fx.Node, flats: Beside) -> ParamCollective:
+def _reduce_single(start: fx.Node, flats: InputsByFlat) -> ParamCollective:
     end = start
     while require(after := next(iter(end.users))).role in ON_THE_WAY:
         end = after
@@ -206,7 +206,7 @@ def _write_reductions(
     step: StepGraph, planned: Sequence[Bucket], order: dict[fx.Node, int], layout: ReduceLayout
 ) -> None:
     write = _write_reduction if layout is ReduceLayout.ALIGNED else write_packed_reduction
-    partials = Beside(step.graph, Role.PARTIAL_GRAD)
+    partials = InputsByFlat(step.graph, Role.PARTIAL_GRAD)
     reduced: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
     for bucket in planned:
         for flat, begin, shard in write(step, bucket, order, partials):
@@ -221,7 +221,9 @@ def _write_reductions(
             _erase_chain(single)
 
 
-def _write_reduction(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int], partials: Beside) -> list[Reduced]:
+def _write_reduction(
+    step: StepGraph, bucket: Bucket, order: dict[fx.Node, int], partials: InputsByFlat
+) -> list[Reduced]:
     """Writes all stages at the place where the last gradient is ready."""
     final = last_of([s.start for s in bucket.singles], order)
     b = GraphBuilder(step.graph, joint_record(bucket.singles, Role.GRADIENT), final)

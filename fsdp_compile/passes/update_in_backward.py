@@ -14,7 +14,7 @@ from torch import fx
 
 from fsdp_compile.ir.edit import GraphBuilder, move_after
 from fsdp_compile.ir.graph import MADE, Role, Stage, StepGraph, require
-from fsdp_compile.ir.queries import Beside, last_of, readers, upstream
+from fsdp_compile.ir.queries import InputsByFlat, last_of, readers, upstream
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.ops import effects
 
@@ -55,7 +55,7 @@ class UpdateInBackward:
         """Finds the flat gradients that are complete in the graph, and the earliest place for each."""
         order = step.order()
         made = {claim for node in step.nodes(*MADE) for claim in require(node).claims}
-        flats = Beside(step.graph, Role.FLAT)
+        flats = InputsByFlat(step.graph, Role.FLAT)
         found = []
         for gradient in step.nodes(Role.FLAT_GRADIENT):
             record, flat = require(gradient), flats.of(gradient)

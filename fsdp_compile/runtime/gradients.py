@@ -45,7 +45,7 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
     params = group.params_at(offsets)
     parts = views_of(gradient, [param.place for param in params])
     for param, part in zip(params, parts, strict=True):
-        accumulate(param, make_dtensor(part, param.dtensor))
+        accumulate(param, make_dtensor(part, param.parameter))
     update_in_backward.note_new_grads(group)
 
 

@@ -102,7 +102,7 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) 
     waiting = owner.flat_param.grad
     if waiting is not None:
         gradient = waiting + gradient
-    elif not is_last or _is_kept(owner, offsets):
+    elif not is_last or _outlives_update(owner, offsets):
         # It is memory of the graph, which is used again after this operator.
         gradient = gradient.clone()
     owner.flat_param.grad = gradient
@@ -115,7 +115,7 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) 
         gradients.mark_produced(owner, offsets, GradPlacement.REDUCED)
 
 
-def _is_kept(flat: FSDPParamGroup, offsets: Sequence[int]) -> bool:
+def _outlives_update(flat: FSDPParamGroup, offsets: Sequence[int]) -> bool:
     """Whether gradients outlive the update: for a hook, or for an optimizer that steps later."""
     trained = [param.parameter for param in flat.params_at(offsets)]
     return any(update_in_backward.updater_of(p) is None or has_gradient_hooks(p) for p in trained)
@@ -123,7 +123,7 @@ def _is_kept(flat: FSDPParamGroup, offsets: Sequence[int]) -> bool:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
     # Not through save_for_backward(): saved-tensor hooks may return a copy, which has another address than the group's.
-    ctx.flat, ctx.spec, _, _, ctx.held, ctx.partial = inputs
+    ctx.flat, ctx.spec, _, _, ctx.accumulated, ctx.partial = inputs
     note_read(ctx.flat, ctx.spec)
 
 
@@ -147,7 +147,7 @@ def _note_read(flat: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    gradient = torch.ops.fsdp.reduce_grad(ctx.flat, grad, ctx.spec, ctx.held, ctx.partial)
+    gradient = torch.ops.fsdp.reduce_grad(ctx.flat, grad, ctx.spec, ctx.accumulated, ctx.partial)
     if parse(ctx.spec).grad_placement is GradPlacement.REDUCED:
         # The gradient of the flat parameter; otherwise it goes to the accumulator, the fourth argument of
         # `fsdp::unshard`.

@@ -84,11 +84,11 @@ def update_optimizer(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: If it has state that cannot be sharded; the optimizer is not changed then.
     """
-    retired = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ReplacedParameter]
-    if not retired:
+    replaced = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ReplacedParameter]
+    if not replaced:
         return
     # All of it before anything is changed: an error leaves the optimizer as it was.
-    state = {p: _shard_state(optimizer.state[p], p) for p in retired if p in optimizer.state}
+    state = {p: _shard_state(optimizer.state[p], p) for p in replaced if p in optimizer.state}
     for group in optimizer.param_groups:
         group["params"] = [current(p) for p in group["params"]]
     for parameter, value in state.items():

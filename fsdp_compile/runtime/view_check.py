@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.tensors import hold_locals, plain_torch_functions
+from fsdp_compile._torch.tensors import have_locals, plain_torch_functions
 from fsdp_compile.runtime.units import FSDPUnit, ModelState
 
 _tables_of = operator.attrgetter("_parameters", "_modules")
@@ -93,7 +93,7 @@ class ViewCheck:
                 _same(_tables(modules, outside), self.tables)
                 and _names(self.tables) == self.names
                 and _same(itertools.chain(_contents(self.tables), (_END,)), self.contents)
-                and hold_locals(self.parameters, self.views)
+                and have_locals(self.parameters, self.views)
                 and _same(map(torch.Tensor.untyped_storage, self.parameters), self.storages)
                 and _same(map(_requires_grad, self.parameters), self.trainable)
             )

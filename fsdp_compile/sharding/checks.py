@@ -128,8 +128,8 @@ def refuse_part(module: nn.Module, units_below: Iterable[FSDPUnit]) -> None:
     for name, part in module.named_modules():
         for _, group in reads_of(part).values():
             # A parameter whose first place is in another module is tied, and belongs to that module's unit.
-            held_first = any(param.module_refs[0][0] is part for param in group.params if param.module_refs)
-            if held_first and group.unit not in known:
+            is_first = any(param.module_refs[0][0] is part for param in group.params if param.module_refs)
+            if is_first and group.unit not in known:
                 raise ConfigError(
                     "the parameters of this module were sharded by a call on a module above it",
                     where=f"fully_shard({original_class(module).__name__})" + (f", {name}" if name else ""),

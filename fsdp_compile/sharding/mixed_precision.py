@@ -52,8 +52,8 @@ class PrecisionPlan:
 def keeps_full_precision(module: nn.Module, planned: PrecisionPlan | None = None) -> bool:
     """Whether a module is in one that mixed precision excludes, by now or by a plan."""
     state = state_of(module)
-    is_kept = state is not None and isinstance(state.casts, FullPrecision)
-    return is_kept or (planned is not None and module in planned.whole)
+    is_full_precision = state is not None and isinstance(state.casts, FullPrecision)
+    return is_full_precision or (planned is not None and module in planned.whole)
 
 
 def cast_at(module: nn.Module, precision: MixedPrecision, nesting: Nesting) -> None:

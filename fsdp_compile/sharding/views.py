@@ -48,7 +48,7 @@ def put_in_place(unit: FSDPUnit) -> None:
         ConfigError: If a parameter was removed, is of another mesh, or its `.data` was assigned to; or inside of a
             `full_params` of a part of the model.
     """
-    refuse_held(unit)
+    refuse_unsharded(unit)
     if any(group.is_broken() for group in unit.param_groups):
         repaired = [repair_in_place(group) for group in unit.param_groups]
         if not all(repaired):
@@ -57,12 +57,14 @@ def put_in_place(unit: FSDPUnit) -> None:
 
 def check_inside_graph(group: FSDPParamGroup) -> None:
     """As `put_in_place`, for a compiled region: what does not fit in place is refused."""
-    refuse_held(group.unit)
+    refuse_unsharded(group.unit)
     if not group.is_broken():
         return
     if not repair_in_place(group):
         # The inputs of the region are chosen already: it would read the old flat parameter.
-        changed = next(s for s in group.params if not _fits(_held(group.unit, s) or s.parameter, s, group.flat_param))
+        changed = next(
+            s for s in group.params if not _fits(_registered(group.unit, s) or s.parameter, s, group.flat_param)
+        )
         raise ConfigError(
             "a parameter changed its dtype, device, shape or requires_grad, and the compiled function cannot notice "
             "that in time",
@@ -72,11 +74,11 @@ def check_inside_graph(group: FSDPParamGroup) -> None:
         )
 
 
-def refuse_held(unit: FSDPUnit) -> None:
+def refuse_unsharded(unit: FSDPUnit) -> None:
     """Raises `ConfigError` if modules of `unit` have full parameters: a `full_params` of a part of the model."""
     if unit.param_state is ParamState.UNSHARDED:
         raise ConfigError(
-            "a forward reads sharded parameters of a model that is partly held in full",
+            "a forward reads sharded parameters of a model that is partly unsharded",
             where=f"inside full_params(), unit {unit.title}",
             instead="full_params(model) of the whole model that is called, or leave the context before the call",
         )
@@ -84,48 +86,50 @@ def refuse_held(unit: FSDPUnit) -> None:
 
 def repair_in_place(group: FSDPParamGroup) -> bool:
     """Copies replaced parameters into their shards, if all of them fit there as they are; returns whether they do."""
-    found = [(param, _held(group.unit, param)) for param in group.params]
-    if any(held is None or not _fits(held, param, group.flat_param) for param, held in found):
+    found = [(param, _registered(group.unit, param)) for param in group.params]
+    if any(registered is None or not _fits(registered, param, group.flat_param) for param, registered in found):
         return False
     with torch.no_grad():
-        for param, held in found:
-            if held is not None and (held is not param.parameter or _local(held) is not param.sharded_view):
-                allocate.bind(param, held, group.unit.policy)
+        for param, registered in found:
+            if registered is not None and (
+                registered is not param.parameter or _local(registered) is not param.sharded_view
+            ):
+                allocate.bind(param, registered, group.unit.policy)
     allocate.follow_updaters(group.unit)
     return True
 
 
-def _held(unit: FSDPUnit, param: FSDPParam) -> nn.Parameter | None:
+def _registered(unit: FSDPUnit, param: FSDPParam) -> nn.Parameter | None:
     """The parameter that is registered at all places now; `None` if there are several."""
-    held = [module._parameters.get(attribute) for module, attribute in param.module_refs]
-    if not held:  # its modules are deleted: it trains no longer
+    registered = [module._parameters.get(attribute) for module, attribute in param.module_refs]
+    if not registered:  # its modules are deleted: it trains no longer
         return param.parameter
-    if any(parameter is None for parameter in held):
+    if any(parameter is None for parameter in registered):
         raise ConfigError(
             "a sharded parameter was removed from its module",
             where=unit.parameter_name(param),
             instead="remove it before fully_shard() or the first compiled call",
         )
     if (
-        held[0] is param.parameter
-        and _local(held[0]) is param.sharded_view
-        and held[0].untyped_storage() is not param.dtensor_storage
+        registered[0] is param.parameter
+        and _local(registered[0]) is param.sharded_view
+        and registered[0].untyped_storage() is not param.dtensor_storage
     ):
         raise ConfigError(
             "`.data` of a sharded parameter was assigned to, which its DTensor does not notice: the value is lost",
             where=unit.parameter_name(param),
             instead="assign a new nn.Parameter to the module's attribute, or parameter.copy_(value) under no_grad()",
         )
-    return held[0] if all(parameter is held[0] for parameter in held) else None
+    return registered[0] if all(parameter is registered[0] for parameter in registered) else None
 
 
-def _fits(held: nn.Parameter, param: FSDPParam, leaf: nn.Parameter) -> bool:
-    local = _local(held)
+def _fits(registered: nn.Parameter, param: FSDPParam, leaf: nn.Parameter) -> bool:
+    local = _local(registered)
     return (
-        tuple(held.shape) == param.spec.shape
+        tuple(registered.shape) == param.spec.shape
         and local.dtype == leaf.dtype
         and local.device == leaf.device
-        and held.requires_grad == leaf.requires_grad
+        and registered.requires_grad == leaf.requires_grad
     )
 
 
@@ -181,7 +185,7 @@ def pre_forward(root: nn.Module) -> None:
 def _put_in_place(root: nn.Module) -> ViewCheck:
     units = units_below(root)
     for unit in units:
-        refuse_held(unit)
+        refuse_unsharded(unit)
     for unit in units:
         check(unit)
     # After the check, which takes parameters in that were put in the place of others.

@@ -82,7 +82,7 @@ class FullParam:
                 self._keep_value(held)
                 if self.options.with_grads:
                     self._keep_gradient(held, has_gradient=has_gradient)
-        self._retire()
+        self._mark_replaced()
         return problem
 
     def _restore_orders(self) -> None:
@@ -186,7 +186,7 @@ class FullParam:
         exchange.take_from_first(own, full, spec)
         return own
 
-    def _retire(self) -> None:
+    def _mark_replaced(self) -> None:
         """Makes references of users to the full parameter point at the sharded one."""
         if self.plain is None:
             return

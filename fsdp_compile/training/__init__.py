@@ -11,7 +11,7 @@ The way of one run:
 | `data.py` | text as bytes; which windows of it each step and rank reads |
 | `model.py` | the model, and text that it writes |
 | `trainer.py` | `torch.compile(model, backend="fsdp")`, AdamW, one step, the held-out loss |
-| `held_bytes.py` | bytes of training state of a rank and of an unsharded one |
+| `state_bytes.py` | bytes of training state of a rank and of an unsharded one |
 | `checkpoint.py`, `metrics.py` | what a run leaves in its folder, and what it shows |
 | `loop.py` | the run itself |
 """

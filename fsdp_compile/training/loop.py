@@ -8,7 +8,6 @@ import time
 from fsdp_compile.errors import FSDPCompileError, RankMismatchError
 from fsdp_compile.training.checkpoint import load_checkpoint, save_checkpoint
 from fsdp_compile.training.data import Corpus, read_corpus
-from fsdp_compile.training.held_bytes import HeldBytes
 from fsdp_compile.training.job import Job
 from fsdp_compile.training.metrics import (
     Display,
@@ -22,6 +21,7 @@ from fsdp_compile.training.metrics import (
     read_records,
 )
 from fsdp_compile.training.model import generate
+from fsdp_compile.training.state_bytes import StateBytes
 from fsdp_compile.training.trainer import StepResult, Trainer
 from fsdp_compile.training.world import World
 
@@ -77,7 +77,7 @@ class _Run:
             result = self.trainer.step(step)
             self.pace.add(self.trainer.tokens_per_step)
             if step == self.job.done_steps + 1:
-                self._show_held_bytes()
+                self._show_state_bytes()
                 self.pace.restart()  # the first step compiled
             self._after_step(step, result)
         self._finish()
@@ -138,8 +138,8 @@ class _Run:
             append_record(self.job.folder.metrics, record)
         self.display.update(record)
 
-    def _show_held_bytes(self) -> None:
-        held = max(self.world.gather(self.trainer.held()), key=lambda each: each.total)
+    def _show_state_bytes(self) -> None:
+        held = max(self.world.gather(self.trainer.state_bytes()), key=lambda each: each.total)
         self.display.say(f"measured: a rank holds {compare_bytes(held, self.trainer.unsharded)}")
 
     def _finish(self) -> None:
@@ -170,7 +170,7 @@ class _Run:
         return round(time.perf_counter() - self.start_s, 3)
 
 
-def compare_bytes(held: HeldBytes, unsharded: HeldBytes) -> str:
+def compare_bytes(held: StateBytes, unsharded: StateBytes) -> str:
     """One line: the bytes of a rank and of an unsharded one, in megabytes (10^6 bytes)."""
     parts = (
         f"{name} {mine / 1e6:.2f} of {whole / 1e6:.2f} MB"

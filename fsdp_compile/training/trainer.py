@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.training.config import MixedPrecision, Schedule, TrainConfig
 from fsdp_compile.training.data import Batches, Corpus
-from fsdp_compile.training.held_bytes import HeldBytes, expected, measured
 from fsdp_compile.training.model import Llama, ModelShape
+from fsdp_compile.training.state_bytes import StateBytes, expected, measured
 from fsdp_compile.training.world import World
 
 BETAS = (0.9, 0.95)
@@ -92,7 +92,7 @@ class Trainer:
         """Tokens of one step over all ranks."""
         return self.config.batch_size * self.config.seq_len
 
-    def held(self) -> HeldBytes:
+    def state_bytes(self) -> StateBytes:
         """The bytes of this rank; to be called after a step."""
         return measured(self.optimizer)
 

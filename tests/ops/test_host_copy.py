@@ -54,7 +54,7 @@ def test_a_copy_is_queued_behind_what_was_computed_and_before_who_waits_for_it()
         torch.Tensor, "copy_", lambda *_, non_blocking: streams.queued.append((streams.current, f"copy {non_blocking}"))
     )
     with mock.patch.object(torch, "get_device_module", return_value=streams), copied:
-        event = host_copy._copy_beside(source, result, streams.stream_of("side"))
+        event = host_copy._copy_on(source, result, streams.stream_of("side"))
         host_copy._running[result.data_ptr()] = event
         streams.queued.append(("compute", "another kernel"))
         assert WAIT(result, source).data_ptr() == result.data_ptr()

@@ -170,7 +170,7 @@ def _check_parts() -> None:
         assert type(block.up.weight) is nn.Parameter
         assert isinstance(other.up.weight, DTensor)
         assert torch.equal(block(x), reference.blocks[0](x))
-        with pytest.raises(ConfigError, match="partly held in full"):
+        with pytest.raises(ConfigError, match="partly unsharded"):
             model(tokens())
         with pytest.raises(ConfigError, match="held in full already"), full_params(model):
             pass
@@ -182,7 +182,7 @@ def _check_parts() -> None:
         kept = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
         assert {n.split(".")[0] for n in kept} >= {"blocks"}
         assert any(not isinstance(p, DTensor) for p in model.parameters())
-        with pytest.raises(ConfigError, match="partly held in full"):
+        with pytest.raises(ConfigError, match="partly unsharded"):
             model(tokens())
     with full_params(model.blocks, recurse=False):  # no unit: nothing happens
         assert isinstance(block.up.weight, DTensor)

@@ -30,7 +30,7 @@ def skipped(model: nn.Module, units: Sequence[FSDPUnit], graphs: Sequence[GraphP
     yield from _uneven(units)
     yield from _never_gathered(units, graphs)
     yield from _never_reduced(units, graphs)
-    yield from _kept(units, graphs)
+    yield from _kept_unsharded(units, graphs)
 
 
 def _graph_breaks(graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
@@ -110,7 +110,7 @@ _WHY_KEPT = {
 }
 
 
-def _kept(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
+def _kept_unsharded(units: Sequence[FSDPUnit], graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     asked = {unit.title: slot.spec.reshard for unit in units for slot in unit.params}
     for graph in graphs:
         kept = [u for c in graph.collectives if c.kind is Kind.GATHER and c.reshard is None for u in c.units]

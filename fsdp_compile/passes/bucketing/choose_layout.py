@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import require
-from fsdp_compile.ir.queries import Beside
+from fsdp_compile.ir.queries import InputsByFlat
 from fsdp_compile.passes.bucketing.messages import Bucket, Packing, ParamCollective, is_small, make_bucket
 
 
-def cheapest_bucket(singles: Sequence[ParamCollective], hardware: Hardware | None, partials: Beside) -> Bucket:
+def cheapest_bucket(singles: Sequence[ParamCollective], hardware: Hardware | None, partials: InputsByFlat) -> Bucket:
     """The bucket of some parameters in the layout that takes less time; without hardware, nothing is copied.
 
     `partials` are the inputs with accumulated reduce-scattered gradients.
@@ -30,7 +30,7 @@ def cheapest_bucket(singles: Sequence[ParamCollective], hardware: Hardware | Non
     return packed if saved_us > _copies_us(packed, hardware) else apart
 
 
-def _can_be_packed(single: ParamCollective, partials: Beside) -> bool:
+def _can_be_packed(single: ParamCollective, partials: InputsByFlat) -> bool:
     spec = single.spec
     return not (single.is_post_forward or spec.gather_dtype or spec.hook or partials.of(single.flat))
 

@@ -17,7 +17,7 @@ from torch import fx
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Role, StepGraph, require
-from fsdp_compile.ir.queries import Beside, last_of
+from fsdp_compile.ir.queries import InputsByFlat, last_of
 from fsdp_compile.layout.messages import narrow, view
 from fsdp_compile.passes.bucketing.messages import Bucket, ParamCollective, joint_record
 from fsdp_compile.passes.emit.reduce import add_partial, scale_after, stages
@@ -28,7 +28,7 @@ Reduced = tuple[fx.Node, int, fx.Node]
 
 
 def write_packed_reduction(
-    step: StepGraph, bucket: Bucket, order: dict[fx.Node, int], partials: Beside
+    step: StepGraph, bucket: Bucket, order: dict[fx.Node, int], partials: InputsByFlat
 ) -> list[Reduced]:
     """Writes all stages at the place where the last gradient is ready; returns one entry per parameter."""
     singles = _as_registered(bucket.singles)
@@ -77,7 +77,9 @@ def _parts(b: GraphBuilder, singles: Sequence[ParamCollective], message: fx.Node
     return [narrow(b, message, 0, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _with_partials(b: GraphBuilder, singles: Sequence[ParamCollective], message: fx.Node, partials: Beside) -> fx.Node:
+def _with_partials(
+    b: GraphBuilder, singles: Sequence[ParamCollective], message: fx.Node, partials: InputsByFlat
+) -> fx.Node:
     """The reduce-scattered gradient of each parameter, with what earlier backward passes have accumulated."""
     held = [partials.of(single.flat) for single in singles]
     if not any(held):

@@ -14,7 +14,7 @@ from torch import fx
 
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.ir.queries import Beside
+from fsdp_compile.ir.queries import InputsByFlat
 from fsdp_compile.passes.bucketing.messages import ParamCollective, collective_of
 from fsdp_compile.passes.bucketing.split_edges import LEAST_LATENCIES
 
@@ -31,12 +31,12 @@ def worth_joining_bytes(hardware: Hardware, ranks: int) -> int:
     return round(LEAST_LATENCIES * waiting_us * link.bytes_per_s / 1e6)
 
 
-def join_gathers(groups: Groups, limit_bytes: int, partials: Beside) -> Groups:
+def join_gathers(groups: Groups, limit_bytes: int, partials: InputsByFlat) -> Groups:
     """Joins neighbours among groups of gathers, which are in the order in which they are needed."""
     return _joined(groups, limit_bytes, partials)
 
 
-def join_reductions(groups: Groups, limit_bytes: int, order: dict[fx.Node, int], partials: Beside) -> Groups:
+def join_reductions(groups: Groups, limit_bytes: int, order: dict[fx.Node, int], partials: InputsByFlat) -> Groups:
     """Joins neighbours among groups of reductions, in the order in which their last gradients are ready."""
     if limit_bytes == 0:
         return groups
@@ -52,7 +52,7 @@ class _Open:
     size_bytes: int
 
 
-def _joined(groups: Iterable[Sequence[ParamCollective]], limit_bytes: int, partials: Beside) -> Groups:
+def _joined(groups: Iterable[Sequence[ParamCollective]], limit_bytes: int, partials: InputsByFlat) -> Groups:
     """Groups with no large one between them, of one kind of collective, up to a limit; others are not joined."""
     done: Groups = []
     last: dict[Hashable, _Open] = {}
@@ -73,7 +73,7 @@ def _joined(groups: Iterable[Sequence[ParamCollective]], limit_bytes: int, parti
     return done
 
 
-def _kind(single: ParamCollective, partials: Beside) -> Hashable:
+def _kind(single: ParamCollective, partials: InputsByFlat) -> Hashable:
     """Equal for parameters whose collectives can be joined beyond their unit; `None` for all others."""
     spec = single.spec
     # A hook is called once for each unit. Post-forward shards and accumulated gradients belong to the flat parameters

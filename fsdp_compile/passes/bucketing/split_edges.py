@@ -91,25 +91,25 @@ class Edges:
                 runs.append([])
                 run_bytes = 0
             runs[-1].append(single)
-            run_bytes += _held_bytes(single)
+            run_bytes += _shard_bytes(single)
         if len(runs) > 1 and not self._is_enough(run_bytes, runs[-1][0].ranks, kind):
             runs[-2:] = [runs[-2] + runs[-1]]
         return runs
 
-    def _is_enough(self, held_bytes: int, ranks: int, kind: Kind) -> bool:
+    def _is_enough(self, shard_bytes: int, ranks: int, kind: Kind) -> bool:
         latency_us = self.link.collective_us(kind.value, 0, ranks)
-        enough: bool = self._sending_us(held_bytes, ranks, kind) >= (1 + LEAST_LATENCIES) * latency_us
+        enough: bool = self._sending_us(shard_bytes, ranks, kind) >= (1 + LEAST_LATENCIES) * latency_us
         return enough
 
     def _time_us(self, singles: Sequence[ParamCollective], kind: Kind) -> float:
-        return self._sending_us(sum(map(_held_bytes, singles)), singles[0].ranks, kind)
+        return self._sending_us(sum(map(_shard_bytes, singles)), singles[0].ranks, kind)
 
-    def _sending_us(self, held_bytes: int, ranks: int, kind: Kind) -> float:
-        time_us: float = self.link.collective_us(kind.value, held_bytes * (ranks - 1), ranks)
+    def _sending_us(self, shard_bytes: int, ranks: int, kind: Kind) -> float:
+        time_us: float = self.link.collective_us(kind.value, shard_bytes * (ranks - 1), ranks)
         return time_us
 
 
-def _held_bytes(single: ParamCollective) -> int:
+def _shard_bytes(single: ParamCollective) -> int:
     """Bytes of this rank's part of a parameter, as it is sent."""
     size_bytes: int = single.extent * single.sent.meta["val"].element_size()
     return size_bytes

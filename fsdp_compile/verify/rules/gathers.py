@@ -138,7 +138,7 @@ def _where(spec: UnshardSpec) -> str:
     )
 
 
-def _is_kept(found: Origin, slot: Slot) -> bool:
+def _is_saved(found: Origin, slot: Slot) -> bool:
     """Whether an element comes from the full parameter of a slot that is unsharded since an earlier call."""
     record = None if found.node is None else record_of(found.node)
     if record is None or record.role is not Role.UNSHARDED_PARAM:
@@ -150,7 +150,7 @@ def _wrong_element(node: fx.Node, slot: Slot) -> str:
     """What is wrong with the first element that comes from elsewhere; empty if none does."""
     for probe in probes(slot.spec):
         found = origin(node, probe.element, 0)
-        if _is_kept(found, slot):
+        if _is_saved(found, slot):
             if found.index != probe.element or found.hops:
                 return f"element {probe.element} is [{found.index}] of the full parameter %{found.node}"
             continue

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fsdp_compile.training.held_bytes import HeldBytes, expected, measured, storage_bytes
 from fsdp_compile.training.loop import compare_bytes
 from fsdp_compile.training.model import Llama, ModelShape
+from fsdp_compile.training.state_bytes import StateBytes, expected, measured, storage_bytes
 
 SHAPE = ModelShape(width=32, layers=2, heads=4, seq_len=16)
 HIDDEN = 96  # 8/3 of 32 is 85.3; the next multiple of 32
@@ -17,7 +17,7 @@ PARAMETERS = 2 + 2 * 9 + 1
 
 
 def test_an_unsharded_rank_holds_every_number_four_times_and_the_counters() -> None:
-    assert expected(Llama(SHAPE), 1) == HeldBytes(
+    assert expected(Llama(SHAPE), 1) == StateBytes(
         parameters=4 * NUMBERS, gradients=4 * NUMBERS, optimizer=8 * NUMBERS + 4 * PARAMETERS
     )
 
@@ -47,8 +47,8 @@ def test_memory_that_tensors_share_counts_once() -> None:
 
 
 def test_the_line_says_every_part_in_megabytes() -> None:
-    mine = HeldBytes(parameters=500_000, gradients=500_000, optimizer=1_000_000)
-    whole = HeldBytes(parameters=1_000_000, gradients=1_000_000, optimizer=2_000_000)
+    mine = StateBytes(parameters=500_000, gradients=500_000, optimizer=1_000_000)
+    whole = StateBytes(parameters=1_000_000, gradients=1_000_000, optimizer=2_000_000)
     assert compare_bytes(mine, whole) == (
         "parameters 0.50 of 1.00 MB, gradients 0.50 of 1.00 MB, AdamW state 1.00 of 2.00 MB, together 2.00 of 4.00 MB"
     )

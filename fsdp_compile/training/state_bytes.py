@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldBytes:
+class StateBytes:
     """Bytes of training state of one rank between steps; `optimizer` is AdamW's two averages, and its counters."""
 
     parameters: int
@@ -24,22 +24,22 @@ class HeldBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def expected(model: nn.Module, ranks: int) -> HeldBytes:
+def expected(model: nn.Module, ranks: int) -> StateBytes:
     """The bytes of the fullest of `ranks` ranks: rows in equal chunks, without alignment.
 
     The model's parameters must not be sharded yet.
     """
     shards = [_largest_shard_bytes(parameter, ranks) for parameter in model.parameters()]
     weights, counters = sum(shards), 4 * len(shards)
-    return HeldBytes(parameters=weights, gradients=weights, optimizer=2 * weights + counters)
+    return StateBytes(parameters=weights, gradients=weights, optimizer=2 * weights + counters)
 
 
-def measured(optimizer: torch.optim.Optimizer) -> HeldBytes:
+def measured(optimizer: torch.optim.Optimizer) -> StateBytes:
     """The bytes of this rank, padding and alignment included; to be called between backward and `zero_grad`."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state = [value for values in optimizer.state.values() for value in values.values()]
-    return HeldBytes(
+    return StateBytes(
         parameters=storage_bytes(parameters),
         gradients=storage_bytes(gradients),
         optimizer=storage_bytes(value for value in state if isinstance(value, Tensor)),
