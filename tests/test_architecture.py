@@ -38,7 +38,7 @@ FLOORS = [
         lower
         backend
         explain
-        parity training
+        parity training integrations
         __init__
         cli
     """.strip().splitlines()

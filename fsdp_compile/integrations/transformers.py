@@ -1,0 +1,181 @@
+"""transformers' `Trainer` with models that this package shards: one callback.
+
+`Trainer` has a way of its own for models that are sharded before it gets them: it wraps them in nothing, and every rank
+takes part when it saves one. The callback takes that way.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.runtime.module_state import is_sharded
+from fsdp_compile.sharding.fully_shard import fully_shard
+from fsdp_compile.state.full_params import full_params
+
+_STATE = "fsdp_state"
+"""Folder in each of the Trainer's checkpoints: optimizer, learning rate schedule and random number generators."""
+_GENERATORS = "rng-{}.pt"
+
+
+class FSDPCallback(TrainerCallback):
+    """Shards and compiles the model of a `Trainer`, and saves and loads what the Trainer cannot.
+
+    The model is compiled with `model.compile(backend="fsdp")`. Call `fully_shard` on it before for other dtypes, units
+    or meshes. Checkpoints have the full model in transformers' format, and the sharded optimizer state beside it, which
+    loads on any number of ranks.
+
+    Args:
+        model: The model, which is sharded and compiled at once: make the callback before the Trainer.
+        options: Fields of `FSDPOptions`.
+
+    Raises:
+        ConfigError: If `model` is no transformers model.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: Mapping[str, Any] | None = None) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(
+                f"{type(model).__name__} is not a transformers model",
+                where="FSDPCallback(model)",
+                instead="a PreTrainedModel; for other modules, a training loop of your own or accelerate",
+            )
+        if not is_sharded(model):
+            fully_shard(model)
+        model.compile(backend="fsdp", options=dict(options or {}))
+        # So Trainer leaves averaging to the model, and calls `save_pretrained` on all ranks.
+        model._is_distributed_loading_by_transformers = True
+        object.__setattr__(model, "save_pretrained", _SavePretrained(model))
+        object.__setattr__(model, "load_state_dict", _LoadStateDict(model))
+        self._model = model
+        self._resumed: Path | None = None
+
+    def on_init_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
+        """Refuses arguments that do not go with it, before the Trainer makes an optimizer."""
+        if kwargs["model"] is not self._model:
+            raise ConfigError(
+                "the Trainer has another model than the callback",
+                where="Trainer(model=..., callbacks=[FSDPCallback(model)])",
+                instead="the same model in both",
+            )
+        _refuse(args)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        """Saves the state of the optimizer beside the model, every rank its own part."""
+        folder = _folder(args, state)
+        dcp.save(_training_state(kwargs), checkpoint_id=folder)
+        _save_generators(folder)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        """Loads it, if the Trainer resumes."""
+        if state.global_step == 0:
+            return
+        folder = _folder(args, state)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"there is no optimizer state in {folder}",
+                where=f"Trainer.train(resume_from_checkpoint=...), step {state.global_step}",
+                instead=f"a checkpoint that a run with FSDPCallback() wrote, in output_dir {args.output_dir!r}",
+            )
+        loaded = _training_state(kwargs)
+        dcp.load(loaded, checkpoint_id=folder)
+        set_optimizer_state_dict(kwargs["model"], _plain(kwargs["optimizer"]), loaded["optimizer"])
+        kwargs["lr_scheduler"].load_state_dict(loaded["lr_scheduler"])
+        self._resumed = folder
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Restores random number generators in a resumed run."""
+        # Not when training begins: the Trainer's loader draws a seed after that.
+        if self._resumed is not None:
+            _load_generators(self._resumed)
+            self._resumed = None
+
+
+class _SavePretrained:
+    """`model.save_pretrained`, called on all ranks: the main process writes the full model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
+        with full_params(self.model, writeback=False, rank0_only=True, offload_to_cpu=True):
+            if is_main_process:
+                type(self.model).save_pretrained(self.model, save_directory, **kwargs)
+
+
+class _LoadStateDict:
+    """`model.load_state_dict` with full values, which the Trainer reads from its checkpoint on every rank."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with full_params(self.model):
+            return type(self.model).load_state_dict(self.model, *args, **kwargs)
+
+
+def _refuse(args: TrainingArguments) -> None:
+    """Raises `ConfigError` for arguments by which the Trainer would shard, compile or save in a way of its own."""
+    wrong = {
+        "fsdp": (bool(args.fsdp), "leave it out: the callback shards the model"),
+        "deepspeed": (bool(args.deepspeed), "leave it out: the callback shards the model"),
+        "torch_compile": (bool(args.torch_compile), "leave it out: the callback compiles; FSDPCallback(options=...)"),
+        "fp16": (bool(args.fp16), "bf16=True, or fully_shard(model, mp_policy=...) before the Trainer is made"),
+        "save_on_each_node": (bool(args.save_on_each_node), "save_on_each_node=False, and a folder that all hosts see"),
+        "save_only_model": (
+            args.save_strategy != "no" and not args.save_only_model,
+            "save_only_model=True: the Trainer would save the optimizer state of one rank; the callback saves all",
+        ),
+    }
+    for name, (is_wrong, instead) in wrong.items():
+        if is_wrong:
+            raise ConfigError(
+                f"{name}={getattr(args, name)!r} does not go with FSDPCallback",
+                where=f"TrainingArguments({name}=...)",
+                instead=instead,
+            )
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / _STATE
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer itself; the Trainer has it wrapped by accelerate."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _training_state(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What one checkpoint has beside the model, from the arguments of a callback."""
+    optimizer = get_optimizer_state_dict(given["model"], _plain(given["optimizer"]))
+    return {"optimizer": optimizer, "lr_scheduler": given["lr_scheduler"].state_dict()}
+
+
+def _save_generators(folder: Path) -> None:
+    """Writes the state of this rank's random number generators."""
+    state = {"python": random.getstate(), "cpu": torch.get_rng_state(), "devices": _device_states()}
+    torch.save(state, folder / _GENERATORS.format(dist.get_rank()))
+
+
+def _load_generators(folder: Path) -> None:
+    """Restores them; on another number of ranks there may be none for this one, and it goes on with its own."""
+    file = folder / _GENERATORS.format(dist.get_rank())
+    if file.exists():
+        state = torch.load(file, weights_only=True)
+        random.setstate(state["python"])
+        torch.set_rng_state(state["cpu"])
+        if state["devices"]:
+            torch.cuda.set_rng_state_all(state["devices"])
+
+
+def _device_states() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

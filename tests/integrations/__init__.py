@@ -1,0 +1,1 @@
+"""Tests of `fsdp_compile/integrations`, and of frameworks that need nothing of it."""

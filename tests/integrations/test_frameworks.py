@@ -1,0 +1,76 @@
+"""Programs with real frameworks on two processes: the sharded model trains to the numbers of DDP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = "tests.integrations.programs"
+
+pytestmark = [pytest.mark.optional, pytest.mark.long]
+
+
+def _run(program: str, folder: Path, *arguments: str) -> list[dict[str, float]]:
+    """What a program reports that torchrun starts on two ranks."""
+    file = folder / "report.json"
+    file.unlink(missing_ok=True)
+    launcher = ["torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", f"{PROGRAMS}.{program}", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "REPORT": str(file), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[dict[str, float]] = json.loads(file.read_text())
+    assert found
+    return found
+
+
+def _same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-5)
+
+
+def test_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    expected = _run("with_trainer", tmp_path, "ddp", "by_ddp")
+    found = _run("with_trainer", tmp_path, "fsdp", "sharded")
+    assert any("eval_loss" in entry for entry in expected)
+    assert any("grad_norm" in entry for entry in expected)
+    _same(found, expected)
+    weights = tmp_path / "sharded" / "checkpoint-4" / "model.safetensors"
+    assert weights.stat().st_size == (tmp_path / "by_ddp" / "checkpoint-4" / "model.safetensors").stat().st_size
+    # The Trainer reads the log of the first two steps from the checkpoint, and repeats the others.
+    resumed = _run("with_trainer", tmp_path, "fsdp", "sharded", "sharded/checkpoint-2")
+    assert resumed == found
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_accelerate(tmp_path: Path, mixed_precision: str) -> None:
+    pytest.importorskip("accelerate")
+    expected = _run("with_accelerate", tmp_path, "ddp", mixed_precision)
+    _same(_run("with_accelerate", tmp_path, "fsdp", mixed_precision), expected)
+
+
+def test_peft(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    expected = _run("with_peft", tmp_path, "ddp", "by_ddp")
+    _same(_run("with_peft", tmp_path, "fsdp", "sharded"), expected)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_fabric(tmp_path: Path, precision: str) -> None:
+    pytest.importorskip("lightning")
+    expected = _run("with_fabric", tmp_path, "ddp", precision)
+    _same(_run("with_fabric", tmp_path, "fsdp", precision), expected)
