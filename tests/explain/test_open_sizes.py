@@ -67,6 +67,12 @@ def test_ranks_and_sizes_change_together_and_back(plan: Plan) -> None:
     assert there.at(world_size=RANKS, batch=4, gb_per_s=50.0) == plan
 
 
+def test_a_size_of_one_is_open_as_any_other(plan: Plan) -> None:
+    alone = _explain(1, 64, OPEN)
+    assert alone.sizes == {"batch": 1, "sequence": 64}
+    assert _seen(alone.at(batch=4)) == _seen(plan)
+
+
 @pytest.mark.core
 def test_formulas_are_the_numbers_of_the_plan_there(plan: Plan) -> None:
     formulas = plan.formulas()

@@ -77,6 +77,34 @@ def test_values_of_param_init_fn_are_those_of_a_plain_loop() -> None:
     run_ranks(_check_values, (4,), init_normal, world_size=4)
 
 
+class _Damped(nn.Linear):
+    """Scales what its weight is initialized with, here or by a module that it is tied to."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+
+
+def _check_second_initialization() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 5, bias=False), _Damped(5, 5, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    model = fully_shard(on_meta(make))
+    torch.manual_seed(3)
+    materialize(model)
+    torch.manual_seed(3)
+    reference = make()
+    torch.manual_seed(3)
+    initialize(reference)
+    assert_equal(model, reference)
+
+
+def test_a_second_module_of_a_tied_parameter_starts_with_the_values_of_the_first() -> None:
+    run_ranks(_check_second_initialization)
+
+
 def _check_constructor() -> None:
     """Where constructors initialize in the order of registration, seed and constructor are the reference."""
     model = fully_shard(on_meta(lambda: nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Conv1d(7, 3, 1))))

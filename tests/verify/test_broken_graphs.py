@@ -6,13 +6,14 @@ import pytest
 
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.table import RULES
+from tests.verify.average_breaks import AVERAGE_BREAKS as OF_AVERAGES
 from tests.verify.breaks import BREAKS as OF_UNITS
 from tests.verify.breaks import Break
 from tests.verify.joined_breaks import BREAKS as OF_JOINED_UNITS
 from tests.verify.lookup_breaks import LOOKUP_BREAKS as OF_LOOKUPS
 from tests.verify.update_breaks import UPDATE_BREAKS as OF_UPDATES
 
-BREAKS = (*OF_UNITS, *OF_JOINED_UNITS, *OF_LOOKUPS, *OF_UPDATES)
+BREAKS = (*OF_UNITS, *OF_AVERAGES, *OF_JOINED_UNITS, *OF_LOOKUPS, *OF_UPDATES)
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=[b.name for b in BREAKS])
