@@ -6,14 +6,12 @@ and sharded state, at the start of their next step; lists of parameters that use
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd
@@ -70,12 +68,6 @@ def mark_replaced(parameter: nn.Parameter, param: FSDPParam) -> None:
 def current(parameter: torch.Tensor) -> torch.Tensor:
     """The sharded parameter that replaced `parameter`, or `parameter` itself."""
     return parameter.param.parameter if isinstance(parameter, ReplacedParameter) else parameter
-
-
-@functools.cache
-def update_optimizers_at_their_next_step() -> None:
-    """Makes every optimizer of the process replace its replaced parameters at the start of its steps."""
-    register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: update_optimizer(optimizer))
 
 
 def update_optimizer(optimizer: Optimizer) -> None:
