@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -70,11 +71,10 @@ def is_of_other_rank(value: object, parameter: DTensor) -> bool:
     if not isinstance(value, DTensor) or value.shape != parameter.shape:
         return False
     split = [dim for dim, placement in enumerate(value.placements) if isinstance(placement, Shard)]
+    mesh = value.device_mesh
     # A mesh that was unpickled says the place of the rank that pickled it.
-    own, saved = parameter.device_mesh.get_coordinate(), value.device_mesh.get_coordinate()
-    if own is None or saved is None or len(own) != len(saved):
-        return False
-    return any(own[dim] != saved[dim] for dim in split)
+    saved, own = mesh.get_coordinate(), (mesh.mesh == dist.get_rank()).nonzero().flatten().tolist()
+    return saved is not None and (not own or any(own[dim] != saved[dim] for dim in split))
 
 
 def _refuse(optimizer: Optimizer, held: dict[str, Any], param: FSDPParam) -> None:

@@ -82,7 +82,10 @@ def update_optimizer(optimizer: Optimizer) -> None:
     # All of it before anything is changed: an error leaves the optimizer as it was.
     state = {p: _shard_state(optimizer.state[p], p) for p in replaced if p in optimizer.state}
     for group in optimizer.param_groups:
-        group["params"] = [current(p) for p in group["params"]]
+        given = group["params"]
+        group["params"] = [current(p) for p in given]
+        for name in [name for name, value in vars(optimizer).items() if value is given]:
+            setattr(optimizer, name, group["params"])  # LBFGS steps with an attribute that is this list
     for parameter, value in state.items():
         del optimizer.state[parameter]
         optimizer.state[current(parameter)] = value

@@ -55,10 +55,12 @@ def _check_conversion(name: str, folder: Path) -> None:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    dcp.async_save(state, checkpoint_id=folder).result()
+    saving: Any = dcp.async_save(state, checkpoint_id=folder)
+    saving.result()
     loaded = {key: torch.zeros_like(value) for key, value in state.items()}
     dcp.load(loaded, checkpoint_id=folder)
-    for kept in (copy.deepcopy(state), torch.load(file, weights_only=False), loaded):
+    found: list[dict[str, Any]] = [copy.deepcopy(state), torch.load(file, weights_only=False), loaded]
+    for kept in found:
         for key, value in expected.items():
             assert torch.equal(kept[key].full_tensor(), value.to(kept[key].dtype)), key
     if name != "half":

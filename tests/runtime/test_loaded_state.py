@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, UnsupportedModelError, flat_step, fully_shard, step_in_backward
+from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
 
 STEPPERS: dict[str, Callable[[optim.Optimizer], object]] = {
@@ -167,7 +168,7 @@ def _step_with_closure(model: nn.Module, optimizer: optim.Optimizer) -> None:
         return loss
 
     if isinstance(optimizer, optim.LBFGS):
-        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.step(closure)
     else:
         closure()
         optimizer.step()
@@ -201,6 +202,26 @@ def _check_right(name: str) -> None:
 @pytest.mark.parametrize("name", RIGHT)
 def test_optimizers_equal_one_process(name: str) -> None:
     run_ranks(_check_right, name)
+
+
+def _check_lbfgs_made_before() -> None:
+    model, reference = _mlp(8), _mlp(8)
+    optimizers = [optim.LBFGS(each.parameters(), lr=0.1, max_iter=4) for each in (model, reference)]
+    fully_shard(model)
+    for each, optimizer in zip((model, reference), optimizers, strict=True):
+        for _ in range(3):
+            _step_with_closure(each, optimizer)
+    _assert_equal(model, reference)
+
+    plain, reference = _mlp(8), _mlp(8)
+    optimizer = optim.LBFGS(plain.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"was sharded since you took it(.|\n)*after the first call"):
+        _step_with_closure(compile_eagerly(plain), optimizer)  # which shards it, in the middle of the step
+    _assert_equal(plain, reference)
+
+
+def test_lbfgs_made_before_the_model_was_sharded() -> None:
+    run_ranks(_check_lbfgs_made_before)
 
 
 def _orthogonalized(gradient: torch.Tensor) -> torch.Tensor:
