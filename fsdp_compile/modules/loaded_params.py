@@ -64,10 +64,14 @@ def refuse_shards_of_other_ranks(module: nn.Module, state_dict: Mapping[str, Any
 def _params(module: nn.Module) -> Iterator[tuple[str, FSDPParam]]:
     """The sharded parameters of a module itself that it has not removed, by attribute."""
     for attribute, read in reads_of(module).items():
-        if module._parameters.get(attribute) is not None:
-            for param in read.group.params:
-                if (module, attribute) in param.module_refs:
-                    yield attribute, param
+        held, params = module._parameters.get(attribute), read.group.params
+        if held is None:
+            continue
+        found = next((param for param in params if param.parameter is held), None)
+        if found is None:  # it was replaced
+            found = next((param for param in params if (module, attribute) in param.module_refs), None)
+        if found is not None:
+            yield attribute, found
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -99,8 +99,9 @@ def _refuse(optimizer: Optimizer, held: dict[str, Any], param: FSDPParam) -> Non
 def _has_other_rows(value: torch.Tensor, param: FSDPParam) -> bool:
     if not isinstance(value, DTensor) or value.shape != param.dtensor.shape:
         return False
+    # By elements: empty parts may have any shape.
     same = value.placements == param.dtensor.placements
-    return same and tuple(local_tensor(value).shape) != param.sharded_size
+    return same and local_tensor(value).numel() != param.sharded_view.numel()
 
 
 def _is_full(optimizer: Optimizer, value: torch.Tensor, param: FSDPParam) -> bool:
