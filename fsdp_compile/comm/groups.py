@@ -205,7 +205,8 @@ def default_mesh(device_type: str) -> DeviceMesh:
     """
     if not dist.is_initialized():
         _start_world(device_type)
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    # Without names, as FSDP2's: DTensors on meshes with other names do not mix.
+    return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def _start_world(device_type: str) -> None:

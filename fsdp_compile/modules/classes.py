@@ -22,6 +22,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
 from fsdp_compile.modules import buffers
 from fsdp_compile.modules.forward import enter_own_forward, forward, in_forward
+from fsdp_compile.modules.loaded_params import keep_ties, keep_views, refuse_shards_of_other_ranks
 from fsdp_compile.modules.param_views import give_storages
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.module_state import ReadFrom, ensure_state, reads_of
@@ -179,6 +180,7 @@ def _members_over(original: type[nn.Module]) -> dict[str, Any]:
         "get_parameter": _get_parameter,
         "_save_to_state_dict": _save_to_state_dict,
         "_load_from_state_dict": _load_from_state_dict,
+        "_apply": _apply,
         UNSHARD_ARGS: None,
         "_fsdp_original_class": original,
         "_fsdp_original_forward": original.forward,
@@ -271,10 +273,19 @@ def _train(module: nn.Module, mode: bool = True) -> nn.Module:  # noqa: FBT001, 
     return changed
 
 
-def _load_from_state_dict(module: nn.Module, *args: Any) -> None:
+def _load_from_state_dict(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    refuse_shards_of_other_ranks(module, state_dict, prefix)
+    before = dict(module._parameters)
     buffers.restore(module)
-    original_class(module)._load_from_state_dict(module, *args)
+    original_class(module)._load_from_state_dict(module, state_dict, prefix, *args)
     buffers.follow_mode(module)
+    keep_ties(module, before)
+
+
+def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    changed = original_class(module)._apply(module, *args, **kwargs)
+    keep_views(module)
+    return changed
 
 
 def _refuse_pickle(module: nn.Module, _protocol: SupportsIndex) -> Any:
@@ -289,7 +300,8 @@ def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
     raise UnsupportedModelError(
         "a sharded module cannot be deep-copied: the copy would share process groups and parameter groups with it",
         where=original_class(module).__name__,
-        instead="copy.deepcopy(model) before it is sharded, and move values with state_dict() and load_state_dict()",
+        instead="copy.deepcopy(model) before it is sharded (AveragedModel(model) copies it, too), then fully_shard() both, "
+        "whose parameters mix; or move values with state_dict() and load_state_dict()",
     )
 
 

@@ -19,7 +19,7 @@ from torch import nn, optim
 from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.optim.flat_runs import Run, State, neighbours
-from fsdp_compile.runtime.replaced_params import update_optimizer
+from fsdp_compile.runtime import loaded_state
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 ELEMENTWISE = (
@@ -105,7 +105,7 @@ class FlatStep:
                 # The closure runs before anything is replaced: it sees the parameters.
                 loss = closure()
         with self._lock:
-            update_optimizer(optimizer)
+            loaded_state.prepare(optimizer)
             state = optimizer.state
             given = [group["params"] for group in optimizer.param_groups]
             shown = [self._runs_of(number, parameters, state) for number, parameters in enumerate(given)]
@@ -116,9 +116,10 @@ class FlatStep:
     def update(self, optimizer: optim.Optimizer, flat: FSDPParamGroup) -> list[FSDPParam]:
         """Steps the parameters of one flat parameter that have gradients, and returns them."""
         with self._lock:
+            loaded_state.check(optimizer)
             numbers = self._group_numbers(optimizer)
             if any(param.parameter.grad is not None and param.parameter not in numbers for param in flat.params):
-                update_optimizer(optimizer)  # it may hold parameters that were sharded since
+                loaded_state.prepare(optimizer)  # it may hold parameters that were sharded since
                 numbers = self._group_numbers(optimizer)
             groups: list[Places] = [[] for _ in optimizer.param_groups]
             for param in flat.params:

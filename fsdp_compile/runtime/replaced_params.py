@@ -6,14 +6,12 @@ and sharded state, at the start of their next step; lists of parameters that use
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd
@@ -72,12 +70,6 @@ def current(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.param.parameter if isinstance(parameter, ReplacedParameter) else parameter
 
 
-@functools.cache
-def update_optimizers_at_their_next_step() -> None:
-    """Makes every optimizer of the process replace its replaced parameters at the start of its steps."""
-    register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: update_optimizer(optimizer))
-
-
 def update_optimizer(optimizer: Optimizer) -> None:
     """Replaces the replaced parameters of an optimizer by their successors, and shards its state.
 
@@ -90,7 +82,10 @@ def update_optimizer(optimizer: Optimizer) -> None:
     # All of it before anything is changed: an error leaves the optimizer as it was.
     state = {p: _shard_state(optimizer.state[p], p) for p in replaced if p in optimizer.state}
     for group in optimizer.param_groups:
-        group["params"] = [current(p) for p in group["params"]]
+        given = group["params"]
+        group["params"] = [current(p) for p in given]
+        for name in [name for name, value in vars(optimizer).items() if value is given]:
+            setattr(optimizer, name, group["params"])  # LBFGS steps with an attribute that is this list
     for parameter, value in state.items():
         del optimizer.state[parameter]
         optimizer.state[current(parameter)] = value

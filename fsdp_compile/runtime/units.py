@@ -189,6 +189,11 @@ class FSDPParamGroup:
         return False
 
 
+def sharded_parameters() -> dict[torch.Tensor, FSDPParam]:
+    """Every sharded parameter of this process that has memory."""
+    return {param.parameter: param for group in FSDPParamGroup.alive() for param in group.params}
+
+
 class ModelState:
     """The state of one sharded model in a step: one for each outermost module that `fully_shard` was called on.
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd, move_hooks
@@ -220,13 +221,15 @@ def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
     placements = policy.mesh_placement.placements(param.spec.dim)
     _detach_from_flat(param, parameter)
     if isinstance(parameter, DTensor):
-        if parameter.device_mesh != policy.mesh or tuple(parameter.placements) != placements:
+        if not _have_same_ranks(parameter.device_mesh, policy.mesh) or tuple(parameter.placements) != placements:
             raise ConfigError(
                 f"the parameter is a DTensor with placements {tuple(parameter.placements)} on {parameter.device_mesh}",
                 where=param.name,
                 instead=f"a full tensor, or one with placements {placements} on {policy.mesh}",
             )
         param.sharded_view.copy_(local_tensor(parameter).detach())
+        if parameter.device_mesh != policy.mesh:  # its dimensions have other names, and the two would not mix
+            torch.utils.swap_tensors(parameter, _sharded_parameter(parameter, param.sharded_view, policy, placements))
         set_local_tensor(parameter, param.sharded_view)
         param.parameter = parameter
     else:
@@ -239,6 +242,10 @@ def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
     param.dtensor_storage = param.parameter.untyped_storage()
     for module, attribute in param.module_refs:
         module._parameters[attribute] = param.parameter
+
+
+def _have_same_ranks(one: DeviceMesh, other: DeviceMesh) -> bool:
+    return one.device_type == other.device_type and torch.equal(one.mesh, other.mesh)
 
 
 def give_memory(param: FSDPParam, policy: UnitPolicy, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from fsdp_compile.modules.methods import ShardedModule
 from fsdp_compile.runtime import (
     accumulation,
     kernels,  # noqa: F401  registers the kernels of operators
-    replaced_params,
+    loaded_state,
     unshard,
 )
 from fsdp_compile.runtime.group_state import WrapSource
@@ -173,7 +173,7 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
         part_state = state_of(part)
         if part_state is not None:
             part_state.model = state.model
-    replaced_params.update_optimizers_at_their_next_step()
+    loaded_state.follow_optimizers()
     unshard.count_optimizer_steps()
 
 

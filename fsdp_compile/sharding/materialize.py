@@ -6,21 +6,22 @@ Memory that is to be initialized is filled with marks, so that elements which an
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.tensors import TorchDispatchMode, tree_leaves
 from fsdp_compile.comm import exchange
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.modules import param_views
 from fsdp_compile.modules.classes import original_class, swap_back, swap_to_original_class
-from fsdp_compile.runtime.units import FSDPParam
+from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
 from fsdp_compile.sharding import checks
 from fsdp_compile.sharding.arguments import InitFn, InitFrom
 from fsdp_compile.sharding.devices import device_on
+from fsdp_compile.sharding.init_mode import InitMode
 from fsdp_compile.sharding.views import allocate_from_meta
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -54,24 +55,27 @@ def materialize(
 ) -> None:
     """Initializes what is on the meta device in a sharded model; no rank ever has the full model in memory.
 
-    In the order of `model.modules()`, each module that has parameters or buffers on meta gets them in full on `device`,
-    is initialized under `no_grad`, and every rank copies its part. With one seed on all ranks the values are, bit for
-    bit, those of an unsharded model on the same device after
+    One after the other, each module that has parameters or buffers on meta gets them in full on `device`, is
+    initialized under `no_grad`, and every rank copies its part. With one seed on all ranks the values are, bit for bit,
+    those of an unsharded model on the same device after
 
         for module in model.modules():
-            param_init_fn(module)  # or module.reset_parameters(), where it has parameters or buffers of its own
+            module.reset_parameters()  # where it has parameters or buffers of its own
 
-    A tied parameter is initialized by each module that registers it, so the last one wins, as there.
+    or after `model.apply(param_init_fn)`, in which modules come after those in them; each once, also if it has several
+    places. A tied parameter is initialized by each module that registers it, so the last one wins, as there.
 
     Args:
         model: After `fully_shard`. What is not on meta keeps its values and its device, and its modules are left alone.
         device: Where to; by default the current device of the mesh's type.
-        param_init_fn: Called on each module, those without parameters included. It may only use the module's own
-            parameters and buffers. By default, modules' `reset_parameters()`.
+        param_init_fn: Called on each module, those without parameters included. It finds the module's own parameters
+            and buffers with memory, or, if it does nothing then, its parameters on meta, for `to_empty()`. Parameters
+            of other modules it may write whole, in place. By default, modules' `reset_parameters()`.
 
     Raises:
         ConfigError: If nothing is sharded; a module cannot initialize itself; `param_init_fn` is not callable, left a
-            parameter or buffer on meta or without a value, changed its shape, or used another module's parameters.
+            parameter or buffer on meta or without a value, changed its shape, or used views of another module's
+            parameters.
         RankMismatchError: If random numbers were drawn and ranks started with different seeds.
     """
     fill_in(getattr(model, "_orig_mod", model), device, param_init_fn, InitFrom.EACH_RANK)
@@ -102,13 +106,15 @@ def fill_in(
     target = device_on(sharded[0].policy.mesh, device, where="materialize(device=...)")
     spec = next(sharded[0].params).spec
     before = exchange.fingerprint(target)
-    work = _Work(param_init_fn, target, source, unwritten={t for m in waiting for t in _own(m).values() if t.is_meta})
+    unwritten = {t for m in waiting for t in _own(m).values() if t.is_meta}
     for unit in sharded:
-        allocate_from_meta(unit, [param for param in unit.params if param.parameter.is_meta], target)
-    for module, name in names.items():
+        _give_blanks(unit, target)
+    work = _Work(param_init_fn, target, source, [param for unit in sharded for param in unit.params], unwritten)
+    for module in names if param_init_fn is None else _inner_first(model):
         has_state = bool(_own(module))
         if module in waiting or (param_init_fn is not None and not has_state):
-            work.initialize(module, name or original_class(module).__name__)
+            work.initialize(module, names[module] or original_class(module).__name__)
+    work.refuse_incomplete()
     if source is InitFrom.EACH_RANK:
         exchange.check_alike(before, exchange.fingerprint(target), spec, target)
     else:
@@ -116,20 +122,48 @@ def fill_in(
             exchange.broadcast_from_first(value.detach(), spec)
 
 
+def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules in the order of `module.apply`, each once."""
+    seen: set[nn.Module] = set()
+    todo = [(module, False)]
+    while todo:
+        part, is_left = todo.pop()
+        if is_left:
+            yield part
+        elif part not in seen:
+            seen.add(part)
+            todo.append((part, True))
+            todo.extend((child, False) for child in reversed(list(part.children())))
+
+
+def _give_blanks(unit: FSDPUnit, device: torch.device) -> None:
+    """Gives the parameters of a unit that are on meta memory full of marks."""
+    waiting = [param for param in unit.params if param.parameter.is_meta]
+    found = {param.parameter for param in waiting}
+    allocate_from_meta(unit, waiting, device)
+    for param in unit.params:
+        if param.parameter in found:
+            param.sharded_view.copy_(blank(param.sharded_view, param.sharded_view.device))
+
+
 @dataclasses.dataclass
 class _Work:
     """The state of one call of `materialize`.
 
     Attributes:
+        params: The sharded parameters of the model.
         unwritten: Parameters and buffers that have no value yet.
         replaced: New tensors for those on meta that are not sharded; several modules may register one.
+        incomplete: Those of which elements have no value after their module was initialized, with their names.
     """
 
     init_fn: InitFn | None
     device: torch.device
     source: InitFrom
+    params: list[FSDPParam]
     unwritten: set[torch.Tensor]
     replaced: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
+    incomplete: dict[torch.Tensor, str] = dataclasses.field(default_factory=dict)
 
     def initialize(self, module: nn.Module, name: str) -> None:
         """Initializes a module's full parameters, and copies this rank's part."""
@@ -140,18 +174,45 @@ class _Work:
         sharded_class = swap_to_original_class(module)
         shapes = {attribute: (t.shape, t.dtype) for attribute, t in _own(module).items()}
         try:
-            with torch.no_grad(), _OwnStateOnly(name):
-                (self.init_fn or _reset)(module)
+            if not self._call(module, name) and any(param.parameter in self.unwritten for param in params.values()):
+                self._call_on_meta(module, name, params)
             for attribute, expected in shapes.items():
                 _check(f"{name}.{attribute}", _own(module).get(attribute), expected)
-            with torch.no_grad():
-                for param in params.values():
-                    self._keep(param)
-            self.unwritten.difference_update(param.parameter for param in params.values())
+            for attribute, param in params.items():
+                self.incomplete[param.parameter] = f"{name}.{attribute}"
+                self._keep(param, module._parameters[attribute])
+            self.incomplete.update({t: f"{name}.{a}" for a, t in _own(module).items() if a not in params})
         finally:
             swap_back(module, sharded_class)
             for param in params.values():
                 param_views.swap_in_sharded(param)
+
+    def _call(self, module: nn.Module, name: str) -> bool:
+        """Runs the initialization of a module; returns whether it did anything."""
+        mode = InitMode(name, self.params, self._keep)
+        with torch.no_grad(), mode:
+            (self.init_fn or _reset)(module)
+        return mode.was_used
+
+    def _call_on_meta(self, module: nn.Module, name: str, params: dict[str, FSDPParam]) -> None:
+        """Runs an initialization again that did nothing, with parameters on meta: FSDP1's materialize these alone."""
+        blanks = {attribute: module._parameters[attribute] for attribute in params}
+        for attribute, param in params.items():
+            if param.parameter in self.unwritten:
+                empty = torch.empty(param.spec.shape, dtype=param.parameter.dtype, device="meta")
+                module._parameters[attribute] = nn.Parameter(empty, requires_grad=param.parameter.requires_grad)
+        if not self._call(module, name):
+            module._parameters.update(blanks)
+
+    def refuse_incomplete(self) -> None:
+        """Raises `ConfigError` if a tensor has elements that no initialization wrote."""
+        for tensor, name in self.incomplete.items():
+            if isinstance(tensor, DTensor) or has_marks(tensor):
+                raise ConfigError(
+                    "an initialization left elements of it without a value (or made them NaN)",
+                    where=name,
+                    instead="a param_init_fn that writes all of it",
+                )
 
     def _start(self, param: FSDPParam) -> torch.Tensor:
         """What an initialization finds: blank memory, or the value that another module gave a tied parameter."""
@@ -172,32 +233,17 @@ class _Work:
         value = blank(old, self.device)
         return nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
 
-    def _keep(self, param: FSDPParam) -> None:
-        made = param_views.swapped_in(param)
+    @torch.no_grad()
+    def _keep(self, param: FSDPParam, made: torch.Tensor | None) -> None:
+        """Keeps this rank's part of a full value, or of the first rank's."""
         assert made is not None
         if self.source is InitFrom.EACH_RANK:
             param.sharded_view.copy_(local_part(made, param.spec.dim, param.spec.size, param.rank))
-            return
-        exchange.take_from_first(param.sharded_view, made, param.spec)
-
-
-class _OwnStateOnly(TorchDispatchMode):
-    """Refuses operators on parameters of other modules, which are sharded or have no memory."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and (value.is_meta or isinstance(value, DTensor)):
-                raise ConfigError(
-                    f"the initialization of this module uses a parameter or buffer of another one, in {func}",
-                    where=self._name,
-                    instead="initialize in each module what the module itself holds: param_init_fn is called on all of "
-                    "them",
-                )
-        return func(*args, **(kwargs or {}))
+        else:
+            exchange.take_from_first(param.sharded_view, made, param.spec)
+        if not has_marks(made):  # else a module above it may write the rest
+            self.unwritten.discard(param.parameter)
+            self.incomplete.pop(param.parameter, None)
 
 
 def _reset(module: nn.Module) -> None:
@@ -226,12 +272,6 @@ def _check(name: str, value: torch.Tensor | None, expected: tuple[torch.Size, to
             f"{tuple(value.shape)}",
             where=name,
             instead="decide shapes and dtypes when the model is made: they are laid out already",
-        )
-    if has_marks(value):
-        raise ConfigError(
-            "an initialization left elements of it without a value (or made them NaN)",
-            where=name,
-            instead="a param_init_fn that writes all of it",
         )
 
 

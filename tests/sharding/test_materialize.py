@@ -211,16 +211,16 @@ def _reshape(module: nn.Module) -> None:
 
 def _children(module: nn.Module) -> None:
     for parameter in module.parameters():
-        parameter.data.normal_()
+        parameter.data[:2].normal_()
 
 
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "no reset_parameters": (None, "has no reset_parameters", "param_init_fn"),
     "not callable": (5, "param_init_fn is a int", "a function of one module"),
-    "nothing written": (_nothing, "without a value", "scale"),
+    "nothing written": (_nothing, "without a value", "inner.weight"),
     "left on meta": (_to_meta, "left it on the meta device", "weight"),
     "other shape": (_reshape, "shape (4, 4) to torch.float32 of shape (5, 4)", "weight"),
-    "children": (_children, "of another one", "param_init_fn is called on all"),
+    "children": (_children, "is sharded, and has no views", "param_init_fn is called on all"),
 }
 
 
@@ -263,3 +263,97 @@ def _check_seeds() -> str:
 
 def test_ranks_with_different_seeds_are_refused() -> None:
     assert all("same seed on every rank" in message for message in run_ranks(_check_seeds))
+
+
+def _if_on_meta(module: nn.Module) -> None:
+    if any(t.is_meta for t in module.parameters(recurse=False)):
+        module.to_empty(device="cpu", recurse=False)
+        _reset_all(module)
+
+
+def _if_any_below_is_on_meta(module: nn.Module) -> None:
+    if any(t.is_meta for t in module.parameters()):
+        module.to_empty(device="cpu")
+        _reset_all(module)
+
+
+def _all_below(module: nn.Module) -> None:
+    module.to_empty(device="cpu")
+    _reset_all(module)
+
+
+def _reset_all(module: nn.Module) -> None:
+    for part in module.modules():
+        if callable(reset := getattr(part, "reset_parameters", None)):
+            reset()
+
+
+class Residual(nn.Module):
+    """Two layers around a sum, of which the second is scaled by the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 13)
+        self.down = nn.Linear(13, 6)
+
+
+class Language(nn.Module):
+    """Initializes all of its parts by itself, as GPT-2 does; its head is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.position = nn.Parameter(torch.empty(5, 6))
+        self.blocks = nn.ModuleList(Residual() for _ in range(2))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def initialize(self) -> None:
+        self.apply(_init_normal_and_zero)
+        nn.init.trunc_normal_(self.position, std=0.02)
+        for name, parameter in self.named_parameters():
+            if name.endswith("down.weight"):
+                nn.init.normal_(parameter, std=0.02 / 2)
+            if name.endswith("up.weight"):
+                parameter.mul_(2)
+
+
+def _init_normal_and_zero(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def _from_the_root(module: nn.Module) -> None:
+    if isinstance(module, Language):
+        module.initialize()
+
+
+IDIOMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] = {
+    "if on meta": (lambda: nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Conv1d(7, 3, 1)), _if_on_meta),
+    "if any below": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Sequential(nn.Linear(7, 3))), _if_any_below_is_on_meta),
+    "all below": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Sequential(nn.Linear(7, 3))), _all_below),
+    "from the root": (Language, _from_the_root),
+}
+
+
+def _check_idiom(case: str, shape: tuple[int, ...], *, from_first_rank: bool) -> None:
+    make, init = IDIOMS[case]
+    torch.manual_seed(3 + (torch.distributed.get_rank() if from_first_rank else 0))
+    model = on_meta(make)
+    mesh = init_device_mesh("cpu", shape)
+    fully_shard(model, mesh=mesh, param_init_fn=init, sync_module_states=from_first_rank)
+    reference = make() if case == "from the root" else on_meta(make)  # `to_empty()` of a plain model unties it
+    torch.manual_seed(3)
+    with torch.no_grad():
+        reference.apply(init)
+    assert_equal(model, reference)
+
+
+@pytest.mark.parametrize("case", IDIOMS)
+@pytest.mark.parametrize(("shape", "from_first_rank"), [((2,), False), ((2,), True), ((2, 2), True)])
+def test_initializations_written_for_fsdp1_and_for_whole_models(
+    *, case: str, shape: tuple[int, ...], from_first_rank: bool
+) -> None:
+    run_ranks(_check_idiom, case, shape, from_first_rank=from_first_rank, world_size=2 * len(shape))

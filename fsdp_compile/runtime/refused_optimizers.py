@@ -1,0 +1,66 @@
+"""torch's optimizers whose update of a DTensor fails inside of torch: refused by name before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import optim
+
+from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.layout.spec import UnshardSpec
+from fsdp_compile.runtime.units import sharded_parameters
+
+_FLAT = "fsdp_compile.flat_step(optimizer), which updates whole flat parameters"
+
+
+class _Refusal(NamedTuple):
+    """What an optimizer does that DTensors cannot, whether its settings make it do so, and for which parameters."""
+
+    what: str
+    instead: str
+    applies: Callable[[optim.Optimizer], bool] = lambda _: True
+    concerns: Callable[[UnshardSpec], bool] = lambda _: True
+
+
+def _is_fused(optimizer: optim.Optimizer) -> bool:
+    return any(group.get("fused") for group in optimizer.param_groups)
+
+
+def _is_uneven(spec: UnshardSpec) -> bool:
+    return spec.dim is not None and spec.shape[spec.dim] % spec.size != 0
+
+
+_REFUSED: dict[type[optim.Optimizer], _Refusal] = {
+    optim.Rprop: _Refusal("Rprop writes with masks, which torch cannot do on sharded parameters", _FLAT),
+    optim.SGD: _Refusal("fused SGD has no kernel for sharded parameters", f"{_FLAT}; or fused=False", _is_fused),
+    optim.Adagrad: _Refusal(
+        "fused Adagrad has no kernel for sharded parameters", f"{_FLAT}; or fused=False", _is_fused
+    ),
+    optim.Adafactor: _Refusal(
+        "Adafactor raises norms to powers in place, which torch cannot do on sharded parameters",
+        "torch.optim.AdamW, or Muon for matrices",
+    ),
+    optim.LBFGS: _Refusal(
+        "LBFGS joins all parameters, which torch cannot do with one whose rows do not divide over the ranks",
+        "sizes that divide, such parameters in ignored_params (their gradients are not reduced), or torch.optim.AdamW",
+        concerns=_is_uneven,
+    ),
+}
+
+
+def refuse(optimizer: optim.Optimizer) -> None:
+    """Raises `UnsupportedModelError` if an optimizer cannot update some of its parameters, which are sharded."""
+    refusal = _REFUSED.get(type(optimizer))
+    if refusal is None or not refusal.applies(optimizer):
+        return
+    sharded = sharded_parameters()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in sharded and refusal.concerns(sharded[parameter].spec):
+                raise UnsupportedModelError(
+                    refusal.what,
+                    where=f"{type(optimizer).__name__}.step(), parameter {sharded[parameter].name} of shape "
+                    f"{tuple(parameter.shape)}",
+                    instead=refusal.instead,
+                )

@@ -1,0 +1,101 @@
+"""Moving averages of weights beside a sharded model: made before it is sharded, and sharded like it."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from fsdp_compile import UnsupportedModelError, fully_shard
+from tests.beside import compile_eagerly
+from tests.ranks import run_ranks
+
+
+class Average(enum.Enum):
+    """How weights are averaged."""
+
+    MEAN = "mean"
+    MOVING = "moving"
+    BY_STATE_DICTS = "by state dicts"
+    """As timm does."""
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 4))
+
+
+def _averaged(model: nn.Module, how: Average) -> tuple[nn.Module, Callable[[], object]]:
+    if how is Average.BY_STATE_DICTS:
+        kept = copy.deepcopy(model)
+        return kept, lambda: _update_by_state_dicts(kept, model)
+    average = None if how is Average.MEAN else get_ema_multi_avg_fn(0.9)
+    made = AveragedModel(model, multi_avg_fn=average)
+    return made.module, lambda: made.update_parameters(model)
+
+
+@torch.no_grad()
+def _update_by_state_dicts(kept: nn.Module, model: nn.Module) -> None:
+    for held, new in zip(kept.state_dict().values(), model.state_dict().values(), strict=True):
+        if held.is_floating_point():
+            held.lerp_(new, 0.1)
+        else:
+            held.copy_(new)
+
+
+def _trained(how: Average, *, sharded: bool, compiled: bool) -> nn.Module:
+    model = _model()
+    averaged, update = _averaged(model, how)
+    called: Any = model
+    if sharded:
+        fully_shard(model)
+        fully_shard(averaged)
+        called = compile_eagerly(model) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        called(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        update()
+    return averaged
+
+
+def _full(model: nn.Module) -> list[torch.Tensor]:
+    found: list[Any] = [*model.parameters(), *model.buffers()]
+    return [value.full_tensor() if hasattr(value, "full_tensor") else value.detach() for value in found]
+
+
+def _check(how: Average, *, compiled: bool) -> None:
+    mine = _trained(how, sharded=True, compiled=compiled)
+    theirs = _trained(how, sharded=False, compiled=False)
+    for one, other in zip(_full(mine), _full(theirs), strict=True):
+        torch.testing.assert_close(one, other)
+    batch = torch.ones(2, 6)
+    torch.testing.assert_close(mine.eval()(batch), theirs.eval()(batch))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", Average)
+def test_averages_equal_one_process(*, how: Average, compiled: bool) -> None:
+    run_ranks(_check, how, compiled=compiled)
+
+
+def _check_refused() -> None:
+    model = fully_shard(_model())
+    for copied in (copy.deepcopy, AveragedModel):
+        with pytest.raises(UnsupportedModelError, match=r"cannot be deep-copied(.|\n)*fully_shard\(\) both"):
+            copied(model)
+    with pytest.raises(UnsupportedModelError, match=r"cannot be pickled(.|\n)*state_dict"):
+        torch.save(model, io.BytesIO())
+
+
+def test_copies_of_sharded_models_are_refused_by_name() -> None:
+    run_ranks(_check_refused)

@@ -1,0 +1,229 @@
+"""The lines of docs/migrate.md: what is written in the place of DDP's, FSDP1's and FSDP2's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import full_params, fully_shard, load_from_rank0, materialize, no_sync, units
+from tests.beside import compile_eagerly
+from tests.ranks import run_ranks
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
+
+
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4))
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def _batch() -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(7))
+
+
+def _train(called: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        called(_batch()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _assert_equal(model: nn.Module, reference: nn.Module) -> None:
+    mine, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert isinstance(value, DTensor)
+        torch.testing.assert_close(value.full_tensor(), theirs[name], msg=name)
+
+
+def _check_resumed(folder: Path) -> None:
+    """Saved by rank 0 after two steps and resumed into another model: as four steps of one process."""
+    rank, reference = dist.get_rank(), _model()
+    optimizer = _adamw(reference)
+    _train(reference, optimizer, 4)
+    model = fully_shard(_model())
+    optimizer = _adamw(model)
+    _train(model, optimizer)
+    state = state_dict.get_model_state_dict(model, options=FULL)
+    if rank == 0:
+        torch.save(state, folder / "model.pt")
+    state = state_dict.get_optimizer_state_dict(model, optimizer, options=FULL)  # type: ignore[assignment]
+    if rank == 0:
+        torch.save(state, folder / "optimizer.pt")
+    dist.barrier()
+
+    resumed = fully_shard(_model(seed=1 + rank))
+    load_from_rank0(resumed, torch.load(folder / "model.pt") if rank == 0 else None)
+    optimizer = _adamw(resumed)
+    loaded = torch.load(folder / "optimizer.pt") if rank == 0 else {}
+    state_dict.set_optimizer_state_dict(resumed, optimizer, loaded, options=FROM_RANK_0)
+    _train(compile_eagerly(resumed), optimizer)
+    _assert_equal(resumed, reference)
+    plain = _model(seed=3)
+    plain.load_state_dict(torch.load(folder / "model.pt"))
+
+
+def test_what_rank_0_has_saved_is_resumed(tmp_path: Path) -> None:
+    run_ranks(_check_resumed, tmp_path)
+
+
+def _check_resumed_sharded() -> None:
+    """Sharded state of model and optimizer, in the place of SHARDED_STATE_DICT and `optim_state_dict`."""
+    reference, model = _model(), fully_shard(_model())
+    _train(reference, _adamw(reference), 4)
+    optimizer = _adamw(model)
+    _train(model, optimizer)
+    state = copy.deepcopy(model.state_dict())
+    assert all(isinstance(value, DTensor) for value in state.values())
+    of_optimizer = copy.deepcopy(state_dict.get_optimizer_state_dict(model, optimizer))
+    _train(model, optimizer, 1)
+    model.load_state_dict(state)
+    optimizer = _adamw(model)
+    state_dict.set_optimizer_state_dict(model, optimizer, of_optimizer)
+    _train(model, optimizer)
+    _assert_equal(model, reference)
+
+
+def test_sharded_state_is_resumed() -> None:
+    run_ranks(_check_resumed_sharded)
+
+
+def _check_ddp() -> None:
+    rank, reference = dist.get_rank(), _model()
+    model = fully_shard(_model(seed=rank), sync_module_states=True)
+    _assert_equal(model, reference)
+    for each in (model, reference):
+        with no_sync(each) if each is model else contextlib.nullcontext():
+            each(_batch()).square().mean().backward()
+        each(2 * _batch()).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(mine.grad, DTensor)
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+    with full_params(model, rank0_only=True, writeback=False):
+        if rank == 0:
+            torch.testing.assert_close(model(_batch()), reference(_batch()))
+    with full_params(model):
+        assert type(model.get_parameter("0.weight")) is nn.Parameter
+
+
+def test_ddps_lines() -> None:
+    run_ranks(_check_ddp)
+
+
+def _reset(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+
+
+def _check_arguments_of_fsdp1() -> None:
+    with torch.device("meta"):
+        model = _model()
+    ignored = nn.Parameter(torch.ones(4))
+    model.register_parameter("ignored", ignored)
+    torch.manual_seed(0)
+    fully_shard(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        ignored_params=[ignored],
+        mp_policy=MixedPrecision(param_dtype=torch.bfloat16),
+        offload_policy=CPUOffload(offload_params=True),
+        param_init_fn=_reset,
+        sync_module_states=True,
+        device_id=torch.device("cpu"),
+    )
+    assert len(units(model)) == 2
+    assert not isinstance(ignored, DTensor)
+    torch.testing.assert_close(model.get_parameter("0.weight").full_tensor(), _model().get_parameter("0.weight"))  # type: ignore[attr-defined]
+    assert model(_batch()).dtype is torch.bfloat16
+
+
+def test_arguments_of_fsdp1() -> None:
+    run_ranks(_check_arguments_of_fsdp1)
+
+
+def _old_lines(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[type, Callable[[], Any]]]:
+    fsdp = FullyShardedDataParallel
+
+    def state_dict_type() -> None:
+        with fsdp.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            model.state_dict()
+
+    return {
+        "state_dict_type": (KeyError, state_dict_type),
+        "optim_state_dict": (AttributeError, lambda: fsdp.optim_state_dict(model, optimizer)),
+        "optim_state_dict_to_load": (AttributeError, lambda: fsdp.optim_state_dict_to_load(model, optimizer, {})),
+        "full_optim_state_dict": (IndexError, lambda: fsdp.full_optim_state_dict(model, optimizer)),
+        "scatter_full_optim_state_dict": (IndexError, lambda: fsdp.scatter_full_optim_state_dict({}, model)),
+        "clip_grad_norm_": (AttributeError, lambda: model.clip_grad_norm_(1.0)),  # type: ignore[operator]
+    }
+
+
+def _check_old_lines() -> None:
+    model = fully_shard(_model())
+    optimizer = _adamw(model)
+    _train(model, optimizer)
+    for name, (error, call) in _old_lines(model, optimizer).items():
+        with pytest.raises(error):
+            call()
+        assert name in PAGE.read_text()
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    with FullyShardedDataParallel.summon_full_params(model):
+        assert isinstance(model.get_parameter("0.weight"), DTensor)
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+
+
+def test_what_fsdp1s_static_methods_do_with_a_sharded_module() -> None:
+    run_ranks(_check_old_lines)
+
+
+def _check_fsdp2() -> None:
+    reference = _model()
+    with torch.device("meta"):
+        model, other = _model(), _model()
+    fully_shard(model[0])  # type: ignore[index]
+    fully_shard(model)
+    torch.manual_seed(0)
+    materialize(model, param_init_fn=_reset)
+    _assert_equal(model, reference)
+    model.unshard()  # type: ignore[operator]
+    weight = model.get_parameter("0.weight")
+    assert isinstance(weight, DTensor)
+    model.reshard()  # type: ignore[operator]
+    with full_params(model):
+        assert torch.equal(model.get_parameter("0.weight"), reference.get_parameter("0.weight"))
+
+    fully_shard(other)
+    other.to_empty(device="cpu")
+    for parameter in other.parameters():
+        nn.init.constant_(parameter, 0.1)
+    plain = _model()
+    for parameter in plain.parameters():
+        nn.init.constant_(parameter, 0.1)
+    for each in (other, plain):
+        _train(each, _adamw(each))
+    _assert_equal(other, plain)
+
+
+def test_fsdp2s_lines() -> None:
+    run_ranks(_check_fsdp2)
