@@ -99,7 +99,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
             arguments contradict each other, a device does not exist, parameters are on another one or on the CPU with a
             mesh of GPUs (and not offloaded), or a parameter has a gradient already.
         RankMismatchError: With `sync_module_states`, if ranks have different models.
-        UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
+        UnsupportedModelError: If a parameter that is not ignored is a DTensor already or of another subclass of tensors,
+            or shares memory with another parameter or a buffer.
     """
     arguments = Arguments.read(
         module,
