@@ -107,7 +107,7 @@ def memory_place(tensor: torch.Tensor) -> tuple[object, int]:
 
     Memory that is reached in several ways, through NumPy say, is one; meta and fake tensors have storages alone.
     """
-    offset = tensor.storage_offset() * tensor.element_size()
+    offset = int(tensor.storage_offset()) * tensor.element_size()
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return memory_id(tensor), offset
     return tensor.device, tensor.untyped_storage().data_ptr() + offset

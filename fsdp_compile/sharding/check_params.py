@@ -12,16 +12,20 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fsdp_compile._torch.tensors import FakeTensor, memory_place
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.runtime.gradients import refuse_hook_of_several
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 
 _CONSTRUCTION = frozenset(
-    "__new__ __init__ __repr__ __deepcopy__ __reduce_ex__ __module__ __qualname__ __doc__ __dict__ __weakref__ "
-    "__annotations__ __annotate_func__ __annotations_cache__ __static_attributes__ __firstlineno__ __parameters__ "
-    "__orig_bases__".split()
+    (
+        *("__new__", "__init__", "__repr__", "__deepcopy__", "__reduce_ex__"),
+        *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__parameters__", "__orig_bases__"),
+        *("__annotations__", "__annotate_func__", "__annotations_cache__"),
+        *("__static_attributes__", "__firstlineno__"),
+    )
 )
 """Members of a class that say how its instances are made, shown and copied, not how they behave in a forward."""
 _GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -40,7 +44,7 @@ def refuse_class(name: str, parameter: torch.Tensor) -> None:
     Raises:
         ConfigError: If it has no shape yet.
         UnsupportedModelError: If it is of a class that a shard would not have, or its elements are not laid out in
-            memory one by one.
+            memory one by one, or with a hook that would never be called.
     """
     if isinstance(parameter, UninitializedParameter):
         raise ConfigError(
@@ -57,6 +61,8 @@ def refuse_class(name: str, parameter: torch.Tensor) -> None:
     kind = type(parameter)
     if kind not in (nn.Parameter, FakeTensor):
         _refuse_subclass(name, kind)
+    for hook in (parameter._backward_hooks or {}).values():
+        refuse_hook_of_several(hook, name)
     if parameter.layout is not torch.strided or parameter.is_quantized or parameter.is_nested:
         raise UnsupportedModelError(
             f"a parameter is not dense: its layout is {parameter.layout} and its dtype {parameter.dtype}",
@@ -90,8 +96,8 @@ def _refuse_subclass(name: str, kind: type) -> None:
             f"a parameter is a {called}, which has {', '.join(behaviour)}: in a forward the gathered parameter is a "
             "plain tensor and has not",
             where=name,
-            instead="nn.Parameter(parameter.data) with attributes of its own (parameter.tag = ...), which are kept, and "
-            "functions in the module; or list it in ignored_params, then it is neither sharded nor averaged",
+            instead="nn.Parameter(parameter.data) with attributes of its own (parameter.tag = ...), which are kept, "
+            "and functions in the module; or list it in ignored_params, then it is neither sharded nor averaged",
         )
 
 
@@ -146,7 +152,7 @@ def _held_in(root: nn.Module) -> Iterator[_Held]:
 
 def _has_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor is not a subclass that wraps others, and was not sharded or left without a shape."""
-    if isinstance(tensor, UninitializedTensorMixin | ReplacedParameter):
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer | ReplacedParameter):
         return False
     return type(tensor) in (torch.Tensor, FakeTensor) or issubclass(type(tensor), nn.Parameter)
 

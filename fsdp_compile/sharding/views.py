@@ -17,6 +17,7 @@ from fsdp_compile._torch.dynamo import calls_are_compiled
 from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.config.policy import compute_device
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.modules.classes import follow_attributes
 from fsdp_compile.runtime import unshard
 from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import ensure_state, units_below
@@ -193,6 +194,7 @@ def _put_in_place(root: nn.Module) -> ViewCheck:
         refuse_unsharded(unit)
     for unit in units:
         check(unit)
+        follow_attributes(unit)
     # After the check, which takes parameters in that were put in the place of others.
     if not calls_are_compiled():
         checks.refuse_new_parameters(root)

@@ -24,9 +24,8 @@ class Two(torch.Tensor):
     first: torch.Tensor
     second: torch.Tensor
 
-    @staticmethod
-    def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> Two:  # noqa: PLW0211
-        made: Two = torch.Tensor._make_wrapper_subclass(cls, first.shape, dtype=first.dtype, device=first.device)  # type: ignore[attr-defined]
+    def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> Two:
+        made: Two = torch.Tensor._make_wrapper_subclass(cls, first.shape, dtype=first.dtype, device=first.device)
         made.first, made.second = first, second
         return made
 
@@ -38,7 +37,7 @@ class Two(torch.Tensor):
         return Two(inner["first"], inner["second"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return type(args[0])(args[0].first.detach(), args[0].second.detach())
         plain = torch.utils._pytree.tree_map_only(Two, lambda each: each.first + each.second, args)
@@ -48,17 +47,19 @@ class Two(torch.Tensor):
 class Gathered(Two):
     """One with FSDP2's extension."""
 
-    def fsdp_pre_all_gather(self, mesh: object) -> Any:
+    def fsdp_pre_all_gather(self, _mesh: object) -> Any:
         return (self.first, self.second), None
 
-    def fsdp_post_all_gather(self, outputs: Any, *_: object, out: Any = None) -> Any:
+    def fsdp_post_all_gather(self, outputs: Any, *_: object) -> Any:
         return Two(*outputs), outputs
 
 
 class Marked(nn.Parameter):
     """Plain data, with an attribute."""
 
-    def __new__(cls, data: torch.Tensor, tag: int = 0) -> Marked:  # noqa: D102
+    tag: int
+
+    def __new__(cls, data: torch.Tensor, tag: int = 0) -> Marked:
         made = super().__new__(cls, data)
         made.tag = tag
         return made
