@@ -42,6 +42,13 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def waits_for_other_gradients(hook: Callable[..., Any]) -> bool:
+    """Whether a gradient hook is a part of `register_multi_grad_hook(mode="all")`."""
+    # It counts the leaves that autograd accumulates into, which sharded parameters are not.
+    made_in = "register_multi_grad_hook.<locals>.get_inner_hook."
+    return getattr(hook, "__qualname__", "").startswith(made_in) and hook.__module__ == "torch.autograd.graph"
+
+
 def after_this_backward(call: Callable[[], None]) -> None:
     """Calls `call` when the current backward pass has made all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -102,6 +102,17 @@ def memory_id(tensor: torch.Tensor) -> int:
     return held.untyped_storage()._cdata
 
 
+def memory_place(tensor: torch.Tensor) -> tuple[object, int]:
+    """Which memory a plain tensor lies in, and at which of its bytes it begins.
+
+    Memory that is reached in several ways, through NumPy say, is one; meta and fake tensors have storages alone.
+    """
+    offset = int(tensor.storage_offset()) * tensor.element_size()
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return memory_id(tensor), offset
+    return tensor.device, tensor.untyped_storage().data_ptr() + offset
+
+
 def by_device_and_dtype(
     tensors: Iterable[torch.Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:

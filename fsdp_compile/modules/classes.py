@@ -21,6 +21,7 @@ from fsdp_compile.config.casts import ForwardCasts, FullPrecision
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
 from fsdp_compile.modules import buffers
+from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, is_noted, note_attributes, with_attributes
 from fsdp_compile.modules.forward import enter_own_forward, forward, in_forward
 from fsdp_compile.modules.loaded_params import keep_ties, keep_views, refuse_shards_of_other_ranks
 from fsdp_compile.modules.param_views import give_storages
@@ -44,12 +45,14 @@ class ParamRead(NamedTuple):
         flat: Number of the flat parameter among those of a module.
         text: Of its `UnshardSpec`.
         eval_text: The same for eval mode, where that differs.
+        has_attributes: Whether users put attributes on the parameter.
     """
 
     name: str
     flat: int
     text: str
     eval_text: str | None
+    has_attributes: bool
 
 
 class ClassKey(NamedTuple):
@@ -122,7 +125,10 @@ def swap_class(module: nn.Module) -> None:
     for group, i in number.items():
         # `nn.Module.__setattr__` would register the flat parameter as a parameter.
         object.__setattr__(module, f"{_FLAT}{i}", group.flat_param)
-    reads = sorted(ParamRead(n, number[r.group], r.text, state.eval_reads.get(n)) for n, r in state.reads.items())
+    marked = note_attributes(module, state.reads)
+    reads = sorted(
+        ParamRead(n, number[r.group], r.text, state.eval_reads.get(n), n in marked) for n, r in state.reads.items()
+    )
     now = type(module)
     key = ClassKey(vars(now)[_KEY].base if _KEY in vars(now) else now, tuple(reads), state.casts, state.methods)
     known: ClassKey | None = getattr(now, _KEY, None)  # of its class, or of one below the class that a user gave it
@@ -130,6 +136,13 @@ def swap_class(module: nn.Module) -> None:
         if key not in _classes:
             _classes[key] = _make_class(key)
         module.__class__ = _classes[key]
+
+
+def follow_attributes(unit: FSDPUnit) -> None:
+    """Makes modules that read from a unit follow attributes that were put on its parameters, or removed, since."""
+    for module in {module: None for param in unit.params for module, _ in param.module_refs}:
+        if original_class(module) is not type(module) and not is_noted(module, reads_of(module)):
+            swap_class(module)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -209,20 +222,27 @@ def _call_original(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # no
 
 def _read_property(read_of: ParamRead) -> property:
     name, flat_param, text, eval_text = read_of.name, f"{_FLAT}{read_of.flat}", read_of.text, read_of.eval_text
+    has_attributes = read_of.has_attributes
+
+    def gather(module: nn.Module) -> torch.Tensor:
+        if eval_text is not None and not module.training:
+            # Eval mode has another text, and neither accumulates gradients nor uses unsharded values.
+            return torch.ops.fsdp.unshard(getattr(module, flat_param), eval_text)
+        args = getattr(module, UNSHARD_ARGS)
+        if args is None or name not in args:
+            return torch.ops.fsdp.unshard(getattr(module, flat_param), text)
+        return torch.ops.fsdp.unshard(getattr(module, flat_param), *_arguments(text, args[name]))
 
     def read(module: nn.Module) -> torch.Tensor | None:
         if torch.compiler.is_compiling() or in_forward() or calls_are_compiled():
-            if eval_text is not None and not module.training:
-                # Eval mode has another text, and neither accumulates gradients nor uses unsharded values.
-                return torch.ops.fsdp.unshard(getattr(module, flat_param), eval_text)
-            args = getattr(module, UNSHARD_ARGS)
-            if args is None or name not in args:
-                return torch.ops.fsdp.unshard(getattr(module, flat_param), text)
-            return torch.ops.fsdp.unshard(getattr(module, flat_param), *_arguments(text, args[name]))
+            full = gather(module)
+            return with_attributes(full, getattr(module, PARAM_ATTRIBUTES)[name]) if has_attributes else full
         if name not in module._parameters:  # deleted by the user
             raise AttributeError(f"{original_class(module).__name__!r} object has no attribute {name!r}")
         return module._parameters[name]
 
+    for called in (gather, with_attributes):
+        skip_code(called.__code__)
     skip_code(read.__code__)  # one code object for all parameters: as a graph of its own it would recompile for each
     return property(read)
 

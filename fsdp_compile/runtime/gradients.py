@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_compile._torch.autograd import allow_any_gradient_dtype
+from fsdp_compile._torch.autograd import allow_any_gradient_dtype, waits_for_other_gradients
 from fsdp_compile._torch.tensors import make_dtensor, views_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.spec import GradPlacement
@@ -66,6 +67,7 @@ def accumulate(param: FSDPParam, gradient: torch.Tensor) -> None:
     # This runs once per parameter in every step, so hooks, which few parameters have, are asked for once.
     if parameter._backward_hooks:
         for hook in parameter._backward_hooks.values():
+            refuse_hook_of_several(hook, param.name)
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced
     if param.grad_dtype is not None:
@@ -78,6 +80,18 @@ def accumulate(param: FSDPParam, gradient: torch.Tensor) -> None:
     if parameter._post_accumulate_grad_hooks:
         for hook in parameter._post_accumulate_grad_hooks.values():
             hook(parameter)
+
+
+def refuse_hook_of_several(hook: Callable[..., Any], name: str) -> None:
+    """Raises `UnsupportedModelError` for a hook that waits for the gradients of all of several parameters."""
+    if waits_for_other_gradients(hook):
+        raise UnsupportedModelError(
+            "a hook that waits for the gradients of several parameters would never be called: autograd accumulates "
+            "into flat parameters, and their gradients reach the parameters one by one",
+            where=f'register_multi_grad_hook(mode="all"), parameter {name}',
+            instead='code after loss.backward(), a hook per parameter (parameter.register_hook), or mode="any" for the '
+            "first gradient of a backward",
+        )
 
 
 def _add_in(dtype: torch.dtype, parameter: nn.Parameter, gradient: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from fsdp_compile.runtime.units import FSDPUnit, ModelState
 _tables_of = operator.attrgetter("_parameters", "_modules")
 _parameters_of = operator.attrgetter("_parameters")
 _requires_grad = operator.attrgetter("requires_grad")
+_attributes_of = operator.attrgetter("__dict__")
 _END = object()
 """Ends what is compared, so that neither side may be longer."""
 
@@ -39,6 +40,8 @@ class ViewCheck:
         contents: Their values, and `_END`.
         views: The local tensor of each parameter.
         storages: The own, empty storage of each parameter, which `.data = ...` replaces.
+        trainable: Whether each requires gradients.
+        attributes: How many attributes each has.
     """
 
     units: tuple[FSDPUnit, ...]
@@ -53,6 +56,7 @@ class ViewCheck:
     views: tuple[torch.Tensor, ...]
     storages: tuple[torch.UntypedStorage | None, ...]
     trainable: tuple[bool, ...]
+    attributes: list[int]
 
     @staticmethod
     def of(root: nn.Module, units: Sequence[FSDPUnit]) -> ViewCheck:
@@ -77,6 +81,7 @@ class ViewCheck:
             views=tuple(param.sharded_view for param in params),
             storages=tuple(param.dtensor_storage for param in params),
             trainable=tuple(group.flat_param.requires_grad for group in groups for _ in group.params),
+            attributes=[len(vars(param.parameter)) for param in params],
         )
 
     def is_intact(self) -> bool:
@@ -96,6 +101,7 @@ class ViewCheck:
                 and have_locals(self.parameters, self.views)
                 and _same(map(torch.Tensor.untyped_storage, self.parameters), self.storages)
                 and _same(map(_requires_grad, self.parameters), self.trainable)
+                and list(map(len, map(_attributes_of, self.parameters))) == self.attributes
             )
 
 

@@ -6,13 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.runtime.group_state import UnitPolicy, WrapSource
 from fsdp_compile.runtime.module_state import ParamOwner, ParamRef, call_on, is_sharded, reads_of, units
 from fsdp_compile.runtime.replaced_params import current
-from fsdp_compile.sharding import allocate, devices, sync_states, wrap
+from fsdp_compile.sharding import allocate, check_params, devices, sync_states, wrap
 from fsdp_compile.sharding.allocate import ParamToShard
 from fsdp_compile.sharding.arguments import Arguments
 from fsdp_compile.sharding.mixed_precision import PrecisionPlan, any_full_precision
@@ -67,7 +65,7 @@ def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
     Raises:
         ConfigError: If the wrap policy returns what no unit can have, or a parameter cannot be sharded as asked.
         RankMismatchError: With `sync_module_states`, if ranks have different models.
-        UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
+        UnsupportedModelError: If a parameter that is not ignored is no plain tensor, or shares memory with another.
     """
     below = [m for m in module.modules() if is_sharded(m)]
     # Ignored once, ignored by calls on modules above it, too.
@@ -75,6 +73,7 @@ def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
     ignored = arguments.ignored.ids | earlier
     occurrences, tied = _places(module, ignored)
     managed = {parameter for _, _, _, parameter in occurrences}
+    check_params.refuse_shared_memory(module, managed)
     roots: dict[nn.Module, UnitPolicy] = {}
     source = WrapSource.CALL
     if arguments.wrap_policy is not None:
@@ -106,13 +105,8 @@ def _places(root: nn.Module, ignored: set[int]) -> tuple[list[ParamRef], list[tu
             assert isinstance(parameter, nn.Parameter)
             if parameter is not held or id(parameter) in sharded:
                 tied.append((parameter, module, attribute))
-            elif isinstance(parameter, DTensor):
-                raise UnsupportedModelError(
-                    f"a parameter is a DTensor already, with placements {parameter.placements}",
-                    where=f"{name}.{attribute}" if name else attribute,
-                    instead="shard plain parameters, or list it in ignored_params to leave it as it is",
-                )
             else:
+                check_params.refuse_class(f"{name}.{attribute}".removeprefix("."), parameter)
                 occurrences.append((name, module, attribute, parameter))
     return occurrences, tied
 

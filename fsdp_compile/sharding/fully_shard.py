@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy
+from fsdp_compile.modules.attributes import follow_replaced
 from fsdp_compile.modules.classes import gather_on_read, give_methods, rebuild_specs
 from fsdp_compile.modules.methods import ShardedModule
 from fsdp_compile.runtime import (
@@ -99,7 +100,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
             arguments contradict each other, a device does not exist, parameters are on another one or on the CPU with a
             mesh of GPUs (and not offloaded), or a parameter has a gradient already.
         RankMismatchError: With `sync_module_states`, if ranks have different models.
-        UnsupportedModelError: If a parameter that is not ignored is a DTensor already.
+        UnsupportedModelError: If a parameter that is not ignored is a DTensor already or of another subclass of
+            tensors, or shares memory with another parameter or a buffer.
     """
     arguments = Arguments.read(
         module,
@@ -173,6 +175,8 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
         part_state = state_of(part)
         if part_state is not None:
             part_state.model = state.model
+    for param in (param for unit in state.model.units for param in unit.params):
+        follow_replaced(param.parameter)
     loaded_state.follow_optimizers()
     unshard.count_optimizer_steps()
 

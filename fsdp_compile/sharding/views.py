@@ -17,12 +17,14 @@ from fsdp_compile._torch.dynamo import calls_are_compiled
 from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.config.policy import compute_device
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.modules.classes import follow_attributes
 from fsdp_compile.runtime import unshard
 from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import ensure_state, units_below
+from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit
 from fsdp_compile.runtime.view_check import ViewCheck
-from fsdp_compile.sharding import allocate, checks
+from fsdp_compile.sharding import allocate, check_params, checks
 from fsdp_compile.sharding.mixed_precision import any_full_precision
 
 
@@ -120,6 +122,10 @@ def _registered(unit: FSDPUnit, param: FSDPParam) -> nn.Parameter | None:
             where=unit.parameter_name(param),
             instead="assign a new nn.Parameter to the module's attribute, or parameter.copy_(value) under no_grad()",
         )
+    for parameter in registered:
+        if not isinstance(parameter, DTensor | ReplacedParameter):
+            assert parameter is not None
+            check_params.refuse_class(unit.parameter_name(param), parameter)
     return registered[0] if all(parameter is registered[0] for parameter in registered) else None
 
 
@@ -188,6 +194,7 @@ def _put_in_place(root: nn.Module) -> ViewCheck:
         refuse_unsharded(unit)
     for unit in units:
         check(unit)
+        follow_attributes(unit)
     # After the check, which takes parameters in that were put in the place of others.
     if not calls_are_compiled():
         checks.refuse_new_parameters(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_compile import ConfigError, FSDPOptions, fully_shard, units
 from fsdp_compile._torch.distributed import resolve_group
+from fsdp_compile.comm import mesh as mesh_module
 from fsdp_compile.comm.mesh import MeshPlacement
 from fsdp_compile.layout.spec import Reshard, parse
 from fsdp_compile.runtime.units import FSDPUnit
@@ -85,6 +87,16 @@ def test_calls_without_a_mesh_share_the_groups_of_a_hybrid_one(monkeypatch: pyte
         assert len(meshes) == 1
         assert mesh.mesh.tolist() == [[0, 1], [2, 3], [4, 5]]
         assert mesh.get_local_rank("shard") == 1
+
+
+def test_without_a_launcher_a_machine_has_as_many_ranks_as_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device_count=lambda: 3))
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(mesh_module, "default_mesh", lambda _: SimpleNamespace(size=lambda: 6))
+    monkeypatch.setattr(mesh_module, "mesh_once", lambda _, shape: made.append(shape))
+    mesh_module.hybrid_mesh("cuda")
+    assert made == [(2, 3)]
 
 
 def test_a_strategy_is_an_option_of_the_backend() -> None:

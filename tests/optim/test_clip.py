@@ -108,6 +108,21 @@ def test_one_rank_clips_like_one_process() -> None:
     run_ranks(_compare, full_shard, world_size=1)
 
 
+def _below() -> None:
+    model, _ = _trained(full_shard)
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    norm = fsdp_compile.clip_grad_norm_(model, 1e6)
+    assert 0 < norm < 1e6
+    for name, gradient in before.items():
+        clipped = model.get_parameter(name).grad
+        assert clipped is not None
+        assert torch.equal(local_of(clipped), local_of(gradient)), name
+
+
+def test_gradients_below_the_norm_keep_their_bits() -> None:
+    run_ranks(_below)
+
+
 def _mixed(norm_type: float) -> tuple[float, float, float, torch.dtype]:
     """Plain gradients of this rank's own beside sharded ones, in two dtypes."""
     torch.manual_seed(0)

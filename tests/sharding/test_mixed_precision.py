@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -100,6 +101,22 @@ def test_wrong_values_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("world")
+def test_parameters_are_saved_and_loaded_in_their_own_dtype() -> None:
+    model = Normed()
+    before = copy.deepcopy(model.state_dict())
+    fully_shard(model, mp_policy=MixedPrecision(BF16), mesh=init_device_mesh("cpu", (4, 1)))
+    names = [name for name, _ in model.named_parameters()]
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    for name in names:
+        assert saved[name].dtype is torch.float32
+        assert torch.equal(saved[name].to_local(), before[name]), name
+    third = {name: value / 3 if name in names else value for name, value in saved.items()}  # no bfloat16 numbers
+    model.load_state_dict(third)
+    for name in names:
+        assert torch.equal(model.state_dict()[name].to_local(), before[name] / 3), "what is loaded is not rounded"
+
+
+@pytest.mark.usefixtures("world")
 def test_buffers_are_cast_once_and_saved_as_they_were() -> None:
     model = Normed()
     before = copy.deepcopy(model.state_dict())
@@ -181,6 +198,7 @@ def test_units_of_a_wrap_policy_cast_their_inputs() -> None:
     model = Stack(2)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16), auto_wrap_policy=ModuleWrapPolicy({Block}))
     assert [unit.title for unit in units(model)] == ["blocks.0", "blocks.1", "(root)"]
+    assert {param.spec.param_dtype for unit in units(model) for param in unit.params} == {BF16}
     given = []
     model.get_submodule("blocks.1.norm").register_forward_pre_hook(lambda _, args: given.append(args[0].dtype))
     model.blocks[0].register_forward_hook(lambda _m, _args, output: output.float())

@@ -1,0 +1,171 @@
+"""Parameters that cannot become shards of a flat parameter: refused by name before anything is changed.
+
+A shard is a part of one plain tensor. A tensor subclass is more than that (several tensors, a quantized format, other
+operators), and two parameters that share memory would be two values after sharding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from fsdp_compile._torch.tensors import FakeTensor, memory_place
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.runtime.gradients import refuse_hook_of_several
+from fsdp_compile.runtime.replaced_params import ReplacedParameter
+
+_CONSTRUCTION = frozenset(
+    (
+        *("__new__", "__init__", "__repr__", "__deepcopy__", "__reduce_ex__"),
+        *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__parameters__", "__orig_bases__"),
+        *("__annotations__", "__annotate_func__", "__annotations_cache__"),
+        *("__static_attributes__", "__firstlineno__"),
+    )
+)
+"""Members of a class that say how its instances are made, shown and copied, not how they behave in a forward."""
+_GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+def refuse_class(name: str, parameter: torch.Tensor) -> None:
+    """Raises an error for a parameter that is not one plain, dense tensor.
+
+    A subclass of `nn.Parameter` that adds attributes of instances alone is plain: the attributes are kept, the class
+    is not.
+
+    Args:
+        name: Of the parameter in the module that is sharded.
+        parameter: Not sharded by this package.
+
+    Raises:
+        ConfigError: If it has no shape yet.
+        UnsupportedModelError: If it is of a class that a shard would not have, or its elements are not laid out in
+            memory one by one, or with a hook that would never be called.
+    """
+    if isinstance(parameter, UninitializedParameter):
+        raise ConfigError(
+            "a parameter of a lazy module has no shape yet",
+            where=name,
+            instead="call the plain model once on a batch, then shard it",
+        )
+    if isinstance(parameter, DTensor):
+        raise UnsupportedModelError(
+            f"a parameter is a DTensor already, with placements {parameter.placements}",
+            where=name,
+            instead="shard plain parameters, or list it in ignored_params to leave it as it is",
+        )
+    kind = type(parameter)
+    if kind not in (nn.Parameter, FakeTensor):
+        _refuse_subclass(name, kind)
+    for hook in (parameter._backward_hooks or {}).values():
+        refuse_hook_of_several(hook, name)
+    if parameter.layout is not torch.strided or parameter.is_quantized or parameter.is_nested:
+        raise UnsupportedModelError(
+            f"a parameter is not dense: its layout is {parameter.layout} and its dtype {parameter.dtype}",
+            where=name,
+            instead="a dense parameter, or list it in ignored_params, then it is neither sharded nor averaged",
+        )
+
+
+def _refuse_subclass(name: str, kind: type) -> None:
+    called = f"{kind.__module__}.{kind.__qualname__}"
+    hooks = [hook for hook in _GATHER_HOOKS if hasattr(kind, hook)]
+    if hooks:
+        raise UnsupportedModelError(
+            f"a parameter is a {called}, whose {' and '.join(hooks)} (FSDP2's extension protocol) would not be called",
+            where=name,
+            instead="torch.distributed.fsdp.fully_shard for this model; or keep a plain parameter, with "
+            "MixedPrecision(gather_dtype=...) for an all-gather in 8 bits",
+        )
+    if not issubclass(kind, nn.Parameter):
+        raise UnsupportedModelError(
+            f"a parameter is a {called}, a tensor subclass: a shard of it would be a plain tensor, without the rest "
+            "of its data and without its operators",
+            where=name,
+            instead="plain parameters (each of its tensors registered by itself), or list it in ignored_params, then "
+            "it is neither sharded nor averaged",
+        )
+    added = [member for part in kind.__mro__ if part not in nn.Parameter.__mro__ for member in vars(part)]
+    behaviour = [member for member in dict.fromkeys(added) if member not in _CONSTRUCTION]
+    if behaviour:
+        raise UnsupportedModelError(
+            f"a parameter is a {called}, which has {', '.join(behaviour)}: in a forward the gathered parameter is a "
+            "plain tensor and has not",
+            where=name,
+            instead="nn.Parameter(parameter.data) with attributes of its own (parameter.tag = ...), which are kept, "
+            "and functions in the module; or list it in ignored_params, then it is neither sharded nor averaged",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """A tensor of a model, and the bytes from its first element to its last.
+
+    Attributes:
+        name: Its name in the model.
+        memory: What `begin` counts in: two tensors with other ones share nothing.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    memory: object
+    begin: int
+    end: int
+
+
+def refuse_shared_memory(root: nn.Module, sharded: Collection[torch.Tensor]) -> None:
+    """Raises `UnsupportedModelError` for a parameter that shares memory with another parameter or a buffer.
+
+    Args:
+        root: The module that is sharded.
+        sharded: Those of its parameters that will be; one of the two has to be among them.
+    """
+    ids = {id(parameter) for parameter in sharded}
+    earlier: list[_Held] = []
+    for held in sorted(_held_in(root), key=lambda each: (str(each.memory), each.begin)):
+        earlier = [each for each in earlier if each.memory == held.memory and each.end > held.begin]
+        for other in earlier:
+            if (id(held.tensor) in ids or id(other.tensor) in ids) and _overlap(held, other):
+                first, second = sorted((held.name, other.name))
+                raise UnsupportedModelError(
+                    f"{first} and {second} share memory and are two tensors: after sharding they would be two values",
+                    where=first,
+                    instead="the same nn.Parameter in both places (b.weight = a.weight), or one parameter that the "
+                    "forward slices and views; or memory of its own (nn.Parameter(b.weight.detach().clone()))",
+                )
+        earlier.append(held)
+
+
+def _held_in(root: nn.Module) -> Iterator[_Held]:
+    """Every plain parameter and buffer with elements, once."""
+    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+        if not _has_plain_memory(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
+            continue
+        memory, begin = memory_place(tensor)
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        yield _Held(name, tensor, memory, begin, begin + (last + 1) * tensor.element_size())
+
+
+def _has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not a subclass that wraps others, and was not sharded or left without a shape."""
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer | ReplacedParameter):
+        return False
+    return type(tensor) in (torch.Tensor, FakeTensor) or issubclass(type(tensor), nn.Parameter)
+
+
+def _overlap(one: _Held, other: _Held) -> bool:
+    """Whether two tensors whose bytes overlap have an element in common; interleaved columns, say, have none."""
+    size, begin = one.tensor.element_size(), min(one.begin, other.begin)
+    if size != other.tensor.element_size() or (one.begin - other.begin) % size:
+        return True
+    elements = torch.zeros((max(one.end, other.end) - begin) // size, dtype=torch.bool, device="cpu")
+    views = [
+        elements.as_strided(held.tensor.shape, held.tensor.stride(), (held.begin - begin) // size)
+        for held in (one, other)
+    ]
+    views[0].fill_(True)  # noqa: FBT003
+    return bool(views[1].any())
