@@ -10,7 +10,7 @@ from torch import fx
 from fsdp_compile._torch.dynamo import list_mode_options
 from fsdp_compile.capture.first_call import trace_again
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
-from fsdp_compile.capture.plain_model import refuse_unused_sharding, shard_plain_models
+from fsdp_compile.capture.plain_model import compare_initial_values, refuse_unused_sharding, shard_plain_models
 from fsdp_compile.capture.reject_mutation import refuse_updates
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.unreached import watch_optimizers
@@ -54,6 +54,7 @@ def fsdp(
     # This graph reads plain parameters; the frame's next trace reads the flat ones.
     if shard_plain_models(gm, example_inputs, checked):
         raise trace_again()
+    compare_initial_values(example_inputs)
     refuse_unused_sharding(example_inputs, checked)
     refuse_updates(gm, example_inputs)
     if checked.embedding == "sharded":

@@ -21,6 +21,7 @@ from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParamGroup
+from fsdp_compile.sharding import initial_values
 from fsdp_compile.sharding.checks import added_later, refuse_wrappers
 from fsdp_compile.sharding.fully_shard import fully_shard
 
@@ -57,14 +58,19 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
     return sharded
 
 
+def compare_initial_values(inputs: Sequence[object]) -> None:
+    """Compares, once, what each model of a graph was sharded with; raises `RankMismatchError` if ranks differ."""
+    for model in dict.fromkeys(group.unit.model for group in _groups(inputs)):
+        initial_values.compare(model)
+
+
 def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> None:
     """Refuses options for `fully_shard` where the user has called it already: they would do nothing.
 
     Raises:
         ConfigError: If there are such options, and no unit of the graph was sharded by the backend.
     """
-    flats = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
-    read = {flat.unit for flat in flats if flat is not None}
+    read = {group.unit for group in _groups(inputs)}
     if options.sharding and read and not any(unit.sharded_by_backend for unit in read):
         name = next(iter(options.sharding))
         raise ConfigError(
@@ -72,6 +78,11 @@ def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> No
             where=f"options={{{name!r}: ...}}",
             instead=f"fully_shard(model, {name}=...), or compile the plain model",
         )
+
+
+def _groups(inputs: Sequence[object]) -> list[FSDPParamGroup]:
+    found = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
+    return [group for group in found if group is not None]
 
 
 def _refuse_shown(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -116,6 +116,9 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     made = _allocate(module, plan, arguments)
     _install(module, made, plan, arguments)
     _initialize(module, made, plan, arguments)
+    model = ensure_state(module).model
+    assert model is not None
+    plan.initial.note(made, model)
     return module
 
 

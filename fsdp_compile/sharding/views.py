@@ -22,7 +22,7 @@ from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import ensure_state, units_below
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit
 from fsdp_compile.runtime.view_check import ViewCheck
-from fsdp_compile.sharding import allocate, checks
+from fsdp_compile.sharding import allocate, checks, initial_values
 from fsdp_compile.sharding.mixed_precision import any_full_precision
 
 
@@ -188,6 +188,8 @@ def _put_in_place(root: nn.Module) -> ViewCheck:
         refuse_unsharded(unit)
     for unit in units:
         check(unit)
+    for model in dict.fromkeys(unit.model for unit in units):
+        initial_values.compare(model)
     # After the check, which takes parameters in that were put in the place of others.
     if not calls_are_compiled():
         checks.refuse_new_parameters(root)
