@@ -14,7 +14,9 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.dynamo import source_prefixes
-from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_way
+from fsdp_compile.capture.beside import refuse_plain_rest
+from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_stack, modules_on_the_way
+from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.param_views import is_swapped_in
 from fsdp_compile.options import FSDPOptions
@@ -22,12 +24,14 @@ from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.sharding import initial_values
-from fsdp_compile.sharding.checks import added_later, refuse_wrappers
+from fsdp_compile.sharding.checks import added_later, refuse_meta, refuse_wrappers
 from fsdp_compile.sharding.fully_shard import fully_shard
 
 
-def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions) -> bool:
+def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions, plain: PlainModels) -> bool:
     """Shards each module whose plain parameters are inputs of a Dynamo graph; `options.sharding` goes to `fully_shard`.
+
+    What is sharded is removed from `plain`.
 
     Returns:
         Whether anything was sharded, so that the frame has to be traced again.
@@ -35,7 +39,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
     Raises:
         ConfigError: If a parameter is on the meta device, there is no process group and no torchrun environment, or the
             model is wrapped by another data parallelism.
-        UnsupportedModelError: If a parameter belongs to no module.
+        UnsupportedModelError: If a parameter belongs to no module, or to a compiled part of one whose rest is plain.
     """
     for module in compiled_modules():
         refuse_wrappers(module)
@@ -49,7 +53,9 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
             if is_ignored(module, value) or not _is_unclaimed(module, value):
                 continue
             raise added_later(_name_in(module, value))
-        _refuse_meta(module)
+        refuse_meta(module)
+        refuse_plain_rest(modules_on_the_stack(), module)
+        plain.remove(module)
         before = set(units(module))
         fully_shard(module, **options.sharding)
         for unit in units(module):
@@ -121,15 +127,3 @@ def _owner(placeholder: fx.Node, parameter: nn.Parameter) -> nn.Module:
 
 def _name_in(module: nn.Module, parameter: nn.Parameter) -> str:
     return next((name for name, p in nn.Module.named_parameters(module) if p is parameter), "?")
-
-
-def _refuse_meta(module: nn.Module) -> None:
-    name = next((name for name, p in nn.Module.named_parameters(module) if p.device.type == "meta"), None)
-    if name is not None:
-        raise ConfigError(
-            "a parameter is on the meta device and has no value yet",
-            where=name,
-            instead="call fully_shard(model) and fsdp_compile.materialize(model), or fully_shard(model, "
-            "param_init_fn=...), which initialize it; or fully_shard(model), then model.to_empty(device=...), then "
-            "load a checkpoint, before the first step",
-        )

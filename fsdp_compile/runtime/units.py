@@ -199,6 +199,7 @@ class ModelState:
         queued_in_backward: The backward pass whose end `post_backward_final_callback` was queued for.
         pre_forward: Called with the outermost module of each forward before it starts.
         before_first_forward: Called once: ranks compare what they have sharded.
+        ignored: `id`s of parameters that calls of `fully_shard` on it ignored.
     """
 
     def __init__(self, pre_forward: Callable[[nn.Module], None] = lambda _: None) -> None:
@@ -207,6 +208,7 @@ class ModelState:
         self.queued_in_backward: int | None = None
         self.pre_forward = pre_forward
         self.before_first_forward: list[Callable[[], None]] = []
+        self.ignored: set[int] = set()
         self._pending: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
         # Autograd runs hooks on a thread of each device, and models may be trained on several threads.
         self._lock = threading.RLock()

@@ -125,6 +125,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
 def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> list[FSDPUnit]:
     """Makes the units: their flat parameters, and DTensors in the place of plain parameters."""
     model = ModelState(pre_forward)
+    model.ignored = plan.ignored
     ensure_state(module).model = model
     plan.precision.apply()
     for descendant in plan.below:

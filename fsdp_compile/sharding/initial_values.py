@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import local_tensor
+from fsdp_compile.comm import groups
 from fsdp_compile.comm.exchange import all_reduce_max, wire_of
 from fsdp_compile.errors import RankMismatchError
 from fsdp_compile.runtime.module_state import ParamOwner
@@ -34,19 +35,21 @@ class _InitialParam:
     """A parameter as it was sharded.
 
     Attributes:
-        parameter: The DTensor.
+        owner: A module that has it, as `attribute`. No reference to the parameter, which could not be swapped then.
         full: Hash of this rank's full value, if it had one.
         own: Hash of the part that this rank keeps: another one later means that the parameter was written.
     """
 
     name: str
-    parameter: weakref.ref[nn.Parameter]
+    owner: weakref.ref[nn.Module]
+    attribute: str
     full: torch.Tensor | None
     own: torch.Tensor | None
 
     def unchanged(self) -> torch.Tensor | None:
         """The hash of the full value; `None` if the parameter was written since."""
-        parameter = self.parameter()
+        owner = self.owner()
+        parameter = None if owner is None else owner._parameters.get(self.attribute)
         own = hash_of(local_tensor(parameter)) if isinstance(parameter, DTensor) else None
         if own is None or self.own is None or not torch.equal(own, self.own.to(own.device)):
             return None
@@ -77,19 +80,23 @@ class InitialValues:
 
     def note(self, made: Iterable[FSDPUnit], model: ModelState) -> None:
         """Has the values compared before the first forward of the model, now that they are sharded."""
+        made = list(made)
         if not self.full and not self.buffers:
             return
+        place = next((groups.rank_store(param.spec.group) for unit in made for param in unit.params), None)
+        number = 0 if place is None else next(place.sharding_calls)
         params = {param.module_refs[0]: param for unit in made for param in unit.params}
-        initial = []
-        for (name, place), full in self.full.items():
-            own = hash_of(local_tensor(params[place].dtensor))
-            initial.append(_InitialParam(name, weakref.ref(params[place].parameter), full, own))
-        model.before_first_forward.append(lambda: self._compare(initial))
+        initial = [
+            _InitialParam(name, weakref.ref(place[0]), place[1], full, hash_of(params[place].sharded_view))
+            for (name, place), full in self.full.items()
+        ]
+        model.before_first_forward.append(lambda: self._compare(number, initial))
 
-    def _compare(self, initial: Sequence[_InitialParam]) -> None:
+    def _compare(self, number: int, initial: Sequence[_InitialParam]) -> None:
         held = {name: (m, attribute) for name, ref, attribute in self.buffers if (m := ref()) is not None}
         buffers = {name: hash_of(module._buffers.get(attribute)) for name, (module, attribute) in held.items()}
         hashes = {**{each.name: each.unchanged() for each in initial}, **buffers}
+        _refuse_different_calls([str(number), *hashes], self.mesh)
         found = _first_difference(hashes, self.mesh)
         if found is None:
             return
@@ -170,7 +177,6 @@ def _words(value: torch.Tensor) -> torch.Tensor:
 
 def _first_difference(hashes: dict[str, torch.Tensor | None], mesh: DeviceMesh) -> _Difference | None:
     """The first name for which all ranks have a hash, and not the same."""
-    _refuse_different_names(list(hashes), mesh)
     wire = wire_of(mesh)
     mine = torch.tensor([0 if h is None else h.item() for h in hashes.values()], dtype=torch.int64, device=wire)
     missing = torch.tensor([h is None for h in hashes.values()], dtype=torch.int64, device=wire)
@@ -188,14 +194,15 @@ def _first_difference(hashes: dict[str, torch.Tensor | None], mesh: DeviceMesh) 
     return _Difference(list(hashes)[differing[0]], first[0], [rank for rank, found in others if found != first[1]])
 
 
-def _refuse_different_names(names: list[str], mesh: DeviceMesh) -> None:
-    digest = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7], "big")
+def _refuse_different_calls(call: Sequence[str], mesh: DeviceMesh) -> None:
+    """Refuses ranks that compare different calls of `fully_shard`: its number, and names of parameters and buffers."""
+    digest = int.from_bytes(hashlib.sha256("\n".join(call).encode()).digest()[:7], "big")
     bounds = torch.tensor([digest, -digest], device=wire_of(mesh))
     all_reduce_max(bounds, mesh)
     if bounds[0].item() != -bounds[1].item():
         raise RankMismatchError(
-            "ranks have sharded parameters or have buffers of different names",
-            where="fully_shard(), or the first call of the compiled model",
-            instead="the same model on every rank",
+            "ranks run different modules, or hold parameters or buffers of different names",
+            where=f"the first forward; on this rank of {', '.join(call[1:4])}{' ...' * (len(call) > 4)}",
+            instead="the same model and the same control flow on every rank; a module that has no rows on a rank is "
+            "called there all the same, with an empty tensor",
         )
-
