@@ -96,7 +96,8 @@ def _refuse_shown(module: nn.Module, parameter: nn.Parameter) -> None:
         raise ConfigError(
             "a compiled model is called while its parameters are held in full",
             where=f"inside full_params(), {_name_in(module, parameter)}",
-            instead="call the plain model there, which is full too, or leave the context first",
+            instead="call the plain model there, which is full too; for a model that was compiled in place, inside of "
+            "`with torch.compiler.set_stance('force_eager'):`; or leave the context first",
         )
 
 

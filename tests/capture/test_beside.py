@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import ConfigError, FSDPCompileError, UnsupportedModelError, fully_shard
 from tests.beside import compile_eagerly
+from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
 from tests.ranks import run_ranks
 
@@ -83,6 +87,25 @@ def test_ddp_is_refused_wherever_it_stands(form: str, make: str) -> None:
     for message in run_ranks(_ddp, form, make, timeout_s=60):
         assert message.startswith(f"{ConfigError.__name__}: DistributedDataParallel averages gradients by itself")
         assert "remove DistributedDataParallel" in message or "the plain model" in message
+
+
+SHARDED_BY_TORCH: dict[str, Callable[[nn.Module], object]] = {
+    "fully_shard": lambda model: torchs_fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
+    "replicate": replicate,
+}
+
+
+@pytest.mark.parametrize("of", [lambda: nn.Sequential(nn.Linear(WIDTH, 5)), Stack], ids=["Sequential", "class"])
+@pytest.mark.parametrize("form", ["module", "function"])
+@pytest.mark.parametrize("wrapped_by", SHARDED_BY_TORCH)
+def test_what_torch_shards_or_replicates_is_refused(wrapped_by: str, form: str, of: Callable[[], nn.Module]) -> None:
+    with fake_world(2):
+        model = of()
+        SHARDED_BY_TORCH[wrapped_by](model)
+        call = _function(model) if form == "function" else compile_eagerly(model)
+        message = _refusal(lambda: call(torch.ones(2, WIDTH)))
+    assert "averages gradients by itself" in message
+    assert "shard with fsdp_compile.fully_shard()" in message
 
 
 def _blocks_alone(form: str) -> str:
