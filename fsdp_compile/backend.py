@@ -8,12 +8,13 @@ from typing import Any
 from torch import fx
 
 from fsdp_compile._torch.dynamo import list_mode_options
+from fsdp_compile.capture.beside import watch_wrappers_and_optimizers
 from fsdp_compile.capture.first_call import trace_again
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
-from fsdp_compile.capture.plain_model import refuse_unused_sharding, shard_plain_models
+from fsdp_compile.capture.plain_model import compare_initial_values, refuse_unused_sharding, shard_plain_models
 from fsdp_compile.capture.reject_mutation import refuse_updates
 from fsdp_compile.capture.shard_embeddings import shard_lookups
-from fsdp_compile.capture.unreached import watch_optimizers
+from fsdp_compile.capture.unreached import PlainModels, watch_compiles
 from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower.agreement import agree, refuse
@@ -23,6 +24,8 @@ from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.region import Region
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import keep, transform
+
+_plain_models = PlainModels()
 
 
 def fsdp(
@@ -52,8 +55,9 @@ def fsdp(
             instead="lower='inductor', or leave them out",
         )
     # This graph reads plain parameters; the frame's next trace reads the flat ones.
-    if shard_plain_models(gm, example_inputs, checked):
+    if shard_plain_models(gm, example_inputs, checked, _plain_models):
         raise trace_again()
+    compare_initial_values(example_inputs)
     refuse_unused_sharding(example_inputs, checked)
     refuse_updates(gm, example_inputs)
     if checked.embedding == "sharded":
@@ -85,4 +89,5 @@ def fsdp(
     return compile_with_inductor(gm, example_inputs, region, {**exact, **settings, **checked.inductor})
 
 
-watch_optimizers(fsdp)
+watch_compiles(fsdp, _plain_models)
+watch_wrappers_and_optimizers(fsdp)

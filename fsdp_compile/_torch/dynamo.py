@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import convert_frame, symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch import config as functorch_config
@@ -64,6 +66,8 @@ MODULE_CALLS = frozenset({"__call__", "_call_impl"})
 """Names of the functions through which modules are called: `nn.Module`'s, and those of `torch.compile(module)`."""
 COMPILED_CALL = "compile_wrapper"
 """Name of the function through which compiled code is entered."""
+_COMPILE = "_compile"
+"""Name of the function in which Dynamo compiles a frame."""
 _CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
 """Raised by expressions of Dynamo that are no Python, or need names which only its guards have."""
 
@@ -138,15 +142,66 @@ def _root_translator() -> Any:
 
 def backend_of(compiled: OptimizedModule) -> object:
     """The function that was given to `torch.compile`, or found by the given name."""
-    found: Any = getattr(compiled.dynamo_ctx, "callback", None)
-    while hasattr(found, "_torchdynamo_orig_backend"):
-        found = found._torchdynamo_orig_backend
-    return getattr(found, "compiler_fn", found)
+    return _backend_function(getattr(compiled.dynamo_ctx, "callback", None))
 
 
-def was_compiled(code: types.CodeType) -> bool:
-    """Whether Dynamo has tried to compile a function since it was last reset."""
-    return code in convert_frame.input_codes
+def _backend_function(wrapped: Any) -> object:
+    while hasattr(wrapped, "_torchdynamo_orig_backend"):
+        wrapped = wrapped._torchdynamo_orig_backend
+    if isinstance(splitter := getattr(wrapped, "__self__", None), DDPOptimizer):  # inside of a forward of DDP
+        return _backend_function(splitter.backend_compile_fn)
+    return getattr(wrapped, "compiler_fn", wrapped)
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameToCompile:
+    """A frame that Dynamo is about to compile.
+
+    Attributes:
+        backend: The function that was given to `torch.compile`, or found by the given name.
+        names: Those of globals and attributes in the frame's code.
+        held: Values of its locals, of the variables that it closes over, and of globals that it names.
+    """
+
+    backend: object
+    names: frozenset[str]
+    held: tuple[object, ...]
+
+
+def before_each_compile(call: Callable[[FrameToCompile], None]) -> None:
+    """Calls a function with each frame before Dynamo compiles it, also if it then finds that it cannot or will not.
+
+    An exception of the function ends the compile and reaches the caller of the compiled code.
+    """
+
+    def describe() -> str:
+        frame = next((f for f in stack() if f.f_code.co_name == _COMPILE and _is_of_dynamo(f)), None)
+        if frame is not None:
+            call(_frame_to_compile(frame.f_locals))
+        return ""  # a user context, of which there is none
+
+    # Callbacks at the start of a compile would not tell of frames past the recompile limit, and a reset forgets them.
+    torch._dynamo.register_hook_for_recompile_user_context(describe)
+
+
+def _is_of_dynamo(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == convert_frame.__file__
+
+
+def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
+    code: types.CodeType = given["code"]
+    cells = [cell.cell_contents for cell in given["closure"] if _is_set(cell)]
+    named = [given["globals"][name] for name in code.co_names if name in given["globals"]]
+    held = (*dict(given["locals"]).values(), *cells, *named)
+    return FrameToCompile(_backend_function(given["compiler_fn"]), frozenset(code.co_names), held)
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
 
 
 def calls_are_compiled() -> bool:

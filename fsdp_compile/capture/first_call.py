@@ -37,6 +37,11 @@ def compiled_modules() -> list[nn.Module]:
     return found[::-1]
 
 
+def modules_on_the_stack() -> list[nn.Module]:
+    """Modules that are being called right now, compiled or not, outermost first."""
+    return [called for called in modules_being_called() if called is not None][::-1]
+
+
 def modules_on_the_way(placeholder: fx.Node) -> Iterator[nn.Module]:
     """Modules along the path on which Dynamo found a graph input, outermost first."""
     return (value for value in values_on_the_way(placeholder) if isinstance(value, nn.Module))

@@ -14,19 +14,24 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.dynamo import source_prefixes
-from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_way
+from fsdp_compile.capture.beside import refuse_plain_rest
+from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_stack, modules_on_the_way
+from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.param_views import is_swapped_in
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParamGroup
-from fsdp_compile.sharding.checks import added_later, refuse_wrappers
+from fsdp_compile.sharding import initial_values
+from fsdp_compile.sharding.checks import added_later, refuse_meta, refuse_wrappers
 from fsdp_compile.sharding.fully_shard import fully_shard
 
 
-def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions) -> bool:
+def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions, plain: PlainModels) -> bool:
     """Shards each module whose plain parameters are inputs of a Dynamo graph; `options.sharding` goes to `fully_shard`.
+
+    What is sharded is removed from `plain`.
 
     Returns:
         Whether anything was sharded, so that the frame has to be traced again.
@@ -34,7 +39,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
     Raises:
         ConfigError: If a parameter is on the meta device, there is no process group and no torchrun environment, or the
             model is wrapped by another data parallelism.
-        UnsupportedModelError: If a parameter belongs to no module.
+        UnsupportedModelError: If a parameter belongs to no module, or to a compiled part of one whose rest is plain.
     """
     for module in compiled_modules():
         refuse_wrappers(module)
@@ -48,7 +53,9 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
             if is_ignored(module, value) or not _is_unclaimed(module, value):
                 continue
             raise added_later(_name_in(module, value))
-        _refuse_meta(module)
+        refuse_meta(module)
+        refuse_plain_rest(modules_on_the_stack(), module)
+        plain.remove(module)
         before = set(units(module))
         fully_shard(module, **options.sharding)
         for unit in units(module):
@@ -57,14 +64,19 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
     return sharded
 
 
+def compare_initial_values(inputs: Sequence[object]) -> None:
+    """Compares, once, what each model of a graph was sharded with; raises `RankMismatchError` if ranks differ."""
+    for model in dict.fromkeys(group.unit.model for group in _groups(inputs)):
+        initial_values.compare(model)
+
+
 def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> None:
     """Refuses options for `fully_shard` where the user has called it already: they would do nothing.
 
     Raises:
         ConfigError: If there are such options, and no unit of the graph was sharded by the backend.
     """
-    flats = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
-    read = {flat.unit for flat in flats if flat is not None}
+    read = {group.unit for group in _groups(inputs)}
     if options.sharding and read and not any(unit.sharded_by_backend for unit in read):
         name = next(iter(options.sharding))
         raise ConfigError(
@@ -74,12 +86,18 @@ def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> No
         )
 
 
+def _groups(inputs: Sequence[object]) -> list[FSDPParamGroup]:
+    found = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
+    return [group for group in found if group is not None]
+
+
 def _refuse_shown(module: nn.Module, parameter: nn.Parameter) -> None:
     if is_swapped_in(parameter):
         raise ConfigError(
             "a compiled model is called while its parameters are held in full",
             where=f"inside full_params(), {_name_in(module, parameter)}",
-            instead="call the plain model there, which is full too, or leave the context first",
+            instead="call the plain model there, which is full too; for a model that was compiled in place, inside of "
+            "`with torch.compiler.set_stance('force_eager'):`; or leave the context first",
         )
 
 
@@ -110,15 +128,3 @@ def _owner(placeholder: fx.Node, parameter: nn.Parameter) -> nn.Module:
 
 def _name_in(module: nn.Module, parameter: nn.Parameter) -> str:
     return next((name for name, p in nn.Module.named_parameters(module) if p is parameter), "?")
-
-
-def _refuse_meta(module: nn.Module) -> None:
-    name = next((name for name, p in nn.Module.named_parameters(module) if p.device.type == "meta"), None)
-    if name is not None:
-        raise ConfigError(
-            "a parameter is on the meta device and has no value yet",
-            where=name,
-            instead="call fully_shard(model) and fsdp_compile.materialize(model), or fully_shard(model, "
-            "param_init_fn=...), which initialize it; or fully_shard(model), then model.to_empty(device=...), then "
-            "load a checkpoint, before the first step",
-        )

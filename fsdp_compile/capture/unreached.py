@@ -1,70 +1,100 @@
-"""Finds models that were compiled with this backend and never reached it, at their optimizer's first step.
+"""Finds models that run in compiled code and never reach the backend, before a rank trains a copy of its own.
 
-Dynamo leaves some forwards to Python whole: one that starts with an `nn.LSTM`, or one that breaks the graph inside of a
-loop. The backend is never called then, the model is not sharded, and every rank would train a copy of its own.
+Dynamo leaves some forwards to Python whole: that of an `nn.LSTM`, one that breaks the graph inside of a loop, or all
+that come after its recompile limit. The backend is not called with their parameters then, and they are not sharded. So
+before Dynamo compiles a frame for this backend, the plain parameters of all modules that the frame can reach get a hook
+that refuses their gradients. What the backend shards loses it again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from fsdp_compile._torch.dynamo import OptimizedModule, backend_of, was_compiled
+from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile
+from fsdp_compile.capture.beside import refuse_wrappers_around
+from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_stack
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.runtime.units import FSDPParamGroup
+from fsdp_compile.sharding.checks import refuse_meta, refuse_wrappers
+
+_BEFORE_THE_COMPILE = "call fsdp_compile.fully_shard(model) before torch.compile(model, backend='fsdp')"
 
 
-def watch_optimizers(backend: object) -> None:
-    """Checks every optimizer of the process once, at its first step with gradients of plain parameters.
+class PlainModels:
+    """The modules whose plain parameters refuse gradients, since compiled code reaches them."""
+
+    def __init__(self) -> None:
+        # By module: a weak reference to a parameter would keep it from being swapped.
+        self._handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+    def add(self, root: nn.Module) -> None:
+        """Adds a module, unless parts of it are sharded: its other parameters are ignored ones, or checked with it."""
+        parameters = list(nn.Module.named_parameters(root))
+        if root in self._handles or any(isinstance(p, DTensor) for _, p in parameters):
+            return
+        # A part of a sharded model may be compiled alone, and not know what a module above it ignores.
+        ignored = {i for group in FSDPParamGroup.alive() for i in group.unit.model.ignored}
+        self._handles[root] = [
+            parameter.register_post_accumulate_grad_hook(_refusal(type(root).__name__, name))
+            for name, parameter in parameters
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in ignored
+        ]
+
+    def remove(self, root: nn.Module) -> None:
+        """Removes what shares a module with `root`, which is about to be sharded."""
+        parts = set(root.modules())
+        for added in [added for added in self._handles if not parts.isdisjoint(added.modules())]:
+            for handle in self._handles.pop(added):
+                handle.remove()
+
+
+def _refusal(model: str, name: str) -> Callable[[torch.Tensor], None]:
+    def refuse(parameter: torch.Tensor) -> None:
+        if isinstance(parameter, DTensor):  # the user has sharded it since, and hooks move to the DTensor
+            return
+        raise UnsupportedModelError(
+            "the compiled model was never handed to its backend, so it is not sharded and its gradients are not "
+            "averaged: Dynamo left its forward to Python (TORCH_LOGS=graph_breaks,recompiles says why)",
+            where=f"{model}, parameter {name}, in backward",
+            instead=_BEFORE_THE_COMPILE,
+        )
+
+    return refuse
+
+
+def watch_compiles(backend: object, plain: PlainModels) -> None:
+    """Watches all compiles of the process for modules that compiled code reaches.
 
     The backend's module calls this when it is imported, which `torch.compile` does before it wraps the first model.
+
+    Args:
+        backend: The function that Dynamo calls.
+        plain: Where modules are added that compiled code reaches.
     """
-    compiled: weakref.WeakSet[OptimizedModule] = weakref.WeakSet()
-    checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def note_compiled(module: nn.Module, _name: str, _submodule: nn.Module | None) -> None:
-        if isinstance(module, OptimizedModule):
-            compiled.add(module)
+    def before_compile(frame: FrameToCompile) -> None:
+        if frame.backend is backend:
+            refuse_wrappers_around(modules_on_the_stack())
+            for module in dict.fromkeys((*compiled_modules(), *_modules_in(frame))):
+                refuse_wrappers(module)
+                refuse_meta(module)
+                plain.add(module)
 
-    def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if optimizer in checked:
-            return
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"] if _is_trained_plainly(p)}
-        if trained:
-            _refuse_unsharded([m._orig_mod for m in compiled if backend_of(m) is backend], trained)
-        checked.add(optimizer)
-
-    # `torch.compile(model)` makes a module with the model as a submodule, which this hook sees.
-    register_module_module_registration_hook(note_compiled)
-    register_optimizer_step_pre_hook(before_step)
+    before_each_compile(before_compile)
 
 
-def _is_trained_plainly(parameter: object) -> bool:
-    return isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) and parameter.grad is not None
-
-
-def _refuse_unsharded(models: Iterable[nn.Module], trained: set[int]) -> None:
-    for model in models:
-        parameters = dict(model.named_parameters())
-        name = next((n for n, p in parameters.items() if id(p) in trained), None)
-        is_plain = not any(isinstance(p, DTensor) for p in parameters.values())
-        if name is not None and is_plain and _was_called(model):
-            raise UnsupportedModelError(
-                "the compiled model was never handed to its backend, so it is not sharded: Dynamo left its forward to "
-                "Python (TORCH_LOGS=graph_breaks says why)",
-                where=f"{type(model).__name__}, parameter {name}, at the optimizer's step",
-                instead="call fsdp_compile.fully_shard(model) before torch.compile(model, backend='fsdp')",
-            )
-
-
-def _was_called(model: nn.Module) -> bool:
-    """Whether the model has run compiled."""
-    # Before its first compiled call a model may be trained plainly; optimizer state is sharded later.
-    codes = (getattr(type(module).forward, "__code__", None) for module in model.modules())
-    return any(code is not None and was_compiled(code) for code in codes)
+def _modules_in(frame: FrameToCompile) -> Iterator[nn.Module]:
+    """Modules among the values of a frame, their attributes that its code names, and what such containers hold."""
+    held = [getattr(value, "__self__", value) for value in frame.held]
+    owners = [value for value in held if not isinstance(value, nn.Module) and hasattr(value, "__dict__")]
+    attributes = [vars(owner)[name] for owner in owners for name in frame.names & vars(owner).keys()]
+    for value in (*held, *attributes):
+        inside: Iterable[object] = value.values() if isinstance(value, dict) else value
+        found = inside if isinstance(value, dict | list | tuple) else [value]
+        yield from (each for each in found if isinstance(each, nn.Module))

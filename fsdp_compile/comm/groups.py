@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -35,12 +35,14 @@ class RankStore:
         ranks: Of the group, by their numbers in the world.
         rank: The number of this one in the group.
         agreed: Digests of what this rank has compared with the others, and of refusals, in that order.
+        sharding_calls: Numbers for the calls that shard over the group.
     """
 
     prefix: str
     ranks: tuple[int, ...]
     rank: int
     agreed: list[str] = dataclasses.field(default_factory=list)
+    sharding_calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @classmethod
     def of(cls, name: str, group: dist.ProcessGroup) -> RankStore:

@@ -169,8 +169,9 @@ class Rendezvous:
         return RankFailedError(
             f"rank {named} did not compile its next collectives within {self.timeout_s:g} s",
             where=f"rank {self.ranks[self.rank]} has compiled its own, and waits for ranks {self.ranks} to compare",
-            instead="see on that rank whether it died, is stuck, or does not run a module that this one runs: a module "
-            "that has no rows on one rank has to be called there all the same, with an empty tensor",
+            instead="see on that rank whether it died, is stuck, or does not run a module that this one runs: what is "
+            "done inside of `if rank == 0:` (an evaluation, say) has to be done on every rank, and a module that has "
+            "no rows on one rank has to be called there all the same, with an empty tensor",
         )
 
     def _clean(self, at: str) -> None:

@@ -203,6 +203,8 @@ class ModelState:
             then.
         queued_in_backward: The backward pass whose end `post_backward_final_callback` was queued for.
         pre_forward: Called with the outermost module of each forward before it starts.
+        before_first_forward: Called once: ranks compare what they have sharded.
+        ignored: `id`s of parameters that calls of `fully_shard` on it ignored.
     """
 
     def __init__(self, pre_forward: Callable[[nn.Module], None] = lambda _: None) -> None:
@@ -210,6 +212,8 @@ class ModelState:
         self.layout_version = 0
         self.queued_in_backward: int | None = None
         self.pre_forward = pre_forward
+        self.before_first_forward: list[Callable[[], None]] = []
+        self.ignored: set[int] = set()
         self._pending: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
         # Autograd runs hooks on a thread of each device, and models may be trained on several threads.
         self._lock = threading.RLock()
@@ -220,6 +224,8 @@ class ModelState:
         for unit in self.units:
             if unit.model is not self:
                 unit.model.note_layout()
+                self.before_first_forward.extend(unit.model.before_first_forward)
+                unit.model.before_first_forward.clear()
                 unit.model = self
                 # The groups may be pending in the model that they come from, which is asked no more.
                 for group in unit.param_groups:

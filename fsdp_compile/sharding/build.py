@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_compile.runtime.group_state import UnitPolicy, WrapSource
 from fsdp_compile.runtime.module_state import ParamOwner, ParamRef, call_on, is_sharded, reads_of, units
 from fsdp_compile.runtime.replaced_params import current
-from fsdp_compile.sharding import allocate, check_params, devices, sync_states, wrap
+from fsdp_compile.sharding import allocate, check_params, devices, initial_values, sync_states, wrap
 from fsdp_compile.sharding.allocate import ParamToShard
 from fsdp_compile.sharding.arguments import Arguments
 from fsdp_compile.sharding.mixed_precision import PrecisionPlan, any_full_precision
@@ -45,6 +45,7 @@ class ShardingPlan:
         tied: Parameters that earlier calls sharded, with further places that register them.
         precision: Modules that mixed precision excludes, and buffers that are cast.
         first_rank: What the first rank has values for.
+        initial: The values of this rank, where its own count.
         different: Those of `roots` for which a wrap policy has chosen dtypes.
     """
 
@@ -56,6 +57,7 @@ class ShardingPlan:
     tied: list[tuple[nn.Parameter, nn.Module, str]]
     precision: PrecisionPlan
     first_rank: sync_states.FirstRankValues
+    initial: initial_values.InitialValues
     different: frozenset[nn.Module]
 
 
@@ -88,8 +90,14 @@ def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
         precision.add(root, own.mixed_precision, below)
     precision.add(module, arguments.unit.precision, [*below, *different])
     planned = _units(module, {**roots, module: arguments.policy}, occurrences, arguments, precision)
-    first_rank = sync_states.look(module, each_once(occurrences), arguments.policy.mesh, arguments.init_from)
-    return ShardingPlan(planned, roots, source, below, ignored, tied, precision, first_rank, frozenset(different))
+    mesh, source_of_values = arguments.policy.mesh, arguments.init_from
+    first_rank = sync_states.look(module, each_once(occurrences), mesh, source_of_values)
+    initial = initial_values.take(
+        module, each_once(occurrences), mesh, source_of_values, [*below, *arguments.ignored.modules]
+    )
+    return ShardingPlan(
+        planned, roots, source, below, ignored, tied, precision, first_rank, initial, frozenset(different)
+    )
 
 
 def _places(root: nn.Module, ignored: set[int]) -> tuple[list[ParamRef], list[tuple[nn.Parameter, nn.Module, str]]]:

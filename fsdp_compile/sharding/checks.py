@@ -117,6 +117,19 @@ def refuse_wrappers(root: nn.Module) -> None:
             )
 
 
+def refuse_meta(root: nn.Module) -> None:
+    """Raises `ConfigError` for a plain parameter on the meta device, which a compiled call would read."""
+    for name, parameter in nn.Module.named_parameters(root):
+        if parameter.device.type == "meta" and not isinstance(parameter, DTensor | ReplacedParameter):
+            raise ConfigError(
+                "a parameter is on the meta device and has no value yet",
+                where=name,
+                instead="call fully_shard(model) and fsdp_compile.materialize(model), or fully_shard(model, "
+                "param_init_fn=...), which initialize it; or fully_shard(model), then model.to_empty(device=...), then "
+                "load a checkpoint, before the first step",
+            )
+
+
 def refuse_part(module: nn.Module, units_below: Iterable[FSDPUnit]) -> None:
     """Raises `ConfigError` for a module whose parameters are in a unit of a call on a module above it.
 

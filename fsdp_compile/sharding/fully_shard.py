@@ -118,12 +118,16 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     made = _allocate(module, plan, arguments)
     _install(module, made, plan, arguments)
     _initialize(module, made, plan, arguments)
+    model = ensure_state(module).model
+    assert model is not None
+    plan.initial.note(made, model)
     return module
 
 
 def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> list[FSDPUnit]:
     """Makes the units: their flat parameters, and DTensors in the place of plain parameters."""
     model = ModelState(pre_forward)
+    model.ignored = plan.ignored
     ensure_state(module).model = model
     plan.precision.apply()
     for descendant in plan.below:

@@ -24,7 +24,7 @@ from fsdp_compile.runtime.module_state import ensure_state, units_below
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit
 from fsdp_compile.runtime.view_check import ViewCheck
-from fsdp_compile.sharding import allocate, check_params, checks
+from fsdp_compile.sharding import allocate, check_params, checks, initial_values
 from fsdp_compile.sharding.mixed_precision import any_full_precision
 
 
@@ -195,6 +195,8 @@ def _put_in_place(root: nn.Module) -> ViewCheck:
     for unit in units:
         check(unit)
         follow_attributes(unit)
+    for model in dict.fromkeys(unit.model for unit in units):
+        initial_values.compare(model)
     # After the check, which takes parameters in that were put in the place of others.
     if not calls_are_compiled():
         checks.refuse_new_parameters(root)

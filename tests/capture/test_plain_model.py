@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import UnsupportedModelError, units
+from fsdp_compile import UnsupportedModelError, full_params, units
 from tests.beside import close, compile_eagerly, loss_of
 from tests.models.outlines import Small, Transformer
 from tests.ranks import run_ranks
@@ -111,6 +112,33 @@ def _module_itself_compiled() -> None:
     _train(model, model)
 
 
+class _Task(Small):
+    """As frameworks have it: they call methods, which call the module itself."""
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.cat([x[:, 3:], self(x)], dim=1)
+        return x
+
+
+def _methods_of_a_module_itself_compiled() -> None:
+    model = _Task()
+    reference = copy.deepcopy(model)
+    model.compile(backend="fsdp", options={"lower": "eager"})
+    _train(model.training_step, model, reference)
+    x = torch.randn(2, 6)
+    with torch.no_grad():
+        close(model.generate(x), reference.generate(x), "generate")
+        with full_params(model):
+            with pytest.raises(BackendCompilerFailed, match="set_stance"):
+                model.generate(x)
+            with torch.compiler.set_stance("force_eager"):
+                close(model.generate(x), reference.generate(x), "generate inside full_params")
+
+
 def _closure() -> None:
     model = Small()
 
@@ -200,6 +228,7 @@ CASES: dict[str, Callable[[], None]] = {
     "graph-breaks": lambda: _module(_Breaks),
     "nested": lambda: _module(_Nested),
     "module.compile": _module_itself_compiled,
+    "methods-of-module.compile": _methods_of_a_module_itself_compiled,
     "closure": _closure,
     "forward-left-to-python": _left_to_python,
     "module-left-to-python": lambda: _module(_LeftToPython),

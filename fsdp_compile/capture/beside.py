@@ -1,0 +1,132 @@
+"""What would train, or average, beside the modules that the backend shards: other data parallelism, and plain parts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_compile._torch.dynamo import OptimizedModule, backend_of
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.modules.classes import original_class
+from fsdp_compile.runtime.replaced_params import current
+from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
+
+_WHOLE = (
+    "torch.compile(model, backend='fsdp') of the whole model, or fully_shard(model) before its parts are compiled, "
+    "with ignored_params=[...] for what each rank trains alone"
+)
+Wrapper = DistributedDataParallel | FullyShardedDataParallel
+
+
+def refuse_wrappers_around(called: Iterable[nn.Module]) -> None:
+    """Raises `ConfigError` if a module that is being called is DDP or FSDP1: this backend averages below it."""
+    for module in called:
+        if isinstance(module, Wrapper):
+            raise _remove(module, module.module)
+
+
+def refuse_plain_rest(called: Iterable[nn.Module], compiled: nn.Module) -> None:
+    """Refuses to shard a part of a model whose rest is plain, trained, and compiled nowhere.
+
+    Args:
+        called: Modules that are being called, outermost first.
+        compiled: The outermost compiled one, which is about to be sharded.
+
+    Raises:
+        UnsupportedModelError: If a module around it has other parameters that need gradients.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for around in called:
+        parts = list(around.modules())
+        if isinstance(around, OptimizedModule) or compiled not in parts:
+            continue
+        inside = {id(p) for part in parts if part is compiled or _is_compiled(part) for p in part.parameters()}
+        for name, parameter in nn.Module.named_parameters(around):
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in inside:
+                raise UnsupportedModelError(
+                    f"only a part of a model is compiled, {type(compiled).__name__}: the gradients of the rest would "
+                    "be averaged by no rank",
+                    where=f"{type(around).__name__}, parameter {name}",
+                    instead=_WHOLE,
+                )
+
+
+def watch_wrappers_and_optimizers(backend: object) -> None:
+    """Refuses DDP and FSDP1 around models of the backend, and optimizers of models that it has sharded in part."""
+    checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def registered(module: nn.Module, _name: str, child: nn.Module | None) -> None:
+        if isinstance(module, Wrapper) and child is not None and _has_model_of(backend, child):
+            raise _remove(module, child)
+
+    def before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        if optimizer not in checked:
+            _refuse_plain_beside_sharded(optimizer)
+            checked.add(optimizer)
+
+    register_module_module_registration_hook(registered)
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _remove(wrapper: nn.Module, child: nn.Module) -> ConfigError:
+    name = type(wrapper).__name__
+    return ConfigError(
+        f"{name} averages gradients by itself, and so does backend='fsdp', which shards the model inside of it",
+        where=f"{name}({type(child).__name__})",
+        instead=f"remove {name} and call the compiled model itself; fsdp_compile.no_sync(model) is its no_sync",
+    )
+
+
+def _has_model_of(backend: object, root: nn.Module) -> bool:
+    sharded = _sharded_parameters()
+    return any(
+        (isinstance(part, OptimizedModule) and backend_of(part) is backend)
+        or any(id(parameter) in sharded for parameter in part._parameters.values())
+        for part in root.modules()
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # In place, Dynamo compiles users' code alone: of a module of torch's own it compiles nothing.
+    in_place = module._compiled_call_impl is not None and not _is_of_torch(original_class(module))
+    return in_place or isinstance(module, OptimizedModule)
+
+
+def _is_of_torch(module_class: type[nn.Module]) -> bool:
+    """Whether torch defines the forward of a class."""
+    return module_class.forward.__module__.partition(".")[0] == "torch"
+
+
+def _sharded_parameters() -> dict[int, FSDPUnit]:
+    return {id(param.parameter): group.unit for group in FSDPParamGroup.alive() for param in group.params}
+
+
+def _refuse_plain_beside_sharded(optimizer: Optimizer) -> None:
+    # An optimizer that was made before gets the sharded parameters in this very step, maybe after this hook.
+    held = [current(p) for group in optimizer.param_groups for p in group["params"]]
+    trained = [p for p in held if p.grad is not None]
+    plain = {id(p) for p in trained if not isinstance(p, DTensor)}
+    if not plain or len(plain) == len(trained):
+        return
+    units = _sharded_parameters()
+    own = [units[id(p)] for p in trained if id(p) in units]
+    # Where `fully_shard` was called by the user, it has been said what is sharded.
+    by_backend = next((unit for unit in own if unit.sharded_by_backend), None)
+    if by_backend is None or plain <= {i for unit in own for i in unit.model.ignored}:
+        return
+    raise UnsupportedModelError(
+        "an optimizer trains parameters that were sharded when a module was compiled, and others that no rank averages",
+        where=f"{type(optimizer).__name__}: {len(plain)} of {len(trained)} parameters with gradients are plain, others "
+        f"are those of {type(by_backend.root).__name__}",
+        instead=_WHOLE,
+    )

@@ -1,0 +1,171 @@
+"""Other data parallelism around compiled models, and models that are compiled in part, are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_compile import ConfigError, FSDPCompileError, UnsupportedModelError, fully_shard
+from tests.beside import compile_eagerly
+from tests.fake_world import fake_world
+from tests.models.kinds import WIDTH, Stack
+from tests.ranks import run_ranks
+
+
+class _Task(nn.Module):
+    """A training task that has a model, as frameworks have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+def _big() -> nn.Module:
+    """More than DDP's first bucket of 1 MiB, so that Dynamo would split its graph."""
+    return _Task(nn.Sequential(*(nn.Linear(WIDTH, WIDTH * 64), nn.ReLU(), nn.Linear(WIDTH * 64, WIDTH)) * 4))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"small": Stack, "big": _big}
+
+
+def _compiled_itself(model: nn.Module) -> nn.Module:
+    model.compile(backend="fsdp", options={"lower": "eager"})
+    return model
+
+
+def _called(model: nn.Module) -> nn.Module:
+    compile_eagerly(model)(torch.ones(2, WIDTH))
+    return model
+
+
+def _function(model: nn.Module) -> Call:
+    return compile_eagerly(lambda x: model(x))  # noqa: PLW0108  a compiled function
+
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+FORMS: dict[str, Callable[[nn.Module], Call]] = {
+    "around": lambda model: DistributedDataParallel(compile_eagerly(model)),
+    "around-a-task": lambda model: DistributedDataParallel(_Task(compile_eagerly(model))),
+    "around-a-sharded-one": lambda model: DistributedDataParallel(fully_shard(model)),
+    "around-a-called-one": lambda model: DistributedDataParallel(_called(model)),
+    "around-module.compile": lambda model: DistributedDataParallel(_compiled_itself(model)),
+    "inside": lambda model: compile_eagerly(DistributedDataParallel(model)),
+    "module.compile": lambda model: _compiled_itself(DistributedDataParallel(model)),
+    "function": lambda model: _function(DistributedDataParallel(model)),
+}
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (BackendCompilerFailed, FSDPCompileError) as error:
+        own = getattr(error, "inner_exception", error)
+        return f"{type(own).__name__}: {own}"
+    return ""
+
+
+def _ddp(form: str, make: str) -> str:
+    return _refusal(lambda: FORMS[form](MODELS[make]())(torch.ones(2, WIDTH)).sum().backward())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("form", FORMS)
+def test_ddp_is_refused_wherever_it_stands(form: str, make: str) -> None:
+    for message in run_ranks(_ddp, form, make, timeout_s=60):
+        assert message.startswith(f"{ConfigError.__name__}: DistributedDataParallel averages gradients by itself")
+        assert "remove DistributedDataParallel" in message or "the plain model" in message
+
+
+SHARDED_BY_TORCH: dict[str, Callable[[nn.Module], object]] = {
+    "fully_shard": lambda model: torchs_fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
+    "replicate": replicate,
+}
+
+
+@pytest.mark.parametrize("of", [lambda: nn.Sequential(nn.Linear(WIDTH, 5)), Stack], ids=["Sequential", "class"])
+@pytest.mark.parametrize("form", ["module", "function"])
+@pytest.mark.parametrize("wrapped_by", SHARDED_BY_TORCH)
+def test_what_torch_shards_or_replicates_is_refused(wrapped_by: str, form: str, of: Callable[[], nn.Module]) -> None:
+    with fake_world(2):
+        model = of()
+        SHARDED_BY_TORCH[wrapped_by](model)
+        call = _function(model) if form == "function" else compile_eagerly(model)
+        message = _refusal(lambda: call(torch.ones(2, WIDTH)))
+    assert "averages gradients by itself" in message
+    assert "shard with fsdp_compile.fully_shard()" in message
+
+
+def _blocks_alone(form: str) -> str:
+    """Compiles a part of a model, or all of its parts; trains one step."""
+    torch.manual_seed(0)
+    model = Stack()
+    parts = list(model.blocks)
+    if form == "all":
+        model.head = compile_eagerly(model.head)
+    elif form == "head-in-place":
+        parts.append(model.head)
+    elif form == "sharded":
+        fully_shard(model)
+    for part in parts:
+        part.compile(backend="fsdp", options={"lower": "eager"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if form == "evaluated-first":
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+
+    def step() -> None:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+
+    return _refusal(step)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("form", ["alone", "head-in-place"])  # `nn.Linear.compile()` compiles nothing
+def test_blocks_that_are_compiled_alone_are_refused(form: str) -> None:
+    for message in run_ranks(_blocks_alone, form):
+        assert message.startswith(f"{UnsupportedModelError.__name__}: only a part of a model is compiled")
+        assert "Stack, parameter head." in message
+        assert "of the whole model" in message
+
+
+@pytest.mark.parametrize("form", ["all", "sharded"])
+def test_parts_are_compiled_where_nothing_is_left_over(form: str) -> None:
+    assert run_ranks(_blocks_alone, form) == ["", ""]
+
+
+def test_an_optimizer_of_sharded_and_plain_parts_is_refused() -> None:
+    for message in run_ranks(_blocks_alone, "evaluated-first"):
+        assert "others that no rank averages" in message
+        assert "SGD: 2 of " in message
+
+
+def _one_part_in_a_function() -> str:
+    """No module contains both parts; the plain one is never compiled."""
+    torch.manual_seed(0)
+    body, head = Stack(), nn.Linear(5, 3)
+    before = copy.deepcopy(head)
+    compiled = compile_eagerly(body)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    head(compiled(torch.ones(2, WIDTH))).sum().backward()
+    message = _refusal(optimizer.step)
+    assert torch.equal(head.weight, before.weight)
+    return message
+
+
+def test_a_plain_model_beside_a_compiled_one_is_refused() -> None:
+    for message in run_ranks(_one_part_in_a_function):
+        assert "others that no rank averages" in message
