@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch.dynamo import source_prefixes
 from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_way
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.modules.eager_reads import GatheredParameter
 from fsdp_compile.modules.param_views import is_swapped_in
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
@@ -86,7 +87,7 @@ def _refuse_shown(module: nn.Module, parameter: nn.Parameter) -> None:
 def _is_plain(value: object) -> TypeGuard[nn.Parameter]:
     return (
         isinstance(value, nn.Parameter)
-        and not isinstance(value, DTensor | ReplacedParameter)
+        and not isinstance(value, DTensor | ReplacedParameter | GatheredParameter)
         and FSDPParamGroup.of(value) is None
     )
 
