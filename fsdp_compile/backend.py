@@ -12,6 +12,7 @@ from fsdp_compile.capture.beside import watch_wrappers_and_optimizers
 from fsdp_compile.capture.first_call import trace_again
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
 from fsdp_compile.capture.plain_model import compare_initial_values, refuse_unused_sharding, shard_plain_models
+from fsdp_compile.capture.reject_functional_call import refuse_functional_call
 from fsdp_compile.capture.reject_mutation import refuse_updates
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.unreached import PlainModels, watch_compiles
@@ -60,6 +61,7 @@ def fsdp(
     compare_initial_values(example_inputs)
     refuse_unused_sharding(example_inputs, checked)
     refuse_updates(gm, example_inputs)
+    refuse_functional_call(gm)
     if checked.embedding == "sharded":
         shard_lookups(gm)
 

@@ -54,6 +54,7 @@ SHARED_BY_A_PROCESS = {
     "ops/host_copy.py": {"_running"},  # graphs see tensors, which have no room for an event
     "runtime/units.py": {"_by_address"},  # compiled code sees tensors under other identities
     "runtime/unshard.py": {"_optimizer_steps"},  # foreach kernels do not count versions of DTensors
+    "modules/eager_reads.py": {"reads"},  # thread-local
     "modules/forward.py": {"_depth", "_first_call"},  # thread-local
 }
 """Names, of modules or classes, that are bound to something that changes."""

@@ -18,6 +18,7 @@ from fsdp_compile.capture.beside import refuse_plain_rest
 from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_stack, modules_on_the_way
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.modules.eager_reads import GatheredParameter
 from fsdp_compile.modules.param_views import is_swapped_in
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
@@ -104,7 +105,7 @@ def _refuse_shown(module: nn.Module, parameter: nn.Parameter) -> None:
 def _is_plain(value: object) -> TypeGuard[nn.Parameter]:
     return (
         isinstance(value, nn.Parameter)
-        and not isinstance(value, DTensor | ReplacedParameter)
+        and not isinstance(value, DTensor | ReplacedParameter | GatheredParameter)
         and FSDPParamGroup.of(value) is None
     )
 

@@ -6,28 +6,17 @@ sharded parameter itself, but a graph that also reads the flat parameter does no
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile._torch.tensors import memory_id
+from fsdp_compile.capture.written import written_nodes
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.runtime.units import FSDPParamGroup
-
-_OPERATORS: tuple[Callable[..., Any], ...] = (
-    operator.setitem,
-    operator.iadd,
-    operator.isub,
-    operator.imul,
-    operator.itruediv,
-    operator.ipow,
-    operator.imatmul,
-)
 
 
 def refuse_updates(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
@@ -41,13 +30,19 @@ def refuse_updates(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
         if id(value) in names:
             guarded |= {key: names[id(value)] for key in _memory(node)}
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in (torch.ops.fsdp.unshard, UNSHARD):
-            guarded |= dict.fromkeys(_memory(node), "a gathered parameter")
-        elif _writes(node) and isinstance(node.args[0], fx.Node):
-            written = next((guarded[key] for key in _memory(node.args[0]) if key in guarded), None)
-            if written is not None:
-                raise _refusal(node, written)
+    # Bodies of checkpoints and branches are graphs of their own.
+    nodes = [node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes]
+    reads = [node for node in nodes if node.target in (torch.ops.fsdp.unshard, UNSHARD)]
+    for node in reads:
+        guarded |= dict.fromkeys(_memory(node), "a gathered parameter")
+    for node in nodes:
+        for key in (key for target in written_nodes(node) for key in _memory(target)):
+            if key in guarded:
+                raise _refusal(node, guarded[key])
+    for node in reads:
+        # Whatever wrote: Dynamo has run it on this tensor, which counts writes as any tensor does.
+        if isinstance(made := node.meta.get("example_value"), torch.Tensor) and made._version > 0:
+            raise _refusal(node, "a gathered parameter")
 
 
 def _read_parameters(inputs: Sequence[object]) -> dict[int, str]:
@@ -68,24 +63,10 @@ def _memory(node: fx.Node) -> Iterator[int]:
             yield memory_id(value)
 
 
-def _writes(node: fx.Node) -> bool:
-    if not node.args:
-        return False
-    if node.op == "call_method":
-        return _is_in_place(str(node.target))
-    if node.op != "call_function":
-        return False
-    name = getattr(node.target, "__name__", "")
-    return node.target in _OPERATORS or _is_in_place(name)
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("_") and name != "requires_grad_"
-
-
 def _refusal(node: fx.Node, written: str) -> UnsupportedModelError:
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    where = " ".join(line.strip() for line in lines[-2:]) or node.name
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    last = max((i for i, line in enumerate(lines) if line.startswith("File ")), default=len(lines))
+    where = " ".join(lines[last : last + 2]) or node.name  # without the marks below the code
     return UnsupportedModelError(
         f"the compiled forward changes {written} in place, which would be lost",
         where=where,

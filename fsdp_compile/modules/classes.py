@@ -22,6 +22,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
 from fsdp_compile.modules import buffers
 from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, is_noted, note_attributes, with_attributes
+from fsdp_compile.modules.eager_reads import GatheredParameter, read_eagerly, registered
 from fsdp_compile.modules.forward import enter_own_forward, forward, in_forward
 from fsdp_compile.modules.loaded_params import keep_ties, keep_views, refuse_shards_of_other_ranks
 from fsdp_compile.modules.param_views import give_storages
@@ -29,7 +30,7 @@ from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.module_state import ReadFrom, ensure_state, reads_of
 from fsdp_compile.runtime.reduce_group import reduce_alias
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit, titles
-from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, refresh_unshard_args, set_unshard_args
+from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, refresh_unshard_args, set_unshard_args, swap_in
 
 _FLAT = "_fsdp_flat_"
 """Start of the attributes of a module that are the flat parameters it reads from, each once."""
@@ -101,7 +102,7 @@ def gather_params(groups: Iterable[FSDPParamGroup]) -> None:
         for param in group.params:
             for module, attribute in param.module_refs:
                 reads, in_eval = modules.setdefault(module, ({}, {}))
-                reads[attribute] = ReadFrom(param.spec.text, group)
+                reads[attribute] = ReadFrom(param.spec.text, group, param)
                 in_eval.update(param.eval_read(attribute))
                 ensure_state(module).model = group.unit.model
     for module, (reads, in_eval) in modules.items():
@@ -221,30 +222,67 @@ def _call_original(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # no
 
 
 def _read_property(read_of: ParamRead) -> property:
+    name, gather = read_of.name, _gather(read_of)
+
+    def gather_parameter(module: nn.Module) -> torch.Tensor:
+        # Not in compiled code: Dynamo would take an `nn.Parameter` that no module has for one to shard.
+        return gather(module).as_subclass(GatheredParameter)
+
+    read_compiled, read_parameter = _noted(read_of, gather), _noted(read_of, gather_parameter)
+
+    def read(module: nn.Module) -> torch.Tensor | None:
+        if torch.compiler.is_compiling():
+            return read_compiled(module)
+        if calls_are_compiled():
+            return read_eagerly(module, name, read_compiled)
+        if in_forward():
+            return read_eagerly(module, name, read_parameter)
+        return registered(module, name)
+
+    def assign(module: nn.Module, value: torch.Tensor) -> None:
+        # Only if nothing is registered: `nn.Module.__setattr__` takes parameters, and refuses plain tensors otherwise.
+        swap_in(module, name, value)
+
+    def remove(module: nn.Module) -> None:
+        swap_in(module, name, None)
+
+    # One code object for all parameters: as graphs of their own they would recompile for each.
+    for function in (read, assign, remove):
+        skip_code(function.__code__)
+    return property(read, assign, remove)
+
+
+def _noted(read_of: ParamRead, gather: Callable[[nn.Module], torch.Tensor]) -> Callable[[nn.Module], torch.Tensor]:
+    """`gather`, with the parameter's own attributes on what it returns."""
+    name = read_of.name
+    if not read_of.has_attributes:
+        return gather
+
+    def noted(module: nn.Module) -> torch.Tensor:
+        return with_attributes(gather(module), getattr(module, PARAM_ATTRIBUTES)[name])
+
+    for function in (noted, with_attributes):
+        skip_code(function.__code__)
+    return noted
+
+
+def _gather(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
     name, flat_param, text, eval_text = read_of.name, f"{_FLAT}{read_of.flat}", read_of.text, read_of.eval_text
-    has_attributes = read_of.has_attributes
 
     def gather(module: nn.Module) -> torch.Tensor:
+        args = getattr(module, UNSHARD_ARGS)
+        own = None if args is None or name not in args else args[name]
+        if isinstance(own, torch.Tensor):  # put in the place of the parameter
+            return own
         if eval_text is not None and not module.training:
             # Eval mode has another text, and neither accumulates gradients nor uses unsharded values.
             return torch.ops.fsdp.unshard(getattr(module, flat_param), eval_text)
-        args = getattr(module, UNSHARD_ARGS)
-        if args is None or name not in args:
+        if own is None:
             return torch.ops.fsdp.unshard(getattr(module, flat_param), text)
-        return torch.ops.fsdp.unshard(getattr(module, flat_param), *_arguments(text, args[name]))
+        return torch.ops.fsdp.unshard(getattr(module, flat_param), *_arguments(text, own))
 
-    def read(module: nn.Module) -> torch.Tensor | None:
-        if torch.compiler.is_compiling() or in_forward() or calls_are_compiled():
-            full = gather(module)
-            return with_attributes(full, getattr(module, PARAM_ATTRIBUTES)[name]) if has_attributes else full
-        if name not in module._parameters:  # deleted by the user
-            raise AttributeError(f"{original_class(module).__name__!r} object has no attribute {name!r}")
-        return module._parameters[name]
-
-    for called in (gather, with_attributes):
-        skip_code(called.__code__)
-    skip_code(read.__code__)  # one code object for all parameters: as a graph of its own it would recompile for each
-    return property(read)
+    skip_code(gather.__code__)
+    return gather
 
 
 def _arguments(text: str, args: UnshardArgs) -> tuple[str | torch.Tensor | None, ...]:
@@ -261,7 +299,10 @@ def _named_parameters(self, *args, **kwargs):  # type: ignore[no-untyped-def]  #
     # compiled code such writes are refused.
     stored = self._fsdp_original_class.named_parameters(self, *args, **kwargs)
     if torch.compiler.is_compiling() or (in_forward() and torch.is_grad_enabled()):
-        return _read_each(self, stored, args[0] if args else kwargs.get("prefix", ""))
+        read = _read_each(self, stored, args[0] if args else kwargs.get("prefix", ""))
+        if torch.compiler.is_compiling() or kwargs.get("remove_duplicate", True):
+            return read
+        return _once_each(self._fsdp_original_class.named_parameters(self, *args, **kwargs), read)
     return stored
 
 
@@ -269,6 +310,13 @@ def _read_each(module, stored, prefix):  # type: ignore[no-untyped-def]  # noqa:
     for name, _ in stored:
         path, _, attribute = name.removeprefix(prefix).removeprefix(".").rpartition(".")
         yield name, getattr(module.get_submodule(path), attribute)
+
+
+def _once_each(stored, read):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """The same result of a read for all names of a tied parameter, by which code finds out that it is tied."""
+    made: dict[int, torch.Tensor] = {}
+    for (name, value), (_, parameter) in zip(read, stored, strict=True):
+        yield name, made.setdefault(id(parameter), value)
 
 
 def _get_parameter(self, target):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
@@ -320,8 +368,8 @@ def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
     raise UnsupportedModelError(
         "a sharded module cannot be deep-copied: the copy would share process groups and parameter groups with it",
         where=original_class(module).__name__,
-        instead="copy.deepcopy(model) before it is sharded (AveragedModel(model) copies it, too), then fully_shard() both, "
-        "whose parameters mix; or move values with state_dict() and load_state_dict()",
+        instead="copy.deepcopy(model) before it is sharded (AveragedModel(model) copies it, too), then fully_shard() "
+        "both, whose parameters mix; or move values with state_dict() and load_state_dict()",
     )
 
 
@@ -335,7 +383,7 @@ def rebuild_specs(unit: FSDPUnit) -> None:
                 param.eval_spec = _rebuilt(param.eval_spec, unit, update)
             for module, attribute in param.module_refs:
                 state = ensure_state(module)
-                state.reads[attribute] = ReadFrom(param.spec.text, group)
+                state.reads[attribute] = ReadFrom(param.spec.text, group, param)
                 state.eval_reads.update(param.eval_read(attribute))
         refresh_unshard_args(group)
     for module in {module: None for param in unit.params for module, _ in param.module_refs}:

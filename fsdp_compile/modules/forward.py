@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compile._torch.dynamo import is_on_stack, skip_code
+from fsdp_compile._torch.dynamo import calls_are_compiled, is_on_stack, skip_code
 from fsdp_compile.modules.casts import Arguments, cast_inputs, cast_output
+from fsdp_compile.modules.eager_reads import check_reads, hide_values, reads, show_values
 from fsdp_compile.runtime.module_state import state_of
 
 _depth = threading.local()
@@ -44,9 +45,14 @@ def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Calls `function` as a forward, so that reads of sharded parameters in it gather."""
     _depth.value = getattr(_depth, "value", 0) + 1
     try:
-        return function(*args, **kwargs)
+        output = function(*args, **kwargs)
+        if _depth.value == 1 and reads.__dict__:
+            check_reads()
+        return output
     finally:
         _depth.value -= 1
+        if _depth.value == 0:
+            reads.__dict__.clear()
 
 
 def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN201
@@ -83,8 +89,11 @@ def run_eagerly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, o
     """Runs a forward eagerly, the class's or the instance's own; compiled graphs may start around or below it."""
     outermost = not in_forward()
     # Once per step: modules below it are checked with it.
+    shown = []
     if outermost:
-        _pre_forward(module)
+        shown = _pre_forward(module)
+    elif calls_are_compiled():  # after a graph break: values that were swapped in since
+        shown = _show_values(module)
     casts = module._fsdp_casts
     given: Arguments = (args, kwargs)
     if casts is not None:
@@ -93,16 +102,24 @@ def run_eagerly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, o
         called = getattr(module, _OWN_FORWARD)
     else:
         called = module._fsdp_outermost_forward if outermost else module._fsdp_original_forward
-    output = call_in_forward(called, args, kwargs)
+    try:
+        output = call_in_forward(called, args, kwargs)
+    finally:
+        if shown:
+            hide_values(shown)
     return output if casts is None else torch.compiler.disable(cast_output)(casts, given, output)
 
 
 @torch.compiler.disable
-def _pre_forward(module: nn.Module) -> None:
+def _pre_forward(module: nn.Module) -> list[tuple[nn.Module, str]]:
     state = state_of(module)
     assert state is not None
     if state.model is not None:
         state.model.pre_forward(module)
+    return show_values(module) if state.view_check is None else []
+
+
+_show_values = torch.compiler.disable(show_values)
 
 
 # Dynamo must not compile these frames by themselves: run eagerly they raise the depth that eager reads check, and the

@@ -47,10 +47,7 @@ _SWAPPED_IN = "_fsdp_shown"
 def own_params(module: nn.Module) -> Iterator[tuple[str, FSDPParam]]:
     """The sharded parameters that a module itself registers, by attribute, in registration order."""
     reads = reads_of(module)
-    for attribute in module._parameters:
-        if attribute in reads:
-            params = reads[attribute].group.params
-            yield attribute, next(param for param in params if (module, attribute) in param.module_refs)
+    return ((attribute, reads[attribute].param) for attribute in module._parameters if attribute in reads)
 
 
 def swap_in_full(param: FSDPParam, full: torch.Tensor) -> nn.Parameter:

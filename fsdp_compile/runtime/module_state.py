@@ -50,10 +50,11 @@ class ShardingCall:
 
 
 class ReadFrom(NamedTuple):
-    """Where a module's parameter is gathered from: the text of its `UnshardSpec`, and the parameter group."""
+    """Where a module's parameter is gathered from: the text of its `UnshardSpec`, the parameter group, its place."""
 
     text: str
     group: FSDPParamGroup
+    param: FSDPParam
 
 
 @dataclasses.dataclass(eq=False)

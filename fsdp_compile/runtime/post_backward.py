@@ -112,7 +112,7 @@ def await_late_gradient(parameter: nn.Parameter, param: FSDPParam) -> None:
         if gradient is not None:
             clear_own_gradient(old)
             module, attribute = param.module_refs[0]
-            text, group = reads_of(module)[attribute]  # the text by which gradients are reduced at once
+            text, group, _ = reads_of(module)[attribute]  # the text by which gradients are reduced at once
             with torch.no_grad():
                 reduced = torch.ops.fsdp.reduce_grad(group.flat_param, gradient.to(param.spec.param_dtype), text)
                 gradients.accumulate(param, make_dtensor(views_of(reduced, [param.place])[0], param.dtensor))

@@ -16,14 +16,33 @@ from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.runtime.units import FSDPParamGroup
 
 UNSHARD_ARGS = "_fsdp_unshard_args"
-"""Attribute of a module: parameter name to `UnshardArgs`; the class has `None`, for a module without any."""
+"""Attribute of a module: parameter name to `UnshardArgs`, or to a tensor that is read in the place of the parameter.
+
+The class has `None`, for a module without any.
+"""
 UnshardArgs = tuple[str, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Text of the `UnshardSpec`, unsharded parameter, accumulator, unsharded accumulated and partially reduced gradient."""
 
 
 def set_unshard_args(module: nn.Module, name: str, args: UnshardArgs | None) -> None:
     """Sets the arguments of a parameter's reads besides the flat parameter; `None` for none."""
-    every = {**module.__dict__.get(UNSHARD_ARGS, {}), name: args}
+    if swapped_value(module, name) is None:
+        _set(module, name, args)
+
+
+def swap_in(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
+    """Makes reads of a parameter give `value` in its place; `None` ends that."""
+    _set(module, name, value)
+
+
+def swapped_value(module: nn.Module, name: str) -> torch.Tensor | None:
+    """What reads of a parameter give in its place, if `swap_in` has set anything."""
+    known = (module.__dict__.get(UNSHARD_ARGS) or {}).get(name)
+    return known if isinstance(known, torch.Tensor) else None
+
+
+def _set(module: nn.Module, name: str, args: UnshardArgs | torch.Tensor | None) -> None:
+    every = {**(module.__dict__.get(UNSHARD_ARGS) or {}), name: args}
     present = {n: a for n, a in every.items() if a is not None}
     if present:
         object.__setattr__(module, UNSHARD_ARGS, present)

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_compile.runtime.group_state import UnitPolicy, WrapSource
 from fsdp_compile.runtime.module_state import ParamOwner, ParamRef, call_on, is_sharded, reads_of, units
 from fsdp_compile.runtime.replaced_params import current
-from fsdp_compile.sharding import allocate, check_params, devices, initial_values, sync_states, wrap
+from fsdp_compile.sharding import allocate, check_params, checks, devices, initial_values, sync_states, wrap
 from fsdp_compile.sharding.allocate import ParamToShard
 from fsdp_compile.sharding.arguments import Arguments
 from fsdp_compile.sharding.mixed_precision import PrecisionPlan, any_full_precision
@@ -74,6 +74,7 @@ def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
     earlier = {i for m in below if (call := call_on(m)) is not None for i in call.ignored}
     ignored = arguments.ignored.ids | earlier
     occurrences, tied = _places(module, ignored)
+    checks.refuse_renormalized(occurrences)
     managed = {parameter for _, _, _, parameter in occurrences}
     check_params.refuse_shared_memory(module, managed)
     roots: dict[nn.Module, UnitPolicy] = {}

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.classes import original_class
-from fsdp_compile.runtime.module_state import is_ignored, is_sharded, reads_of, units
+from fsdp_compile.runtime.module_state import ParamRef, is_ignored, is_sharded, reads_of, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPUnit
 
@@ -139,7 +139,7 @@ def refuse_part(module: nn.Module, units_below: Iterable[FSDPUnit]) -> None:
     """
     known = set(units_below)
     for name, part in module.named_modules():
-        for _, group in reads_of(part).values():
+        for _, group, _ in reads_of(part).values():
             # A parameter whose first place is in another module is tied, and belongs to that module's unit.
             is_first = any(param.module_refs[0][0] is part for param in group.params if param.module_refs)
             if is_first and group.unit not in known:
@@ -148,6 +148,17 @@ def refuse_part(module: nn.Module, units_below: Iterable[FSDPUnit]) -> None:
                     where=f"fully_shard({original_class(module).__name__})" + (f", {name}" if name else ""),
                     instead="call fully_shard() on children before parents",
                 )
+
+
+def refuse_renormalized(places: Iterable[ParamRef]) -> None:
+    """Raises `UnsupportedModelError` for an embedding whose forward scales rows of its weight."""
+    for name, module, _, _ in places:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise UnsupportedModelError(
+                f"max_norm={module.max_norm} makes forward write into the weight, of which each rank has a part",
+                where=name or "the module itself",
+                instead="max_norm=None, and rows scaled between steps; or list the module in ignored_params",
+            )
 
 
 def refuse_gradients(root: nn.Module, ignored: Container[int]) -> None:
@@ -171,7 +182,8 @@ def refuse_new_parameters(root: nn.Module) -> None:
     for path, module in root.named_modules():
         if is_sharded(module):
             for name, parameter in nn.Module.named_parameters(module, prefix=path):
-                if not isinstance(parameter, DTensor | ReplacedParameter) and not is_ignored(root, parameter):
+                is_known = isinstance(parameter, DTensor | ReplacedParameter) or is_ignored(root, parameter)
+                if isinstance(parameter, nn.Parameter) and not is_known:
                     raise added_later(name)
 
 
@@ -182,7 +194,8 @@ def holds_plain_parameters(root: nn.Module) -> bool:
     while todo:
         module = todo.pop()
         for parameter in module._parameters.values():
-            if parameter is not None and not isinstance(parameter, DTensor):
+            # A tensor that is no parameter is a value that `torch.func.functional_call` has put there.
+            if isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor):
                 return True
         todo.extend(child for child in module._modules.values() if child is not None)
     return False

@@ -18,6 +18,7 @@ from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.config.policy import compute_device
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import follow_attributes
+from fsdp_compile.modules.eager_reads import holds_value, holds_values
 from fsdp_compile.runtime import unshard
 from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import ensure_state, units_below
@@ -103,8 +104,9 @@ def repair_in_place(group: FSDPParamGroup) -> bool:
 
 def _registered(unit: FSDPUnit, param: FSDPParam) -> nn.Parameter | None:
     """The parameter that is registered at all places now; `None` if there are several."""
-    registered = [module._parameters.get(attribute) for module, attribute in param.module_refs]
-    if not registered:  # its modules are deleted: it trains no longer
+    places = [place for place in param.module_refs if not holds_value(*place)]
+    registered = [module._parameters.get(attribute) for module, attribute in places]
+    if not registered:  # its modules are deleted, or read other values for now: it trains no longer
         return param.parameter
     if any(parameter is None for parameter in registered):
         raise ConfigError(
@@ -148,6 +150,13 @@ def members(unit: FSDPUnit) -> list[allocate.ParamToShard]:
     found: dict[int, allocate.ParamToShard] = {}
     for param in unit.params:
         for module, attribute in param.module_refs:
+            if holds_value(module, attribute):
+                raise ConfigError(
+                    "the unit has to be laid out anew while a value stands in the place of one of its parameters",
+                    where=unit.parameter_name(param),
+                    instead="call the model once before torch.func.functional_call(), after its parameters were "
+                    "converted or replaced",
+                )
             parameter = module._parameters[attribute]
             assert parameter is not None
             known = found.get(id(parameter))
@@ -184,7 +193,7 @@ def pre_forward(root: nn.Module) -> None:
         view_check = _put_in_place(root)
         # In compiled code a new parameter is an input of a graph, where the backend sees it; until then, check again.
         is_known = not calls_are_compiled() or not checks.holds_plain_parameters(root)
-        state.view_check = view_check if is_known else None
+        state.view_check = view_check if is_known and not holds_values(root) else None
     unshard.pre_forward(view_check.units, view_check.models)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import UnsupportedModelError, fully_shard
+from fsdp_compile.modules.eager_reads import GatheredParameter
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.models.outlines import WIDTH, Block, Odd, Small, Transformer
 from tests.ranks import run_ranks
@@ -81,7 +82,8 @@ def _check_methods() -> None:
     assert model.seen == [DTensor, DTensor, DTensor]
     x = torch.randn(2, 4)
     torch.testing.assert_close(model(x), reference(x))
-    assert model.seen == [torch.Tensor, torch.Tensor, torch.Tensor], "gathered inside of forward, also for its caller"
+    assert model.seen == [GatheredParameter] * 3, "gathered inside of forward, also for its caller"
+    assert all(issubclass(kind, nn.Parameter) for kind in model.seen)
     model.look()
     assert model.seen == [DTensor, DTensor, DTensor]
     with pytest.raises(ValueError, match="on purpose"):

@@ -1,0 +1,38 @@
+"""Refuses `torch.func.functional_call` inside of a graph: sharded modules in it would ignore the given values.
+
+It registers the values for the time of the call. In a graph a read is the marker of one place in a flat parameter, and
+Dynamo does not compare what is registered with it, which would take a guard for each parameter. Around compiled code,
+in uncompiled code and after a graph break the values are read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.nn.utils import stateless
+
+from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.ops.unshard import UNSHARD
+
+
+def refuse_functional_call(gm: fx.GraphModule) -> None:
+    """Raises `UnsupportedModelError` if `functional_call` in Dynamo's graph calls what reads a sharded parameter."""
+    for part in gm.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                if node.target in (torch.ops.fsdp.unshard, UNSHARD):
+                    _refuse_inside(node)
+
+
+def _refuse_inside(read: fx.Node) -> None:
+    lines = (read.meta.get("stack_trace") or "").splitlines()
+    inside = [i for i, line in enumerate(lines) if f'"{stateless.__file__}"' in line]
+    # Reads before the call only find out which parameters are tied.
+    if not inside or "_functional_call" not in lines[inside[-1]]:
+        return
+    users = [line for line in lines[: inside[0]] if line.lstrip().startswith("File ") and torch.__path__[0] not in line]
+    raise UnsupportedModelError(
+        "torch.func.functional_call() of a sharded module is compiled, where the given values would be ignored",
+        where=users[-1].strip() if users else read.name,
+        instead="functional_call() in a function under @torch.compiler.disable",
+    )

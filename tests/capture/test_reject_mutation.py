@@ -1,0 +1,116 @@
+"""Writes into a parameter inside of a forward are refused, however they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from fsdp_compile import UnsupportedModelError, fully_shard
+from tests.beside import compile_eagerly
+from tests.fake_world import fake_world
+
+
+@torch.library.custom_op("fsdp_compile_tests::halve", mutates_args=("x",))
+def _halve(x: torch.Tensor) -> None:
+    x.mul_(0.5)
+
+
+def _vector(parameter: torch.Tensor) -> None:
+    torch.nn.utils.vector_to_parameters(torch.ones(6), [parameter])
+
+
+def _assign_data(parameter: torch.Tensor) -> None:
+    parameter.data = parameter.data * 0.5
+
+
+_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "foreach": lambda p: torch._foreach_mul_([p], 0.5),
+    "foreach-data": lambda p: torch._foreach_mul_([p.data], 0.5),
+    "data": lambda p: p.data.mul_(0.5),
+    "out": lambda p: torch.mul(p, 0.5, out=p),
+    "normalize": lambda p: F.normalize(p, dim=0, out=p),
+    "packet": lambda p: torch.ops.aten.mul_(p, 0.5),
+    "overload": lambda p: torch.ops.aten.mul_.Scalar(p, 0.5),
+    "custom": torch.ops.fsdp_compile_tests.halve,
+    "custom-data": lambda p: torch.ops.fsdp_compile_tests.halve(p.data),
+    "relu": lambda p: F.relu(p, inplace=True),
+    "setitem": lambda p: p.__setitem__(0, 1.0),
+    "view": lambda p: p[:3].zero_(),
+    "init": nn.init.ones_,
+    "renormalized": lambda p: F.embedding(torch.tensor([0]), p.reshape(3, 2), max_norm=0.1),
+}
+_ASSIGNMENTS = {"assigned": _assign_data, "vector": _vector}
+_STATISTICS = {
+    "statistics": lambda p: F.batch_norm(torch.randn(4, 6), p, torch.ones(6), training=True),
+    "instance-statistics": lambda p: F.instance_norm(torch.randn(2, 6, 4), p, torch.ones(6)),
+}
+
+
+class _Writes(nn.Module):
+    def __init__(self, write: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.own, self.layer, self.write = nn.Parameter(torch.ones(6)), nn.Linear(6, 6), write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.write(self.own)
+        return self.layer(x) * self.own
+
+
+@pytest.mark.parametrize("write", [*_WRITES.values(), *_STATISTICS.values()], ids=[*_WRITES, *_STATISTICS])
+def test_writes_inside_of_a_graph_are_refused(write: Callable[[torch.Tensor], object]) -> None:
+    with fake_world(2):
+        model = _Writes(write)
+        with pytest.raises(BackendCompilerFailed) as caught:
+            compile_eagerly(model)(torch.ones(2, 6))
+    error = caught.value.inner_exception
+    assert isinstance(error, UnsupportedModelError)
+    assert "changes a gathered parameter in place" in error.what
+    assert (error.where or "").startswith('File "')
+
+
+@pytest.mark.parametrize("write", [*_WRITES.values(), *_ASSIGNMENTS.values()], ids=[*_WRITES, *_ASSIGNMENTS])
+def test_writes_in_an_eager_forward_are_refused(write: Callable[[torch.Tensor], object]) -> None:
+    with fake_world(2):
+        model = _Writes(write)
+        fully_shard(model)
+        with pytest.raises(UnsupportedModelError, match="changes a gathered parameter in place"):
+            model(torch.ones(2, 6))
+        model.write = lambda _: None
+        model(torch.ones(2, 6))  # the refused forward has left nothing behind
+
+
+class _Reads(_Writes):
+    """Uses of a parameter that write elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__(self.read)
+
+    def read(self, p: torch.Tensor) -> None:
+        p.clone().mul_(0.5)
+        torch.mul(p, 0.5, out=torch.empty(6))
+        torch._foreach_mul_([p * 2], 0.5)
+        F.batch_norm(torch.randn(4, 6), torch.zeros(6), torch.ones(6), weight=p, training=True)
+        F.batch_norm(torch.randn(4, 6), p, torch.ones(6), training=False)
+
+
+def test_reads_are_not_taken_for_writes() -> None:
+    with fake_world(2):
+        model = _Reads()
+        fully_shard(model)
+        for call in (model, compile_eagerly(model)):
+            call(torch.ones(2, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_renormalize_their_weight_are_refused(make: Callable[..., nn.Module]) -> None:
+    with fake_world(2):
+        model = nn.Sequential(make(4, 6, max_norm=1.0), nn.Linear(6, 2))
+        with pytest.raises(UnsupportedModelError, match=r"max_norm=1.0[\s\S]*where: 0"):
+            fully_shard(model)
+        fully_shard(model, ignored_params=[model[0]])
