@@ -18,7 +18,7 @@ from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SavedForBackwardsAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -58,6 +58,19 @@ _SAVED: tuple[type, ...] = tuple(
 def is_saved_for_backward(description: object) -> bool:
     """Whether AOTAutograd describes an output of a forward graph as saved for backward, not returned."""
     return isinstance(description, _SAVED)
+
+
+def index_among_inputs(placeholder: fx.Node, position: int) -> int | None:
+    """Which input of Dynamo's graph a placeholder of AOTAutograd's is; `None` if it is none.
+
+    Tensors taken out of a DTensor are described otherwise, and so are the tokens that keep operators with side effects
+    (the error checks of `torch.linalg`, say) in their order: these come first, and are numbered by themselves.
+    `position` is that of the placeholder, and its index where it is not described.
+    """
+    described = placeholder.meta.get("desc")
+    if described is None:
+        return position
+    return described.idx if isinstance(described, PlainAOTInput) else None
 
 
 MODULE_CALLS = frozenset({"__call__", "_call_impl"})

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
+from fsdp_compile._torch.dynamo import index_among_inputs
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, read_text
@@ -78,9 +79,7 @@ def _record(flat: FSDPParamGroup, title: str) -> Record:
 def name_inputs(graph: fx.Graph, flats: Mapping[int, Record]) -> None:
     """Writes the records on the placeholders of a graph that AOTAutograd made of Dynamo's."""
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
-        described = node.meta.get("desc")
-        # Tensors that AOTAutograd takes out of a DTensor input are described by attribute: they have no `idx`.
-        index = position if described is None else getattr(described, "idx", -1)
+        index = index_among_inputs(node, position)
         if index in flats and not node.name.startswith("tangents"):
             record = flats[index]
             node.meta[KEY] = _as_read(node, record) if record.role is Role.FLAT else record
