@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.dynamo import source_prefixes
-from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_way
+from fsdp_compile.capture.first_call import check_before_compiled_calls, compiled_modules, modules_on_the_way
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.param_views import is_swapped_in
 from fsdp_compile.options import FSDPOptions
@@ -51,6 +51,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
         _refuse_meta(module)
         before = set(units(module))
         fully_shard(module, **options.sharding)
+        check_before_compiled_calls(module)
         for unit in units(module):
             unit.sharded_by_backend |= unit not in before
         sharded = True
