@@ -183,6 +183,28 @@ def symbol_of(size: int | torch.SymInt) -> sympy.Symbol | None:
     return made if isinstance(made, sympy.Symbol) else None
 
 
+def hint_of(size: torch.SymInt, largest_unknown: int) -> int:
+    """The size at which a symbolic one was traced; of one that depends on data, the largest that is possible.
+
+    Every rank must find the same number, so what the data was when it was traced does not count. `largest_unknown` is
+    for symbols without a bound.
+    """
+    node = size.node
+    if node.hint is not None:
+        return int(node.hint)
+    environment = node.shape_env
+    # A private name, which is another one up to 2.11.
+    traced = getattr(environment, "backed_var_to_val", None)
+    if traced is None:
+        traced = environment.var_to_val
+    values = {}
+    for symbol in node.expr.free_symbols:
+        bound = environment.var_to_range[symbol].upper
+        unknown = int(bound) if bound.is_finite and bound < largest_unknown else largest_unknown
+        values[symbol] = traced.get(symbol, unknown)
+    return int(node.expr.xreplace(values))
+
+
 def source_prefixes(placeholder: fx.Node) -> list[str]:
     """Expressions over `L` (locals) and `G` (globals) that lead to a graph input, shortest first, itself last."""
     source = getattr(placeholder, "_dynamo_source", None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -99,6 +100,8 @@ def fake_tensor(
 def memory_id(tensor: torch.Tensor) -> int:
     """A number that views of one memory share; fake tensors have memory in this sense, too."""
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    while is_functorch_wrapped_tensor(held):  # inside of `torch.func.grad`, `jvp` and `vmap`
+        held = get_unwrapped(held)
     return held.untyped_storage()._cdata
 
 

@@ -10,9 +10,10 @@ from torch import fx
 
 from fsdp_compile._torch.dynamo import index_among_inputs
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.ir.edit import set_read_text
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, read_text
-from fsdp_compile.layout.spec import UnshardSpec, parse
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
@@ -89,15 +90,20 @@ def _as_read(flat: fx.Node, record: Record) -> Record:
     """The record of a flat parameter with the specs by which this graph reads it."""
     # Modules in eval mode may read in another dtype than the group's specs say.
     read: dict[int, UnshardSpec] = {}
-    for user in flat.users:
-        if user.target not in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS):
-            continue
-        spec = parse(read_text(user))
-        if read.setdefault(spec.offset, spec) != spec:
+    markers = [user for user in flat.users if user.target in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS)]
+    for marker in markers:
+        spec = parse(read_text(marker))
+        known = read.setdefault(spec.offset, spec)
+        if dataclasses.replace(known, grad_placement=spec.grad_placement) != spec:
             name = record.parameters[[s.offset for s in record.specs].index(spec.offset)]
             raise UnsupportedModelError(
                 "one graph reads a parameter in two dtypes: some of its modules are in eval mode, others are not",
                 where=name,
                 instead="model.eval() or model.train() for all modules that share the parameter",
             )
+        # A read without gradients says nothing of where they go: while they accumulate, others do.
+        if known.grad_placement is GradPlacement.REDUCED:
+            read[spec.offset] = spec
+    for marker in markers:
+        set_read_text(marker, read[parse(read_text(marker)).offset].text)
     return dataclasses.replace(record, specs=tuple(read.get(spec.offset, spec) for spec in record.specs))
