@@ -9,6 +9,7 @@ from torch import fx
 
 from fsdp_compile._torch.dynamo import list_mode_options
 from fsdp_compile.capture.first_call import trace_again
+from fsdp_compile.capture.functions import take_reads_out
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
 from fsdp_compile.capture.plain_model import refuse_unused_sharding, shard_plain_models
 from fsdp_compile.capture.reject_mutation import refuse_updates
@@ -55,6 +56,7 @@ def fsdp(
     if shard_plain_models(gm, example_inputs, checked):
         raise trace_again()
     refuse_unused_sharding(example_inputs, checked)
+    take_reads_out(gm)
     refuse_updates(gm, example_inputs)
     if checked.embedding == "sharded":
         shard_lookups(gm)
