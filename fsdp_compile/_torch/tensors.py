@@ -15,9 +15,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "tree_leaves"]
+__all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "tree_leaves"]
 
 OpOverload = torch._ops.OpOverload
+HigherOrderOperator = torch._ops.HigherOrderOperator
 _LOCAL = operator.attrgetter("_local_tensor")
 
 

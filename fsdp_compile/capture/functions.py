@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
 
+from fsdp_compile._torch.tensors import HigherOrderOperator
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
@@ -155,7 +155,9 @@ def _hoist(call: fx.Node) -> None:
                 function.graph.erase_node(read.node)
     operands.extend(outside.values())
     sources = {source for args in outside for source in args if isinstance(source, fx.Node)}
-    unused = [i for i, operand in enumerate(operands) if operand in sources and not _is_used(functions.values(), operands, i)]
+    unused = [
+        i for i, operand in enumerate(operands) if operand in sources and not _is_used(functions.values(), operands, i)
+    ]
     for function in functions.values():
         arguments = _arguments(function, len(operands))
         for index in unused:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +16,7 @@ from fsdp_compile.runtime.replaced_params import current
 from fsdp_compile.sharding import allocate, devices, sync_states, wrap
 from fsdp_compile.sharding.allocate import ParamToShard
 from fsdp_compile.sharding.arguments import Arguments
+from fsdp_compile.sharding.checks import refuse_complex, refuse_scripted
 from fsdp_compile.sharding.mixed_precision import PrecisionPlan, any_full_precision
 
 
@@ -99,6 +101,9 @@ def _places(root: nn.Module, ignored: set[int]) -> tuple[list[ParamRef], list[tu
     occurrences: list[ParamRef] = []
     tied: list[tuple[nn.Parameter, nn.Module, str]] = []
     for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            refuse_scripted(name, module, ignored)
+            continue
         for attribute, held in module._parameters.items():
             if held is None or id(held) in ignored or attribute in reads_of(module):
                 continue
@@ -113,6 +118,7 @@ def _places(root: nn.Module, ignored: set[int]) -> tuple[list[ParamRef], list[tu
                     instead="shard plain parameters, or list it in ignored_params to leave it as it is",
                 )
             else:
+                refuse_complex(f"{name}.{attribute}".removeprefix("."), parameter)
                 occurrences.append((name, module, attribute, parameter))
     return occurrences, tied
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.classes import original_class
 from fsdp_compile.runtime.module_state import is_ignored, is_sharded, reads_of, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
@@ -149,6 +149,28 @@ def refuse_gradients(root: nn.Module, ignored: Container[int]) -> None:
                 instead="step with it or drop it (model.zero_grad(set_to_none=True)) before fully_shard() or the first "
                 "compiled call; or shard first",
             )
+
+
+def refuse_complex(name: str, parameter: nn.Parameter) -> None:
+    """Raises `UnsupportedModelError` for a complex parameter."""
+    if parameter.is_complex():
+        raise UnsupportedModelError(
+            f"a parameter is {parameter.dtype}, and collectives send and average real numbers",
+            where=name,
+            instead="nn.Parameter(torch.view_as_real(value)) and torch.view_as_complex(self.weight) in the forward, "
+            "or list it in ignored_params to leave it as it is",
+        )
+
+
+def refuse_scripted(name: str, module: nn.Module, ignored: Container[int]) -> None:
+    """Raises `UnsupportedModelError` for a TorchScript module with parameters that are not ignored."""
+    if any(id(parameter) not in ignored for parameter in module.parameters(recurse=False)):
+        raise UnsupportedModelError(
+            "TorchScript reads the parameters of its modules by itself, so they cannot be gathered for it",
+            where=name or "the outermost module",
+            instead="the module without torch.jit.script or torch.jit.trace (torch.compile takes their place), or list "
+            "it in ignored_params",
+        )
 
 
 def refuse_new_parameters(root: nn.Module) -> None:

@@ -42,23 +42,23 @@ class _Cond(_Layers):
     """The branch with `a` is never taken: its gradients are zeros."""
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 1e9, lambda y: self.a(y), lambda y: torch.sin(self.b(y)), (x,))  # type: ignore[no-any-return]
+        return torch.cond(x.sum() > 1e9, lambda y: -self.a(y), lambda y: torch.sin(self.b(y)), (x,))  # type: ignore[no-any-return]
 
 
 class _ReadTwice(_Layers):
     """Both branches read `a`, which is read outside of them as well."""
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        taken = torch.cond(x.sum() < 1e9, lambda y: self.a(y), lambda y: self.a(y) + self.b(y), (self.a(x),))
+        taken = torch.cond(x.sum() < 1e9, lambda y: -self.a(y), lambda y: self.a(y) + self.b(y), (self.a(x),))
         return torch.tanh(taken)
 
 
 class _NestedCond(_Layers):
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         def other(y: torch.Tensor) -> Any:
-            return torch.cond(y.sum() > -1e9, lambda z: self.b(z), lambda z: torch.cos(z), (y,))
+            return torch.cond(y.sum() > -1e9, lambda z: -self.b(z), lambda z: -torch.cos(z), (y,))
 
-        return torch.cond(x.sum() > 1e9, lambda y: self.a(y), other, (x,))  # type: ignore[no-any-return]
+        return torch.cond(x.sum() > 1e9, lambda y: -self.a(y), other, (x,))  # type: ignore[no-any-return]
 
 
 class _Loop(_Layers):
@@ -186,5 +186,5 @@ class _Bias(nn.Module):
 
 
 def test_other_functions_that_read_are_refused() -> None:
-    with fake_world(2), pytest.raises(BackendCompilerFailed, match="higher_order.flex_attention reads a parameter"):
+    with fake_world(2), pytest.raises(BackendCompilerFailed, match=r"higher_order\.flex_attention reads a parameter"):
         compile_eagerly(_Bias())(torch.randn(1, 2, 4, 4))
