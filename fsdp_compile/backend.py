@@ -10,6 +10,7 @@ from torch import fx
 from fsdp_compile._torch.dynamo import list_mode_options
 from fsdp_compile.capture.beside import watch_wrappers_and_optimizers
 from fsdp_compile.capture.first_call import trace_again
+from fsdp_compile.capture.functions import take_reads_out
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
 from fsdp_compile.capture.plain_model import compare_initial_values, refuse_unused_sharding, shard_plain_models
 from fsdp_compile.capture.reject_functional_call import refuse_functional_call
@@ -60,6 +61,7 @@ def fsdp(
         raise trace_again()
     compare_initial_values(example_inputs)
     refuse_unused_sharding(example_inputs, checked)
+    take_reads_out(gm)
     refuse_updates(gm, example_inputs)
     refuse_functional_call(gm)
     if checked.embedding == "sharded":

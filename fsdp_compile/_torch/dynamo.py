@@ -20,7 +20,7 @@ from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SavedForBackwardsAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -60,6 +60,19 @@ _SAVED: tuple[type, ...] = tuple(
 def is_saved_for_backward(description: object) -> bool:
     """Whether AOTAutograd describes an output of a forward graph as saved for backward, not returned."""
     return isinstance(description, _SAVED)
+
+
+def index_among_inputs(placeholder: fx.Node, position: int) -> int | None:
+    """Which input of Dynamo's graph a placeholder of AOTAutograd's is; `None` if it is none.
+
+    Tensors taken out of a DTensor are described otherwise, and so are the tokens that keep operators with side effects
+    (the error checks of `torch.linalg`, say) in their order: these come first, and are numbered by themselves.
+    `position` is that of the placeholder, and its index where it is not described.
+    """
+    described = placeholder.meta.get("desc")
+    if described is None:
+        return position
+    return described.idx if isinstance(described, PlainAOTInput) else None
 
 
 MODULE_CALLS = frozenset({"__call__", "_call_impl"})
@@ -223,6 +236,28 @@ def symbol_of(size: int | torch.SymInt) -> sympy.Symbol | None:
     """The symbol that was made for a size, even if it turned out to have one value only."""
     made = size.node._expr if isinstance(size, torch.SymInt) else None
     return made if isinstance(made, sympy.Symbol) else None
+
+
+def hint_of(size: torch.SymInt, largest_unknown: int) -> int:
+    """The size at which a symbolic one was traced; of one that depends on data, the largest that is possible.
+
+    Every rank must find the same number, so what the data was when it was traced does not count. `largest_unknown` is
+    for symbols without a bound.
+    """
+    node = size.node
+    if node.hint is not None:
+        return int(node.hint)
+    environment = node.shape_env
+    # A private name, which is another one up to 2.11.
+    traced = getattr(environment, "backed_var_to_val", None)
+    if traced is None:
+        traced = environment.var_to_val
+    values = {}
+    for symbol in node.expr.free_symbols:
+        bound = environment.var_to_range[symbol].upper
+        unknown = int(bound) if bound.is_finite and bound < largest_unknown else largest_unknown
+        values[symbol] = traced.get(symbol, unknown)
+    return int(node.expr.xreplace(values))
 
 
 def source_prefixes(placeholder: fx.Node) -> list[str]:

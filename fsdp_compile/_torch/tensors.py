@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
@@ -26,6 +28,7 @@ __all__ = [
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
 _LOCAL = operator.attrgetter("_local_tensor")
 
 
@@ -108,6 +111,8 @@ def fake_tensor(
 def memory_id(tensor: torch.Tensor) -> int:
     """A number that views of one memory share; fake tensors have memory in this sense, too."""
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    while is_functorch_wrapped_tensor(held):  # inside of `torch.func.grad`, `jvp` and `vmap`
+        held = get_unwrapped(held)
     return held.untyped_storage()._cdata
 
 

@@ -17,7 +17,8 @@ from fsdp_compile._torch.dynamo import (
     restart_trace,
     values_on_the_way,
 )
-from fsdp_compile.modules.forward import in_forward_until_return
+from fsdp_compile.modules.classes import original_class
+from fsdp_compile.modules.forward import check_before_calls, in_forward_until_return
 
 
 def compiled_modules() -> list[nn.Module]:
@@ -40,6 +41,17 @@ def compiled_modules() -> list[nn.Module]:
 def modules_on_the_stack() -> list[nn.Module]:
     """Modules that are being called right now, compiled or not, outermost first."""
     return [called for called in modules_being_called() if called is not None][::-1]
+
+
+def check_before_compiled_calls(module: nn.Module) -> None:
+    """Has the parameters of a module that was just sharded checked before each call of its compiled form.
+
+    Dynamo compiles the call of torch's own containers whole, and so the code that checks them in other forwards.
+    """
+    if original_class(module).forward.__module__.startswith("torch.nn."):
+        for called in modules_being_called():
+            if isinstance(called, OptimizedModule) and called._orig_mod is module:
+                check_before_calls(called, module)
 
 
 def modules_on_the_way(placeholder: fx.Node) -> Iterator[nn.Module]:

@@ -15,7 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.dynamo import source_prefixes
 from fsdp_compile.capture.beside import refuse_plain_rest
-from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_stack, modules_on_the_way
+from fsdp_compile.capture.first_call import (
+    check_before_compiled_calls,
+    compiled_modules,
+    modules_on_the_stack,
+    modules_on_the_way,
+)
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.eager_reads import GatheredParameter
@@ -59,6 +64,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
         plain.remove(module)
         before = set(units(module))
         fully_shard(module, **options.sharding)
+        check_before_compiled_calls(module)
         for unit in units(module):
             unit.sharded_by_backend |= unit not in before
         sharded = True

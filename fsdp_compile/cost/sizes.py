@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
+
+from fsdp_compile._torch.dynamo import hint_of
 
 Number = Callable[[Any], Any]
 
@@ -41,9 +43,13 @@ def result_bytes(node: fx.Node) -> int:
     return sum(map(tensor_bytes, tensors_of(node)))
 
 
+LARGEST_UNKNOWN: Final = 8192
+"""What a size that depends on data counts as at most; as Inductor counts it."""
+
+
 def concrete(size: Any) -> int:
-    """A size as a number: for a dynamic one, the size at which it was traced."""
-    return size if isinstance(size, int) else size.node.hint
+    """A size as a number: for a dynamic one, the size at which it was traced; else a bound of it."""
+    return size if isinstance(size, int) else hint_of(size, LARGEST_UNKNOWN)
 
 
 class Sizes:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from fsdp_compile._torch.dynamo import detect_fake_mode
 from fsdp_compile.ir.fake_values import known_value
 from fsdp_compile.ir.graph import KEY, Record, Role
+from fsdp_compile.ir.queries import TEXT_POSITION
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag")
 
@@ -65,6 +66,11 @@ def infer_value(node: fx.Node) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
     with mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def set_read_text(marker: fx.Node, text: str) -> None:
+    """Replaces the text of the spec that a marker carries."""
+    marker.update_arg(TEXT_POSITION[marker.target], text)
 
 
 def move_before(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from fsdp_compile.capture.functions import refuse_hidden_reads
 from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
@@ -69,6 +70,7 @@ class Region:
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
         with self._telling_of_refusals():
+            refuse_hidden_reads(joint)
             name_inputs(joint.graph, self.flats)
             forward, backward = partition(joint, inputs, **kwargs)
             steps = StepGraph(forward, Phase.FORWARD), StepGraph(backward, Phase.BACKWARD)
@@ -108,6 +110,7 @@ class Region:
     def inference(self, gm: fx.GraphModule) -> None:
         """Transforms a graph that has no backward and so was never partitioned."""
         with self._telling_of_refusals():
+            refuse_hidden_reads(gm)
             name_inputs(gm.graph, self.flats)
             self.steps = self._announced([self.transform(StepGraph(gm, Phase.FORWARD))])
 

@@ -181,7 +181,16 @@ def _make_class(key: ClassKey) -> type[nn.Module]:
         members |= _members_over(base) | {"__qualname__": f"{outside}{dot}{name}"}
     has_methods = key.methods is None or issubclass(base, key.methods)
     bases: tuple[type, ...] = (base,) if has_methods else (key.methods, base)  # type: ignore[assignment]
+    if not is_over_ours:
+        bases = (*bases[:-1], _WithoutSubclassHook, base)
     return type(name, bases, members)
+
+
+class _WithoutSubclassHook:
+    """Hides the `__init_subclass__` of the user's class: it may want arguments, or count classes that users write."""
+
+    def __init_subclass__(cls) -> None:
+        pass
 
 
 def _members_over(original: type[nn.Module]) -> dict[str, Any]:

@@ -122,6 +122,17 @@ def _pre_forward(module: nn.Module) -> list[tuple[nn.Module, str]]:
 _show_values = torch.compiler.disable(show_values)
 
 
+def check_before_calls(caller: nn.Module, module: nn.Module) -> None:
+    """Has the parameters of a sharded module checked before each call of `caller`, which enters its compiled code."""
+
+    def before_call(_caller: nn.Module, _args: Any) -> None:
+        if not torch.compiler.is_compiling() and not in_forward():
+            _pre_forward(module)
+
+    skip_code(before_call.__code__)
+    caller.register_forward_pre_hook(before_call)
+
+
 # Dynamo must not compile these frames by themselves: run eagerly they raise the depth that eager reads check, and the
 # user's forward below them is compiled. Inlined from another frame, `forward` is traced like any function.
 for _function in (call_in_forward, forward, _own_forward, run_eagerly):

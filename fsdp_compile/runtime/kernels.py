@@ -147,6 +147,13 @@ def _note_read(flat: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    if grad.layout is not torch.strided:
+        shape = "x".join(map(str, parse(ctx.spec).shape))
+        raise UnsupportedModelError(
+            "a parameter gets a sparse gradient, and gradients are reduced in full",
+            where=f"the parameter of shape {shape}, in nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)",
+            instead="sparse=False; options={'embedding': 'sharded'} keeps a large table from being gathered",
+        )
     gradient = torch.ops.fsdp.reduce_grad(ctx.flat, grad, ctx.spec, ctx.accumulated, ctx.partial)
     if parse(ctx.spec).grad_placement is GradPlacement.REDUCED:
         # The gradient of the flat parameter; otherwise it goes to the accumulator, the fourth argument of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import nn
 
 from fsdp_compile.runtime.group_state import UnitPolicy, WrapSource
@@ -13,6 +14,7 @@ from fsdp_compile.runtime.replaced_params import current
 from fsdp_compile.sharding import allocate, check_params, checks, devices, initial_values, sync_states, wrap
 from fsdp_compile.sharding.allocate import ParamToShard
 from fsdp_compile.sharding.arguments import Arguments
+from fsdp_compile.sharding.checks import refuse_complex, refuse_scripted
 from fsdp_compile.sharding.mixed_precision import PrecisionPlan, any_full_precision
 
 
@@ -107,6 +109,9 @@ def _places(root: nn.Module, ignored: set[int]) -> tuple[list[ParamRef], list[tu
     occurrences: list[ParamRef] = []
     tied: list[tuple[nn.Parameter, nn.Module, str]] = []
     for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            refuse_scripted(name, module, ignored)
+            continue
         for attribute, held in module._parameters.items():
             if held is None or id(held) in ignored or attribute in reads_of(module):
                 continue
@@ -115,7 +120,9 @@ def _places(root: nn.Module, ignored: set[int]) -> tuple[list[ParamRef], list[tu
             if parameter is not held or id(parameter) in sharded:
                 tied.append((parameter, module, attribute))
             else:
-                check_params.refuse_class(f"{name}.{attribute}".removeprefix("."), parameter)
+                path = f"{name}.{attribute}".removeprefix(".")
+                check_params.refuse_class(path, parameter)
+                refuse_complex(path, parameter)
                 occurrences.append((name, module, attribute, parameter))
     return occurrences, tied
 

@@ -175,6 +175,28 @@ def refuse_gradients(root: nn.Module, ignored: Container[int]) -> None:
             )
 
 
+def refuse_complex(name: str, parameter: nn.Parameter) -> None:
+    """Raises `UnsupportedModelError` for a complex parameter."""
+    if parameter.is_complex():
+        raise UnsupportedModelError(
+            f"a parameter is {parameter.dtype}, and collectives send and average real numbers",
+            where=name,
+            instead="nn.Parameter(torch.view_as_real(value)) and torch.view_as_complex(self.weight) in the forward, "
+            "or list it in ignored_params to leave it as it is",
+        )
+
+
+def refuse_scripted(name: str, module: nn.Module, ignored: Container[int]) -> None:
+    """Raises `UnsupportedModelError` for a TorchScript module with parameters that are not ignored."""
+    if any(id(parameter) not in ignored for parameter in module.parameters(recurse=False)):
+        raise UnsupportedModelError(
+            "TorchScript reads the parameters of its modules by itself, so they cannot be gathered for it",
+            where=name or "the outermost module",
+            instead="the module without torch.jit.script or torch.jit.trace (torch.compile takes their place), or list "
+            "it in ignored_params",
+        )
+
+
 def refuse_new_parameters(root: nn.Module) -> None:
     """Raises `ConfigError` for a parameter that was added to a sharded module: its gradient would not be reduced."""
     if not holds_plain_parameters(root):  # the usual case, without making names

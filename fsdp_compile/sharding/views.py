@@ -65,9 +65,7 @@ def check_inside_graph(group: FSDPParamGroup) -> None:
         return
     if not repair_in_place(group):
         # The inputs of the region are chosen already: it would read the old flat parameter.
-        changed = next(
-            s for s in group.params if not _fits(_registered(group.unit, s) or s.parameter, s, group.flat_param)
-        )
+        changed = next(param for param in group.params if not _fits_now(param, group))
         raise ConfigError(
             "a parameter changed its dtype, device, shape or requires_grad, and the compiled function cannot notice "
             "that in time",
@@ -89,9 +87,9 @@ def refuse_unsharded(unit: FSDPUnit) -> None:
 
 def repair_in_place(group: FSDPParamGroup) -> bool:
     """Copies replaced parameters into their shards, if all of them fit there as they are; returns whether they do."""
-    found = [(param, _registered(group.unit, param)) for param in group.params]
-    if any(registered is None or not _fits(registered, param, group.flat_param) for param, registered in found):
+    if not all(_fits_now(param, group) for param in group.params):
         return False
+    found = [(param, _registered(group.unit, param)) for param in group.params]
     with torch.no_grad():
         for param, registered in found:
             if registered is not None and (
@@ -129,6 +127,12 @@ def _registered(unit: FSDPUnit, param: FSDPParam) -> nn.Parameter | None:
             assert parameter is not None
             check_params.refuse_class(unit.parameter_name(param), parameter)
     return registered[0] if all(parameter is registered[0] for parameter in registered) else None
+
+
+def _fits_now(param: FSDPParam, group: FSDPParamGroup) -> bool:
+    """Whether one parameter is registered at all places, and its values fit into its shard."""
+    registered = _registered(group.unit, param)
+    return registered is not None and _fits(registered, param, group.flat_param)
 
 
 def _fits(registered: nn.Parameter, param: FSDPParam, leaf: nn.Parameter) -> bool:

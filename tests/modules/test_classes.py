@@ -53,3 +53,26 @@ def test_pickling_a_module_is_refused_by_name(save) -> None:  # type: ignore[no-
         assert "state_dict()" in str(caught.value)
         with pytest.raises(UnsupportedModelError, match="cannot be deep-copied"):
             copy.deepcopy(model)
+
+
+class Tagged:
+    """A base class that asks each subclass for an argument, and counts them."""
+
+    subclasses = 0
+
+    def __init_subclass__(cls, *, tag: str) -> None:
+        Tagged.subclasses += 1
+        cls.tag = tag  # type: ignore[attr-defined]
+
+
+class TaggedLinear(Tagged, nn.Linear, tag="a"):
+    """What a user writes."""
+
+
+def test_a_base_that_asks_subclasses_for_an_argument_does_not_see_ours() -> None:
+    before = Tagged.subclasses
+    with fake_world(2):
+        model = fully_shard(TaggedLinear(2, 2))
+    assert type(model).__name__ == "FSDPTaggedLinear"
+    assert model.tag == "a"
+    assert Tagged.subclasses == before

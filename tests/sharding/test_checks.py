@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, fully_shard, units
+from fsdp_compile import ConfigError, UnsupportedModelError, fully_shard, units
 from tests.beside import close, compile_eagerly, loss_of
 from tests.fake_world import fake_world
 from tests.models.outlines import Small
@@ -135,3 +136,39 @@ def test_a_submodule_that_is_replaced_after_sharding_is_noticed_without_compile_
     assert "added to a module after it was sharded" in error.what
     assert error.where == "down.weight"
     assert "ignored_params" in (error.instead or "")
+
+
+def _complex() -> nn.Module:
+    model = nn.Module()
+    model.frequencies = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "problem", "where"),
+    [
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "TorchScript reads the parameters", "where: 0"),
+        (_complex, "a parameter is torch.complex64", "where: frequencies"),
+    ],
+    ids=["script", "complex"],
+)
+def test_what_cannot_be_gathered_is_refused_before_anything_changes(
+    make: Callable[[], nn.Module], problem: str, where: str
+) -> None:
+    with fake_world(2):
+        model = make()
+        with pytest.raises(UnsupportedModelError, match=problem) as caught:
+            fully_shard(model)
+        assert where in str(caught.value)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        fully_shard(model, ignored_params=list(model.parameters()))
+
+
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_sparse_gradients_are_refused_by_name(table: Callable[..., nn.Module], compiled: bool) -> None:  # noqa: FBT001
+    with fake_world(2):
+        model = fully_shard(table(8, 4, sparse=True))
+        call = compile_eagerly(model) if compiled else model
+        with pytest.raises((UnsupportedModelError, BackendCompilerFailed), match="gets a sparse gradient"):
+            call(torch.ones(4, 3, dtype=torch.long)).sum().backward()

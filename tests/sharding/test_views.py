@@ -187,6 +187,56 @@ def test_compiled_code_sees_changes(how: Run) -> None:
     run_ranks(_check_replacing, ["_replace_one", "_assign_alike", "_widen"], how, keep_optimizer=False)
 
 
+def _sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def _thaw_first(model: Any) -> None:
+    model[0].requires_grad_(True)  # noqa: FBT003
+
+
+def _replace_in_first(model: Any) -> None:
+    model[0].weight = nn.Parameter(_new_value(model[0].weight))
+    model[2].bias.requires_grad_(False)  # noqa: FBT003
+
+
+def _check_sequential(how: Run) -> None:
+    pair = Beside(_sequential, how)
+    pair.change(lambda model: model[0].requires_grad_(requires_grad=False))  # type: ignore[index]
+    for change in (_thaw_first, _replace_in_first):
+        pair.optimize(_momentum)
+        pair.step()
+        pair.optimizers.clear()
+        pair.change(change)
+    pair.optimize(_momentum)
+    pair.step()
+    pair.optimizers.clear()
+    pair.change(_double)
+    pair.step(dtype=torch.float64)
+
+
+@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED])
+def test_compiled_containers_of_torch_see_changes(how: Run) -> None:
+    """Dynamo compiles the call of a plain `nn.Sequential` whole, so it is checked before that."""
+    run_ranks(_check_sequential, how, world_size=2)
+
+
+def _check_function() -> None:
+    model = _sequential()
+    model[0].requires_grad_(requires_grad=False)  # type: ignore[index]
+    fully_shard(model)
+    compiled = compile_eagerly(lambda x: model(x) + 1)
+    compiled(torch.randn(2, 6))
+    _thaw_first(model)
+    with pytest.raises(ConfigError, match="cannot notice that in time") as caught:
+        compiled(torch.randn(2, 6))
+    assert "where: 0.weight" in str(caught.value)
+
+
+def test_a_compiled_function_refuses_a_thawed_parameter_by_name() -> None:
+    run_ranks(_check_function, world_size=2)
+
+
 def test_an_optimizer_of_replaced_parameters_does_not_write_into_their_successors() -> None:
     """Momentum and weight decay move a parameter whose `.grad` is zero and not `None`."""
     run_ranks(_check_replacing, ["_replace_one", "_assign_alike"], Run.EAGER, keep_optimizer=True)

@@ -1,0 +1,190 @@
+"""Parameters that functions of control flow read: gathered and reduced once, as in one process, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._higher_order_ops.map import map as map_
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.attention.flex_attention import flex_attention
+
+from fsdp_compile import fully_shard, no_sync
+from tests.beside import Beside, Run, close, compile_eagerly, loss_of
+from tests.fake_world import fake_world
+from tests.ranks import run_ranks
+
+WIDTH = 6
+
+
+class _Layers(nn.Module):
+    """Two layers that functions read, and one around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.inner(x))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Cond(_Layers):
+    """The branch with `a` is never taken: its gradients are zeros."""
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 1e9, lambda y: -self.a(y), lambda y: torch.sin(self.b(y)), (x,))  # type: ignore[no-any-return]
+
+
+class _ReadTwice(_Layers):
+    """Both branches read `a`, which is read outside of them as well."""
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        taken = torch.cond(x.sum() < 1e9, lambda y: -self.a(y), lambda y: self.a(y) + self.b(y), (self.a(x),))
+        return torch.tanh(taken)
+
+
+class _NestedCond(_Layers):
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        def other(y: torch.Tensor) -> Any:
+            return torch.cond(y.sum() > -1e9, lambda z: -self.b(z), lambda z: -torch.cos(z), (y,))
+
+        return torch.cond(x.sum() > 1e9, lambda y: -self.a(y), other, (x,))  # type: ignore[no-any-return]
+
+
+class _Loop(_Layers):
+    """A loop of any length takes no gradients."""
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            start = (torch.tensor(0), x)
+            _, y = while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, torch.tanh(self.a(y))), start)  # type: ignore[no-untyped-call]
+        return self.a(y) + self.b(x)
+
+
+class _Scan(_Layers):
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        steps = torch.stack([x, 2 * x, 3 * x])
+        _, y = scan(lambda c, v: (torch.tanh(self.a(c) + v), self.b(c) + v), torch.zeros_like(x), steps)
+        return y.sum(0)  # type: ignore[no-any-return]
+
+
+class _Map(_Layers):
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        steps = torch.stack([self.b(x), 2 * x, 3 * x])
+        return map_(lambda v: torch.sin(self.a(v)), steps).sum(0)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.linear(x))
+
+
+class _Regions(nn.Module):
+    """The second and the third block share a region; each has parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+MODELS: list[Callable[[], nn.Module]] = [_Cond, _ReadTwice, _NestedCond, _Loop, _Scan, _Map, _Regions]
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _check(make: Callable[[], nn.Module], how: Run) -> None:
+    pair = Beside(make, how)
+    pair.optimize(_sgd)
+    pair.step(width=WIDTH)
+    pair.step(width=WIDTH)
+
+
+def _check_all(how: Run) -> None:
+    for make in MODELS:
+        torch._dynamo.reset()
+        _check(make, how)
+
+
+@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED], ids=lambda how: how.value)
+def test_functions_read_as_in_one_process(how: Run) -> None:
+    """Branches that are not taken give zeros, as plain `torch.compile` does, and not `None`."""
+    run_ranks(_check_all, how, world_size=2)
+
+
+def _check_branches_of_ranks() -> None:
+    torch.manual_seed(0)
+    model, rank = _Cond(), torch.distributed.get_rank()
+    reference = _Cond()
+    reference.load_state_dict(model.state_dict())
+    batches = [torch.ones(2, WIDTH) * (1e9 if each == 0 else 1.0) for each in range(2)]
+    scaled = [1e-9, 1.0]
+    compiled = compile_eagerly(model)
+    (loss_of(compiled(batches[rank])) * scaled[rank] ** 2).backward()
+    for batch, scale in zip(batches, scaled, strict=True):
+        (loss_of(reference(batch)) * scale**2 / 2).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        close(mine.grad.full_tensor(), theirs.grad, name)  # type: ignore[union-attr]
+
+
+def test_ranks_may_take_different_branches() -> None:
+    """Each gathers the parameters of both, so nothing hangs."""
+    run_ranks(_check_branches_of_ranks, world_size=2)
+
+
+def _check_accumulation(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, reference = make(), make()
+    reference.load_state_dict(model.state_dict())
+    fully_shard(model)
+    compiled, rank = compile_eagerly(model), torch.distributed.get_rank()
+    for number in range(4):
+        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+        if number % 2 == 0:
+            with no_sync(model):
+                loss_of(compiled(batch.chunk(2)[rank])).backward()
+        else:
+            loss_of(compiled(batch.chunk(2)[rank])).backward()
+        loss_of(reference(batch)).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        close(mine.grad.full_tensor(), theirs.grad, name)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("make", [_Cond, _Scan, _Regions])
+def test_functions_accumulate_without_reduction(make: Callable[[], nn.Module]) -> None:
+    run_ranks(_check_accumulation, make, world_size=2)
+
+
+class _Bias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return flex_attention(x, x, x, score_mod=lambda score, _b, head, _i, _j: score + self.bias[head])
+
+
+def test_other_functions_that_read_are_refused() -> None:
+    with fake_world(2), pytest.raises(BackendCompilerFailed, match=r"higher_order\.flex_attention reads a parameter"):
+        compile_eagerly(_Bias())(torch.randn(1, 2, 4, 4))

@@ -1,0 +1,171 @@
+"""Graphs whose inputs or reads are unusual train as in one process, compiled as they are and sharded before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compile import fully_shard, no_sync
+from tests.beside import Beside, Run, close, compile_eagerly, loss_of
+from tests.ranks import run_ranks
+
+WIDTH = 6
+
+
+class _Weight(nn.Module):
+    """A layer after something that is made of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) + 0.1 * torch.randn(WIDTH, WIDTH))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x @ self.made())
+
+    def made(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Inverse(_Weight):
+    """Operators that check for errors have side effects, and tokens among the inputs keep them in order."""
+
+    def made(self) -> torch.Tensor:
+        return torch.linalg.inv(self.weight)
+
+
+class _Cholesky(_Weight):
+    def made(self) -> torch.Tensor:
+        return torch.linalg.cholesky(self.weight @ self.weight.T + torch.eye(WIDTH))
+
+
+class _Cayley(_Weight):
+    def made(self) -> torch.Tensor:
+        skew, one = self.weight - self.weight.T, torch.eye(WIDTH)
+        return torch.linalg.solve(one + skew, one - skew)
+
+
+def _orthogonal() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    return torch.nn.utils.parametrizations.orthogonal(layer, orthogonal_map="cayley")
+
+
+class _Derivative(_Weight):
+    """Inside of `torch.func.grad` tensors are wrapped, and have no memory of their own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x) + torch.func.grad(lambda y: torch.tanh(y @ self.weight).sum())(x)
+
+
+class _Tangent(_Weight):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, tangent = torch.func.jvp(lambda y: torch.tanh(y @ self.weight), (x,), (torch.ones_like(x),))
+        return self.out(value) + tangent  # type: ignore[no-any-return]
+
+
+class _Experts(nn.Module):
+    """The number of rows of each expert depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.nonzero(scores.argmax(-1) == number).squeeze(1)
+            out = out.index_add(0, rows, expert(x[rows]) * scores[rows, number : number + 1])
+        return out
+
+
+MODELS: list[Callable[[], nn.Module]] = [
+    _Inverse,
+    _Cholesky,
+    _Cayley,
+    _orthogonal,
+    _Derivative,
+    _Tangent,
+    _Experts,
+]
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _check_all(how: Run) -> None:
+    for make in MODELS:
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            pair = Beside(make, how)
+            pair.optimize(_sgd)
+            pair.step(width=WIDTH)
+            pair.step(width=WIDTH)
+
+
+@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED], ids=lambda how: how.value)
+def test_unusual_graphs_train_as_in_one_process(how: Run) -> None:
+    run_ranks(_check_all, how, world_size=2)
+
+
+def _check_first_call_in(transform: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
+    expected = transform(lambda y: torch.sin(model(y)).sum(), x)
+    compiled = compile_eagerly(model)
+    close(transform(lambda y: torch.sin(compiled(y)).sum(), x), expected, "derivative")
+
+
+def _gradient(function: Callable[..., Any], x: torch.Tensor) -> Any:
+    return torch.func.grad(function)(x)
+
+
+def _tangent(function: Callable[..., Any], x: torch.Tensor) -> Any:
+    return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+
+
+@pytest.mark.parametrize("transform", [_gradient, _tangent])
+def test_the_first_call_may_be_inside_of_a_transform(transform: Callable[..., Any]) -> None:
+    run_ranks(functools.partial(_check_first_call_in, transform), world_size=2)
+
+
+class _WithTarget(nn.Module):
+    """One layer is used with and without gradients in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = torch.tanh(self.layer(x))
+        return self.layer(x) - target
+
+
+def _check_accumulation() -> None:
+    torch.manual_seed(0)
+    model, reference = _WithTarget(), _WithTarget()
+    reference.load_state_dict(model.state_dict())
+    fully_shard(model)
+    compiled, rank = compile_eagerly(model), torch.distributed.get_rank()
+    for number in range(4):
+        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+        if number % 2 == 0:
+            with no_sync(model):
+                loss_of(compiled(batch.chunk(2)[rank])).backward()
+        else:
+            loss_of(compiled(batch.chunk(2)[rank])).backward()
+        loss_of(reference(batch)).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        close(mine.grad.full_tensor(), theirs.grad, name)  # type: ignore[union-attr]
+
+
+def test_a_layer_used_with_and_without_gradients_accumulates() -> None:
+    run_ranks(_check_accumulation, world_size=2)
