@@ -1,0 +1,84 @@
+"""Cases from seeds, and the simpler ones beside a case."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from tests.fuzz.pieces import PIECES
+from tests.fuzz.program import (
+    Accumulation,
+    Case,
+    Form,
+    Layer,
+    Loss,
+    Output,
+    Place,
+    Reload,
+    Script,
+    Shard,
+)
+
+_CHOICES: dict[str, list[Any]] = {
+    "form": list(Form),
+    "shard": list(Shard),
+    "reshard": [True, False],
+    "prefetch": [1, 0, 2, "auto", "BACKWARD_PRE", "BACKWARD_POST"],
+    "bucket_mb": [0, "auto", 1],
+    "dynamic": [None, False, True],
+    "output": list(Output),
+    "loss": [Loss.ONE, Loss.ONE, Loss.ONE, Loss.SUM, Loss.TWO],
+    "steps": [2, 3, 4],
+    "accumulation": [Accumulation.NONE, *Accumulation],
+    "optimizer": ["sgd", "momentum", "adamw", "foreach adamw"],
+    "clip": [False, True],
+    "zeros": [False, True],
+    "freezes": [False, False, False, True],
+    "evaluates": [False, False, True],
+    "sizes": ["same", "same", "by step", "by rank"],
+    "reload": [Reload.NOTHING, Reload.NOTHING, Reload.MODEL, Reload.BOTH],
+}
+"""Values of `Script`; two in three fields of a case have their simplest one."""
+_SLOW_WITH_OPEN_SIZES = {"attention", "own_attention", "encoder_layer", "gru_cell", "lstm_cell", "instance_norm"}
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed, the same in every run and on every machine."""
+    chance = random.Random(seed)
+    places = [Place.BLOCK, Place.BLOCK, *Place]
+    layers = tuple(
+        Layer(chance.choice(list(PIECES)), chance.choice(places)) for _ in range(chance.choice([1, 2, 2, 3, 4]))
+    )
+    chosen = {name: chance.choice(values) for name, values in _CHOICES.items() if chance.random() < 0.35}
+    if len(layers) > 2 or any(layer.piece in _SLOW_WITH_OPEN_SIZES for layer in layers):
+        chosen.pop("dynamic", None)
+    return Case(layers, _possible(Script(**chosen)))
+
+
+def _possible(script: Script) -> Script:
+    """Without what has no meaning together."""
+    if script.form is Form.NOTHING and script.shard is Shard.NOTHING:
+        return dataclasses.replace(script, shard=Shard.MODEL)
+    if script.shard is Shard.NOTHING and script.accumulation is Accumulation.SET_SYNC:
+        return dataclasses.replace(script, accumulation=Accumulation.NO_SYNC)  # plain modules have no such method
+    return script
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Cases that are one choice simpler, the largest differences first."""
+    simplest = Script()
+    for field in dataclasses.fields(Script):
+        default = getattr(simplest, field.name)
+        if getattr(case.script, field.name) != default:
+            script = dataclasses.replace(case.script, **{field.name: default})
+            if _possible(script) == script:
+                yield dataclasses.replace(case, script=script)
+    for i in range(len(case.layers)):
+        if len(case.layers) > 1:
+            yield dataclasses.replace(case, layers=case.layers[:i] + case.layers[i + 1 :])
+    for i, layer in enumerate(case.layers):
+        for other in (Layer(layer.piece), Layer("linear", layer.place)):
+            if other != layer and (other.piece == layer.piece or layer.piece != "linear"):
+                yield dataclasses.replace(case, layers=(*case.layers[:i], other, *case.layers[i + 1 :]))
