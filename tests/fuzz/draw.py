@@ -19,6 +19,7 @@ from tests.fuzz.program import (
     Reload,
     Script,
     Shard,
+    Touch,
 )
 
 _CHOICES: dict[str, list[Any]] = {
@@ -38,6 +39,10 @@ _CHOICES: dict[str, list[Any]] = {
     "freezes": [False, False, False, True],
     "evaluates": [False, False, True],
     "sizes": ["same", "same", "by step", "by rank"],
+    "reduce_layout": ["aligned", "fsdp2"],
+    "half": [False, True],
+    "touch": list(Touch),
+    "flat_step": [False, True],
     "reload": [Reload.NOTHING, Reload.NOTHING, Reload.MODEL, Reload.BOTH],
 }
 """Values of `Script`; two in three fields of a case have their simplest one."""

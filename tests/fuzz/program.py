@@ -74,6 +74,16 @@ class Loss(StrEnum):
     TWO = "two forwards, then two backwards"
 
 
+class Touch(StrEnum):
+    """What is done to the sharded model between two steps."""
+
+    NOTHING = "nothing"
+    FULL = "full_params, and values changed there"
+    UNSHARD = "unshard() before the forward"
+    RESHARD = "unshard() and reshard()"
+    KEEP = "set_reshard_after_backward(False)"
+
+
 class Reload(StrEnum):
     """What is saved after the first step and loaded after the second one."""
 
@@ -99,6 +109,9 @@ class Script:
     reshard: bool = True
     prefetch: int | str = 1
     bucket_mb: float | str = 0
+    reduce_layout: Literal["aligned", "fsdp2"] = "aligned"
+    half: bool = False
+    """Forward and backward in bfloat16, gradients reduced in float32."""
     dynamic: bool | None = None
     output: Output = Output.TENSOR
     loss: Loss = Loss.ONE
@@ -111,6 +124,8 @@ class Script:
     evaluates: bool = False
     sizes: Literal["same", "by step", "by rank"] = "same"
     reload: Reload = Reload.NOTHING
+    touch: Touch = Touch.NOTHING
+    flat_step: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,12 +158,25 @@ from torch import nn
 """
 
 _OUTPUTS = {
-    Output.TENSOR: ("self.head(x)", "out.square().mean()"),
-    Output.TUPLE: ("self.head(x), x.tanh()", "out[0].square().mean() + out[1].mean()"),
+    Output.TENSOR: ("self.head(x.tanh())", "out.square().mean()"),
+    Output.TUPLE: ("self.head(x.tanh()), x.tanh()", "out[0].square().mean() + out[1].mean()"),
     Output.NESTED: (
-        "{'out': self.head(x), 'more': [x, None, (x.sum(1), 3)]}",
+        "{'out': self.head(x.tanh()), 'more': [x, None, (x.tanh().sum(1), 3)]}",
         "out['out'].square().mean() + 0.1 * out['more'][2][0].square().mean()",
     ),
+}
+_HALF = """
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SLACK = 0.1  # what bfloat16 may differ by
+""".strip("\n")
+_TOUCHES = {
+    Touch.NOTHING: "",
+    Touch.FULL: "with side.full_params(model), torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.9)",
+    Touch.UNSHARD: "side.method(model, 'unshard')",
+    Touch.RESHARD: "side.method(model, 'unshard')\nside.method(model, 'reshard')",
+    Touch.KEEP: "side.method(model, 'set_reshard_after_backward', step % 2 == 1)",
 }
 _CALLS = {
     Place.BLOCK: "x = self.b{i}(x, ids)",
@@ -201,22 +229,32 @@ def _model(case: Case) -> str:
 
 def _script(case: Case) -> list[str]:
     loss = f"def loss(out):\n    return {_OUTPUTS[case.script.output][1]}"
-    return [loss, _backend(case.script), _shard(case), _compiled(case.script), _train(case.script)]
+    policy = [_HALF] if case.script.half else []
+    return [loss, *policy, _backend(case.script), _shard(case), _compiled(case.script), _train(case.script)]
 
 
 def _backend(script: Script) -> str:
-    options: dict[str, Any] = {"lower": "eager", "prefetch": script.prefetch, "bucket_mb": script.bucket_mb}
+    options = {"lower": "'eager'", "prefetch": repr(script.prefetch), "bucket_mb": repr(script.bucket_mb)}
+    if script.reduce_layout != "aligned":
+        options["reduce_layout"] = repr(script.reduce_layout)
     if script.shard is Shard.NOTHING:
-        options["reshard_after_forward"] = script.reshard
-    backend: dict[str, Any] = {"backend": "fsdp", "options": options}
-    if script.dynamic is not None:
-        backend["dynamic"] = script.dynamic
-    return f"BACKEND = {backend}"
+        options |= _sharding(script)
+    text = ", ".join(f"'{name}': {value}" for name, value in options.items())
+    dynamic = f", 'dynamic': {script.dynamic}" * (script.dynamic is not None)
+    return f"BACKEND = {{'backend': 'fsdp', 'options': {{{text}}}{dynamic}}}"
+
+
+def _sharding(script: Script) -> dict[str, str]:
+    """Arguments of `fully_shard`, or options of the same names."""
+    return {
+        **({} if script.reshard else {"reshard_after_forward": "False"}),
+        **({"mp_policy": "HALF"} if script.half else {}),
+    }
 
 
 def _shard(case: Case) -> str:
     lines = ["def shard(model, fully_shard):"]
-    argument = "" if case.script.reshard else ", reshard_after_forward=False"
+    argument = "".join(f", {name}={value}" for name, value in _sharding(case.script).items())
     blocks = [i for i, layer in enumerate(case.layers) if layer.place is not Place.INLINE]
     chosen = {Shard.BLOCKS: blocks, Shard.FIRST: blocks[:1]}.get(case.script.shard, [])
     for i in chosen:
@@ -267,11 +305,15 @@ def _train(script: Script) -> str:
         "next(model.children()).requires_grad_(step % 2 == 1)" * script.freezes,
         _EVALUATE * script.evaluates,
         _RELOAD[script.reload],
+        _TOUCHES[script.touch],
     ]
     lines = "\n".join(part for part in body if part)
+    made = _OPTIMIZERS[script.optimizer]
+    if script.flat_step:
+        made = f"side.flat_step({made})"
     return (
         "def train(model, call, side):\n"
-        f"    optimizer = {_OPTIMIZERS[script.optimizer]}\n"
+        f"    optimizer = {made}\n"
         f"    for step in range({script.steps}):\n" + textwrap.indent(lines, " " * 8)
     )
 

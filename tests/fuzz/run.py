@@ -88,7 +88,7 @@ def run_on_rank(texts: list[str], contender: Contender) -> list[Outcome]:
             mine = _contend(program, contender).notes
         except BaseException as error:
             raise CaseError(found, of_error(error)) from None
-        found.append(of_notes(mine, exact, single))
+        found.append(of_notes(mine, exact, single, slack=getattr(program, "SLACK", 1e-5)))
     return found
 
 

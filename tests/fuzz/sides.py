@@ -51,6 +51,17 @@ class Side:
     def set_sync(self, model: Any, sync: bool) -> None:  # noqa: FBT001  as in FSDP2
         """As FSDP2's `set_requires_gradient_sync`."""
 
+    def full_params(self, model: Any) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002  what ranks need
+        """Plain, full parameters, whose new values stay."""
+        return contextlib.nullcontext()
+
+    def method(self, model: Any, name: str, *arguments: Any) -> None:
+        """Calls a method of sharded modules."""
+
+    def flat_step(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Our `flat_step`."""
+        return optimizer
+
     def note(self, name: str, value: torch.Tensor | None) -> None:
         """Notes a value that is the same on all ranks."""
         number = self._seen[name] = self._seen.get(name, -1) + 1
@@ -109,6 +120,22 @@ class Ranks(Side):
         """The method of sharded modules."""
         model.set_requires_gradient_sync(sync)
 
+    def full_params(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Ours."""
+        import fsdp_compile
+
+        return fsdp_compile.full_params(model)
+
+    def method(self, model: Any, name: str, *arguments: Any) -> None:
+        """As FSDP2's."""
+        getattr(model, name)(*arguments)
+
+    def flat_step(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Ours, which returns what it is given."""
+        import fsdp_compile
+
+        return fsdp_compile.flat_step(optimizer)
+
     def see_the_end(self) -> None:
         """Also notes which trained parameters are not sharded."""
         super().see_the_end()
@@ -128,6 +155,10 @@ class Fsdp2Ranks(Ranks):
         model.set_requires_gradient_sync(False)
         yield
         model.set_requires_gradient_sync(True)
+
+    def flat_step(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """FSDP2 has none."""
+        return optimizer
 
 
 class OneProcess(Side):

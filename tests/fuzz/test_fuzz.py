@@ -40,8 +40,8 @@ def test_drawn_programs_train_like_one_process() -> None:
         ("loss(module(x, ids))", "loss(module(x, ids)) if step else 0", "crashed"),
         ("torch.compile(model, **BACKEND)", "torch.compile(model, backend='fsdp', options={'no': 1})", "refused"),
         ("torch.compile(model, **BACKEND)", "model", "wrong"),
-        ("return self.head(x)", "return self.head(x, 3)", "invalid"),
-        ("self.head(x)", "self.head(x) / 0", "invalid"),
+        ("return self.head(x.tanh())", "return self.head(x, 3)", "invalid"),
+        ("self.head(x.tanh())", "self.head(x) / 0", "invalid"),
     ],
 )
 def test_verdicts(line: str, other: str, verdict: str) -> None:
