@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.dynamo import source_prefixes
-from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_way
+from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_way, refuse_missed_casts
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.param_views import is_swapped_in
 from fsdp_compile.options import FSDPOptions
@@ -32,8 +32,8 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
         Whether anything was sharded, so that the frame has to be traced again.
 
     Raises:
-        ConfigError: If a parameter is on the meta device, there is no process group and no torchrun environment, or the
-            model is wrapped by another data parallelism.
+        ConfigError: If a parameter is on the meta device, there is no process group and no torchrun environment, the
+            model is wrapped by another data parallelism, or mixed precision would cast what the running call was given.
         UnsupportedModelError: If a parameter belongs to no module.
     """
     for module in compiled_modules():
@@ -53,6 +53,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
         fully_shard(module, **options.sharding)
         for unit in units(module):
             unit.sharded_by_backend |= unit not in before
+        refuse_missed_casts(module)
         sharded = True
     return sharded
 

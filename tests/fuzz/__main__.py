@@ -44,10 +44,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="how long to draw cases; shrinking comes on top")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--case", type=int, help="run the case of this seed alone, and show it as it was drawn")
+    parser.add_argument("--case", type=int, help="run the case of this seed alone")
     parser.add_argument("--program", type=Path, help="run a program of such a report")
     parser.add_argument("--catalogue", action="store_true", help="measure the catalogue, and write its page")
-    parser.add_argument("--no-shrink", action="store_true")
+    parser.add_argument("--no-shrink", action="store_false", dest="shrink", help="show cases as they were drawn")
     arguments = parser.parse_args()
     try:
         if arguments.catalogue:
@@ -58,9 +58,12 @@ def main() -> None:
                 print(contender, _show(next(run_programs([text], contender))), sep=": ")
         elif arguments.case is not None:
             case = draw(arguments.case)
-            print(report(case, next(run_programs([case.text()]))))
+            outcome = next(run_programs([case.text()]))
+            if arguments.shrink and outcome.verdict not in GOOD:
+                case, outcome = shrink(case, outcome)
+            print(report(case, outcome))
         else:
-            _run(arguments.seed, arguments.seconds, shrinks=not arguments.no_shrink)
+            _run(arguments.seed, arguments.seconds, shrinks=arguments.shrink)
     finally:
         close_pool()
 

@@ -252,6 +252,20 @@ ROWS: Final = (
         "with torch.no_grad():\n    y = self.m(x)\nreturn self.head(self.m(x) + y)",
         train=_trained("with side.no_sync(model):\n    side.backward(call(x, ids))\nside.backward(call(x, ids))"),
     ),
+    Row(
+        "a checkpointed batch norm: compiled, its statistics are updated once",
+        "self.m = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))",
+        "return self.head(checkpoint(self.m, x, use_reentrant=False))",
+        before="from torch.utils.checkpoint import checkpoint",
+    ),
+    Row(
+        "a plain model with `mp_policy` among the options, and float inputs",
+        _LINEAR,
+        _CALL,
+        before="from torch.distributed.fsdp import MixedPrecisionPolicy\n\nSLACK = 0.1",
+        options="{'backend': 'fsdp', 'options': {'lower': 'eager', "
+        "'mp_policy': MixedPrecisionPolicy(torch.bfloat16, torch.float32)}}",
+    ),
     # Control flow.
     Row(
         "`torch.cond`, and a layer",

@@ -49,6 +49,12 @@ _CHOICES: dict[str, list[Any]] = {
 _SLOW_WITH_OPEN_SIZES = {"attention", "own_attention", "encoder_layer", "gru_cell", "lstm_cell", "instance_norm"}
 
 
+_MIXES_DTYPES = {"half_linear", "autocast", "batch_norm", "buffer", "running_mean", "counter", "own_function"}
+"""Pieces that do not run in bfloat16 with buffers, or other tensors, in float32."""
+_UPDATES_BUFFERS = {"batch_norm", "running_mean", "counter", "spectral_norm"}
+"""Pieces that a checkpoint updates twice in eager code and once in compiled code, torch's own as well."""
+
+
 def draw(seed: int) -> Case:
     """The case of a seed, the same in every run and on every machine."""
     chance = random.Random(seed)
@@ -56,15 +62,25 @@ def draw(seed: int) -> Case:
     layers = tuple(
         Layer(chance.choice(list(PIECES)), chance.choice(places)) for _ in range(chance.choice([1, 2, 2, 3, 4]))
     )
+    layers = tuple(_possible_layer(layer) for layer in layers)
     chosen = {name: chance.choice(values) for name, values in _CHOICES.items() if chance.random() < 0.35}
     if len(layers) > 2 or any(layer.piece in _SLOW_WITH_OPEN_SIZES for layer in layers):
         chosen.pop("dynamic", None)
+    if any(layer.piece in _MIXES_DTYPES for layer in layers):
+        chosen.pop("half", None)
     return Case(layers, _possible(Script(**chosen)))
+
+
+def _possible_layer(layer: Layer) -> Layer:
+    if layer.place is Place.CHECKPOINTED and layer.piece in _UPDATES_BUFFERS:
+        return Layer(layer.piece)
+    return layer
 
 
 def _possible(script: Script) -> Script:
     """Without what has no meaning together."""
-    if script.form is Form.NOTHING and script.shard is Shard.NOTHING:
+    if script.shard is Shard.NOTHING and (script.form is Form.NOTHING or script.half):
+        # The first call of a plain model has begun before it is sharded, so its inputs cannot be cast.
         return dataclasses.replace(script, shard=Shard.MODEL)
     if script.shard is Shard.NOTHING and script.accumulation is Accumulation.SET_SYNC:
         return dataclasses.replace(script, accumulation=Accumulation.NO_SYNC)  # plain modules have no such method
