@@ -115,6 +115,14 @@ def modules_being_called() -> Iterator[nn.Module | None]:
             yield called
 
 
+def arguments_of_modules() -> Iterator[tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """Modules whose calls this thread is in, innermost first, with the arguments of the calls."""
+    for frame in stack():
+        values = frame.f_locals if frame.f_code.co_name == "_call_impl" else {}
+        if isinstance(called := values.get("self"), nn.Module) and not isinstance(called, OptimizedModule):
+            yield called, (values["args"], values["kwargs"])
+
+
 def caller_of_root_frame() -> FrameType | None:
     """The Python frame that called the function which Dynamo is compiling right now."""
     translator = _root_translator()

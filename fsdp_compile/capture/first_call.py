@@ -12,13 +12,18 @@ from torch import fx, nn
 
 from fsdp_compile._torch.dynamo import (
     OptimizedModule,
+    arguments_of_modules,
     caller_of_root_frame,
     modules_being_called,
     restart_trace,
     values_on_the_way,
 )
+from fsdp_compile.config.casts import FullPrecision
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.modules.casts import changes_inputs
 from fsdp_compile.modules.classes import original_class
 from fsdp_compile.modules.forward import check_before_calls, in_forward_until_return
+from fsdp_compile.runtime.module_state import state_of
 
 
 def compiled_modules() -> list[nn.Module]:
@@ -57,6 +62,26 @@ def check_before_compiled_calls(module: nn.Module) -> None:
 def modules_on_the_way(placeholder: fx.Node) -> Iterator[nn.Module]:
     """Modules along the path on which Dynamo found a graph input, outermost first."""
     return (value for value in values_on_the_way(placeholder) if isinstance(value, nn.Module))
+
+
+def refuse_missed_casts(sharded: nn.Module) -> None:
+    """Refuses the call that has sharded a model whose inputs or outputs are to be cast: its forward has begun without.
+
+    Raises:
+        ConfigError: If the forward of a module in `sharded` runs already, and would have got or returned other dtypes.
+    """
+    for module, arguments in arguments_of_modules():
+        state = state_of(module)
+        if state is None or state.casts is None or module not in set(sharded.modules()):
+            continue
+        output = None if isinstance(state.casts, FullPrecision) else state.casts.output
+        if changes_inputs(state.casts, module, arguments) or output is not None:
+            raise ConfigError(
+                "mixed precision casts what this module is called with or returns, and its first call had begun before "
+                "it was sharded",
+                where=f"{type(module).__name__}, options={{'mp_policy': ...}}",
+                instead="fsdp_compile.fully_shard(model, mp_policy=...) before torch.compile(model, backend='fsdp')",
+            )
 
 
 def trace_again() -> Exception:

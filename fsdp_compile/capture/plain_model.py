@@ -20,6 +20,7 @@ from fsdp_compile.capture.first_call import (
     compiled_modules,
     modules_on_the_stack,
     modules_on_the_way,
+    refuse_missed_casts,
 )
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
@@ -43,8 +44,8 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
         Whether anything was sharded, so that the frame has to be traced again.
 
     Raises:
-        ConfigError: If a parameter is on the meta device, there is no process group and no torchrun environment, or the
-            model is wrapped by another data parallelism.
+        ConfigError: If a parameter is on the meta device, there is no process group and no torchrun environment, the
+            model is wrapped by another data parallelism, or mixed precision would cast what the running call was given.
         UnsupportedModelError: If a parameter belongs to no module, or to a compiled part of one whose rest is plain.
     """
     for module in compiled_modules():
@@ -67,6 +68,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
         check_before_compiled_calls(module)
         for unit in units(module):
             unit.sharded_by_backend |= unit not in before
+        refuse_missed_casts(module)
         sharded = True
     return sharded
 

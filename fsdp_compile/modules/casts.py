@@ -16,13 +16,25 @@ from fsdp_compile.config.casts import CastWhen, ForwardCasts, FullPrecision
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def input_dtype(at: ForwardCasts | FullPrecision, module: nn.Module) -> torch.dtype | None:
+    """The dtype that floating-point inputs of `module` are cast to; `None` where they stay as they are."""
+    if isinstance(at, FullPrecision):
+        return at.dtype
+    return None if at.when is CastWhen.TRAINING and not module.training else at.inputs
+
+
 def cast_inputs(at: ForwardCasts | FullPrecision, module: nn.Module, arguments: Arguments) -> Arguments:
     """The arguments of `module`, cast."""
-    if isinstance(at, FullPrecision):
-        return cast(arguments, at.dtype)
-    if at.inputs is None or (at.when is CastWhen.TRAINING and not module.training):
-        return arguments
-    return cast(arguments, at.inputs)
+    dtype = input_dtype(at, module)
+    return arguments if dtype is None else cast(arguments, dtype)
+
+
+def changes_inputs(at: ForwardCasts | FullPrecision, module: nn.Module, arguments: Arguments) -> bool:
+    """Whether `cast_inputs` would make other tensors of these arguments."""
+    dtype = input_dtype(at, module)
+    args, kwargs = arguments
+    tensors = _tensors((*args, *kwargs.values()))
+    return dtype is not None and any(t.is_floating_point() and t.dtype != dtype for t in tensors)
 
 
 def cast_output(at: ForwardCasts | FullPrecision, arguments: Arguments, output: Any) -> Any:

@@ -17,6 +17,7 @@ from fsdp_compile.layout.spec import Reshard, parse
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.partition.post_forward import shard_post_forward
+from fsdp_compile.partition.updated_inputs import save_readers_of_updated_inputs
 
 _LAST_REGION = 1 << 60
 """Later than any checkpointed region: a result that crosses into a later region would be saved (AC's own rule)."""
@@ -35,11 +36,12 @@ def mark_reads(joint: fx.Graph) -> None:
 
 
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Splits a joint graph into forward and backward with the min-cut partitioner, after `mark_reads`.
+    """Splits a joint graph into forward and backward with the min-cut partitioner, after marking.
 
     `inputs` and `kwargs` are as AOTAutograd passes them.
     """
     shard_post_forward(joint.graph)
     mark_reads(joint.graph)
+    save_readers_of_updated_inputs(joint.graph)
     kwargs.setdefault("compiler", "inductor")
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard, units
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
@@ -153,3 +154,41 @@ def test_backward_gathers_each_unit_again_and_reduces_it_once() -> None:
         trained = {name for name, p in Frozen().named_parameters() if p.requires_grad and name != "unused"}
         assert len(frozen["backward reduced"]) == len(trained)
         assert set(frozen["backward reduced"]) == trained
+
+
+class _CheckpointedNorm(nn.Module):
+    """Reads buffers in a checkpointed region that updates them: a batch norm's, and one of its own through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 5)
+        self.register_buffer("mean", torch.zeros(WIDTH, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.normalize, x, use_reentrant=False))
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.mean, torch.Tensor)
+        y = self.norm(x - self.mean.view(-1)).sin()
+        self.mean.mul_(0.9).add_(x.detach().mean(0)[:, None], alpha=0.1)
+        return y
+
+
+def _checkpointed_norm() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients and buffers of two steps, compiled; and of one process that does not checkpoint."""
+    torch.manual_seed(0)
+    model, reference = _CheckpointedNorm(), _CheckpointedNorm()
+    reference.load_state_dict(model.state_dict())
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    for batch in batches(2, 4):
+        loss_of(compiled(batch)).backward()
+        loss_of(reference.head(reference.normalize(batch))).backward()
+    mine = [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    theirs = [p.grad for p in reference.parameters() if p.grad is not None]
+    return [*mine, *model.buffers()], [*theirs, *reference.buffers()]
+
+
+def test_checkpointed_regions_may_update_the_buffers_that_they_read() -> None:
+    ((mine, theirs),) = run_ranks(_checkpointed_norm, world_size=1)
+    torch.testing.assert_close(mine, theirs)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_compile import fully_shard
 from tests.models.kinds import WIDTH, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -91,3 +95,73 @@ def _one_padded_slot() -> float:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_flat_shard_of_one_padded_slot(world_size: int) -> None:
     assert max(run_ranks(_one_padded_slot, world_size=world_size)) < 1e-6
+
+
+class Looked(nn.Module):
+    """Has integers for input: nothing to cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x.long() % 7).mean(1))
+
+
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+WIDE_OUTPUT = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+Compile = Callable[[nn.Module, MixedPrecisionPolicy], Callable[[torch.Tensor], torch.Tensor]]
+
+
+def _as_module(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(model, backend="fsdp", options={"lower": "eager", "mp_policy": policy})
+
+
+def _as_method(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
+    model.compile(backend="fsdp", options={"lower": "eager", "mp_policy": policy})
+    return model
+
+
+def _as_function(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(lambda x: model(x), backend="fsdp", options={"lower": "eager", "mp_policy": policy})
+
+
+def _sharded_before(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(fully_shard(model, mp_policy=policy), backend="fsdp", options={"lower": "eager"})
+
+
+def _outputs(make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: Compile) -> list[torch.Tensor]:
+    """Of the first call and of the second one, or the refusal."""
+    torch.manual_seed(0)
+    call = form(make(), policy)
+    batch = torch.arange(4 * WIDTH).reshape(4, WIDTH)
+    batch = batch if make is Looked else batch / WIDTH
+    return [call(batch).detach() for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "form"),
+    [
+        (Stack, HALF, _as_function),
+        (Stack, WIDE_OUTPUT, _as_function),
+        (Looked, HALF, _as_module),
+        (Looked, HALF, _as_method),
+    ],
+)
+def test_the_first_call_casts_as_those_after_it(
+    make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: Compile
+) -> None:
+    mine = run_ranks(_outputs, make, policy, form)
+    assert mine[0][0].dtype is (policy.output_dtype or torch.bfloat16)
+    torch.testing.assert_close(mine, run_ranks(_outputs, make, policy, _sharded_before), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", [_as_module, _as_method])
+@pytest.mark.parametrize(("make", "policy"), [(Stack, HALF), (Looked, WIDE_OUTPUT)])
+def test_a_first_call_that_would_not_be_cast_is_refused(
+    make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: Compile
+) -> None:
+    with pytest.raises(BackendCompilerFailed, match="first call had begun before it was sharded") as caught:
+        run_ranks(_outputs, make, policy, form, world_size=1)
+    assert "fully_shard(model, mp_policy=...) before torch.compile" in str(caught.value)

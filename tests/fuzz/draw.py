@@ -1,0 +1,105 @@
+"""Cases from seeds, and the simpler ones beside a case."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from tests.fuzz.pieces import PIECES
+from tests.fuzz.program import (
+    Accumulation,
+    Case,
+    Form,
+    Layer,
+    Loss,
+    Output,
+    Place,
+    Reload,
+    Script,
+    Shard,
+    Touch,
+)
+
+_CHOICES: dict[str, list[Any]] = {
+    "form": list(Form),
+    "shard": list(Shard),
+    "reshard": [True, False],
+    "prefetch": [1, 0, 2, "auto", "BACKWARD_PRE", "BACKWARD_POST"],
+    "bucket_mb": [0, "auto", 1],
+    "dynamic": [None, False, True],
+    "output": list(Output),
+    "loss": [Loss.ONE, Loss.ONE, Loss.ONE, Loss.SUM, Loss.TWO],
+    "steps": [2, 3, 4],
+    "accumulation": [Accumulation.NONE, *Accumulation],
+    "optimizer": ["sgd", "momentum", "adamw", "foreach adamw"],
+    "clip": [False, True],
+    "zeros": [False, True],
+    "freezes": [False, False, False, True],
+    "evaluates": [False, False, True],
+    "sizes": ["same", "same", "by step", "by rank"],
+    "reduce_layout": ["aligned", "fsdp2"],
+    "half": [False, True],
+    "touch": list(Touch),
+    "flat_step": [False, True],
+    "reload": [Reload.NOTHING, Reload.NOTHING, Reload.MODEL, Reload.BOTH],
+}
+"""Values of `Script`; two in three fields of a case have their simplest one."""
+_SLOW_WITH_OPEN_SIZES = {"attention", "own_attention", "encoder_layer", "gru_cell", "lstm_cell", "instance_norm"}
+
+
+_MIXES_DTYPES = {"half_linear", "autocast", "batch_norm", "buffer", "running_mean", "counter", "own_function"}
+"""Pieces that do not run in bfloat16 with buffers, or other tensors, in float32."""
+_UPDATES_BUFFERS = {"batch_norm", "running_mean", "counter", "spectral_norm"}
+"""Pieces that a checkpoint updates twice in eager code and once in compiled code, torch's own as well."""
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed, the same in every run and on every machine."""
+    chance = random.Random(seed)
+    places = [Place.BLOCK, Place.BLOCK, *Place]
+    layers = tuple(
+        Layer(chance.choice(list(PIECES)), chance.choice(places)) for _ in range(chance.choice([1, 2, 2, 3, 4]))
+    )
+    layers = tuple(_possible_layer(layer) for layer in layers)
+    chosen = {name: chance.choice(values) for name, values in _CHOICES.items() if chance.random() < 0.35}
+    if len(layers) > 2 or any(layer.piece in _SLOW_WITH_OPEN_SIZES for layer in layers):
+        chosen.pop("dynamic", None)
+    if any(layer.piece in _MIXES_DTYPES for layer in layers):
+        chosen.pop("half", None)
+    return Case(layers, _possible(Script(**chosen)))
+
+
+def _possible_layer(layer: Layer) -> Layer:
+    if layer.place is Place.CHECKPOINTED and layer.piece in _UPDATES_BUFFERS:
+        return Layer(layer.piece)
+    return layer
+
+
+def _possible(script: Script) -> Script:
+    """Without what has no meaning together."""
+    if script.shard is Shard.NOTHING and (script.form is Form.NOTHING or script.half):
+        # The first call of a plain model has begun before it is sharded, so its inputs cannot be cast.
+        return dataclasses.replace(script, shard=Shard.MODEL)
+    if script.shard is Shard.NOTHING and script.accumulation is Accumulation.SET_SYNC:
+        return dataclasses.replace(script, accumulation=Accumulation.NO_SYNC)  # plain modules have no such method
+    return script
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Cases that are one choice simpler, the largest differences first."""
+    simplest = Script()
+    for field in dataclasses.fields(Script):
+        default = getattr(simplest, field.name)
+        if getattr(case.script, field.name) != default:
+            script = dataclasses.replace(case.script, **{field.name: default})
+            if _possible(script) == script:
+                yield dataclasses.replace(case, script=script)
+    for i in range(len(case.layers)):
+        if len(case.layers) > 1:
+            yield dataclasses.replace(case, layers=case.layers[:i] + case.layers[i + 1 :])
+    for i, layer in enumerate(case.layers):
+        for other in (Layer(layer.piece), Layer("linear", layer.place)):
+            if other != layer and (other.piece == layer.piece or layer.piece != "linear"):
+                yield dataclasses.replace(case, layers=(*case.layers[:i], other, *case.layers[i + 1 :]))
