@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -68,6 +68,7 @@ class ModuleState:
         casts: What is cast when its forward is entered and left.
         methods: The class whose methods it got on top of its own.
         no_sync_depth: How many `no_sync` blocks it is inside of.
+        for_torch: What torch's own functions see as its `FSDPState`; `modules` fills it.
     """
 
     model: ModelState | None = None
@@ -79,6 +80,7 @@ class ModuleState:
     methods: type | None = None
     view_check: ViewCheck | None = None
     no_sync_depth: int = 0
+    for_torch: Any = None
 
 
 def state_of(module: nn.Module) -> ModuleState | None:

@@ -198,6 +198,7 @@ class ModelState:
             then.
         queued_in_backward: The backward pass whose end `post_backward_final_callback` was queued for.
         pre_forward: Called with the outermost module of each forward before it starts.
+        post_optim_event: What the next all-gathers wait for (`set_post_optim_event`), if anything.
     """
 
     def __init__(self, pre_forward: Callable[[nn.Module], None] = lambda _: None) -> None:
@@ -205,6 +206,7 @@ class ModelState:
         self.layout_version = 0
         self.queued_in_backward: int | None = None
         self.pre_forward = pre_forward
+        self.post_optim_event: torch.Event | None = None
         self._pending: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
         # Autograd runs hooks on a thread of each device, and models may be trained on several threads.
         self._lock = threading.RLock()
@@ -219,6 +221,12 @@ class ModelState:
                 # The groups may be pending in the model that they come from, which is asked no more.
                 for group in unit.param_groups:
                     self.mark_pending(group)
+
+    def wait_for_optimizer(self) -> None:
+        """Makes the current stream, for which all-gathers wait, wait for the event of the optimizer, once."""
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
 
     def note_layout(self) -> None:
         """Makes view checks of the model stale."""

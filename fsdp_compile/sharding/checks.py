@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import original_class
+from fsdp_compile.modules.methods import ShardedModule
 from fsdp_compile.runtime.module_state import is_ignored, is_sharded, reads_of, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPUnit
@@ -109,6 +110,8 @@ def refuse_module(module: nn.Module) -> None:
 def refuse_wrappers(root: nn.Module) -> None:
     """Raises `ConfigError` if some module is DDP, FSDP1 or sharded by FSDP2."""
     for name, module in root.named_modules():
+        if isinstance(module, ShardedModule):
+            continue
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
             raise ConfigError(
                 f"{type(module).__name__} averages gradients by itself",

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, Sharding
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy
 from fsdp_compile.modules.classes import gather_on_read, give_methods, rebuild_specs
 from fsdp_compile.modules.methods import ShardedModule
+from fsdp_compile.modules.torch_state import show_to_torch
 from fsdp_compile.runtime import (
     accumulation,
     kernels,  # noqa: F401  registers the kernels of operators
@@ -159,6 +160,7 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
     state.model.adopt(units(module))
     _enter_forwards(module)
     give_methods(module, ShardedModule)
+    show_to_torch(module)
     accumulation.follow_no_sync(module, made)
     for descendant in plan.below:
         call = call_on(descendant)
