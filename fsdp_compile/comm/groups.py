@@ -192,7 +192,7 @@ def mesh_once(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
     if known is None:
         world = dist.group.WORLD
         assert world is not None
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "fsdp"))
         known = registry.meshes[device_type, shape] = (weakref.ref(world), mesh)
     return known[1]
 
@@ -205,7 +205,7 @@ def default_mesh(device_type: str) -> DeviceMesh:
     """
     if not dist.is_initialized():
         _start_world(device_type)
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
 
 def _start_world(device_type: str) -> None:

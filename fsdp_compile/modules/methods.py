@@ -197,7 +197,7 @@ class ShardedModule(RefusedMethods, FSDPModule):
 def _set_prefetch(self: object, modules: Sequence[nn.Module], field: str) -> None:
     assert isinstance(self, nn.Module)
     where = f"set_modules_to_{field}()"
-    own = next((unit for unit in _units(self, recurse=False) if unit.root is self), None)
+    own = next((unit for unit in _units(self, recurse=False) if unit.has_root(self)), None)
     if not isinstance(modules, list | tuple):
         raise ConfigError(f"{modules!r} is no list", where=where, instead="a list of sharded modules")
     if own is None or not own.param_groups:
@@ -218,7 +218,7 @@ def _unit_of(module: object, owner: nn.Module, where: str) -> list[FSDPUnit]:
     of_call = isinstance(module, nn.Module) and is_sharded(module)
     model = next(iter(_units(owner, recurse=True))).model
     among = units_of_call(module) if of_call else model.units  # type: ignore[arg-type]
-    found = [unit for unit in among if unit.root is module and unit.param_groups]
+    found = [unit for unit in among if unit.has_root(module) and unit.param_groups]  # type: ignore[arg-type]
     if not found and not of_call:
         raise ConfigError(
             f"{type(module).__name__} is no module of this model that fully_shard() was called on",
@@ -230,5 +230,5 @@ def _unit_of(module: object, owner: nn.Module, where: str) -> list[FSDPUnit]:
 
 def _units(module: object, *, recurse: bool) -> Iterator[FSDPUnit]:
     assert isinstance(module, nn.Module)
-    for part in module.modules() if recurse else (module,):
-        yield from units_of_call(part)
+    parts = module.modules() if recurse else (module,)
+    yield from dict.fromkeys(unit for part in parts for unit in units_of_call(part))

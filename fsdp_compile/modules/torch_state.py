@@ -19,7 +19,7 @@ from fsdp_compile.config.casts import FullPrecision
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.casts import cast_inputs, cast_output
 from fsdp_compile.modules.forward import enter_method
-from fsdp_compile.runtime.module_state import ensure_state
+from fsdp_compile.runtime.module_state import ensure_state, state_of
 from fsdp_compile.runtime.post_backward import post_backward_final_callback
 
 
@@ -71,6 +71,12 @@ class TorchState:
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         casts = module._fsdp_casts
         return output if casts is None else cast_output(casts, (args, {}), output)
+
+
+def torch_state(module: nn.Module) -> TorchState | None:
+    """The state of a module that `fully_shard` was called on."""
+    state = state_of(module)
+    return None if state is None else state.for_torch
 
 
 def show_to_torch(module: nn.Module) -> None:

@@ -124,7 +124,8 @@ def units(model: nn.Module) -> list[FSDPUnit]:
     """The units of a model, in registration order of their root modules; empty if nothing in it is sharded."""
     module = unwrap(model)
     assert isinstance(module, nn.Module)
-    return [unit for m in _modules_below(module) if (call := call_on(m)) is not None for unit in call.units]
+    calls = (call for m in _modules_below(module) if (call := call_on(m)) is not None)
+    return list(dict.fromkeys(unit for call in calls for unit in call.units))  # a call on several modules is each one's
 
 
 def _modules_below(root: nn.Module) -> Iterable[nn.Module]:
