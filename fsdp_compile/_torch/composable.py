@@ -16,8 +16,8 @@ _APPLIED = inspect.unwrap(fully_shard)
 def note_fully_shard(module: nn.Module, state: object) -> None:
     """Makes torch see that `fully_shard` was applied to a module.
 
-    `torch.distributed.fsdp.fully_shard.state(module)` is `state` then, composable `replicate` leaves the module out, and
-    torch's `fully_shard` refuses it.
+    `torch.distributed.fsdp.fully_shard.state(module)` is `state` then, composable `replicate` leaves the module out,
+    and torch's `fully_shard` refuses it.
     """
     module.__dict__.setdefault(STATE_KEY, {})[_APPLIED] = state
     module.__dict__.setdefault(REGISTRY_KEY, {})[_APPLIED.__name__] = RegistryItem()

@@ -98,7 +98,7 @@ class ShardedModule(RefusedMethods, FSDPModule):
         for unit in set_reduce_group(_units(self, recurse=recurse), queue):
             rebuild_specs(unit)
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[object]) -> None:
         """Sets the modules whose all-gathers run while this module's forward computes.
 
         They start in the order of the list, however other all-gathers are scheduled. An empty list sets nothing.
@@ -111,7 +111,7 @@ class ShardedModule(RefusedMethods, FSDPModule):
         """
         _set_prefetch(self, modules, "forward_prefetch")
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[object]) -> None:
         """The same for backward, in which modules run in the opposite order."""
         _set_prefetch(self, modules, "backward_prefetch")
 
@@ -194,7 +194,7 @@ class ShardedModule(RefusedMethods, FSDPModule):
         return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
 
 
-def _set_prefetch(self: object, modules: Sequence[nn.Module], field: str) -> None:
+def _set_prefetch(self: object, modules: Sequence[object], field: str) -> None:
     assert isinstance(self, nn.Module)
     where = f"set_modules_to_{field}()"
     own = next((unit for unit in _units(self, recurse=False) if unit.has_root(self)), None)

@@ -16,18 +16,21 @@ _IN_THE_GRAPH = "collectives are nodes of the compiled graphs"
 class RefusedMethods(FSDPModule):
     """Methods of `FSDPModule` that raise `ConfigError`; those that switch something off do nothing."""
 
-    def set_custom_all_gather(self, comm: object) -> NoReturn:
+    def set_custom_all_gather(self, comm: object) -> NoReturn:  # noqa: ARG002
         """Refused: no object can take the place of an all-gather."""
         raise _refused(
             "set_custom_all_gather", _IN_THE_GRAPH, "the all-gathers of the graph, or MixedPrecision(gather_dtype=...)"
         )
 
-    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
+    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:  # noqa: ARG002
         """Refused: no object can take the place of a reduce-scatter."""
         raise _refused("set_custom_reduce_scatter", _IN_THE_GRAPH, "fsdp_compile.register_comm_hook(model, hook)")
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+        self,
+        hook: Callable[[torch.Tensor], None],  # noqa: ARG002
+        *,
+        stream: torch.cuda.Stream | None = None,  # noqa: ARG002
     ) -> NoReturn:
         """Refused: nothing of the user's runs on what a reduce-scatter has returned."""
         raise _refused(
@@ -37,7 +40,12 @@ class RefusedMethods(FSDPModule):
             "fsdp_compile.register_comm_hook(model, hook)",
         )
 
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:  # noqa: FBT001
+    def set_reduce_scatter_unused_params(
+        self,
+        reduce_scatter_unused_params: bool,  # noqa: FBT001
+        *,
+        recurse: bool = True,  # noqa: ARG002
+    ) -> None:
         """Refused unless it is False: a graph reduces the parameters that it reads, the same ones on every rank."""
         if flag(reduce_scatter_unused_params, "set_reduce_scatter_unused_params"):
             raise _refused(
@@ -46,7 +54,12 @@ class RefusedMethods(FSDPModule):
                 "a call of each module on every rank, with no rows where there are none",
             )
 
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_max_input_buffers(
+        self,
+        max_input_buffers: int,
+        *,
+        recurse: bool = True,  # noqa: ARG002
+    ) -> None:
         """Refused unless it is 1: how many reductions run at once is planned for each graph."""
         if isinstance(max_input_buffers, bool) or max_input_buffers != 1:
             raise _refused(

@@ -54,12 +54,12 @@ class TorchState:
             post_backward_final_callback(model)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Enters a method that `register_fsdp_forward_method` made a forward; it is left when torch's function returns."""
+        """Enters a method that `register_fsdp_forward_method` made a forward, until torch's function returns."""
         if not torch.compiler.is_compiling():
             frames = stack()
             next(frames)  # this function's
             enter_method(module, next(frames))
-        casts = module._fsdp_casts
+        casts: Any = module._fsdp_casts
         if isinstance(casts, FullPrecision):
             raise ConfigError(
                 "a module that mixed precision excludes has a registered forward method",
@@ -69,7 +69,7 @@ class TorchState:
         return (args, kwargs) if casts is None else cast_inputs(casts, module, (args, kwargs))
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        casts = module._fsdp_casts
+        casts: Any = module._fsdp_casts
         return output if casts is None else cast_output(casts, (args, {}), output)
 
 
@@ -86,6 +86,6 @@ def show_to_torch(module: nn.Module) -> None:
     note_fully_shard(module, state)
 
 
-# Run eagerly they find the frame of their caller, which Dynamo cannot trace; inlined from another frame they are traced.
+# Run eagerly they find the frame of their caller, which Dynamo cannot trace; inlined from other code they are traced.
 skip_code(TorchState._pre_forward.__code__)
 skip_code(TorchState._post_forward.__code__)

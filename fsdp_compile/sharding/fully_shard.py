@@ -67,8 +67,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     rest. Called bottom-up, as with FSDP2, each call makes one unit of what the calls below it left.
 
     Args:
-        module: The module. Its parameters become DTensors, views of one flat buffer per unit and dtype. A list of modules
-            becomes one unit, with FSDP2's meaning.
+        module: The module. Its parameters become DTensors, views of one flat buffer per unit and dtype. A list of
+            modules becomes one unit, as with FSDP2.
         mesh: 1-D to shard over, 2-D (replicate, shard) for hybrid sharding, whatever the dimensions are called. By
             default the whole world, as dimension "fsdp" (and "dp_replicate").
         reshard_after_forward: True frees gathered parameters after forward and gathers them again in backward, False

@@ -25,8 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, ShardedModule, fully_shard
-from fsdp_compile.runtime.module_state import ensure_state
+from fsdp_compile import ConfigError, ShardedModule, fully_shard, units
 from tests.beside import close, compile_eagerly
 from tests.ranks import run_ranks
 
@@ -68,17 +67,17 @@ def test_no_method_of_torch_is_left_to_torch(fake_world: Callable[..., Any]) -> 
 
 def test_which_modules_are_fsdp_modules(fake_world: Callable[..., Any]) -> None:
     with fake_world(2):
-        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+        model: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
         fully_shard(model[0])
         fully_shard(model)
         assert [isinstance(module, FSDPModule) for module in model.modules()] == [True, True, False, False, False]
         assert type(model).__name__ == "FSDPSequential"
-        part = model[:1]  # made by calling the class of `model`
+        part: Any = model[:1]  # made by calling the class of `model`
         assert type(part) is nn.Sequential
         assert part[0] is model[0]
         model.to(torch.float64)
         assert model[0][0].weight.dtype is torch.float64
-        compiled = torch.compile(nn.Linear(4, 4), backend="fsdp", options={"lower": "eager"})
+        compiled: Any = torch.compile(nn.Linear(4, 4), backend="fsdp", options={"lower": "eager"})
         compiled(torch.ones(2, 4))
         assert isinstance(compiled._orig_mod, FSDPModule)
 
@@ -86,7 +85,7 @@ def test_which_modules_are_fsdp_modules(fake_world: Callable[..., Any]) -> None:
 _REFUSED: dict[str, tuple[object, ...]] = {
     "set_custom_all_gather": (None,),
     "set_custom_reduce_scatter": (None,),
-    "set_all_reduce_hook": (lambda gradient: None,),
+    "set_all_reduce_hook": (print,),
     "set_symm_mem_for_comm": (),
     "set_reduce_scatter_unused_params": (True,),
     "set_reduce_scatter_max_input_buffers": (2,),
@@ -108,11 +107,13 @@ def test_what_cannot_be_done_is_refused_by_name(method: str, fake_world: Callabl
 def test_defaults_of_refused_methods_are_taken(fake_world: Callable[..., Any]) -> None:
     with fake_world(2):
         model: Any = fully_shard(nn.Linear(4, 4))
-        model.set_reduce_scatter_unused_params(False, recurse=False)
+        off, on = False, True
+        model.set_reduce_scatter_unused_params(off, recurse=False)
         model.set_reduce_scatter_max_input_buffers(1)
-        model.set_allocate_memory_from_process_group_for_comm(False)
-        model.set_unshard_in_backward(False)
-        model._set_unshard_async_op(True)
+        model.set_allocate_memory_from_process_group_for_comm(off)
+        for flag in (off, on):
+            model.set_unshard_in_backward(flag)
+            model._set_unshard_async_op(flag)
         with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
             model.set_reduce_scatter_divide_factor(3.0)
         handle = model.unshard(async_op=True)
@@ -135,7 +136,7 @@ def test_the_next_forward_waits_for_the_event_of_an_optimizer_once(fake_world: C
         model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard(model[0])
         fully_shard(model)
-        for read in (lambda: model(torch.ones(2, 4)), lambda: model[0].unshard()):
+        for read in (lambda: model(torch.ones(2, 4)), model[0].unshard):
             event = _Event()
             model.set_post_optim_event(event)
             assert event.waits == 0
@@ -159,7 +160,7 @@ def _check_forward_method(compiled: bool) -> None:  # noqa: FBT001
         read(mine).square().mean().backward()
         theirs(batch).square().mean().backward()
         for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-            assert isinstance(parameter, DTensor)
+            assert isinstance(parameter.grad, DTensor)
             close(parameter.grad.full_tensor(), expected.grad, "gradient")
     model.encoder.fails = True
     with pytest.raises(ValueError, match="in the middle"):
@@ -191,7 +192,8 @@ def test_a_registered_method_casts_what_a_forward_casts() -> None:
 
 def test_torch_shares_what_there_is_to_share(fake_world: Callable[..., Any]) -> None:
     with fake_world(2):
-        share_comm_ctx([fully_shard(nn.Linear(4, 4)) for _ in range(2)])  # type: ignore[arg-type]
+        models: Any = [fully_shard(nn.Linear(4, 4)) for _ in range(2)]
+        share_comm_ctx(models)
 
 
 def _check_replicate() -> None:
@@ -203,7 +205,7 @@ def _check_replicate() -> None:
     batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
     reference(batch).square().mean().backward()
-    assert isinstance(model[1].weight, DTensor)
+    assert isinstance(model[1].weight.grad, DTensor)
     close(model[1].weight.grad.full_tensor(), reference[1].weight.grad, "sharded")
     close(model[0].weight.grad, reference[0].weight.grad, "replicated")
 
@@ -232,7 +234,7 @@ def _check_pipeline(stages_per_rank: int) -> None:
         fully_shard(stage.up, mesh=mesh["data"])
         fully_shard(stage, mesh=mesh["data"])
     group = mesh.get_group("pipeline")
-    stages = [
+    stages: list[Any] = [
         PipelineStage(m, place + 2 * i, 2 * stages_per_rank, torch.device("cpu"), group=group)
         for i, m in enumerate(mine)
     ]
@@ -252,8 +254,8 @@ def _check_pipeline(stages_per_rank: int) -> None:
             for parameter, expected in zip(model.parameters(), theirs, strict=True):
                 assert isinstance(parameter.grad, DTensor)
                 close(parameter.grad.full_tensor(), expected.grad, "gradient")
-            assert ensure_state(model).model is not None
-            assert all(group.unsharded.is_sharded for unit in ensure_state(model).model.units for group in unit.param_groups)
+            groups = [group for unit in units(model) for group in unit.param_groups]
+            assert all(group.unsharded.is_sharded for group in groups)
 
 
 @pytest.mark.parametrize("stages_per_rank", [1, 2])

@@ -74,7 +74,7 @@ def test_wrong_lists_are_refused(fake_world: Callable[..., Any]) -> None:
         with pytest.raises(ConfigError, match="the list is empty"):
             fully_shard([])
         with pytest.raises(ConfigError, match=r"int is not a torch.nn.Module"):
-            fully_shard([first, 3])  # type: ignore[list-item]
+            fully_shard([first, 3])  # type: ignore[type-var]
         with pytest.raises(ConfigError, match="a wrap policy would choose others"):
             fully_shard([first, second], auto_wrap_policy=lambda *_, **__: True)
         fully_shard(first)
@@ -104,7 +104,7 @@ def _check(compiled: bool, whole: bool) -> None:  # noqa: FBT001
         run(mine).square().mean().backward()
         reference(batch).square().mean().backward()
         for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert isinstance(parameter, DTensor)
+            assert isinstance(parameter.grad, DTensor)
             close(parameter.grad.full_tensor(), expected.grad, name)
         for optimizer in optimizers:
             optimizer.step()
