@@ -18,6 +18,10 @@ def note_fully_shard(module: nn.Module, state: object) -> None:
 
     `torch.distributed.fsdp.fully_shard.state(module)` is `state` then, composable `replicate` leaves the module out,
     and torch's `fully_shard` refuses it.
+
+    Args:
+        module: A module that our `fully_shard` was called on.
+        state: What torch's functions for such modules are to find.
     """
     module.__dict__.setdefault(STATE_KEY, {})[_APPLIED] = state
     module.__dict__.setdefault(REGISTRY_KEY, {})[_APPLIED.__name__] = RegistryItem()
