@@ -163,7 +163,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "reshard-integer": ({"reshard_after_forward": 3}, "reshard_after_forward=3", "reshard_after_forward=", "1, 2, 4"),
     "reshard-zero": ({"reshard_after_forward": 0}, "reshard_after_forward=0", "reshard_after_forward=", "1, 2, 4"),
     "reshard-text": ({"reshard_after_forward": "no"}, "reshard_after_forward='no'", "reshard_after_forward=", "True"),
-    "no-precision": ({"mp_policy": None}, "NoneType", "mp_policy=", "MixedPrecisionPolicy"),
+    "no-precision": ({"mp_policy": torch.bfloat16}, "mp_policy is a dtype", "mp_policy=", "MixedPrecisionPolicy"),
+    "mesh-dims": ({"dp_mesh_dims": "fsdp"}, "parameters are DTensors", "dp_mesh_dims=", "dp_replicate"),
     "placement": ({"shard_placement_fn": lambda _: Replicate()}, "Replicate()", "scale", "Shard(dim)"),
     "placement-dim": ({"shard_placement_fn": lambda _: Shard(5)}, "Shard(dim=5)", "weight", "Shard(0)"),
     "mesh": ({"mesh": "cuda"}, "mesh is a str", "mesh=", "init_device_mesh"),
@@ -188,7 +189,7 @@ def test_wrong_arguments_of_fully_shard(kind: str) -> None:
     [
         (nn.ModuleList([Small()]), "ModuleList has no forward", "on its children"),
         (nn.ModuleDict({"a": Small()}), "ModuleDict has no forward", "on its children"),
-        ([Small()], "list is not a torch.nn.Module", "pass the module"),
+        ({Small()}, "set is not a torch.nn.Module", "pass the module"),
         (Small().parameters(), "generator is not a torch.nn.Module", "pass the module"),
     ],
 )

@@ -194,7 +194,7 @@ def mesh_once(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
     if known is None:
         world = dist.group.WORLD
         assert world is not None
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "fsdp"))
         known = registry.meshes[device_type, shape] = (weakref.ref(world), mesh)
     return known[1]
 

@@ -65,8 +65,8 @@ class MixedPrecision(MixedPrecisionPolicy):
             )
 
 
-AnyPrecisionPolicy = MixedPrecisionPolicy | FSDP1MixedPrecision
-"""Every type that `fully_shard(mp_policy=...)` takes."""
+AnyPrecisionPolicy = MixedPrecisionPolicy | FSDP1MixedPrecision | None
+"""Every type that `fully_shard(mp_policy=...)` takes; `None`, FSDP1's default, casts nothing."""
 
 
 def as_mixed_precision(policy: AnyPrecisionPolicy) -> MixedPrecision:
@@ -77,6 +77,8 @@ def as_mixed_precision(policy: AnyPrecisionPolicy) -> MixedPrecision:
     """
     if isinstance(policy, MixedPrecision):
         return policy
+    if policy is None:
+        policy = MixedPrecisionPolicy()
     if isinstance(policy, MixedPrecisionPolicy):
         return MixedPrecision(
             policy.param_dtype,
@@ -126,8 +128,8 @@ class Offload:
     from_cpu_to_cpu: bool = False
 
 
-AnyOffloadPolicy = OffloadPolicy | CPUOffload | Offload
-"""FSDP2's policies, FSDP1's `CPUOffload`, and what they are converted to."""
+AnyOffloadPolicy = OffloadPolicy | CPUOffload | Offload | None
+"""FSDP2's policies, FSDP1's `CPUOffload` or `None`, and what they are converted to."""
 
 
 def as_offload(policy: object) -> Offload | None:
@@ -138,7 +140,7 @@ def as_offload(policy: object) -> Offload | None:
         return Offload(policy.pin_memory)
     if isinstance(policy, CPUOffload):
         return Offload(pinned=True) if policy.offload_params else None
-    if type(policy) is OffloadPolicy:
+    if policy is None or type(policy) is OffloadPolicy:
         return None
     raise ConfigError(
         f"offload_policy is a {type(policy).__name__}",

@@ -148,7 +148,12 @@ def follow_attributes(unit: FSDPUnit) -> None:
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class that the user wrote."""
-    return getattr(type(module), "_fsdp_original_class", type(module))
+    return original_of(type(module))
+
+
+def original_of(maybe_sharded: type[nn.Module]) -> type[nn.Module]:
+    """The class that the user wrote, of a class that may be ours."""
+    return getattr(maybe_sharded, "_fsdp_original_class", maybe_sharded)
 
 
 def swap_to_original_class(module: nn.Module) -> type[nn.Module]:
@@ -196,6 +201,7 @@ class _WithoutSubclassHook:
 def _members_over(original: type[nn.Module]) -> dict[str, Any]:
     """The members of every class directly over a user's."""
     members = {
+        "__new__": _new_original,
         "train": _train,
         "__deepcopy__": _refuse_deepcopy,
         "__reduce_ex__": _refuse_pickle,
@@ -214,6 +220,11 @@ def _members_over(original: type[nn.Module]) -> dict[str, Any]:
         made = types.FunctionType(forward.__code__, forward.__globals__, "forward")
         members["forward"] = functools.update_wrapper(made, original.forward)
     return members
+
+
+def _new_original(sharded_class: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    # A new module is not sharded: slices of an `nn.Sequential` make one by calling the class.
+    return original_of(sharded_class)(*args, **kwargs)
 
 
 def _outermost_forward(original: type[nn.Module]) -> Callable[..., Any]:

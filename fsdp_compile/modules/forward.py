@@ -110,6 +110,13 @@ def run_eagerly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, o
     return output if casts is None else torch.compiler.disable(cast_output)(casts, given, output)
 
 
+def enter_method(module: nn.Module, frame: types.FrameType) -> None:
+    """Makes reads gather in another method than `forward`, until the frame that calls it returns."""
+    if not in_forward():
+        _pre_forward(module)
+        in_forward_until_return(frame)
+
+
 @torch.compiler.disable
 def _pre_forward(module: nn.Module) -> list[tuple[nn.Module, str]]:
     state = state_of(module)
@@ -135,5 +142,5 @@ def check_before_calls(caller: nn.Module, module: nn.Module) -> None:
 
 # Dynamo must not compile these frames by themselves: run eagerly they raise the depth that eager reads check, and the
 # user's forward below them is compiled. Inlined from another frame, `forward` is traced like any function.
-for _function in (call_in_forward, forward, _own_forward, run_eagerly):
+for _function in (call_in_forward, enter_method, forward, _own_forward, run_eagerly):
     skip_code(_function.__code__)

@@ -178,6 +178,9 @@ class GradState:
     def take_produced(self, placement: GradPlacement) -> set[int]:
         """The parameters that `mark_produced` named since the last call; all, with a warning, if it was not called."""
         produced = self._produced.pop(placement, None)
+        if produced is None and self._produced_in == backward_in_progress():
+            # All gradients of this backward are reduced less far, and autograd calls a leaf's hook for none as well.
+            return set()
         if produced is None:
             # Saved-tensor hooks gave backward a copy of the flat parameter, and only the address tells which group it
             # is.

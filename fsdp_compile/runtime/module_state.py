@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -69,6 +69,7 @@ class ModuleState:
         casts: What is cast when its forward is entered and left.
         methods: The class whose methods it got on top of its own.
         no_sync_depth: How many `no_sync` blocks it is inside of.
+        for_torch: What torch's own functions see as its `FSDPState`; `modules` fills it.
     """
 
     model: ModelState | None = None
@@ -80,6 +81,7 @@ class ModuleState:
     methods: type | None = None
     view_check: ViewCheck | None = None
     no_sync_depth: int = 0
+    for_torch: Any = None
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
@@ -123,7 +125,8 @@ def units(model: nn.Module) -> list[FSDPUnit]:
     """The units of a model, in registration order of their root modules; empty if nothing in it is sharded."""
     module = unwrap(model)
     assert isinstance(module, nn.Module)
-    return [unit for m in _modules_below(module) if (call := call_on(m)) is not None for unit in call.units]
+    calls = (call for m in _modules_below(module) if (call := call_on(m)) is not None)
+    return list(dict.fromkeys(unit for call in calls for unit in call.units))  # a call on several modules is each one's
 
 
 def _modules_below(root: nn.Module) -> Iterable[nn.Module]:

@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -205,6 +205,7 @@ class ModelState:
         pre_forward: Called with the outermost module of each forward before it starts.
         before_first_forward: Called once: ranks compare what they have sharded.
         ignored: `id`s of parameters that calls of `fully_shard` on it ignored.
+        post_optim_event: What the next all-gathers wait for (`set_post_optim_event`), if anything.
     """
 
     def __init__(self, pre_forward: Callable[[nn.Module], None] = lambda _: None) -> None:
@@ -214,6 +215,7 @@ class ModelState:
         self.pre_forward = pre_forward
         self.before_first_forward: list[Callable[[], None]] = []
         self.ignored: set[int] = set()
+        self.post_optim_event: torch.Event | None = None
         self._pending: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
         # Autograd runs hooks on a thread of each device, and models may be trained on several threads.
         self._lock = threading.RLock()
@@ -230,6 +232,12 @@ class ModelState:
                 # The groups may be pending in the model that they come from, which is asked no more.
                 for group in unit.param_groups:
                     self.mark_pending(group)
+
+    def wait_for_optimizer(self) -> None:
+        """Makes the current stream, for which all-gathers wait, wait for the event of the optimizer, once."""
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
 
     def note_layout(self) -> None:
         """Makes view checks of the model stale."""
@@ -262,7 +270,11 @@ class FSDPUnit:
     """The parameters that are gathered together, reduced together and freed together.
 
     Attributes:
-        name: Fully qualified name of the root in the outermost sharded module; empty for that module itself.
+        name: Fully qualified name of the root in the outermost sharded module; empty for that module itself. Of several
+            roots, the names joined.
+        other_roots: Further modules that `fully_shard([root, ...])` put into the unit.
+        root_names: Fully qualified names of all roots, if there are several. Names of parameters start with the number
+            of their root then.
         param_groups: One for each dtype and trainability.
         hook: The user's reduction (`register_comm_hook`).
         forward_prefetch: Units whose all-gathers start where this one is used first in forward.
@@ -284,6 +296,8 @@ class FSDPUnit:
     forward_prefetch: tuple[weakref.ref[FSDPUnit], ...] = ()
     backward_prefetch: tuple[weakref.ref[FSDPUnit], ...] = ()
     sharded_by_backend: bool = False
+    other_roots: tuple[weakref.ref[nn.Module], ...] = ()
+    root_names: tuple[str, ...] = ()
     compiled_regions: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
 
     def prefetched(self, field: Literal["forward_prefetch", "backward_prefetch"]) -> Iterator[FSDPUnit]:
@@ -297,6 +311,19 @@ class FSDPUnit:
         root = self.root_ref()
         assert root is not None
         return root
+
+    def has_root(self, module: nn.Module) -> bool:
+        """Whether the unit was made by a call on a module, alone or with others."""
+        return any(reference() is module for reference in (self.root_ref, *self.other_roots))
+
+    def rename(self, names: Mapping[int, str]) -> None:
+        """Names it after its roots; `names` are the fully qualified ones, by `id`."""
+        if not self.other_roots:
+            self.name = names[id(self.root)]
+            return
+        # A root that is deleted has no parameters left to name.
+        self.root_names = tuple(names.get(id(reference()), "") for reference in (self.root_ref, *self.other_roots))
+        self.name = "+".join(self.root_names)
 
     @property
     def model(self) -> ModelState:
@@ -347,7 +374,11 @@ class FSDPUnit:
 
     def parameter_name(self, param: FSDPParam) -> str:
         """Fully qualified name of a parameter in the outermost sharded module."""
-        return f"{self.name}.{param.name}" if self.name else param.name
+        root, name = self.name, param.name
+        if self.root_names:
+            number, _, name = name.partition(".")
+            root = self.root_names[int(number)]
+        return f"{root}.{name}" if root else name
 
     @property
     def shard_bytes(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import fsdp
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_compile._torch.autograd import backward_in_progress
@@ -35,7 +36,7 @@ def count_optimizer_steps() -> None:
     register_optimizer_step_post_hook(count)
 
 
-class UnshardHandle:
+class UnshardHandle(fsdp.UnshardHandle):
     """All-gathers that `unshard(async_op=True)` started."""
 
     def __init__(self, groups: Iterable[FSDPParamGroup]) -> None:
@@ -51,6 +52,7 @@ def unshard(units: Iterable[FSDPUnit]) -> UnshardHandle:
     """Starts to gather the parameters of units that are not gathered already; the next forward waits by itself."""
     groups = [group for unit in units if unit.policy.size > 1 for group in unit.param_groups]
     for group in groups:
+        group.unit.model.wait_for_optimizer()
         if group.unsharded.all_gather is None and not _is_current(group):
             group.unsharded.start(_start(group))
             group.unit.model.mark_pending(group)
@@ -67,7 +69,7 @@ def reshard(units: Iterable[FSDPUnit]) -> None:
                 refresh_unshard_args(group)
 
 
-def pre_forward(units: Sequence[FSDPUnit], models: Iterable[ModelState]) -> None:
+def pre_forward(units: Sequence[FSDPUnit], models: Sequence[ModelState]) -> None:
     """Waits for running all-gathers, and gathers again what is outdated or is to stay unsharded.
 
     Args:
@@ -76,6 +78,8 @@ def pre_forward(units: Sequence[FSDPUnit], models: Iterable[ModelState]) -> None
     """
     is_repeated = backward_in_progress() != -1  # by activation checkpointing: nothing has been written since
     is_trained = torch.is_grad_enabled()
+    for model in models:
+        model.wait_for_optimizer()
     for group in itertools.chain.from_iterable(model.pending_in(units) for model in models):
         _finish_all_gather(group)
         if is_repeated:

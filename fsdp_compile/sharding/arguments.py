@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -52,6 +52,11 @@ class InitFrom(enum.Enum):
                 instead="True or False, the same on every rank",
             )
         return cls.FIRST_RANK if sync_module_states else cls.EACH_RANK
+
+
+def whole(modules: Sequence[nn.Module]) -> nn.Module:
+    """One module in which all of `modules` are: a single one itself, several by their numbers."""
+    return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
 
 _OVERRIDES = ("sharding_strategy", "reshard_after_forward", "mesh", "mp_policy")
@@ -129,12 +134,16 @@ class Arguments:
 
     Attributes:
         policy: Of a unit without overrides.
+        modules: The modules of the call, none in another one of them.
+        is_list: Whether the call is on a list of modules, which become one unit.
         device: Where shards and buffers go that are on the CPU or on meta; `None` leaves them.
         placement: Which dimension of a parameter is sharded.
         wrap_policy: Which modules become units; `None` for the automatic split.
         init_fn: Initializes what is on meta.
     """
 
+    modules: tuple[nn.Module, ...]
+    is_list: bool
     unit: UnitArguments
     policy: UnitPolicy
     ignored: Ignored
@@ -147,7 +156,7 @@ class Arguments:
 
     @staticmethod
     def read(  # noqa: PLR0913  fully_shard's arguments
-        module: nn.Module,
+        target: nn.Module | Sequence[nn.Module],
         choices: UnitChoices,
         *,
         ignored_params: object,
@@ -159,13 +168,17 @@ class Arguments:
         separate_reduce_group: bool,
     ) -> Arguments:
         """Checks the arguments of `fully_shard`, and makes the mesh if there is none; changes nothing of the module."""
-        checks.refuse_root(module)
+        modules = checks.roots_of(target)
+        is_list = not isinstance(target, nn.Module)
+        checks.refuse_policy_for_list(auto_wrap_policy, is_list=is_list)
         checks.refuse_reshard(choices.reshard_after_forward)
         offload = as_offload(choices.offload_policy)
         init_from = InitFrom.of(sync_module_states)
         checks.check_init_fn(param_init_fn)
         precision = as_mixed_precision(choices.mp_policy)
-        checks.refuse_module(module)
+        for each in modules:
+            checks.refuse_module(each)
+        module = whole(modules)
         ignored = checks.ignored_in(module, ignored_params)
         checks.refuse_gradients(module, ignored.ids)
         kind = devices.kind_of(module, device_id, offload)
@@ -176,6 +189,8 @@ class Arguments:
         device = devices.chosen(policy.mesh, device_id)
         devices.refuse_misplaced(module, ignored.ids, device, policy)
         return Arguments(
+            modules,
+            is_list,
             unit,
             policy,
             ignored,

@@ -84,7 +84,7 @@ def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
     if arguments.wrap_policy is not None:
         chosen = wrap.policy_units(module, arguments.wrap_policy, managed)
         roots = {root: arguments.unit.overridden(overrides) for root, overrides in chosen.items()}
-    elif not below:
+    elif not below and not arguments.is_list:
         roots = dict.fromkeys(wrap.automatic_units(module, managed), arguments.policy)
         source = WrapSource.SPLIT
     precision = PrecisionPlan()

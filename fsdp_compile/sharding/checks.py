@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.classes import original_class
+from fsdp_compile.modules.methods import ShardedModule
 from fsdp_compile.runtime.module_state import ParamRef, is_ignored, is_sharded, reads_of, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPUnit
@@ -67,7 +68,45 @@ def _parameters_of(module: nn.Module, root: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
 
 
-def refuse_root(module: nn.Module) -> None:
+def roots_of(target: object) -> tuple[nn.Module, ...]:
+    """The modules of a call of `fully_shard`: one, or those of a list that are in no other one of it.
+
+    Raises:
+        ConfigError: As `refuse_root`, or if the list is empty.
+    """
+    if not isinstance(target, list | tuple):
+        refuse_root(target)
+        return (target,)  # type: ignore[return-value]
+    if not target:
+        raise ConfigError("the list is empty", where="fully_shard([...])", instead="modules that become one unit")
+    for each in target:
+        refuse_root(each)
+    listed: dict[nn.Module, None] = dict.fromkeys(target)
+    inside = {part for module in listed for part in module.modules() if part is not module}
+    return tuple(module for module in listed if module not in inside)
+
+
+def refuse_mesh_dims(dp_mesh_dims: object) -> None:
+    """Raises `ConfigError` for FSDP2's `dp_mesh_dims`: parameters that are DTensors are not sharded further."""
+    if dp_mesh_dims is not None:
+        raise ConfigError(
+            "it names the data-parallel dimensions of a mesh on which parameters are DTensors, and those are refused",
+            where=f"fully_shard(dp_mesh_dims={dp_mesh_dims!r})",
+            instead='plain parameters, and the data-parallel part of the mesh: mesh=mesh["dp_replicate", "fsdp"]',
+        )
+
+
+def refuse_policy_for_list(wrap_policy: object, *, is_list: bool) -> None:
+    """Raises `ConfigError` for a wrap policy in a call on a list of modules, which become one unit."""
+    if is_list and wrap_policy is not None:
+        raise ConfigError(
+            "a list of modules becomes one unit, and a wrap policy would choose others",
+            where="fully_shard([...], auto_wrap_policy=...)",
+            instead="one of the two",
+        )
+
+
+def refuse_root(module: object) -> None:
     """Raises `ConfigError` for a root that cannot be sharded: no module, or a container without forward."""
     if not isinstance(module, nn.Module):
         raise ConfigError(
@@ -109,6 +148,8 @@ def refuse_module(module: nn.Module) -> None:
 def refuse_wrappers(root: nn.Module) -> None:
     """Raises `ConfigError` if some module is DDP, FSDP1 or sharded by FSDP2."""
     for name, module in root.named_modules():
+        if isinstance(module, ShardedModule):
+            continue
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
             raise ConfigError(
                 f"{type(module).__name__} averages gradients by itself",

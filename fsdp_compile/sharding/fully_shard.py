@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeVar
 
 from torch import nn
@@ -15,6 +15,7 @@ from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, Wra
 from fsdp_compile.modules.attributes import follow_replaced
 from fsdp_compile.modules.classes import gather_on_read, give_methods, rebuild_specs
 from fsdp_compile.modules.methods import ShardedModule
+from fsdp_compile.modules.torch_state import show_to_torch, torch_state
 from fsdp_compile.runtime import (
     accumulation,
     kernels,  # noqa: F401  registers the kernels of operators
@@ -33,15 +34,15 @@ from fsdp_compile.runtime.module_state import (
 )
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, ModelState
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
-from fsdp_compile.sharding import devices
+from fsdp_compile.sharding import checks, devices
 from fsdp_compile.sharding.allocate import ParamToShard, allocate_flat_params
-from fsdp_compile.sharding.arguments import Arguments, InitFn, PlacementFn, UnitChoices
+from fsdp_compile.sharding.arguments import Arguments, InitFn, PlacementFn, UnitChoices, whole
 from fsdp_compile.sharding.build import ShardingPlan, plan_units
 from fsdp_compile.sharding.materialize import fill_in
 from fsdp_compile.sharding.mixed_precision import any_full_precision, cast_at
 from fsdp_compile.sharding.views import pre_forward
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(  # noqa: PLR0913  FSDP's arguments
@@ -59,6 +60,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     sync_module_states: bool = False,
     device_id: devices.Device | None = None,
     separate_reduce_group: bool = False,
+    dp_mesh_dims: None = None,
 ) -> M:
     """Shards the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -66,8 +68,10 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     rest. Called bottom-up, as with FSDP2, each call makes one unit of what the calls below it left.
 
     Args:
-        module: The module. Its parameters become DTensors, views of one flat buffer per unit and dtype.
-        mesh: 1-D to shard over, 2-D (replicate, shard) for hybrid sharding. By default the whole world.
+        module: The module. Its parameters become DTensors, views of one flat buffer per unit and dtype. A list of
+            modules becomes one unit, as with FSDP2.
+        mesh: 1-D to shard over, 2-D (replicate, shard) for hybrid sharding, whatever the dimensions are called. By
+            default the whole world; hybrid strategies name its dimensions "dp_replicate" and "fsdp".
         reshard_after_forward: True frees gathered parameters after forward and gathers them again in backward, False
             keeps them, a divisor k of the shard group keeps 1/k on each rank, and backward gathers over k neighbours
             alone. "auto" keeps as many of the last ones as fit into the planned memory. By default True.
@@ -91,18 +95,20 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         device_id: Where shards and buffers go that are on the CPU now: a device of the mesh's type, or the index of
             one. Only this rank's part of a parameter is moved.
         separate_reduce_group: As `set_separate_reduce_scatter_group()`.
+        dp_mesh_dims: FSDP2's argument for parameters that are DTensors; only `None` is supported.
 
     Returns:
         `module` itself.
 
     Raises:
-        ConfigError: If the module is sharded already, the mesh has not 1 or 2 dimensions, a policy is not supported,
+        ConfigError: If a module is sharded already, the mesh has not 1 or 2 dimensions, a policy is not supported,
             arguments contradict each other, a device does not exist, parameters are on another one or on the CPU with a
             mesh of GPUs (and not offloaded), or a parameter has a gradient already.
         RankMismatchError: With `sync_module_states`, if ranks have different models.
         UnsupportedModelError: If a parameter that is not ignored is a DTensor already or of another subclass of
             tensors, or shares memory with another parameter or a buffer.
     """
+    checks.refuse_mesh_dims(dp_mesh_dims)
     arguments = Arguments.read(
         module,
         UnitChoices(sharding_strategy, mesh, reshard_after_forward, mp_policy, offload_policy),
@@ -114,14 +120,18 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         sync_module_states=sync_module_states,
         separate_reduce_group=separate_reduce_group,
     )
-    plan = plan_units(module, arguments)
-    made = _allocate(module, plan, arguments)
-    _install(module, made, plan, arguments)
-    _initialize(module, made, plan, arguments)
-    model = ensure_state(module).model
+    root = whole(arguments.modules)
+    plan = plan_units(root, arguments)
+    made = _allocate(root, plan, arguments)
+    _install(root, made, plan, arguments)
+    _initialize(root, made, plan, arguments)
+    model = ensure_state(root).model
     assert model is not None
     plan.initial.note(made, model)
     return module
+
+
+fully_shard.state = torch_state  # type: ignore[attr-defined]  # as FSDP2's function has it
 
 
 def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> list[FSDPUnit]:
@@ -135,7 +145,7 @@ def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> li
     names = {id(m): name for name, m in module.named_modules()}
     earlier = units(module)
     for unit in earlier:
-        unit.name = names[id(unit.root)]
+        unit.rename(names)
     model.adopt(earlier)
     for unit in earlier:
         if unit.forward_prefetch or unit.backward_prefetch:
@@ -148,8 +158,11 @@ def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> li
             _tie(params[id(parameter)], owner, attribute)
     made = []
     for planned in plan.units:
-        root = weakref.ref(planned.root)
-        unit = FSDPUnit(root, planned.name, planned.policy, plan.wrap_source, weakref.ref(model))
+        first, *others = arguments.modules if planned.root is module else (planned.root,)
+        unit = FSDPUnit(weakref.ref(first), planned.name, planned.policy, plan.wrap_source, weakref.ref(model))
+        unit.other_roots = tuple(weakref.ref(other) for other in others)
+        if others:
+            unit.rename(names)
         unit.reduce_group = arguments.reduce_group
         allocate_flat_params(unit, planned.params)
         made.append(unit)
@@ -158,14 +171,17 @@ def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> li
 
 def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arguments: Arguments) -> None:
     """Gives modules their state, classes, casts and methods."""
-    state = ensure_state(module)
-    assert state.model is not None
-    state.call = ShardingCall(made, plan.ignored, arguments.unit.precision)
+    model = ensure_state(module).model
+    assert model is not None
+    for each in arguments.modules:
+        ensure_state(each).call = ShardingCall(made, plan.ignored, arguments.unit.precision)
     # Again: now with the units that this call made, in the order of registration among the earlier ones.
-    state.model.adopt(units(module))
-    _enter_forwards(module)
-    give_methods(module, ShardedModule)
-    accumulation.follow_no_sync(module, made)
+    model.adopt(units(module))
+    for each in arguments.modules:
+        _enter_forwards(each)
+        give_methods(each, ShardedModule)
+        show_to_torch(each)
+        accumulation.follow_no_sync(each, made)
     for descendant in plan.below:
         call = call_on(descendant)
         assert call is not None
@@ -174,12 +190,13 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
     for root, own in plan.roots.items() if plan.wrap_source is WrapSource.CALL else ():
         output = own.mixed_precision.output_dtype if root in plan.different else None
         cast_at(root, dataclasses.replace(own.mixed_precision, output_dtype=output), Nesting.INSIDE)
-    cast_at(module, arguments.unit.precision, Nesting.OUTERMOST)
+    for each in arguments.modules:
+        cast_at(each, arguments.unit.precision, Nesting.OUTERMOST)
     for part in module.modules():
         part_state = state_of(part)
         if part_state is not None:
-            part_state.model = state.model
-    for param in (param for unit in state.model.units for param in unit.params):
+            part_state.model = model
+    for param in (param for unit in model.units for param in unit.params):
         follow_replaced(param.parameter)
     loaded_state.follow_optimizers()
     unshard.count_optimizer_steps()

@@ -53,9 +53,22 @@ def put_in_place(unit: FSDPUnit) -> None:
     """
     refuse_unsharded(unit)
     if any(group.is_broken() for group in unit.param_groups):
+        for group in unit.param_groups:
+            _keep_ties_of_meta(group)
         repaired = [repair_in_place(group) for group in unit.param_groups]
         if not all(repaired):
             allocate.allocate_flat_params(unit, members(unit))
+
+
+def _keep_ties_of_meta(group: FSDPParamGroup) -> None:
+    """Ties what a checkpoint has untied that was loaded into a model on meta with `assign=True`, as FSDP2 does."""
+    # Once there are values, replacing a parameter at each of its places unties it, as in one process.
+    for param in group.params if group.flat_param.is_meta else ():
+        registered = [module._parameters.get(attribute) for module, attribute in param.module_refs]
+        if any(parameter is None or parameter.is_meta for parameter in registered):
+            continue
+        for module, attribute in param.module_refs:
+            module._parameters[attribute] = registered[0]
 
 
 def check_inside_graph(group: FSDPParamGroup) -> None:

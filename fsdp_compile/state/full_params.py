@@ -237,7 +237,7 @@ def full_params(
     """
     module = getattr(module, "_orig_mod", module)
     _refuse_inside_a_step()
-    units = [unit for unit in units_below(module) if recurse or unit.root is module]
+    units = [unit for unit in units_below(module) if recurse or unit.has_root(module)]
     for unit in units:
         _check(unit)
     wish = FullParamsOptions(writeback, rank0_only, offload_to_cpu, with_grads)

@@ -86,7 +86,18 @@ def test_calls_without_a_mesh_share_the_groups_of_a_hybrid_one(monkeypatch: pyte
         (mesh, *_) = [unit.policy.mesh for unit in units(model)]
         assert len(meshes) == 1
         assert mesh.mesh.tolist() == [[0, 1], [2, 3], [4, 5]]
-        assert mesh.get_local_rank("shard") == 1
+        assert mesh.mesh_dim_names == ("dp_replicate", "fsdp")
+        assert mesh.get_local_rank("fsdp") == 1
+
+
+def test_names_of_dimensions_are_those_of_the_mesh_that_was_given() -> None:
+    with fake_world(4):
+        for names, shape in ((("data",), (4,)), (("a", "b"), (2, 2)), (None, (4,)), (("dp_replicate", "fsdp"), (2, 2))):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            weight: Any = fully_shard(nn.Linear(4, 4), mesh=mesh).weight
+            assert weight.device_mesh is mesh
+        default: Any = fully_shard(nn.Linear(4, 4)).weight
+        assert default.device_mesh.mesh_dim_names is None  # as FSDP2's
 
 
 def test_without_a_launcher_a_machine_has_as_many_ranks_as_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compile import ConfigError, MixedPrecision, fully_shard, units
-from fsdp_compile.config.policy import as_mixed_precision
+from fsdp_compile.config.policy import as_mixed_precision, as_offload
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.modules.casts import cast
 from tests.fake_world import fake_world
@@ -71,6 +71,11 @@ def test_eval_in_full_precision_gathers_in_full_precision() -> None:
 
     gathered, _ = _sent(make, MixedPrecision(BF16, full_precision_in_eval=True), training=False)
     assert set(gathered.values()) == {torch.float32}
+
+
+def test_none_casts_and_offloads_nothing() -> None:
+    assert as_mixed_precision(None) == as_mixed_precision(MixedPrecisionPolicy())
+    assert as_offload(None) is None
 
 
 def test_fields_and_defaults() -> None:

@@ -191,6 +191,7 @@ def _numel(specs: Mapping[str, UnshardSpec]) -> int:
 def _resized(unit: FSDPUnit, order: Order, ranks: int) -> FSDPUnit:
     """A unit of the same parameters, whose flat parameters have sizes and no memory."""
     made = FSDPUnit(unit.root_ref, unit.name, unit.policy, unit.wrap_source, unit.model_ref)
+    made.other_roots, made.root_names = unit.other_roots, unit.root_names
     for flat in unit.param_groups:
         slots = {unit.parameter_name(slot): slot for slot in flat.params}
         specs = _laid_out({name: slot.spec for name, slot in slots.items()}, order, flat.flat_param.dtype, ranks)

@@ -50,4 +50,4 @@ def planning_mesh(strategy: ShardingStrategy | None) -> DeviceMesh:
     """A mesh of a strategy's dimension over the default group, on the device that plans are traced for."""
     if strategy in HYBRID:
         return hybrid_mesh("cpu")
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))

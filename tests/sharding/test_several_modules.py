@@ -1,0 +1,138 @@
+"""`fully_shard([a, b])`: one unit of several modules, as with FSDP2."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
+
+import fsdp_compile
+from fsdp_compile import ConfigError, fully_shard, units
+from tests.beside import close, compile_eagerly
+from tests.ranks import run_ranks
+
+
+class _Headed(nn.Module):
+    """A block, and a norm and a head that are one unit; `hidden` runs without the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(6, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, *, hidden: bool = False) -> torch.Tensor:
+        x = self.norm(torch.tanh(self.block(x)))
+        return x if hidden else self.head(x)
+
+
+def test_one_unit_with_the_names_of_its_modules(fake_world: Callable[..., Any]) -> None:
+    with fake_world(2):
+        model: Any = _Headed()
+        listed = [model.norm, model.head]
+        assert fully_shard(listed) is listed
+        fully_shard(model)
+        assert [isinstance(part, FSDPModule) for part in model.modules()] == [True, False, True, True]
+        named = {u.title: sorted(u.parameter_name(p) for p in u.params) for u in units(model)}
+        assert named == {
+            "(root)": ["block.bias", "block.weight"],
+            "norm+head": ["head.bias", "head.weight", "norm.bias", "norm.weight"],
+        }
+        model.block.to(torch.float64)
+        model.head.unshard()  # the unit of both
+        assert [u.param_groups[0].unsharded.is_sharded for u in units(model)] == [True, False]
+        model.norm.reshard()
+        assert [u.param_groups[0].unsharded.is_sharded for u in units(model)] == [True, True]
+        model.set_modules_to_forward_prefetch([model.head])
+        assert [unit.title for unit in units(model)[0].prefetched("forward_prefetch")] == ["norm+head"]
+
+
+def test_modules_in_others_of_the_list_are_theirs(fake_world: Callable[..., Any]) -> None:
+    with fake_world(2):
+        model: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+        fully_shard([model[0], model[0][0], model[1], model[1]])
+        assert [isinstance(part, FSDPModule) for part in model.modules()] == [False, True, False, True]
+        assert [len(list(unit.params)) for unit in units(model)] == [4]
+
+
+def test_a_list_of_one_is_one_unit_and_is_not_split(fake_world: Callable[..., Any]) -> None:
+    with fake_world(2):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)])
+        assert [unit.title for unit in units(fully_shard([model])[0])] == ["(root)"]
+
+
+def test_wrong_lists_are_refused(fake_world: Callable[..., Any]) -> None:
+    with fake_world(2):
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        with pytest.raises(ConfigError, match="the list is empty"):
+            fully_shard([])
+        with pytest.raises(ConfigError, match=r"int is not a torch.nn.Module"):
+            fully_shard([first, 3])  # type: ignore[type-var]
+        with pytest.raises(ConfigError, match="a wrap policy would choose others"):
+            fully_shard([first, second], auto_wrap_policy=lambda *_, **__: True)
+        fully_shard(first)
+        with pytest.raises(ConfigError, match="sharded already"):
+            fully_shard([second, first])
+        assert type(second) is nn.Linear
+
+
+def _check(compiled: bool, whole: bool) -> None:  # noqa: FBT001
+    torch.manual_seed(0)
+    model: Any = _Headed()
+    reference = copy.deepcopy(model)
+    fully_shard([model.norm, model.head])
+    if whole:
+        fully_shard(model)
+    else:
+        fully_shard(model.block)  # two outermost modules, and one without
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.05, eps=1e-3) for m in (model, reference)]
+    run = compile_eagerly(model) if compiled else model
+    for step in range(3):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        mine = batch.chunk(2)[dist.get_rank()]
+        # As a chunked loss: the head is called by itself for each part of the rows.
+        hidden, theirs = run(mine, hidden=True), reference(batch, hidden=True)
+        sum(model.head(chunk).square().sum() for chunk in hidden.chunk(2)).backward()
+        (reference.head(theirs).square().sum() / 2).backward()
+        run(mine).square().mean().backward()
+        reference(batch).square().mean().backward()
+        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert isinstance(parameter.grad, DTensor)
+            close(parameter.grad.full_tensor(), expected.grad, name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    for name, value in reference.state_dict().items():
+        close(state[name], value, name)
+    with fsdp_compile.full_params(model.head, recurse=False):  # the unit's, where the module has them
+        close(model.head.weight, reference.head.weight, "full")
+
+
+@pytest.mark.parametrize(("compiled", "whole"), [(False, True), (False, False), (True, True)])
+def test_training_equals_one_process(compiled: bool, whole: bool) -> None:  # noqa: FBT001
+    run_ranks(_check, compiled, whole)
+
+
+def _check_casts() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    outputs = []
+    for shard in (fsdp2, fully_shard):
+        torch.manual_seed(0)
+        model: Any = _Headed()
+        shard([model.norm, model.head], mp_policy=policy)
+        shard(model)
+        outputs.append(model(torch.ones(2, 6)))
+    assert outputs[0].dtype is torch.float64
+    assert torch.equal(*outputs)
+
+
+def test_each_module_casts_its_own_inputs_and_output() -> None:
+    run_ranks(_check_casts)
