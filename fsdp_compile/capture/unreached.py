@@ -20,6 +20,7 @@ from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile
 from fsdp_compile.capture.beside import refuse_wrappers_around
 from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_stack
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.runtime.module_state import units_below
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.sharding.checks import refuse_meta, refuse_wrappers
 
@@ -36,7 +37,8 @@ class PlainModels:
     def add(self, root: nn.Module) -> None:
         """Adds a module, unless parts of it are sharded: its other parameters are ignored ones, or checked with it."""
         parameters = list(nn.Module.named_parameters(root))
-        if root in self._handles or any(isinstance(p, DTensor) for _, p in parameters):
+        # Plain values may stand in the place of sharded parameters (`functional_call`).
+        if root in self._handles or units_below(root) or any(isinstance(p, DTensor) for _, p in parameters):
             return
         # A part of a sharded model may be compiled alone, and not know what a module above it ignores.
         ignored = {i for group in FSDPParamGroup.alive() for i in group.unit.model.ignored}
