@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_compile._torch.dynamo import calls_are_compiled, is_on_stack, skip_code
+from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.modules.casts import Arguments, cast_inputs, cast_output
 from fsdp_compile.modules.eager_reads import check_reads, hide_values, reads, show_values
 from fsdp_compile.runtime.module_state import state_of
@@ -113,7 +114,14 @@ def run_eagerly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, o
 def enter_method(module: nn.Module, frame: types.FrameType) -> None:
     """Makes reads gather in another method than `forward`, until the frame that calls it returns."""
     if not in_forward():
-        _pre_forward(module)
+        shown = _pre_forward(module)
+        if shown:
+            hide_values(shown)
+            raise UnsupportedModelError(
+                "a plain value stands in the place of a sharded parameter",
+                where=f"parameter {shown[0][1]}, in a method that register_fsdp_forward_method() named",
+                instead="call the module itself, or assign an nn.Parameter",
+            )
         in_forward_until_return(frame)
 
 
@@ -131,13 +139,21 @@ _show_values = torch.compiler.disable(show_values)
 
 def check_before_calls(caller: nn.Module, module: nn.Module) -> None:
     """Has the parameters of a sharded module checked before each call of `caller`, which enters its compiled code."""
+    shown: list[tuple[nn.Module, str]] = []
 
     def before_call(_caller: nn.Module, _args: Any) -> None:
         if not torch.compiler.is_compiling() and not in_forward():
-            _pre_forward(module)
+            shown.extend(_pre_forward(module))
 
-    skip_code(before_call.__code__)
+    def after_call(_caller: nn.Module, _args: Any, _output: Any) -> None:
+        if shown:
+            hide_values(shown)
+            shown.clear()
+
+    for hook in (before_call, after_call):
+        skip_code(hook.__code__)
     caller.register_forward_pre_hook(before_call)
+    caller.register_forward_hook(after_call, always_call=True)
 
 
 # Dynamo must not compile these frames by themselves: run eagerly they raise the depth that eager reads check, and the
