@@ -72,9 +72,13 @@ def is_of_other_rank(value: object, parameter: DTensor) -> bool:
         return False
     split = [dim for dim, placement in enumerate(value.placements) if isinstance(placement, Shard)]
     mesh = value.device_mesh
-    # A mesh that was unpickled says the place of the rank that pickled it.
-    saved, own = mesh.get_coordinate(), (mesh.mesh == dist.get_rank()).nonzero().flatten().tolist()
-    return saved is not None and (not own or any(own[dim] != saved[dim] for dim in split))
+    # A mesh that was unpickled says the place of the rank that pickled it. torch also caches meshes of earlier worlds,
+    # where this process may have been another rank: these are in parameters, too.
+    saved = mesh.get_coordinate()
+    if saved is None or saved == parameter.device_mesh.get_coordinate():
+        return False
+    own = (mesh.mesh == dist.get_rank()).nonzero().flatten().tolist()
+    return not own or any(own[dim] != saved[dim] for dim in split)
 
 
 def _refuse(optimizer: Optimizer, held: dict[str, Any], param: FSDPParam) -> None:
