@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 from tests.fuzz.pieces import PIECES
 
