@@ -35,6 +35,7 @@ from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, refresh
 _FLAT = "_fsdp_flat_"
 """Start of the attributes of a module that are the flat parameters it reads from, each once."""
 _KEY = "_fsdp_key"
+_READ_NAMES = "_fsdp_read_names"
 _classes: dict[ClassKey, type[nn.Module]] = {}
 
 
@@ -174,6 +175,7 @@ def _make_class(key: ClassKey) -> type[nn.Module]:
     base = key.base
     members: dict[str, Any] = {
         _KEY: key,
+        _READ_NAMES: tuple(read.name for read in key.reads),
         "_fsdp_casts": key.casts,
         **{read.name: _read_property(read) for read in key.reads},
     }
@@ -343,7 +345,8 @@ def _get_parameter(self, target):  # type: ignore[no-untyped-def]  # noqa: ANN00
     # torch's own refuses everything but an `nn.Parameter`, and so unsharded parameters.
     path, _, attribute = target.rpartition(".")
     module = self.get_submodule(path)
-    if attribute in module._parameters:
+    # Not `module._parameters`: Dynamo would trace what it holds, with the gradients that it has by then.
+    if attribute in getattr(module, _READ_NAMES, ()):
         return getattr(module, attribute)
     return self._fsdp_original_class.get_parameter(self, target)
 

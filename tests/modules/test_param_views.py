@@ -177,3 +177,29 @@ def _check_optimizer_state() -> None:
 
 def test_the_state_of_an_optimizer_can_be_saved() -> None:
     run_ranks(_check_optimizer_state)
+
+
+class _ByName(nn.Module):
+    """Reads a parameter of a child by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.block = nn.Sequential(nn.Linear(6, 6))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.first(x) @ self.get_parameter("block.0.weight"))
+
+
+def _traced_with_gradients() -> None:
+    both = Beside(_ByName, Run.SHARDED)
+    both.backward()
+    both.change(lambda model: model.zero_grad(set_to_none=False))
+    both.change(lambda model: model.get_submodule("first").requires_grad_(requires_grad=False))
+    both.backward()  # traces again: parameters have gradients
+    both.compare()
+
+
+def test_get_parameter_in_a_forward_that_is_traced_when_there_are_gradients() -> None:
+    run_ranks(_traced_with_gradients)

@@ -124,7 +124,10 @@ def _as_method(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torc
 
 
 def _as_function(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.compile(lambda x: model(x), backend="fsdp", options={"lower": "eager", "mp_policy": policy})
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    return torch.compile(call, backend="fsdp", options={"lower": "eager", "mp_policy": policy})
 
 
 def _sharded_before(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
