@@ -70,16 +70,18 @@ def _train_alone(steps: int) -> tuple[nn.Module, optim.Optimizer]:
 
 
 class _Seen:
-    """Bytes of gradients that are held whenever an optimizer steps."""
+    """Bytes of gradients that are held whenever an optimizer steps, those of flat parameters included."""
 
-    def __init__(self, optimizer: optim.Optimizer) -> None:
+    def __init__(self, optimizer: optim.Optimizer, model: nn.Module) -> None:
         self.held: list[int] = []
+        self._model = model
         self._storages: dict[StorageWeakRef, int] = {}
         optimizer.register_step_pre_hook(self._look)
 
     def _look(self, optimizer: optim.Optimizer, *_: Any) -> None:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        for gradient in gradients:
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        flat = [group.flat_param for unit in units(self._model) for group in unit.param_groups]
+        for gradient in (p.grad for p in (*stepped, *flat) if p.grad is not None):
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             self._storages[StorageWeakRef(local.untyped_storage())] = local.untyped_storage().nbytes()
         self.held.append(sum(size for ref, size in self._storages.items() if not ref.expired()))
@@ -90,7 +92,7 @@ class _Seen:
 def test_gradients_are_freed_unit_by_unit(options: dict[str, Any]) -> None:
     with _one_rank():
         model, optimizer, run = _made(**options)
-        seen = _Seen(optimizer)
+        seen = _Seen(optimizer, model)
         loss_of(run(_input())).backward()
         sizes = [
             flat.flat_param.numel() * flat.flat_param.element_size()
@@ -101,7 +103,7 @@ def test_gradients_are_freed_unit_by_unit(options: dict[str, Any]) -> None:
         assert max(seen.held) == max(sizes) < sum(sizes)
         torch._dynamo.reset()
         again = _model()
-        after = _Seen(plain := optim.AdamW(again.parameters()))
+        after = _Seen(plain := optim.AdamW(again.parameters()), again)
         loss_of(torch.compile(again, backend="fsdp", options={**EAGER, **options})(_input())).backward()
         plain.step()
         assert after.held == [sum(sizes)], "a step after backward holds all of them"
@@ -197,6 +199,29 @@ def test_a_backward_of_before_the_update_is_refused() -> None:
             second.backward()
 
 
+class _UntoldSGD(optim.SGD):
+    """Writes in a way that autograd does not see."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+def test_a_gradient_of_an_input_is_not_computed_with_parameters_of_after_the_update() -> None:
+    with _one_rank():
+        model = _model()
+        step_in_backward(_UntoldSGD(model.parameters(), lr=0.1), elementwise=True)
+        run = torch.compile(model, backend="fsdp", options=EAGER)
+        x = _input().requires_grad_()
+        first, second = loss_of(run(x)), loss_of(run(x))
+        before = _values(model)
+        first.backward()
+        assert not _are_equal(before, _values(model))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(second, x)
+
+
 def test_what_a_refused_backward_made_is_not_added_by_the_next() -> None:
     with _one_rank():
         ends = []
@@ -258,6 +283,35 @@ def test_a_pipeline_that_is_cut_off_still_updates_after_the_last_read() -> None:
                 loss_of(run(_input())).backward()
             ends.append(_values(model))
         assert _are_equal(*ends)
+
+
+class _ReadOnceMore(nn.Module):
+    """Backward has the gradient of its weight before that of `inner`, and reads the weight after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x @ self.weight.detach()) + self.weight[0]
+
+
+def test_one_rank_that_keeps_parameters_reads_them_before_their_update() -> None:
+    gradients = []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        model, x = _ReadOnceMore(), _input().requires_grad_()
+        with _one_rank():
+            run: Callable[..., Any] = model
+            if sharded:
+                step_in_backward(optim.SGD(model.parameters(), lr=0.1))
+                fully_shard(model, reshard_after_forward=False)
+                run = torch.compile(model, backend="fsdp", options=EAGER)
+            loss_of(run(x)).backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def test_joined_units_that_divide_by_a_number_of_their_own_are_updated() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard, no_sync
 from fsdp_compile.runtime.module_state import units
+from tests.beside import Beside, Run
 from tests.models.kinds import Block, GraphBreaks, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.numerics.one_process.test_accumulation import CLOSE, Pair, gradients_are_none, make_pair
@@ -246,6 +247,18 @@ def test_kept_parameters_are_taken_and_never_out_of_date() -> None:
         assert difference < CLOSE
         assert freed > 0
         assert stays > 0
+
+
+def _kept_beside_foreach() -> None:
+    pair = Beside(Stack, Run.SHARDED)
+    pair.model.set_reshard_after_backward(False)  # type: ignore[operator]
+    pair.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True))
+    for _ in range(3):
+        pair.step(width=32)
+
+
+def test_kept_parameters_are_out_of_date_after_kernels_that_count_no_versions() -> None:
+    run_ranks(_kept_beside_foreach)
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:
