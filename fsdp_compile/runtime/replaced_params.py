@@ -51,8 +51,8 @@ class ReplacedParameter(nn.Parameter):
         raise ConfigError(
             f"the parameter was sharded since you took it, and {getattr(func, '__name__', func)} needs its old memory",
             where=moved.param.name if moved is not None else None,
-            instead="take it from model.parameters() again after the first call of the compiled model; an optimizer that "
-            "steps in compiled code has to be made after fully_shard(model)",
+            instead="take it from model.parameters() again after the first call of the compiled model; an optimizer "
+            "that steps in compiled code has to be made after fully_shard(model)",
         )
 
 
