@@ -98,8 +98,9 @@ def _hides_markers(function: fx.GraphModule) -> bool:
     return any(node.target in (*_UNSHARD, REDUCE_GRAD) for module in modules for node in module.graph.nodes)
 
 
-def _add_attribute(gm: fx.GraphModule, name: str, value: Any) -> str:
-    """Sets an attribute under a name that is free; returns that name."""
+def _add_attribute(graph: fx.Graph, name: str, value: Any) -> str:
+    """Sets an attribute of a graph's module under a name that is free; returns that name."""
+    gm: Any = graph.owning_module
     stem, number = name.replace(".", "_"), 0
     while hasattr(gm, f"{stem}_{number}"):
         number += 1
@@ -109,13 +110,12 @@ def _add_attribute(gm: fx.GraphModule, name: str, value: Any) -> str:
 
 def _inline(call: fx.Node, function: fx.GraphModule) -> None:
     """Replaces the call of a region by its nodes."""
-    outer = call.graph.owning_module
     operands = call.args[2:]  # after the function and its name
     copies: dict[fx.Node, Any] = dict(zip(function.graph.find_nodes(op="placeholder"), operands, strict=True))
     with call.graph.inserting_before(call):
         for node in function.graph.nodes:
             if node.op == "get_attr":
-                copies[node] = call.graph.get_attr(_add_attribute(outer, str(node.target), _value(node)))
+                copies[node] = call.graph.get_attr(_add_attribute(call.graph, str(node.target), _value(node)))
                 copies[node].meta = dict(node.meta)
             elif node.op not in ("placeholder", "output"):
                 copies[node] = call.graph.node_copy(node, copies.__getitem__)
@@ -167,7 +167,7 @@ def _hoist(call: fx.Node) -> None:
     kept = tuple(operand for i, operand in enumerate(operands) if i not in unused)
     with call.graph.inserting_before(call):
         for node, function in functions.items():
-            name = _add_attribute(call.graph.owning_module, str(node.target), function)
+            name = _add_attribute(call.graph, str(node.target), function)
             call.replace_input_with(node, call.graph.get_attr(name))
             if not node.users:
                 call.graph.erase_node(node)
