@@ -49,8 +49,7 @@ class _InitialParam:
     def unchanged(self) -> torch.Tensor | None:
         """The hash of the full value; `None` if the parameter was written since."""
         owner = self.owner()
-        parameter = None if owner is None else owner._parameters.get(self.attribute)
-        own = hash_of(local_tensor(parameter)) if isinstance(parameter, DTensor) else None
+        own = None if owner is None else _hash_of_part(owner._parameters.get(self.attribute))
         if own is None or self.own is None or not torch.equal(own, self.own.to(own.device)):
             return None
         return self.full
@@ -153,9 +152,13 @@ def _saved_buffers(root: nn.Module, apart: set[nn.Module]) -> Iterator[tuple[str
                 yield f"{path}.{attribute}".removeprefix("."), module, attribute
 
 
+def _hash_of_part(parameter: object) -> torch.Tensor | None:
+    return hash_of(local_tensor(parameter)) if isinstance(parameter, DTensor) else None
+
+
 def hash_of(value: torch.Tensor | None) -> torch.Tensor | None:
     """A number of 62 bits that stands for the bits of a tensor, on its device; `None` for one without plain memory."""
-    if type(value) not in _PLAIN or value.is_meta or value.layout is not torch.strided:
+    if value is None or type(value) not in _PLAIN or value.is_meta or value.layout is not torch.strided:
         return None
     with torch.no_grad():
         words = _words(value.detach().resolve_conj().resolve_neg())
