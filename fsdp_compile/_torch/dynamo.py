@@ -211,7 +211,7 @@ def _is_of_dynamo(frame: FrameType) -> bool:
 
 def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
     code: types.CodeType = given["code"]
-    cells = [cell.cell_contents for cell in given["closure"] if _is_set(cell)]
+    cells = [cell.cell_contents for cell in given.get("closure") or () if _is_set(cell)]
     named = [given["globals"][name] for name in code.co_names if name in given["globals"]]
     held = (*dict(given["locals"]).values(), *cells, *named)
     return FrameToCompile(_backend_function(given["compiler_fn"]), frozenset(code.co_names), held)

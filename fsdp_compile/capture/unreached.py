@@ -8,6 +8,7 @@ that refuses their gradients. What the backend shards loses it again.
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -31,34 +32,37 @@ class PlainModels:
     """The modules whose plain parameters refuse gradients, since compiled code reaches them."""
 
     def __init__(self) -> None:
-        # By module: a weak reference to a parameter would keep it from being swapped.
-        self._handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+        # By module and `id`: a weak reference to a parameter would keep it from being swapped.
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, dict[int, RemovableHandle]] = weakref.WeakKeyDictionary()
 
     def add(self, root: nn.Module) -> None:
         """Adds a module, unless parts of it are sharded: its other parameters are ignored ones, or checked with it."""
         parameters = list(nn.Module.named_parameters(root))
         # Plain values may stand in the place of sharded parameters (`functional_call`).
-        if root in self._handles or units_below(root) or any(isinstance(p, DTensor) for _, p in parameters):
+        if root in self._hooks or units_below(root) or any(isinstance(p, DTensor) for _, p in parameters):
             return
-        # A part of a sharded model may be compiled alone, and not know what a module above it ignores.
-        ignored = {i for group in FSDPParamGroup.alive() for i in group.unit.model.ignored}
-        self._handles[root] = [
-            parameter.register_post_accumulate_grad_hook(_refusal(type(root).__name__, name))
+        self._hooks[root] = {
+            id(parameter): parameter.register_post_accumulate_grad_hook(_refusal(type(root).__name__, name))
             for name, parameter in parameters
-            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in ignored
-        ]
+            # A part of a sharded model may be compiled alone, and not know what a module above it ignores.
+            if parameter.requires_grad and parameter.is_leaf and not _is_ignored(parameter)
+        }
 
     def remove(self, root: nn.Module) -> None:
-        """Removes what shares a module with `root`, which is about to be sharded."""
-        parts = set(root.modules())
-        for added in [added for added in self._handles if not parts.isdisjoint(added.modules())]:
-            for handle in self._handles.pop(added):
-                handle.remove()
+        """Removes the parameters of a module that is about to be sharded."""
+        for hooks in self._hooks.values():
+            for each in hooks.keys() & {id(parameter) for parameter in nn.Module.parameters(root)}:
+                hooks.pop(each).remove()
+
+
+def _is_ignored(parameter: torch.Tensor) -> bool:
+    return any(id(parameter) in group.unit.model.ignored for group in FSDPParamGroup.alive())
 
 
 def _refusal(model: str, name: str) -> Callable[[torch.Tensor], None]:
     def refuse(parameter: torch.Tensor) -> None:
-        if isinstance(parameter, DTensor):  # the user has sharded it since, and hooks move to the DTensor
+        # The user has called `fully_shard` since; hooks move to the DTensor.
+        if isinstance(parameter, DTensor) or _is_ignored(parameter):
             return
         raise UnsupportedModelError(
             "the compiled model was never handed to its backend, so it is not sharded and its gradients are not "
@@ -93,7 +97,7 @@ def watch_compiles(backend: object, plain: PlainModels) -> None:
 
 def _modules_in(frame: FrameToCompile) -> Iterator[nn.Module]:
     """Modules among the values of a frame, their attributes that its code names, and what such containers hold."""
-    held = [getattr(value, "__self__", value) for value in frame.held]
+    held = [value.__self__ if isinstance(value, types.MethodType) else value for value in frame.held]
     owners = [value for value in held if not isinstance(value, nn.Module) and hasattr(value, "__dict__")]
     attributes = [vars(owner)[name] for owner in owners for name in frame.names & vars(owner).keys()]
     for value in (*held, *attributes):

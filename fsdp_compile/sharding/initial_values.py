@@ -49,8 +49,7 @@ class _InitialParam:
     def unchanged(self) -> torch.Tensor | None:
         """The hash of the full value; `None` if the parameter was written since."""
         owner = self.owner()
-        parameter = None if owner is None else owner._parameters.get(self.attribute)
-        own = hash_of(local_tensor(parameter)) if isinstance(parameter, DTensor) else None
+        own = None if owner is None else _hash_of_part(owner._parameters.get(self.attribute))
         if own is None or self.own is None or not torch.equal(own, self.own.to(own.device)):
             return None
         return self.full
@@ -63,6 +62,38 @@ class _Difference:
     name: str
     first: int
     others: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """What one call of `fully_shard` is going to compare; it must not keep the model alive.
+
+    Attributes:
+        number: Of the call, among those that shard over the group.
+    """
+
+    mesh: DeviceMesh
+    number: int
+    initial: list[_InitialParam]
+    buffers: list[tuple[str, weakref.ref[nn.Module], str]]
+
+    def run(self) -> None:
+        """Compares; raises `RankMismatchError` on all ranks if two of them differ."""
+        held = {name: (m, attribute) for name, ref, attribute in self.buffers if (m := ref()) is not None}
+        buffers = {name: hash_of(module._buffers.get(attribute)) for name, (module, attribute) in held.items()}
+        hashes = {**{each.name: each.unchanged() for each in self.initial}, **buffers}
+        _refuse_different_calls([str(self.number), *hashes], self.mesh)
+        found = _first_difference(hashes, self.mesh)
+        if found is None:
+            return
+        kind = "buffer" if found.name in buffers else "parameter"
+        raise RankMismatchError(
+            f"ranks start with different values of a {kind}, and each rank would keep what it has of its own",
+            where=f"{found.name}, on rank {found.first} and rank {', '.join(map(str, found.others))}",
+            instead="torch.manual_seed() with the same seed on every rank before the model is made, or the same "
+            "checkpoint on every rank; or sync_module_states=True, an argument of fully_shard() and an option of "
+            "torch.compile(model, backend='fsdp', options={...}), which takes the first rank's values, as DDP does",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,24 +121,7 @@ class InitialValues:
             _InitialParam(name, weakref.ref(place[0]), place[1], full, hash_of(params[place].sharded_view))
             for (name, place), full in self.full.items()
         ]
-        model.before_first_forward.append(lambda: self._compare(number, initial))
-
-    def _compare(self, number: int, initial: Sequence[_InitialParam]) -> None:
-        held = {name: (m, attribute) for name, ref, attribute in self.buffers if (m := ref()) is not None}
-        buffers = {name: hash_of(module._buffers.get(attribute)) for name, (module, attribute) in held.items()}
-        hashes = {**{each.name: each.unchanged() for each in initial}, **buffers}
-        _refuse_different_calls([str(number), *hashes], self.mesh)
-        found = _first_difference(hashes, self.mesh)
-        if found is None:
-            return
-        kind = "buffer" if found.name in buffers else "parameter"
-        raise RankMismatchError(
-            f"ranks start with different values of a {kind}, and each rank would keep what it has of its own",
-            where=f"{found.name}, on rank {found.first} and rank {', '.join(map(str, found.others))}",
-            instead="torch.manual_seed() with the same seed on every rank before the model is made, or the same "
-            "checkpoint on every rank; or sync_module_states=True, an argument of fully_shard() and an option of "
-            "torch.compile(model, backend='fsdp', options={...}), which takes the first rank's values, as DDP does",
-        )
+        model.before_first_forward.append(_Comparison(self.mesh, number, initial, self.buffers).run)
 
 
 def take(
@@ -153,9 +167,13 @@ def _saved_buffers(root: nn.Module, apart: set[nn.Module]) -> Iterator[tuple[str
                 yield f"{path}.{attribute}".removeprefix("."), module, attribute
 
 
+def _hash_of_part(parameter: object) -> torch.Tensor | None:
+    return hash_of(local_tensor(parameter)) if isinstance(parameter, DTensor) else None
+
+
 def hash_of(value: torch.Tensor | None) -> torch.Tensor | None:
     """A number of 62 bits that stands for the bits of a tensor, on its device; `None` for one without plain memory."""
-    if type(value) not in _PLAIN or value.is_meta or value.layout is not torch.strided:
+    if value is None or type(value) not in _PLAIN or value.is_meta or value.layout is not torch.strided:
         return None
     with torch.no_grad():
         words = _words(value.detach().resolve_conj().resolve_neg())

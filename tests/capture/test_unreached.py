@@ -229,6 +229,7 @@ def test_ignored_parameters_take_gradients() -> None:
         model = _PartsAlone()
         fully_shard(model, ignored_params=[model.second])
         compile_eagerly(lambda x: model(x))(torch.ones(2, WIDTH)).sum().backward()  # noqa: PLW0108
+        assert model.second.weight.grad is not None
         assert torch.equal(model.second.weight.grad, torch.full((WIDTH,), 2.0))
 
 

@@ -35,6 +35,7 @@ def _seeded_by_rank(how: str) -> list[str]:
     """The refusals of two calls: a refused model is not mixed by the next call either."""
     torch.manual_seed(dist.get_rank())
     model = Stack()
+    call: Callable[[torch.Tensor], torch.Tensor] = model
     if how == "compiled":
         call = compile_eagerly(model)
     elif how == "function":
@@ -44,7 +45,8 @@ def _seeded_by_rank(how: str) -> list[str]:
             for block in model.blocks:
                 fully_shard(block)
         fully_shard(model)
-        call = compile_eagerly(model) if how == "sharded-compiled" else model
+        if how == "sharded-compiled":
+            call = compile_eagerly(model)
     return [_refusal(lambda: call(_inputs())) for _ in range(2)]
 
 
