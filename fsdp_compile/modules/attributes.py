@@ -16,8 +16,8 @@ from fsdp_compile.runtime.replaced_params import ReplacedParameter, current
 
 PARAM_ATTRIBUTES = "_fsdp_param_attributes"
 """Attribute of a module: parameter name to the `__dict__` of the sharded parameter, for those that have attributes."""
-_TORCHS = "_is_param"
-_DYNAMOS = "_dynamo_"
+_NOT_USERS = ("_is_param", "_dynamo_", "_fsdp_")
+"""Starts of names that torch and this package put on parameters."""
 
 
 def note_attributes(module: nn.Module, names: Iterable[str]) -> frozenset[str]:
@@ -51,16 +51,12 @@ def follow_replaced(parameter: torch.Tensor) -> None:
 
 def has_attributes(parameter: torch.Tensor) -> bool:
     """Whether users or libraries put attributes on a parameter."""
-    return any(not _is_torchs(name) for name in vars(parameter))
+    return any(not name.startswith(_NOT_USERS) for name in vars(parameter))
 
 
 def with_attributes(full: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
     """Puts the attributes of a sharded parameter on its gathered value; compiled code traces this."""
     for name, value in attributes.items():
-        if not _is_torchs(name):
+        if not name.startswith(_NOT_USERS):
             setattr(full, name, value)
     return full
-
-
-def _is_torchs(name: str) -> bool:
-    return name == _TORCHS or name.startswith(_DYNAMOS)
