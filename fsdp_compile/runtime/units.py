@@ -199,6 +199,8 @@ class ModelState:
         queued_in_backward: The backward pass whose end `post_backward_final_callback` was queued for.
         pre_forward: Called with the outermost module of each forward before it starts.
         post_optim_event: What the next all-gathers wait for (`set_post_optim_event`), if anything.
+        announced_backwards: How often `set_is_last_backward(False)` was called since a pipeline stage was last reduced.
+        backwards_with_grads: Backward passes since then that made gradients of parameters.
     """
 
     def __init__(self, pre_forward: Callable[[nn.Module], None] = lambda _: None) -> None:
@@ -207,6 +209,8 @@ class ModelState:
         self.queued_in_backward: int | None = None
         self.pre_forward = pre_forward
         self.post_optim_event: torch.Event | None = None
+        self.announced_backwards = 0
+        self.backwards_with_grads = 0
         self._pending: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
         # Autograd runs hooks on a thread of each device, and models may be trained on several threads.
         self._lock = threading.RLock()
