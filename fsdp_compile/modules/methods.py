@@ -67,6 +67,7 @@ class ShardedModule(RefusedMethods, FSDPModule):
         chosen = flag(is_last_backward, "set_is_last_backward")
         for model in dict.fromkeys(unit.model for unit in _units(self, recurse=True)):
             accumulation.switch(model.units, last_backward=chosen)
+            model.announced_backwards += not chosen
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:  # noqa: FBT001
         """Sets whether parameters are resharded after backward, or stay unsharded for the next microbatch.

@@ -16,11 +16,12 @@ from torch import nn
 from fsdp_compile._torch.composable import note_fully_shard
 from fsdp_compile._torch.dynamo import skip_code, stack
 from fsdp_compile.config.casts import FullPrecision
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.casts import cast_inputs, cast_output
 from fsdp_compile.modules.forward import enter_method
 from fsdp_compile.runtime.module_state import ensure_state, state_of
 from fsdp_compile.runtime.post_backward import post_backward_final_callback
+from fsdp_compile.runtime.units import ModelState
 
 
 class TorchState:
@@ -51,6 +52,7 @@ class TorchState:
         module = self._module()
         model = None if module is None else ensure_state(module).model
         if model is not None:
+            _refuse_split_backward(model)
             post_backward_final_callback(model)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,6 +73,23 @@ class TorchState:
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         casts: Any = module._fsdp_casts
         return output if casts is None else cast_output(casts, (args, {}), output)
+
+
+def _refuse_split_backward(model: ModelState) -> None:
+    """Raises `UnsupportedModelError` if a pipeline stage ran backward passes that made no gradients of parameters."""
+    # A stage calls set_is_last_backward(False) before each backward of a microbatch. Where a schedule splits backward,
+    # it asks autograd for the gradients of inputs, and later of `module.parameters()`, which are no leaves of the
+    # graph: the flat parameters are.
+    announced, model.announced_backwards = model.announced_backwards, 0
+    made, model.backwards_with_grads = model.backwards_with_grads, 0
+    is_trained = any(group.flat_param.requires_grad for unit in model.units for group in unit.param_groups)
+    if is_trained and announced > made:
+        raise UnsupportedModelError(
+            f"{announced - made} of {announced} backward passes of a pipeline stage made no gradients of parameters: "
+            "the schedule splits backward into one for inputs and one for weights",
+            where="torch.distributed.pipelining, a zero-bubble schedule",
+            instead="a schedule with whole backward passes: ScheduleInterleaved1F1B, Schedule1F1B, ScheduleGPipe",
+        )
 
 
 def torch_state(module: nn.Module) -> TorchState | None:

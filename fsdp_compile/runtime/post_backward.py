@@ -31,6 +31,7 @@ def queue_post_backward(group: FSDPParamGroup) -> None:
     backward = backward_in_progress()
     if model.queued_in_backward != backward and model.is_any_pending():
         model.queued_in_backward = backward
+        model.backwards_with_grads += 1
         after_this_backward(functools.partial(post_backward_final_callback, model))
 
 

@@ -206,6 +206,8 @@ class ModelState:
         before_first_forward: Called once: ranks compare what they have sharded.
         ignored: `id`s of parameters that calls of `fully_shard` on it ignored.
         post_optim_event: What the next all-gathers wait for (`set_post_optim_event`), if anything.
+        announced_backwards: How often `set_is_last_backward(False)` was called since a pipeline stage was last reduced.
+        backwards_with_grads: Backward passes since then that made gradients of parameters.
     """
 
     def __init__(self, pre_forward: Callable[[nn.Module], None] = lambda _: None) -> None:
@@ -216,6 +218,8 @@ class ModelState:
         self.before_first_forward: list[Callable[[], None]] = []
         self.ignored: set[int] = set()
         self.post_optim_event: torch.Event | None = None
+        self.announced_backwards = 0
+        self.backwards_with_grads = 0
         self._pending: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
         # Autograd runs hooks on a thread of each device, and models may be trained on several threads.
         self._lock = threading.RLock()

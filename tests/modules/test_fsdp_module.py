@@ -22,10 +22,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, ShardedModule, fully_shard, units
+from fsdp_compile import ConfigError, ShardedModule, UnsupportedModelError, fully_shard, units
 from tests.beside import close, compile_eagerly
 from tests.ranks import run_ranks
 
@@ -223,7 +227,7 @@ class _Stage(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def _check_pipeline(stages_per_rank: int) -> None:
+def _check_pipeline(stages_per_rank: int, looped: type = ScheduleInterleaved1F1B) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     place, data = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
     torch.manual_seed(0)
@@ -241,7 +245,7 @@ def _check_pipeline(stages_per_rank: int) -> None:
     if stages_per_rank == 1:
         schedule: Any = Schedule1F1B(stages[0], 4, loss_fn=F.mse_loss)
     else:
-        schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=F.mse_loss)
+        schedule = looped(stages, 4, loss_fn=F.mse_loss)
     for _ in range(2):
         reference.zero_grad()
         for model in mine:
@@ -261,3 +265,9 @@ def _check_pipeline(stages_per_rank: int) -> None:
 @pytest.mark.parametrize("stages_per_rank", [1, 2])
 def test_pipeline_stages_reduce_once_and_reshard(stages_per_rank: int) -> None:
     run_ranks(_check_pipeline, stages_per_rank, world_size=4)
+
+
+def test_pipeline_schedules_that_split_backward_are_refused() -> None:
+    """Their gradients of weights would be None without a word."""
+    with pytest.raises(UnsupportedModelError, match="the schedule splits backward"):
+        run_ranks(_check_pipeline, 2, ScheduleInterleavedZeroBubble, world_size=4)
