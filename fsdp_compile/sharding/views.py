@@ -76,6 +76,14 @@ def check_inside_graph(group: FSDPParamGroup) -> None:
     refuse_unsharded(group.unit)
     if not group.is_broken():
         return
+    for param in group.params:
+        if any(holds_value(*place) for place in param.module_refs):
+            raise ConfigError(
+                "a value stands in the place of a parameter, and the compiled function cannot notice that in time",
+                where=group.unit.parameter_name(param),
+                instead="fully_shard(model), then torch.compile(model, backend='fsdp'), and "
+                "torch.func.functional_call() of what that returns; or functional_call() of the uncompiled model",
+            )
     if not repair_in_place(group):
         # The inputs of the region are chosen already: it would read the old flat parameter.
         changed = next(param for param in group.params if not _fits_now(param, group))
