@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -114,12 +115,16 @@ WIDE_OUTPUT = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=t
 Compile = Callable[[nn.Module, MixedPrecisionPolicy], Callable[[torch.Tensor], torch.Tensor]]
 
 
+def _options(policy: MixedPrecisionPolicy) -> dict[str, Any]:
+    return {"lower": "eager", "mp_policy": policy}
+
+
 def _as_module(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.compile(model, backend="fsdp", options={"lower": "eager", "mp_policy": policy})
+    return torch.compile(model, backend="fsdp", options=_options(policy))
 
 
 def _as_method(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
-    model.compile(backend="fsdp", options={"lower": "eager", "mp_policy": policy})
+    model.compile(backend="fsdp", options=_options(policy))
     return model
 
 
@@ -127,7 +132,7 @@ def _as_function(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[to
     def call(x: torch.Tensor) -> torch.Tensor:
         return model(x)
 
-    return torch.compile(call, backend="fsdp", options={"lower": "eager", "mp_policy": policy})
+    return torch.compile(call, backend="fsdp", options=_options(policy))
 
 
 def _sharded_before(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
