@@ -120,7 +120,7 @@ def _inline(call: fx.Node, function: fx.GraphModule) -> None:
             elif node.op not in ("placeholder", "output"):
                 copies[node] = call.graph.node_copy(node, copies.__getitem__)
     (returned,) = function.graph.output_node().args
-    results = fx.node.map_arg(returned, copies.__getitem__)
+    results: Any = fx.node.map_arg(returned, copies.__getitem__)
     for item in list(call.users):
         item.replace_all_uses_with(results[item.args[1]])
         call.graph.erase_node(item)

@@ -81,7 +81,7 @@ def name_inputs(graph: fx.Graph, flats: Mapping[int, Record]) -> None:
     """Writes the records on the placeholders of a graph that AOTAutograd made of Dynamo's."""
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         index = index_among_inputs(node, position)
-        if index in flats and not node.name.startswith("tangents"):
+        if index is not None and index in flats and not node.name.startswith("tangents"):
             record = flats[index]
             node.meta[KEY] = _as_read(node, record) if record.role is Role.FLAT else record
 

@@ -42,7 +42,7 @@ class _Cond(_Layers):
     """The branch with `a` is never taken: its gradients are zeros."""
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 1e9, lambda y: -self.a(y), lambda y: torch.sin(self.b(y)), (x,))  # type: ignore[no-any-return]
+        return torch.cond(x.sum() > 1e9, lambda y: -self.a(y), lambda y: torch.sin(self.b(y)), (x,))
 
 
 class _ReadTwice(_Layers):
@@ -58,7 +58,7 @@ class _NestedCond(_Layers):
         def other(y: torch.Tensor) -> Any:
             return torch.cond(y.sum() > -1e9, lambda z: -self.b(z), lambda z: -torch.cos(z), (y,))
 
-        return torch.cond(x.sum() > 1e9, lambda y: -self.a(y), other, (x,))  # type: ignore[no-any-return]
+        return torch.cond(x.sum() > 1e9, lambda y: -self.a(y), other, (x,))
 
 
 class _Loop(_Layers):
@@ -67,7 +67,7 @@ class _Loop(_Layers):
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             start = (torch.tensor(0), x)
-            _, y = while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, torch.tanh(self.a(y))), start)  # type: ignore[no-untyped-call]
+            _, y = while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, torch.tanh(self.a(y))), start)
         return self.a(y) + self.b(x)
 
 
@@ -75,13 +75,13 @@ class _Scan(_Layers):
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         steps = torch.stack([x, 2 * x, 3 * x])
         _, y = scan(lambda c, v: (torch.tanh(self.a(c) + v), self.b(c) + v), torch.zeros_like(x), steps)
-        return y.sum(0)  # type: ignore[no-any-return]
+        return y.sum(0)
 
 
 class _Map(_Layers):
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         steps = torch.stack([self.b(x), 2 * x, 3 * x])
-        return map_(lambda v: torch.sin(self.a(v)), steps).sum(0)  # type: ignore[no-any-return,no-untyped-call]
+        return map_(lambda v: torch.sin(self.a(v)), steps).sum(0)  # type: ignore[misc,arg-type]
 
 
 class _Block(nn.Module):

@@ -64,8 +64,8 @@ class _Derivative(_Weight):
 
 class _Tangent(_Weight):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        value, tangent = torch.func.jvp(lambda y: torch.tanh(y @ self.weight), (x,), (torch.ones_like(x),))
-        return self.out(value) + tangent  # type: ignore[no-any-return]
+        results = torch.func.jvp(lambda y: torch.tanh(y @ self.weight), (x,), (torch.ones_like(x),))
+        return self.out(results[0]) + results[1]
 
 
 class _Experts(nn.Module):
