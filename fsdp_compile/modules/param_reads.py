@@ -1,0 +1,150 @@
+"""How a sharded module reads its parameters: the properties of its class, `named_parameters()` and `get_parameter()`.
+
+In a forward a read gathers the parameter; anywhere else it gives what is registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
+from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, with_attributes
+from fsdp_compile.modules.eager_reads import GatheredParameter, read_eagerly, registered
+from fsdp_compile.modules.forward import in_forward
+from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, swap_in
+
+FLAT = "_fsdp_flat_"
+"""Start of the attributes of a module that are the flat parameters it reads from, each once."""
+READ_NAMES = "_fsdp_read_names"
+
+
+class ParamRead(NamedTuple):
+    """How a class of modules reads one parameter: the same for all layers that are laid out alike.
+
+    Attributes:
+        name: Its attribute.
+        flat: Number of the flat parameter among those of a module.
+        text: Of its `UnshardSpec`.
+        eval_text: The same for eval mode, where that differs.
+        has_attributes: Whether users put attributes on the parameter.
+    """
+
+    name: str
+    flat: int
+    text: str
+    eval_text: str | None
+    has_attributes: bool
+
+
+def read_property(read_of: ParamRead) -> property:
+    """The property by which a class of modules reads one parameter."""
+    name, gather = read_of.name, _gather(read_of)
+
+    def gather_parameter(module: nn.Module) -> torch.Tensor:
+        # Not in compiled code: Dynamo would take an `nn.Parameter` that no module has for one to shard.
+        return gather(module).as_subclass(GatheredParameter)
+
+    read_compiled, read_parameter = _noted(read_of, gather), _noted(read_of, gather_parameter)
+
+    def read(module: nn.Module) -> torch.Tensor | None:
+        if torch.compiler.is_compiling():
+            return read_compiled(module)
+        if calls_are_compiled():
+            return read_eagerly(module, name, read_compiled)
+        if in_forward():
+            return read_eagerly(module, name, read_parameter)
+        return registered(module, name)
+
+    def assign(module: nn.Module, value: torch.Tensor) -> None:
+        # Only if nothing is registered: `nn.Module.__setattr__` takes parameters, and refuses plain tensors otherwise.
+        swap_in(module, name, value)
+
+    def remove(module: nn.Module) -> None:
+        swap_in(module, name, None)
+
+    # One code object for all parameters: as graphs of their own they would recompile for each.
+    for function in (read, assign, remove):
+        skip_code(function.__code__)
+    return property(read, assign, remove)
+
+
+def _noted(read_of: ParamRead, gather: Callable[[nn.Module], torch.Tensor]) -> Callable[[nn.Module], torch.Tensor]:
+    """`gather`, with the parameter's own attributes on what it returns."""
+    name = read_of.name
+    if not read_of.has_attributes:
+        return gather
+
+    def noted(module: nn.Module) -> torch.Tensor:
+        return with_attributes(gather(module), getattr(module, PARAM_ATTRIBUTES)[name])
+
+    for function in (noted, with_attributes):
+        skip_code(function.__code__)
+    return noted
+
+
+def _gather(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
+    name, flat_param, text, eval_text = read_of.name, f"{FLAT}{read_of.flat}", read_of.text, read_of.eval_text
+
+    def gather(module: nn.Module) -> torch.Tensor:
+        args = getattr(module, UNSHARD_ARGS)
+        own = None if args is None or name not in args else args[name]
+        if isinstance(own, torch.Tensor):  # put in the place of the parameter
+            return own
+        if eval_text is not None and not module.training:
+            # Eval mode has another text, and neither accumulates gradients nor uses unsharded values.
+            return torch.ops.fsdp.unshard(getattr(module, flat_param), eval_text)
+        if own is None:
+            return torch.ops.fsdp.unshard(getattr(module, flat_param), text)
+        return torch.ops.fsdp.unshard(getattr(module, flat_param), *_arguments(text, own))
+
+    skip_code(gather.__code__)
+    return gather
+
+
+def _arguments(text: str, args: UnshardArgs) -> tuple[str | torch.Tensor | None, ...]:
+    """The arguments of a read besides the flat parameter."""
+    if torch.is_grad_enabled():
+        return args
+    # Each tensor argument makes another graph, and without gradients nothing accumulates.
+    return (text,) if args[1] is None else (text, args[1])
+
+
+def named_parameters(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN201
+    """`named_parameters()`, and with it `parameters()`: in a forward, the results of reads."""
+    # Eager code without gradients in a forward (updates of a moving average, say) writes into what is stored. In
+    # compiled code such writes are refused.
+    stored = self._fsdp_original_class.named_parameters(self, *args, **kwargs)
+    if torch.compiler.is_compiling() or (in_forward() and torch.is_grad_enabled()):
+        read = _read_each(self, stored, args[0] if args else kwargs.get("prefix", ""))
+        if torch.compiler.is_compiling() or kwargs.get("remove_duplicate", True):
+            return read
+        return _once_each(self._fsdp_original_class.named_parameters(self, *args, **kwargs), read)
+    return stored
+
+
+def _read_each(module, stored, prefix):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    for name, _ in stored:
+        path, _, attribute = name.removeprefix(prefix).removeprefix(".").rpartition(".")
+        yield name, getattr(module.get_submodule(path), attribute)
+
+
+def _once_each(stored, read):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """The same result of a read for all names of a tied parameter, by which code finds out that it is tied."""
+    made: dict[int, torch.Tensor] = {}
+    for (name, value), (_, parameter) in zip(read, stored, strict=True):
+        yield name, made.setdefault(id(parameter), value)
+
+
+def get_parameter(self, target):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """`get_parameter()`: in a forward, the result of a read."""
+    # torch's own refuses everything but an `nn.Parameter`, and so unsharded parameters.
+    path, _, attribute = target.rpartition(".")
+    module = self.get_submodule(path)
+    # Not `module._parameters`: Dynamo would trace what it holds, with the gradients that it has by then.
+    if attribute in getattr(module, READ_NAMES, ()):
+        return getattr(module, attribute)
+    return self._fsdp_original_class.get_parameter(self, target)
