@@ -6,6 +6,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -172,6 +173,11 @@ class ShardedModule(RefusedMethods, FSDPModule):
     def reshard(self) -> None:
         """Frees the unsharded parameters of this call's units."""
         reshard(_units(self, recurse=False))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """`fsdp_compile.no_sync` of this module, under the name by which frameworks look for it on a model."""
+        assert isinstance(self, nn.Module)
+        return accumulation.no_sync(self)
 
     def reset_iter_state(self) -> None:
         """Drops the whole model's pending gradients and unsharded parameters: after an exception, say."""

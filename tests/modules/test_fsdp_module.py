@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, ShardedModule, UnsupportedModelError, fully_shard, units
 from tests.beside import close, compile_eagerly
+from tests.fake_world import fake_world
 from tests.ranks import run_ranks
 
 
@@ -271,3 +272,13 @@ def test_pipeline_schedules_that_split_backward_are_refused() -> None:
     """Their gradients of weights would be None without a word."""
     with pytest.raises(UnsupportedModelError, match="the schedule splits backward"):
         run_ranks(_check_pipeline, 2, ScheduleInterleavedZeroBubble, world_size=4)
+
+
+def test_frameworks_find_no_sync_on_the_model() -> None:
+    with fake_world(2):
+        model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+        with model.no_sync():
+            model(torch.ones(2, 4)).sum().backward()
+        assert [p.grad for p in model.parameters()] == [None] * 4, "they wait for the backward that reduces them"
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
