@@ -14,6 +14,7 @@ from fsdp_compile.capture.functions import take_reads_out
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
 from fsdp_compile.capture.plain_model import compare_initial_values, refuse_unused_sharding, shard_plain_models
 from fsdp_compile.capture.reject_functional_call import refuse_functional_call
+from fsdp_compile.capture.reject_gradient_reads import refuse_gradient_reads
 from fsdp_compile.capture.reject_mutation import refuse_updates
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.unreached import PlainModels, watch_compiles
@@ -64,6 +65,7 @@ def fsdp(
     take_reads_out(gm)
     refuse_updates(gm, example_inputs)
     refuse_functional_call(gm)
+    refuse_gradient_reads(gm)
     if checked.embedding == "sharded":
         shard_lookups(gm)
 

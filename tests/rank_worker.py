@@ -128,6 +128,8 @@ def _serve_one(task: Task, connection: Connection) -> None:
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A world that was not complete counts as well, on the ranks that waited for it: the next one must have one name.
+    dist.distributed_c10d._world.group_count = 0
 
 
 def _run(task: Task) -> Outcome:

@@ -104,7 +104,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _is_of_torch(module_class: type[nn.Module]) -> bool:
     """Whether torch defines the forward of a class."""
-    return module_class.forward.__module__.partition(".")[0] == "torch"
+    return (module_class.forward.__module__ or "").partition(".")[0] == "torch"
 
 
 def _sharded_parameters() -> dict[int, FSDPUnit]:

@@ -53,7 +53,7 @@ def check_before_compiled_calls(module: nn.Module) -> None:
 
     Dynamo compiles the call of torch's own containers whole, and so the code that checks them in other forwards.
     """
-    if original_class(module).forward.__module__.startswith("torch.nn."):
+    if (original_class(module).forward.__module__ or "").startswith("torch.nn."):
         for called in modules_being_called():
             if isinstance(called, OptimizedModule) and called._orig_mod is module:
                 check_before_calls(called, module)

@@ -78,8 +78,6 @@ def _problems(weight: fx.Node, spec: UnshardSpec, given: dict[str, Any]) -> Iter
         yield "its weight is read in other ways too, so it is gathered anyway", "embedding='gathered'"
     if spec.dim != 0:
         yield f"its weight is sharded on dimension {spec.dim}", "Shard(0) for it"
-    if given["max_norm"] is not None:
-        yield "max_norm changes the rows that are looked up", "clip the weight after optimizer.step()"
     if given["sparse"]:
         yield "sharded gradients are dense", "sparse=False"
     if spec.gather_dtype is not None:

@@ -208,7 +208,7 @@ def _new_original(sharded_class: type[nn.Module], *args: Any, **kwargs: Any) -> 
 
 def _outermost_forward(original: type[nn.Module]) -> Callable[..., Any]:
     """The forward of a module that is compiled by itself."""
-    if not original.forward.__module__.startswith("torch.nn."):
+    if not (original.forward.__module__ or "").startswith("torch.nn."):
         return original.forward
     # Dynamo starts no graph in torch's own layers (a plain `nn.Sequential`, say), it only inlines them: the graph
     # starts in a function of ours. One code object per class, since Dynamo caches compiled graphs by code object.

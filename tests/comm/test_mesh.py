@@ -95,7 +95,8 @@ def test_names_of_dimensions_are_those_of_the_mesh_that_was_given() -> None:
         for names, shape in ((("data",), (4,)), (("a", "b"), (2, 2)), (None, (4,)), (("dp_replicate", "fsdp"), (2, 2))):
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
             weight: Any = fully_shard(nn.Linear(4, 4), mesh=mesh).weight
-            assert weight.device_mesh is mesh
+            assert weight.device_mesh == mesh
+            assert weight.device_mesh.mesh_dim_names == names
         default: Any = fully_shard(nn.Linear(4, 4)).weight
         assert default.device_mesh.mesh_dim_names is None  # as FSDP2's
 

@@ -103,11 +103,15 @@ def load(text: str, name: str) -> Any:
 
 
 def _one_process(program: Any, dtype: torch.dtype) -> Side:
+    backend, program.BACKEND = program.BACKEND, {"backend": "eager"}  # for what a script compiles beside the model
     model = _model(program)
     if dtype is torch.float64:
         model = model.double()
     side = OneProcess(model, WORLD_SIZE, dtype)
-    return _trained(program, model, lambda x, ids: program.loss(model(x, ids)), side)
+    try:
+        return _trained(program, model, lambda x, ids: program.loss(model(x, ids)), side)
+    finally:
+        program.BACKEND = backend
 
 
 def _contend(program: Any, contender: Contender) -> Side:
@@ -119,6 +123,7 @@ def _contend(program: Any, contender: Contender) -> Side:
     if contender is Contender.HERE:
         program.shard(model, fully_shard)
         return _trained(program, model, program.compiled(model), Ranks(model, world))
+    program.BACKEND = {"backend": "eager"}
     program.shard(model, torchs_fully_shard)
     if not hasattr(model, "set_requires_gradient_sync"):
         torchs_fully_shard(model)

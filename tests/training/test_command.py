@@ -99,6 +99,7 @@ def test_a_rank_that_fails_ends_the_others_and_shows_why(tmp_path: Path) -> None
     status, _, err = finish(process)
     assert status == 1
     assert session_of(process) == []
-    assert err.startswith("rank 1 failed, the other ranks were ended:\nTraceback (most recent call last):\n")
+    # Not the first line: torch may warn of collectives that the other rank was waiting for.
+    assert "rank 1 failed, the other ranks were ended:\nTraceback (most recent call last):\n" in err
     assert err.rstrip().endswith("RuntimeError: trouble on demand")
     assert last_checkpoint(tmp_path / "run" / "checkpoints") is not None

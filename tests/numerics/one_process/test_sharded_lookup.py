@@ -242,10 +242,9 @@ class Tied(Words):
     ("model", "says"),
     [
         (Tied, "its weight is read in other ways too"),
-        (lambda: Words(max_norm=1.0), "max_norm changes the rows"),
         (lambda: Words(sparse=True), "sharded gradients are dense"),
     ],
-    ids=["tied", "max-norm", "sparse"],
+    ids=["tied", "sparse"],
 )
 def test_a_table_that_cannot_stay_sharded_is_refused_by_name(model: Callable[[], nn.Module], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:

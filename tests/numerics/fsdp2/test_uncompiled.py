@@ -1,0 +1,84 @@
+"""Without `torch.compile`: the bits of FSDP2, but for parameters that a forward reads twice."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import fully_shard
+from tests.ranks import run_ranks
+
+
+class _Blocks(nn.Module):
+    def __init__(self, *, tied: bool, checkpointed: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 7, bias=False), nn.Linear(7, 7, bias=False)
+        if tied:
+            self.last.weight = self.first.weight
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: Any = self._middle(x)
+        if self.checkpointed:
+            hidden = checkpoint(self._middle, x, use_reentrant=False)
+        return self.last(hidden)
+
+    def _middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x))
+
+
+def _model(*, tied: bool, checkpointed: bool) -> _Blocks:
+    torch.manual_seed(0)
+    return _Blocks(tied=tied, checkpointed=checkpointed)
+
+
+def _batch() -> torch.Tensor:
+    return torch.randn(5, 7, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def _full_gradients(model: nn.Module) -> list[torch.Tensor]:
+    gradients: list[Any] = [p.grad for p in model.parameters()]
+    return [gradient.full_tensor() for gradient in gradients]
+
+
+def _compare_with_fsdp2(checkpointed: bool) -> None:  # noqa: FBT001
+    found = []
+    for shard in (fully_shard, fsdp2):
+        model: nn.Module = _model(tied=False, checkpointed=checkpointed)
+        shard(model)
+        model(_batch()).square().sum().backward()
+        found.append(_full_gradients(model))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_activation_checkpointing_gives_the_gradients_of_fsdp2_bit_by_bit(checkpointed: bool) -> None:  # noqa: FBT001
+    run_ranks(_compare_with_fsdp2, checkpointed)
+
+
+def _compare_with_averages_of_each_read() -> None:
+    model = _model(tied=True, checkpointed=False)
+    apart = copy.deepcopy(model)
+    apart.last.weight = nn.Parameter(apart.first.weight.detach().clone())
+    fully_shard(model)
+    for each in (model, apart):
+        each(_batch()).square().sum().backward()
+    averages = []
+    for parameter in (apart.last.weight, apart.first.weight):
+        assert parameter.grad is not None
+        average = parameter.grad.clone()
+        dist.all_reduce(average)
+        averages.append(average / dist.get_world_size())
+    (gradient,) = _full_gradients(model)
+    assert torch.equal(gradient, averages[0] + averages[1])
+
+
+def test_a_tied_weight_gets_the_sum_of_the_averages_of_its_reads() -> None:
+    run_ranks(_compare_with_averages_of_each_read)
