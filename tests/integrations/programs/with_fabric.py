@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -12,9 +13,9 @@ import fsdp_compile
 from tests.integrations.programs.report import report
 
 
-def main(how: str, precision: str) -> None:
+def main(how: str, precision: Any) -> None:
     """Trains one epoch and reports losses and gradient norms."""
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", precision=precision)
+    fabric: Any = Fabric(accelerator="cpu", devices=2, strategy="ddp", precision=precision)
     fabric.launch()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))

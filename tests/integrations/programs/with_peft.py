@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ def main(how: str, folder: str) -> None:
         num_key_value_heads=2,
     )  # fmt: skip
     model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    called = model
+    called: Any = model
     if how == "fsdp":
         fsdp_compile.fully_shard(model)
         model.compile(backend="fsdp", options={"lower": "eager"})
