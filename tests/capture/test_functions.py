@@ -14,8 +14,8 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
-from fsdp_compile import fully_shard, no_sync
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
+from tests.capture.accumulation import check_accumulation
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
 
@@ -153,27 +153,9 @@ def test_ranks_may_take_different_branches() -> None:
     run_ranks(_check_branches_of_ranks, world_size=2)
 
 
-def _check_accumulation(make: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
-    model, reference = make(), make()
-    reference.load_state_dict(model.state_dict())
-    fully_shard(model)
-    compiled, rank = compile_eagerly(model), torch.distributed.get_rank()
-    for number in range(4):
-        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
-        if number % 2 == 0:
-            with no_sync(model):
-                loss_of(compiled(batch.chunk(2)[rank])).backward()
-        else:
-            loss_of(compiled(batch.chunk(2)[rank])).backward()
-        loss_of(reference(batch)).backward()
-    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        close(mine.grad.full_tensor(), theirs.grad, name)  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("make", [_Cond, _Scan, _Regions])
 def test_functions_accumulate_without_reduction(make: Callable[[], nn.Module]) -> None:
-    run_ranks(_check_accumulation, make, world_size=2)
+    run_ranks(check_accumulation, make, WIDTH, world_size=2)
 
 
 class _Bias(nn.Module):

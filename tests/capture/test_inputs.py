@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compile import fully_shard, no_sync
-from tests.beside import Beside, Run, close, compile_eagerly, loss_of
+from tests.beside import Beside, Run, close, compile_eagerly
+from tests.capture.accumulation import check_accumulation
 from tests.ranks import run_ranks
 
 WIDTH = 6
@@ -149,23 +149,5 @@ class _WithTarget(nn.Module):
         return self.layer(x) - target
 
 
-def _check_accumulation() -> None:
-    torch.manual_seed(0)
-    model, reference = _WithTarget(), _WithTarget()
-    reference.load_state_dict(model.state_dict())
-    fully_shard(model)
-    compiled, rank = compile_eagerly(model), torch.distributed.get_rank()
-    for number in range(4):
-        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
-        if number % 2 == 0:
-            with no_sync(model):
-                loss_of(compiled(batch.chunk(2)[rank])).backward()
-        else:
-            loss_of(compiled(batch.chunk(2)[rank])).backward()
-        loss_of(reference(batch)).backward()
-    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        close(mine.grad.full_tensor(), theirs.grad, name)  # type: ignore[union-attr]
-
-
 def test_a_layer_used_with_and_without_gradients_accumulates() -> None:
-    run_ranks(_check_accumulation, world_size=2)
+    run_ranks(check_accumulation, _WithTarget, WIDTH, world_size=2)

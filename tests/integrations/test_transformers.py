@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from fsdp_compile.errors import ConfigError
 from tests.fake_world import fake_world
@@ -62,3 +64,13 @@ def test_another_model_and_another_kind_of_model_are_refused() -> None:
             callback.on_init_end(SimpleNamespace(**_FITTING), model=nn.Linear(2, 2))
         with pytest.raises(ConfigError, match="Linear is not a transformers model"):
             FSDPCallback(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_options_reach_the_backend() -> None:
+    from fsdp_compile.integrations.transformers import FSDPCallback
+
+    with fake_world(2):
+        _, model = _callback_and_model()
+        FSDPCallback(model, options={"lower": "nothing"})
+        with pytest.raises(BackendCompilerFailed, match="'nothing'"):
+            model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
