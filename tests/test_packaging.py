@@ -33,6 +33,7 @@ def test_only_the_extras_bring_optional_dependencies() -> None:
         "test",
         "plot",
         "lint",
+        "frameworks",
     }
 
 

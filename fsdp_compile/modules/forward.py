@@ -26,6 +26,11 @@ def in_forward() -> bool:
     return getattr(_depth, "value", 0) > 0 or _in_first_call()
 
 
+def in_block_without_grad() -> bool:
+    """Whether this thread has turned gradients off since it entered the outermost forward that runs eagerly."""
+    return not torch.is_grad_enabled() and getattr(_depth, "had_grad", True)
+
+
 def in_forward_until_return(frame: types.FrameType | None) -> None:
     """Counts as inside a forward until `frame` returns."""
     # The first call of a plain model entered its forward before anything was sharded: nothing has raised the depth.
@@ -45,6 +50,8 @@ def _in_first_call() -> bool:
 def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `function` as a forward, so that reads of sharded parameters in it gather."""
     _depth.value = getattr(_depth, "value", 0) + 1
+    if _depth.value == 1:
+        _depth.had_grad = torch.is_grad_enabled()
     try:
         output = function(*args, **kwargs)
         if _depth.value == 1 and reads.__dict__:
@@ -53,6 +60,7 @@ def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     finally:
         _depth.value -= 1
         if _depth.value == 0:
+            _depth.had_grad = True
             reads.__dict__.clear()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
 from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, with_attributes
 from fsdp_compile.modules.eager_reads import GatheredParameter, read_eagerly, registered
-from fsdp_compile.modules.forward import in_forward
+from fsdp_compile.modules.forward import in_block_without_grad, in_forward
 from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, swap_in
 
 FLAT = "_fsdp_flat_"
@@ -115,10 +115,10 @@ def _arguments(text: str, args: UnshardArgs) -> tuple[str | torch.Tensor | None,
 
 def named_parameters(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN201
     """`named_parameters()`, and with it `parameters()`: in a forward, the results of reads."""
-    # Eager code without gradients in a forward (updates of a moving average, say) writes into what is stored. In
-    # compiled code such writes are refused.
+    # Eager code that turns gradients off in a forward (to update a moving average, say) writes into what is stored. A
+    # forward that was called without them is an evaluation, which reads. In compiled code writes are refused.
     stored = self._fsdp_original_class.named_parameters(self, *args, **kwargs)
-    if torch.compiler.is_compiling() or (in_forward() and torch.is_grad_enabled()):
+    if torch.compiler.is_compiling() or (in_forward() and not in_block_without_grad()):
         read = _read_each(self, stored, args[0] if args else kwargs.get("prefix", ""))
         if torch.compiler.is_compiling() or kwargs.get("remove_duplicate", True):
             return read

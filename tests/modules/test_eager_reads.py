@@ -56,6 +56,44 @@ def test_inference() -> None:
     run_ranks(_check_no_grad)
 
 
+class _Averaged(nn.Module):
+    """Reads what `parameters()` gives, and updates a moving average of it when it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.average = nn.Linear(5, 5).requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                for mean, value in zip(self.average.parameters(), self.layer.parameters(), strict=True):
+                    mean.lerp_(value, 0.5)
+        return self.layer(x) + self.average(x) * sum(p.square().sum() for p in self.layer.parameters())
+
+
+def _check_parameters_without_gradients() -> None:
+    torch.manual_seed(0)
+    model = _Averaged()
+    reference = copy.deepcopy(model)
+    fully_shard(model.layer)
+    fully_shard(model)
+    x = torch.randn(2, 5)
+    for made in (model, reference):
+        made(x)  # a moving average, updated in a forward that has gradients
+        made.eval()
+    average = model.average.weight
+    assert isinstance(average, DTensor)
+    torch.testing.assert_close(average.full_tensor(), reference.average.weight)
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            torch.testing.assert_close(model(x), reference(x))
+
+
+def test_parameters_are_full_in_an_evaluation_and_stored_where_a_forward_turns_gradients_off() -> None:
+    run_ranks(_check_parameters_without_gradients)
+
+
 class _Methods(nn.Module):
     """Looks at its parameters inside and outside of forward."""
 

@@ -27,7 +27,8 @@ _step = Trainer.step
 
 def _troubled_step(self: Trainer, step: int) -> StepResult:
     if step == PAUSE_AT:
-        print("paused", flush=True)
+        if self.world.rank == 0:  # which writes the metrics: another rank may be in this step before they are written
+            print("paused", flush=True)
         time.sleep(600)
     if step == FAIL_AT and self.world.rank == 1:
         raise RuntimeError("trouble on demand")
