@@ -36,10 +36,13 @@ if TYPE_CHECKING:
     from fsdp_compile.sharding.comm_hook import register_comm_hook
     from fsdp_compile.sharding.fully_shard import fully_shard
     from fsdp_compile.sharding.materialize import materialize
+    from fsdp_compile.state.ema import EMA
     from fsdp_compile.state.full_params import full_params
+    from fsdp_compile.state.full_tensors import full_tensors
     from fsdp_compile.state.load_from_rank0 import load_from_rank0
 
 __all__ = [
+    "EMA",
     "BudgetTooSmallError",
     "ConfigError",
     "FSDPCompileError",
@@ -60,6 +63,7 @@ __all__ = [
     "flat_step",
     "fsdp",
     "full_params",
+    "full_tensors",
     "fully_shard",
     "load_from_rank0",
     "materialize",
@@ -70,6 +74,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "EMA": "fsdp_compile.state.ema",
     "BudgetTooSmallError": "fsdp_compile.errors",
     "ConfigError": "fsdp_compile.errors",
     "FSDPCompileError": "fsdp_compile.errors",
@@ -90,6 +95,7 @@ _HOMES: Final = {
     "flat_step": "fsdp_compile.optim.flat_step",
     "fsdp": "fsdp_compile.backend",
     "full_params": "fsdp_compile.state.full_params",
+    "full_tensors": "fsdp_compile.state.full_tensors",
     "fully_shard": "fsdp_compile.sharding.fully_shard",
     "load_from_rank0": "fsdp_compile.state.load_from_rank0",
     "materialize": "fsdp_compile.sharding.materialize",
