@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fsdp_compile.optim.flat_step import flat_step
     from fsdp_compile.optim.grad_scaler import GradScaler
     from fsdp_compile.optim.step_in_backward import step_in_backward
+    from fsdp_compile.optim.whole_step import whole_step
     from fsdp_compile.options import FSDPOptions
     from fsdp_compile.parity.api import check_parity
     from fsdp_compile.runtime.accumulation import no_sync
@@ -71,6 +72,7 @@ __all__ = [
     "register_comm_hook",
     "step_in_backward",
     "units",
+    "whole_step",
 ]
 
 _HOMES: Final = {
@@ -103,6 +105,7 @@ _HOMES: Final = {
     "register_comm_hook": "fsdp_compile.sharding.comm_hook",
     "step_in_backward": "fsdp_compile.optim.step_in_backward",
     "units": "fsdp_compile.runtime.module_state",
+    "whole_step": "fsdp_compile.optim.whole_step",
 }
 """Where each public name is defined. Importing the package loads none of these: a name's first use does."""
 

@@ -39,11 +39,12 @@ _REFUSED: dict[type[optim.Optimizer], _Refusal] = {
     ),
     optim.Adafactor: _Refusal(
         "Adafactor raises norms to powers in place, which torch cannot do on sharded parameters",
-        "torch.optim.AdamW, or Muon for matrices",
+        "fsdp_compile.whole_step(optimizer), which updates one full parameter at a time",
     ),
     optim.LBFGS: _Refusal(
         "LBFGS joins all parameters, which torch cannot do with one whose rows do not divide over the ranks",
-        "sizes that divide, such parameters in ignored_params (their gradients are not reduced), or torch.optim.AdamW",
+        "sizes that divide, fully_shard(model, shard_placement_fn=...) along a dimension that does, such parameters in "
+        "ignored_params (their gradients are not reduced), or torch.optim.AdamW",
         concerns=_is_uneven,
     ),
 }

@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[_Make, int, str]] = {
     "Rprop": (optim.Rprop, 8, "flat_step"),
     "fused SGD": (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True), 8, "flat_step"),
     "fused Adagrad": (lambda p: optim.Adagrad(p, fused=True), 8, "flat_step"),
-    "Adafactor": (optim.Adafactor, 8, "AdamW"),
+    "Adafactor": (optim.Adafactor, 8, "whole_step"),
     "LBFGS": (optim.LBFGS, 7, "sizes that divide"),
 }
 RIGHT: dict[str, tuple[_Make, int]] = {

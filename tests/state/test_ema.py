@@ -29,33 +29,11 @@ from fsdp_compile import (
     load_from_rank0,
 )
 from tests.beside import compile_eagerly
+from tests.models.outlines import MixedKinds
 from tests.ranks import run_ranks
 from tests.sharding.test_sync_states import mesh_of
 
 DECAY = 0.8
-WIDTH = 6
-
-
-class _Model(nn.Module):
-    """Uneven, 0-d, tied, frozen and bfloat16 parameters; saved and other buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 7)
-        self.norm = nn.BatchNorm1d(7)
-        self.second = nn.Linear(7, WIDTH)
-        self.tied = nn.Linear(WIDTH, 7, bias=False)
-        self.tied.weight = self.first.weight
-        self.narrow = nn.Linear(7, 5, dtype=torch.bfloat16)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("scratch", torch.ones(3), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.norm(self.first(x))) * self.scale
-        x = self.narrow(self.tied(self.second(x)).bfloat16()).float()
-        return x + self.frozen
 
 
 class How(enum.Enum):
@@ -69,7 +47,7 @@ class How(enum.Enum):
 
 def _make() -> Any:
     torch.manual_seed(0)
-    return _Model()
+    return MixedKinds()
 
 
 def _shard(model: nn.Module, how: How) -> Callable[..., torch.Tensor]:
@@ -84,7 +62,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _step(model: Any, called: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer, seed: int) -> None:
-    batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))  # the same on all ranks
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))  # the same on all ranks
     called(batch).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -132,7 +110,7 @@ def _check_updates(how: How) -> None:
         of_same_values.update_parameters(followed)
     before = _values(model)
     _assert_close(before, _values(plain))
-    batch = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(9))
+    batch = torch.randn(3, 6, generator=torch.Generator().manual_seed(9))
     with contextlib.suppress(KeyError), ema.swapped_in():
         _assert_same(_values(model), _values(of_same_values.module))
         _assert_close(_values(model), _values(theirs.module))
@@ -188,7 +166,7 @@ def _load(folder: Path) -> None:
     plain.load_state_dict(full)  # torch's own
     for seed, of in enumerate(("sharded", "full")):
         torch.manual_seed(seed)
-        model = fully_shard(_Model())
+        model = fully_shard(MixedKinds())
         ema = EMA(model, DECAY)
         if of == "sharded":
             dcp.load({"ema": ema}, checkpoint_id=folder / "sharded")
@@ -288,7 +266,7 @@ def _check_refused() -> None:
         ema.update()
     model.register_forward_hook(lambda *_: ema.update())
     with pytest.raises(ConfigError, match=r"EMA.update\(\) in a forward"):
-        fully_shard(nn.Sequential(model))(torch.ones(2, WIDTH))
+        fully_shard(nn.Sequential(model))(torch.ones(2, 6))
 
 
 def _check_wrong_states() -> None:
@@ -299,7 +277,7 @@ def _check_wrong_states() -> None:
         "n_averaged is missing": {k: v for k, v in full.items() if k != "n_averaged"},
         r"shape \(2,\), and \(\)": {**state, "module.scale": torch.ones(2)},
     }
-    weight: Any = fully_shard(nn.Linear(WIDTH, 7)).weight
+    weight: Any = fully_shard(nn.Linear(6, 7)).weight
     whole = weight.redistribute(placements=[Replicate()])
     cases["other rows"] = {**full, "module.first.weight": whole, "module.scale": torch.tensor(3.0)}
     for message, case in cases.items():
