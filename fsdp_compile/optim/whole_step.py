@@ -22,13 +22,14 @@ from fsdp_compile.comm.gather import Receivers, gather_full
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.optim.flat_step import ELEMENTWISE
+from fsdp_compile.optim.whole_lbfgs import use_full_vectors
 from fsdp_compile.runtime import loaded_state
+from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
 from fsdp_compile.runtime.replaced_params import SCALARS, shard_like
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 
 PER_PARAMETER = (*ELEMENTWISE, optim.ASGD, optim.Adafactor, optim.Muon)
 """torch's optimizers whose update of a parameter depends on that parameter's value, gradient and state alone."""
-_WHOLE = "_fsdp_whole"
 Chosen = TypeVar("Chosen", bound=optim.Optimizer)
 
 
@@ -41,6 +42,8 @@ def whole_step(optimizer: Chosen, *, per_parameter: bool = False) -> Chosen:
     not sharded are updated as before. Hooks of the optimizer's step run once for each sharded parameter, and once for
     all others. All ranks step together.
 
+    LBFGS looks at all parameters together: its vectors, as long as all of them, are plain and full on every rank.
+
     Args:
         optimizer: Made before or after the model was sharded. It is changed.
         per_parameter: Asserts of an optimizer that is not torch's that its update of a parameter depends on the value,
@@ -50,21 +53,26 @@ def whole_step(optimizer: Chosen, *, per_parameter: bool = False) -> Chosen:
         `optimizer`.
 
     Raises:
-        ConfigError: For an optimizer that is not known to update each parameter by itself, as LBFGS.
+        ConfigError: For an optimizer that is not known to update each parameter by itself.
     """
+    if isinstance(optimizer, optim.LBFGS):
+        use_full_vectors(optimizer)
+        setattr(optimizer, SEES_WHOLE, True)
+        return optimizer
     if not per_parameter and type(optimizer) not in PER_PARAMETER:
         raise ConfigError(
             f"{type(optimizer).__name__} is not known to update each parameter by itself",
             where="whole_step(optimizer)",
-            instead=f"one of {', '.join(c.__name__ for c in PER_PARAMETER)}; or per_parameter=True if you are sure",
+            instead=f"one of {', '.join(c.__name__ for c in PER_PARAMETER)}, LBFGS; or per_parameter=True if you are "
+            "sure",
         )
-    if _WHOLE not in vars(optimizer):
+    if SEES_WHOLE not in vars(optimizer):
         inner = optimizer.step
 
         def step(self: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return _step(self, inner, closure)
 
-        setattr(optimizer, _WHOLE, True)
+        setattr(optimizer, SEES_WHOLE, True)
         # A method, since learning rate schedulers wrap `step.__func__`.
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     return optimizer
