@@ -240,6 +240,13 @@ def test_lbfgs_equals_one_process(world_size: int) -> None:
 def _check_lbfgs_all() -> None:
     _check_lbfgs(None, Run.SHARDED)
     _check_lbfgs("strong_wolfe", Run.EAGER)
+    model = _narrow()
+    optimizer = whole_step(optim.LBFGS(model.parameters()))
+    compiled = compile_eagerly(model)
+    with pytest.raises(ConfigError, match=r"in the middle of a step(.|\n)*before the first step"):
+        optimizer.step(functools.partial(_closure, compiled, optimizer))
+    for key, value in full_tensors(model):
+        assert torch.equal(value, _narrow().state_dict()[key]), key
 
 
 def test_what_is_not_known_to_update_parameters_one_by_one_is_refused() -> None:
