@@ -28,6 +28,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._logging._internal import trace_structured_artifact
+from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -112,6 +113,13 @@ def modules_being_called() -> Iterator[nn.Module | None]:
         if name == COMPILED_CALL:
             yield None
         elif name in MODULE_CALLS and isinstance(called := frame.f_locals.get("self"), nn.Module):
+            yield called
+
+
+def optimizers_being_stepped() -> Iterator[Optimizer]:
+    """Optimizers whose `step` this thread is in, in a closure of the user's."""
+    for frame in stack():
+        if frame.f_code.co_name == "step" and isinstance(called := frame.f_locals.get("self"), Optimizer):
             yield called
 
 

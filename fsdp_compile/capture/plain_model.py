@@ -20,6 +20,7 @@ from fsdp_compile.capture.first_call import (
     compiled_modules,
     modules_on_the_stack,
     modules_on_the_way,
+    refuse_inside_lbfgs,
     refuse_missed_casts,
 )
 from fsdp_compile.capture.unreached import PlainModels
@@ -62,6 +63,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
             raise added_later(_name_in(module, value))
         refuse_meta(module)
         refuse_plain_rest(modules_on_the_stack(), module)
+        refuse_inside_lbfgs(module)
         plain.remove(module)
         before = set(units(module))
         fully_shard(module, **options.sharding)

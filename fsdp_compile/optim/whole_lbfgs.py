@@ -10,9 +10,7 @@ from torch import nn, optim
 from fsdp_compile._torch.lbfgs import replace_vectors
 from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.comm.gather import Receivers, gather_full
-from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
-from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 
 
@@ -23,13 +21,6 @@ def use_full_vectors(optimizer: optim.LBFGS) -> None:
 
 def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """All gradients, full, in one vector; zeros for one that is missing, as in torch's."""
-    replaced = next((parameter for parameter in parameters if isinstance(parameter, ReplacedParameter)), None)
-    if replaced is not None:  # the step has taken its state from the plain parameters already
-        raise ConfigError(
-            "the model was sharded in the middle of a step of LBFGS",
-            where=f"LBFGS.step(closure), {replaced.param.name}",
-            instead="fully_shard(model), or one call of the compiled model, before the first step",
-        )
     sharded = sharded_parameters()
     return torch.cat([_full_gradient(parameter, sharded.get(parameter)).reshape(-1) for parameter in parameters])
 
