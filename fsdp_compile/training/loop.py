@@ -77,13 +77,16 @@ class _Run:
 
     def run(self) -> None:
         self._begin()
+        updated = False
         for step in range(self.done_steps + 1, self.job.config.steps + 1):
             result = self.trainer.step(step)
             self.pace.add(self.trainer.tokens_per_step)
             if result.nonfinite is not None:
                 self._stop_or_skip(step, result.nonfinite)
-            if step == self.done_steps + 1:
+            elif not updated:
+                updated = True
                 self._show_state_bytes()
+            if step == self.done_steps + 1:
                 self.pace.restart()  # the first step compiled
             self._after_step(step, result)
         self._finish()

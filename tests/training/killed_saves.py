@@ -90,7 +90,8 @@ def main() -> int:
         _kill(pids)
         interrupted += (folder / ".partial").exists() or (folder / ".discarded").exists()
         loads = _fork(arguments.ranks, 2 * kill + 1, _load, folder, log)
-        if any([os.waitpid(pid, 0)[1] for pid in loads]):
+        failed = [status for _, status in (os.waitpid(pid, 0) for pid in loads) if status]
+        if failed:
             print(f"kill {kill} left {sorted(path.name for path in folder.iterdir())}, {log.read_text()} was saved")
             return 1
     print(f"{arguments.kills} kills, {interrupted} of them while a save was on its way; {log.read_text()} saves")
