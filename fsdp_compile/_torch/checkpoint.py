@@ -113,6 +113,11 @@ class _Stream:
             self._errors.append(error)
             raise
 
+    def fileno(self) -> int:
+        # Asked for by `fsync`, before which torch 2.13 does not flush `.metadata`.
+        self._stream.flush()
+        return self._stream.fileno()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

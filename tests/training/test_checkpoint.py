@@ -57,6 +57,8 @@ def test_new_checkpoints_take_the_places_of_the_oldest(tmp_path: Path) -> None:
     assert run_ranks(_save, tmp_path, 1, 2) == [["step-000002"]] * 2
     assert run_ranks(_load, tmp_path) == [(2, {2.0}, ())] * 2
     assert run_ranks(_save, tmp_path, 3, 4, keep=2) == [["step-000003", "step-000004"]] * 2
+    # What was just written is never one too many, whatever there is of later steps.
+    assert run_ranks(_save, tmp_path, 1, 2) == [["step-000002", "step-000003", "step-000004"]] * 2
 
 
 def test_another_number_of_ranks_can_go_on(tmp_path: Path) -> None:
