@@ -161,6 +161,17 @@ def _root_translator() -> Any:
         return None
 
 
+def is_compiling_a_frame() -> bool:
+    """Whether this thread runs Dynamo or a backend that it has called."""
+    return _root_translator() is not None
+
+
+def is_tracing_python() -> bool:
+    """Whether Dynamo is tracing the user's code on this thread; what a backend traces after it does not count."""
+    translator = _root_translator()
+    return translator is not None and not translator.output.should_exit
+
+
 def backend_of(compiled: OptimizedModule) -> object:
     """The function that was given to `torch.compile`, or found by the given name."""
     return _backend_function(getattr(compiled.dynamo_ctx, "callback", None))

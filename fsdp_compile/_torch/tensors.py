@@ -152,6 +152,11 @@ def unscale_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
 
 
+def is_about_mixed_dtensors(error: RuntimeError) -> bool:
+    """Whether an operator was given DTensors and plain tensors, which it refuses."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
+
+
 def plain_torch_functions() -> Any:
     """A context in which `__torch_function__` of subclasses is not asked."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -22,6 +22,7 @@ from fsdp_compile.capture.first_call import (
     modules_on_the_way,
     refuse_missed_casts,
 )
+from fsdp_compile.capture.reject_registry_reads import refuse_registry_reads
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.eager_reads import GatheredParameter
@@ -61,6 +62,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
                 continue
             raise added_later(_name_in(module, value))
         refuse_meta(module)
+        refuse_registry_reads(placeholder)
         refuse_plain_rest(modules_on_the_stack(), module)
         plain.remove(module)
         before = set(units(module))
