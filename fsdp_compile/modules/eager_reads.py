@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.runtime.module_state import reads_of
 from fsdp_compile.runtime.unshard_args import swap_in, swapped_value
 
@@ -52,7 +53,11 @@ class _Read(NamedTuple):
 def read_eagerly(module: nn.Module, name: str, gather: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor | None:
     """A sharded parameter in an eager forward: gathered, or what is registered or was assigned in its place."""
     held = registered(module, name)
-    return held if _is_swapped(module, name) else note_read(gather(module), module, name)
+    if _is_swapped(module, name):
+        return held
+    with profiled(Range.ALL_GATHER, [reads_of(module)[name].group.unit.name]):
+        gathered = gather(module)
+    return note_read(gathered, module, name)
 
 
 def registered(module: nn.Module, name: str) -> torch.Tensor | None:
