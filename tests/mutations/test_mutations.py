@@ -24,7 +24,7 @@ def test_a_mutation_replaces_one_place_and_stays_python(mutation: Mutation) -> N
 
 
 @pytest.mark.parametrize("mutation", listed(), ids=_title)
-def test_a_mutation_is_of_covered_rows_that_name_its_test(mutation: Mutation) -> None:
+def test_the_rows_of_a_mutation_name_its_test(mutation: Mutation) -> None:
     known = {row.id: row for row in rows()}
     for row in mutation.rows.split():
         assert known[row].status != "n/a", row
