@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_compile._torch.dynamo import calls_are_compiled, is_compiling_a_frame
 from fsdp_compile._torch.tensors import plain_torch_functions
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.modules.uncounted_writes import may_write, written_by
 from fsdp_compile.runtime.module_state import reads_of
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
@@ -149,7 +150,9 @@ class _Kept(NamedTuple):
 
 
 def _gathered(module: nn.Module, name: str, gather: Gather) -> _Kept:
-    gathered, read = gather(module), reads_of(module)[name]
+    read = reads_of(module)[name]
+    with profiled(Range.ALL_GATHER, [read.group.unit.name]):
+        gathered = gather(module)
     gathered_from(gathered, read.group, read.param)
     return _Kept(gathered, note_read(gathered))
 

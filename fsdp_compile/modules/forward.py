@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_compile._torch.dynamo import calls_are_compiled, is_on_stack, skip_code
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.modules.casts import Arguments, cast_inputs, cast_output
 from fsdp_compile.modules.eager_reads import check_reads, hide_values, reads, show_values
 from fsdp_compile.modules.stored_shards import refusal_of_shards
@@ -147,7 +148,8 @@ def _pre_forward(module: nn.Module) -> list[tuple[nn.Module, str]]:
     state = state_of(module)
     assert state is not None
     if state.model is not None:
-        state.model.pre_forward(module)
+        with profiled(Range.ROOT_PRE_FORWARD):
+            state.model.pre_forward(module)
     return show_values(module) if state.view_check is None else []
 
 

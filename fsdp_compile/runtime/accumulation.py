@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.ops.unshard import sum_over_replicas, sum_over_shards
 from fsdp_compile.runtime import gradients, module_state, update_in_backward
@@ -96,6 +97,11 @@ def reduce_rest(group: FSDPParamGroup) -> None:
     Some are pending after a backward whose forward ran without reduction, and for parameters that the last microbatch
     did not use.
     """
+    with profiled(Range.REDUCE, [group.unit.name]):
+        _reduce_rest(group)
+
+
+def _reduce_rest(group: FSDPParamGroup) -> None:
     placement = grad_placement_of(group)
     spec = group.params[0].spec
     full = group.grads.unsharded_accumulated_grad.drain() if placement is not GradPlacement.UNREDUCED else None
