@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile
+from fsdp_compile.capture.adopt import take_over_reached
 from fsdp_compile.capture.beside import refuse_wrappers_around
 from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_stack
 from fsdp_compile.errors import UnsupportedModelError
@@ -87,7 +88,9 @@ def watch_compiles(backend: object, plain: PlainModels) -> None:
     def before_compile(frame: FrameToCompile) -> None:
         if frame.backend is backend:
             refuse_wrappers_around(modules_on_the_stack())
-            for module in dict.fromkeys((*compiled_modules(), *_modules_in(frame))):
+            reached = list(dict.fromkeys((*compiled_modules(), *_modules_in(frame))))
+            take_over_reached(reached)
+            for module in reached:
                 refuse_wrappers(module)
                 refuse_meta(module)
                 plain.add(module)

@@ -73,6 +73,11 @@ class AdoptedCall:
             method(setting.value, **({"recurse": False} if setting.recurses else {}))
 
 
+def is_any_wrapped(root: nn.Module) -> bool:
+    """Whether torch's `fully_shard` was called on a module in `root`."""
+    return any(call.is_fully_shard for call in wrapped_calls(root))
+
+
 def is_wrapped(module: nn.Module) -> bool:
     """Whether torch's `fully_shard` was called on this very module."""
     return any(call.is_fully_shard and module in call.modules for call in wrapped_calls(module))
