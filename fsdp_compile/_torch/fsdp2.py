@@ -11,6 +11,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from fsdp_compile._torch.composable import APPLIED
@@ -74,7 +75,7 @@ class WrappedCall:
     @property
     def is_idle(self) -> bool:
         """Whether no forward and no backward of it is running."""
-        return all(part._training_state.name == "IDLE" for part in (self._state, *self._groups))
+        return all(part._training_state is TrainingState.IDLE for part in (self._state, *self._groups))
 
     @property
     def is_last_backward(self) -> bool:
@@ -139,6 +140,9 @@ class WrappedCall:
 
     def reshard(self) -> None:
         """Registers the sharded parameters, as they are between steps; of tied ones the first one that is registered."""
+        for part in (self._state, *self._groups):  # a forward has begun that will run without it
+            part._training_state = TrainingState.IDLE
+        self._state._state_ctx.iter_forward_root = None
         for group in self._groups:
             group.wait_for_unshard()
             group.reshard()
@@ -258,7 +262,7 @@ def _remove_group(group: Any, refuse_backward: Callable[[], NoReturn]) -> None:
     # Graphs of earlier forwards may keep the group: without parameters, and so without their memory.
     group.fsdp_params.clear()
     group.pre_backward = pre_backward
-    # It lists groups, which refer to it.
-    group.comm_ctx.post_forward_order.clear()
+    # A forward makes it, and without a backward it lists groups, which refer to it.
+    getattr(group.comm_ctx, "post_forward_order", []).clear()
 
 

@@ -1,8 +1,8 @@
 """Takes over models that torch's `fully_shard` has sharded, before their compiled form is traced or called first.
 
 FSDP2 registers hooks on modules, which `torch.compile(model)` runs before the forward that it compiles. So a model that
-is wrapped already is taken over when its compiled form is called, before they run; others when Dynamo compiles a frame
-that reaches them, and by then none of their hooks may have run.
+is wrapped already is taken over when its compiled form is called, before they run. Others are taken over when Dynamo is
+about to compile a frame that reaches them, if no hooks have run yet but those of the module whose forward it is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from fsdp_compile._torch.dynamo import OptimizedModule, backend_of
+from fsdp_compile._torch.dynamo import OptimizedModule, backend_of, caller_of_root_frame
 from fsdp_compile.capture.first_call import check_before_compiled_calls, modules_on_the_stack
+from fsdp_compile.modules.forward import in_forward_until_return
 from fsdp_compile.runtime.module_state import is_sharded
 from fsdp_compile.sharding.adopt import is_any_wrapped, is_wrapped
 from fsdp_compile.sharding.fully_shard import take_over
@@ -36,8 +37,12 @@ def take_over_before_calls(backend: object) -> None:
     register_module_module_registration_hook(registered)
 
 
-def take_over_reached(modules: Iterable[nn.Module]) -> None:
+def take_over_reached(modules: Iterable[nn.Module], starting: nn.Module | None = None) -> None:
     """Takes over what torch's `fully_shard` has sharded in some modules that compiled code reaches.
+
+    Args:
+        modules: These modules.
+        starting: The one whose forward is about to be compiled, and called then.
 
     Raises:
         ConfigError: As `take_over`; also if a module that is being called was sharded so, and its forward has begun.
@@ -45,8 +50,10 @@ def take_over_reached(modules: Iterable[nn.Module]) -> None:
     """
     called = [module for module in modules_on_the_stack() if is_wrapped(module)]
     for module in (*called, *modules):
-        if take_over(module):
+        if take_over(module, starting):
             check_before_compiled_calls(module)
+            if starting is not None:
+                in_forward_until_return(caller_of_root_frame())
 
 
 def _take_over_at_first_call(compiled: nn.Module, module: nn.Module, backend: object) -> None:

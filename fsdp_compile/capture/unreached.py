@@ -89,7 +89,7 @@ def watch_compiles(backend: object, plain: PlainModels) -> None:
         if frame.backend is backend:
             refuse_wrappers_around(modules_on_the_stack())
             reached = list(dict.fromkeys((*compiled_modules(), *_modules_in(frame))))
-            take_over_reached(reached)
+            take_over_reached(reached, frame.starts)
             for module in reached:
                 refuse_wrappers(module)
                 refuse_meta(module)

@@ -83,8 +83,12 @@ def is_wrapped(module: nn.Module) -> bool:
     return any(call.is_fully_shard and module in call.modules for call in wrapped_calls(module))
 
 
-def plan(root: nn.Module) -> list[AdoptedCall]:
+def plan(root: nn.Module, starting: nn.Module | None) -> list[AdoptedCall]:
     """The calls that take over what torch's `fully_shard` has sharded in `root`, in their order; changes no value.
+
+    Args:
+        root: A model.
+        starting: A module whose hooks have run in this call, and whose forward has not yet.
 
     Raises:
         ConfigError: If a forward or backward is running, gradients wait for their reduction, something was set that
@@ -97,7 +101,7 @@ def plan(root: nn.Module) -> list[AdoptedCall]:
     names = {id(module): name for name, module in root.named_modules()}
     titles = {call: ", ".join(_title(names.get(id(module), "")) for module in call.modules) for call in calls}
     for call, title in titles.items():
-        _refuse_call(call, title)
+        _refuse_call(call, title, starting)
     _refuse_parts(root, calls)
     for call in calls:
         call.reshard()
@@ -139,10 +143,17 @@ def _title(name: str) -> str:
     return name or "the outermost module"
 
 
-def _refuse_call(call: WrappedCall, title: str) -> None:
+def _refuse_call(call: WrappedCall, title: str, starting: nn.Module | None) -> None:
     if not call.is_fully_shard:
         checks.refuse_wrappers(call.modules[0])
-    if not call.is_idle:
+    if starting in call.modules and call.mp_policy.output_dtype is not None:
+        raise ConfigError(
+            f"mixed precision casts what this module returns, and its first call had begun before it was taken over "
+            f"from {_FSDP2}",
+            where=f"output_dtype={call.mp_policy.output_dtype}, {title}",
+            instead="fsdp_compile.fully_shard(model) before the first call",
+        )
+    if not call.is_idle and call.modules != (starting,):
         raise ConfigError(
             f"{_FSDP2} has sharded this model, and is in the middle of its forward or backward",
             where=title,

@@ -136,14 +136,18 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
 fully_shard.state = torch_state  # type: ignore[attr-defined]  # as FSDP2's function has it
 
 
-def take_over(root: nn.Module) -> bool:
+def take_over(root: nn.Module, starting: nn.Module | None = None) -> bool:
     """Shards what torch's `fully_shard` has sharded in `root`, in the same units; returns whether there was any.
+
+    Args:
+        root: A model.
+        starting: As for `adopt.plan`.
 
     Raises:
         ConfigError: As `adopt.plan`; nothing is changed then.
         UnsupportedModelError: The same.
     """
-    calls = adopt.plan(root)
+    calls = adopt.plan(root, starting)
     adopt.remove(calls)
     for call in calls:
         _shard(call.arguments())

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as TorchParamGroup
 from torch.distributed.tensor import DTensor, Shard
 
-import fsdp_compile
-from fsdp_compile import ConfigError, FSDPCompileError, ShardedModule, UnsupportedModelError, fully_shard, units
+from fsdp_compile import ConfigError, FSDPCompileError, ShardedModule, fully_shard, units
 from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim, Stack
@@ -56,7 +55,7 @@ def _head_first(parameter: nn.Parameter) -> Shard | None:
 
 def _each_differently(model: Any) -> nn.Module:
     fsdp2(model.blocks[0], reshard_after_forward=False)
-    fsdp2(model.blocks[1], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    fsdp2(model.blocks[1], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))
     return fsdp2(model)
 
 
@@ -71,12 +70,11 @@ def _with_ignored(model: Any) -> nn.Module:
 def _with_settings(model: Any) -> nn.Module:
     _wrap(model)
     first, last = model.blocks
-    model.set_modules_to_forward_prefetch([first, last])
+    first.set_modules_to_forward_prefetch([last])
     last.set_modules_to_backward_prefetch([first])
     first.set_gradient_divide_factor(3.0)
-    last.set_reshard_after_backward(False)
     last.set_reshard_after_forward(False)
-    model.set_force_sum_reduction_for_comms(True)
+    first.set_force_sum_reduction_for_comms(True)  # gloo divides by no other number
     return model
 
 
@@ -96,10 +94,8 @@ CASES = {
     "units": _Case(),
     "tied": _Case(make=_Tied),
     "one-unit": _Case(lambda model: fsdp2(model), units=("",)),
-    "a-list": _Case(_as_one_unit, units=("", "blocks.1, head")),
-    "bf16": _Case(
-        functools.partial(_wrap, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))
-    ),
+    "a-list": _Case(_as_one_unit, units=("", "blocks.1+head")),
+    "bf16": _Case(functools.partial(_wrap, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))),
     "kept": _Case(functools.partial(_wrap, reshard_after_forward=False)),
     "each-differently": _Case(_each_differently),
     "another-dimension": _Case(functools.partial(_wrap, shard_placement_fn=_head_first), make=Slim),
@@ -134,6 +130,9 @@ class _Side:
 
     def values(self) -> dict[str, torch.Tensor]:
         found: dict[str, Any] = {}
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         for name, parameter in self.model.named_parameters():
             found[name] = parameter
             for key, value in self.optimizer.state[parameter].items():
@@ -180,7 +179,7 @@ def _four_steps(name: str, form: str) -> tuple[list[str], tuple[str, ...]]:
     for step in range(2):
         theirs.step(step)
         mine.step(step)
-    before = list(mine.model.parameters())
+    before = list(mine.optimizer.param_groups[0]["params"])
     wrapped = [module for module in mine.model.modules() if isinstance(module, FSDPModule)]
     mine.call = FORMS[form](mine.model)
     for step in range(2, 4):
@@ -205,3 +204,274 @@ def test_what_a_model_was_wrapped_with_is_kept(name: str) -> None:
     for different, names in run_ranks(_four_steps, name, "compiled"):
         assert different == []
         assert names == CASES[name].units
+
+
+def _hybrid(form: str) -> list[str]:
+    case = _Case(functools.partial(_wrap, mesh=_mesh(2, 2), reshard_after_forward=True))
+    theirs, mine = _Side(case), _Side(case)
+    for step in range(2):
+        theirs.step(step)
+        mine.step(step)
+    mine.call = FORMS[form](mine.model)
+    for step in range(2, 4):
+        theirs.step(step)
+        mine.step(step)
+    return _differences(mine, theirs)
+
+
+@pytest.mark.core
+def test_hybrid_sharding_goes_on_over_both_dimensions() -> None:
+    assert run_ranks(_hybrid, "compiled", world_size=4) == [[]] * 4
+
+
+def _kept_of_four() -> str:
+    model = _wrap(Stack(), reshard_after_forward=2)
+    compile_eagerly(model)(_batch(0)).sum().backward()
+    return str({unit.policy.mesh_placement.post_forward_size for unit in units(model)})
+
+
+def test_a_smaller_group_of_backward_is_kept() -> None:
+    assert run_ranks(_kept_of_four, world_size=4) == ["{2}"] * 4
+
+
+def _with_gradients(form: str) -> list[str]:
+    """Accumulates over both: one backward of FSDP2, one here, then one step."""
+    theirs, mine = _Side(CASES["units"]), _Side(CASES["units"])
+    _backward(theirs.model, 0)
+    _backward(mine.model, 0)
+    mine.call = FORMS[form](mine.model)
+    theirs.step(1)
+    mine.step(1)
+    return _differences(mine, theirs)
+
+
+@pytest.mark.parametrize("form", ["compiled", "sharded"])
+def test_gradients_are_kept(form: str) -> None:
+    assert run_ranks(_with_gradients, form) == [[], []]
+
+
+def _from_meta(when: str) -> list[str]:
+    """As transformers loads a model: wrapped on meta, given memory, loaded, and then compiled."""
+    torch.manual_seed(0)
+    values = _Tied().state_dict()
+    theirs = _Side(_Case(make=_Tied))
+    with torch.device("meta"):
+        model = _Tied()
+    _wrap(model)
+    if when == "sharded-first":
+        fully_shard(model)
+    model.to_empty(device="cpu")
+    loaded = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert isinstance(parameter, DTensor)
+        loaded[name] = torch.distributed.tensor.distribute_tensor(
+            values[name], parameter.device_mesh, parameter.placements
+        )
+    model.load_state_dict(loaded, assign=when == "assigned")
+    mine = _Side(dataclasses.replace(CASES["tied"], wrap=lambda _: model))
+    mine.call = compile_eagerly(model)
+    for step in range(2):
+        theirs.step(step)
+        mine.step(step)
+    return _differences(mine, theirs)
+
+
+@pytest.mark.parametrize("when", ["copied", "assigned", "sharded-first"])
+def test_a_model_that_was_wrapped_on_meta_and_loaded(when: str) -> None:
+    assert run_ranks(_from_meta, when) == [[], []]
+
+
+def _state_dicts() -> tuple[bool, bool]:
+    mine, theirs = _Side(CASES["units"]), _Side(CASES["units"])
+    mine.call = compile_eagerly(mine.model)
+    for side in (mine, theirs):
+        for step in range(2):
+            side.step(step)
+    own, expected = mine.model.state_dict(), theirs.model.state_dict()
+    same = list(own) == list(expected) and all(
+        own[name].placements == expected[name].placements and torch.equal(own[name].to_local(), value.to_local())
+        for name, value in expected.items()
+    )
+    mine.model.load_state_dict({name: torch.zeros_like(value) for name, value in own.items()})
+    return same, not any(p.full_tensor().any() for p in mine.model.parameters())  # type: ignore[attr-defined]
+
+
+def test_state_dicts_are_those_of_fsdp2() -> None:
+    assert run_ranks(_state_dicts) == [(True, True)] * 2
+
+
+def _what_is_left() -> list[str]:
+    """What is alive of torch's own parameter groups, and of the memory of their shards."""
+    side = _Side(CASES["units"])
+    side.step(0)
+    states = [module._get_fsdp_state() for module in side.model.modules() if isinstance(module, FSDPModule)]
+    groups = [weakref.ref(group) for state in states for group in state._fsdp_param_groups]
+    memory = [weakref.ref(param) for group in groups for param in group().fsdp_params]  # type: ignore[union-attr]
+    assert all(isinstance(group(), TorchParamGroup) for group in groups)
+    assert groups
+    assert memory
+    del states
+    fully_shard(side.model)
+    marks = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+    left = [mark for module in side.model.modules() for mark in marks if mark in module.__dict__]
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    left += [name for module in side.model.modules() for name in hooks if getattr(module, name)]
+    storages = [p.to_local().untyped_storage().data_ptr() for p in side.model.parameters()]  # type: ignore[attr-defined]
+    assert len(set(storages)) == len(units(side.model))
+    return [*left, *(str(reference()) for reference in (*groups, *memory) if reference() is not None)]
+
+
+def test_nothing_of_torchs_is_left() -> None:
+    assert run_ranks(_what_is_left) == [[], []]
+
+
+def _late_backward() -> str:
+    model = _wrap(Stack())
+    loss = model(_batch(0)).sum()
+    compile_eagerly(model)(_batch(1)).sum().backward()
+    return _refusal(loss.backward)
+
+
+def test_a_backward_of_a_forward_from_before_is_refused() -> None:
+    for message in run_ranks(_late_backward):
+        assert "the forward of this backward was one of torch.distributed.fsdp.fully_shard" in message
+
+
+def _inputs_with_gradients() -> bool:
+    """FSDP2's hooks see the inputs of the first call of a model that is compiled in place."""
+    model = _wrap(Stack())
+    call = _in_place(model)
+    found = []
+    for _ in range(2):
+        x = _batch(0).requires_grad_()
+        call(x).square().mean().backward()
+        found.append(x.grad)
+    assert found[0] is not None
+    return torch.equal(*found)  # type: ignore[arg-type]
+
+
+def test_inputs_of_the_first_call_get_gradients() -> None:
+    assert run_ranks(_inputs_with_gradients) == [True, True]
+
+
+def _buffers_differ() -> bool:
+    """Running statistics are each rank's own, also when the model is taken over."""
+    model = fsdp2(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    model(_batch(0))
+    mean = model[1].running_mean.clone()  # type: ignore[union-attr, index, operator]
+    call = compile_eagerly(model)
+    for step in (1, 2):
+        call(_batch(step)).sum().backward()
+    return not torch.equal(model[1].running_mean, mean)  # type: ignore[arg-type, index]
+
+
+def test_batch_norm_keeps_the_statistics_of_each_rank() -> None:
+    assert run_ranks(_buffers_differ) == [True, True]
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except FSDPCompileError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class _Gather:
+    """No collective that a graph could have."""
+
+    def __call__(self, *_: object) -> None: ...
+
+    def allocate(self, *_: object) -> None: ...
+
+
+def _set(method: str, *values: Any) -> Callable[[Any], object]:
+    return lambda model: getattr(model, method)(*values)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "all-gather": (_set("set_custom_all_gather", _Gather()), "set_custom_all_gather"),
+    "reduce-scatter": (_set("set_custom_reduce_scatter", _Gather()), "set_custom_reduce_scatter"),
+    "all-reduce hook": (_set("set_all_reduce_hook", print), "set_all_reduce_hook"),
+    "unused": (_set("set_reduce_scatter_unused_params", True), "set_reduce_scatter_unused_params(True)"),  # noqa: FBT003
+    "buffers": (_set("set_reduce_scatter_max_input_buffers", 2), "set_reduce_scatter_max_input_buffers(2)"),
+    "allocator": (
+        _set("set_allocate_memory_from_process_group_for_comm", True),  # noqa: FBT003
+        "set_allocate_memory_from_process_group_for_comm(True)",
+    ),
+    "last backward": (_set("set_is_last_backward", False), "take the model over after the last backward"),  # noqa: FBT003
+    "prefetches itself": (lambda model: model.set_modules_to_forward_prefetch([model]), "a module prefetches itself"),
+    "replaced": (
+        lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(5, WIDTH))),
+        "head.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_taken_over_is_refused_by_name(what: str) -> None:
+    change, named = REFUSED[what]
+    with fake_world(2):
+        model = _wrap(Stack(), mesh=_mesh(2))
+        change(model)
+        before = [(name, id(p), type(p)) for name, p in model.named_parameters()]
+        for call in (lambda: fully_shard(model), lambda: compile_eagerly(model)(torch.ones(2, WIDTH))):
+            message = _refusal(call)
+            assert named in message, message
+        assert [(name, id(p), type(p)) for name, p in model.named_parameters()] == before
+        assert not isinstance(model, ShardedModule)
+
+
+def _held_gradients() -> str:
+    model: Any = _wrap(Stack())
+    model.set_requires_gradient_sync(False)
+    _backward(model, 0)
+    return _refusal(lambda: fully_shard(model))
+
+
+def test_gradients_that_wait_for_their_reduction_are_refused() -> None:
+    for message in run_ranks(_held_gradients):
+        assert message.startswith(f"{ConfigError.__name__}: gradients of torch.distributed.fsdp.fully_shard wait")
+
+
+def test_arguments_of_a_second_call_are_refused() -> None:
+    with fake_world(2):
+        model = _wrap(Stack(), mesh=_mesh(2))
+        message = _refusal(lambda: fully_shard(model, reshard_after_forward=False))
+        assert "reshard_after_forward says how to shard" in message
+        assert fully_shard(model) is model
+        assert "sharded already" in _refusal(lambda: fully_shard(model))
+
+
+def _parts() -> list[str]:
+    whole: Any = _wrap(Stack())
+    whole(_batch(0)).sum().backward()
+    inside: Any = _wrap(Stack())
+    inside.blocks[0].compile(backend="fsdp", options={"lower": "eager"})
+    return [_refusal(lambda: fully_shard(whole.blocks[0])), _refusal(lambda: inside(_batch(0)))]
+
+
+def test_a_part_of_a_model_is_refused() -> None:
+    for alone, compiled in run_ranks(_parts):
+        assert "only a part of a model that torch.distributed.fsdp.fully_shard has sharded" in alone
+        assert "is in the middle of its forward" in compiled
+
+
+def test_nested_tensors_and_classes_that_were_replaced_are_refused() -> None:
+    with fake_world(2):
+        model: Any = fsdp2(Slim(), mesh=_mesh(2))
+        fsdp2(embedding := nn.Sequential(nn.Embedding(7, 4, max_norm=1.0)), mesh=_mesh(2))
+        assert "max_norm" in _refusal(lambda: fully_shard(embedding))
+        model.__class__ = type("Other", (type(model),), {})
+        message = _refusal(lambda: fully_shard(model))
+    assert message.startswith(f"{ConfigError.__name__}: the class of a module was replaced")
+
+
+def test_wrapped_parts_of_a_plain_model_become_units_of_it() -> None:
+    with fake_world(2):
+        model = Stack()
+        for block in model.blocks:
+            fsdp2(block, mesh=_mesh(2))
+        fully_shard(model)
+        assert [unit.name for unit in units(model)] == ["", "blocks.0", "blocks.1"]
+        assert isinstance(model, ShardedModule)
