@@ -216,14 +216,10 @@ def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
     cells = [cell.cell_contents for cell in given.get("closure") or () if _is_set(cell)]
     named = [given["globals"][name] for name in code.co_names if name in given["globals"]]
     held = (*dict(given["locals"]).values(), *cells, *named)
-    forwards = (value for value in held if isinstance(value, nn.Module) and _code_of(value.forward) is code)
-    return FrameToCompile(
-        _backend_function(given["compiler_fn"]), next(forwards, None), frozenset(code.co_names), held
+    forwards = (
+        value for value in held if isinstance(value, nn.Module) and getattr(value.forward, "__code__", None) is code
     )
-
-
-def _code_of(function: object) -> types.CodeType | None:
-    return getattr(function, "__code__", None)
+    return FrameToCompile(_backend_function(given["compiler_fn"]), next(forwards, None), frozenset(code.co_names), held)
 
 
 def _is_set(cell: types.CellType) -> bool:

@@ -24,6 +24,16 @@ _COLLECTIVES: dict[str, tuple[str, Any]] = {
     "ProcessGroupAllocAllGather": ("set_allocate_memory_from_process_group_for_comm", True),
     "ProcessGroupAllocReduceScatter": ("set_allocate_memory_from_process_group_for_comm", True),
 }
+_SETTINGS: tuple[tuple[str, Any, str, bool], ...] = (
+    ("reshard_after_backward", True, "set_reshard_after_backward", True),
+    ("gradient_divide_factor", None, "set_gradient_divide_factor", False),
+    ("force_sum_reduction_for_comms", False, "set_force_sum_reduction_for_comms", False),
+    ("unshard_in_backward", True, "set_unshard_in_backward", False),
+    ("_all_reduce_hook", None, "set_all_reduce_hook", False),
+    ("reduce_scatter_unused_params", False, "set_reduce_scatter_unused_params", True),
+    ("reduce_scatter_max_input_buffers", 1, "set_reduce_scatter_max_input_buffers", True),
+)
+"""Attribute of FSDP2's parameter group, what it is by default, the method that sets it, and whether that recurses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +149,7 @@ class WrappedCall:
         )
 
     def reshard(self) -> None:
-        """Registers the sharded parameters, as they are between steps; of tied ones the first one that is registered."""
+        """Registers the sharded parameters, as they are between steps; of tied ones the one at their first place."""
         for part in (self._state, *self._groups):  # a forward has begun that will run without it
             part._training_state = TrainingState.IDLE
         self._state._state_ctx.iter_forward_root = None
@@ -222,21 +232,11 @@ def _settings_of(group: Any) -> Iterator[Setting]:
     if not (group.reduce_grads and group.all_reduce_grads):
         yield Setting("set_requires_gradient_sync", group.reduce_grads, recurses=True)
         yield Setting("set_requires_all_reduce", group.all_reduce_grads, recurses=True)
-    if not group.reshard_after_backward:
-        yield Setting("set_reshard_after_backward", value=False, recurses=True)
-    if group.gradient_divide_factor is not None:
-        yield Setting("set_gradient_divide_factor", group.gradient_divide_factor)
-    if group.force_sum_reduction_for_comms:
-        yield Setting("set_force_sum_reduction_for_comms", value=True)
-    if not group.unshard_in_backward:
-        yield Setting("set_unshard_in_backward", value=False)
-    if group._all_reduce_hook is not None:
-        yield Setting("set_all_reduce_hook", group._all_reduce_hook)
-    # Newer than the others.
-    if getattr(group, "reduce_scatter_unused_params", False):
-        yield Setting("set_reduce_scatter_unused_params", value=True, recurses=True)
-    if getattr(group, "reduce_scatter_max_input_buffers", 1) != 1:
-        yield Setting("set_reduce_scatter_max_input_buffers", group.reduce_scatter_max_input_buffers, recurses=True)
+    for attribute, default, method, recurses in _SETTINGS:
+        # Some are newer than others.
+        value = getattr(group, attribute, default)
+        if value != default:
+            yield Setting(method, value, recurses)
     if getattr(group.mesh_info, "reduce_scatter_process_group", None) is not None:
         yield Setting("set_separate_reduce_scatter_group", value=True, recurses=True)
     for name in ("all_gather", "reduce_scatter"):
@@ -264,5 +264,3 @@ def _remove_group(group: Any, refuse_backward: Callable[[], NoReturn]) -> None:
     group.pre_backward = pre_backward
     # A forward makes it, and without a backward it lists groups, which refer to it.
     getattr(group.comm_ctx, "post_forward_order", []).clear()
-
-

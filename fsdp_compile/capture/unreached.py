@@ -24,7 +24,8 @@ from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_sta
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.runtime.module_state import units_below
 from fsdp_compile.runtime.units import FSDPParamGroup
-from fsdp_compile.sharding.checks import refuse_meta, refuse_wrappers
+from fsdp_compile.sharding.checks import refuse_meta
+from fsdp_compile.sharding.wrappers import refuse_wrappers
 
 _BEFORE_THE_COMPILE = "call fsdp_compile.fully_shard(model) before torch.compile(model, backend='fsdp')"
 

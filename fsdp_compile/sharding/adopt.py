@@ -11,7 +11,7 @@ import dataclasses
 import graphlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from fsdp_compile.runtime.gradients import refuse_hook_of_several
 from fsdp_compile.runtime.module_state import is_sharded
 from fsdp_compile.sharding import check_params, checks, devices
 from fsdp_compile.sharding.arguments import Arguments, InitFrom, UnitArguments, UnitChoices
+from fsdp_compile.sharding.wrappers import refuse_wrappers
 
 _FSDP2 = "torch.distributed.fsdp.fully_shard"
 _WHOLE = "fsdp_compile.fully_shard(model) of the whole model, or torch.compile(model, backend='fsdp') of it"
@@ -101,7 +102,9 @@ def plan(root: nn.Module, starting: nn.Module | None) -> list[AdoptedCall]:
     names = {id(module): name for name, module in root.named_modules()}
     titles = {call: ", ".join(_title(names.get(id(module), "")) for module in call.modules) for call in calls}
     for call, title in titles.items():
-        _refuse_call(call, title, starting)
+        _refuse_running(call, title, starting)
+        _refuse_kind(call, title)
+        _refuse_settings(call, title)
     _refuse_parts(root, calls)
     for call in calls:
         call.reshard()
@@ -112,7 +115,7 @@ def plan(root: nn.Module, starting: nn.Module | None) -> list[AdoptedCall]:
     sharded = {id(param.parameter) for held in params.values() for param in held}
     mesh = next((call.mesh for call in calls if call.mesh is not None), None)
     ordered = _bottom_up(calls, params, titles)
-    return [_adopted(call, params[call], sharded, mesh, titles[call]) for call in ordered]
+    return [_adopted(call, params[call], sharded, mesh) for call in ordered]
 
 
 def remove(planned: Sequence[AdoptedCall]) -> None:
@@ -143,9 +146,7 @@ def _title(name: str) -> str:
     return name or "the outermost module"
 
 
-def _refuse_call(call: WrappedCall, title: str, starting: nn.Module | None) -> None:
-    if not call.is_fully_shard:
-        checks.refuse_wrappers(call.modules[0])
+def _refuse_running(call: WrappedCall, title: str, starting: nn.Module | None) -> None:
     if starting in call.modules and call.mp_policy.output_dtype is not None:
         raise ConfigError(
             f"mixed precision casts what this module returns, and its first call had begun before it was taken over "
@@ -166,6 +167,11 @@ def _refuse_call(call: WrappedCall, title: str, starting: nn.Module | None) -> N
             where=title,
             instead="take the model over after the last backward of a step",
         )
+
+
+def _refuse_kind(call: WrappedCall, title: str) -> None:
+    if not call.is_fully_shard:
+        refuse_wrappers(call.modules[0])
     if call.has_several_meshes:
         raise ConfigError(
             "parameters of one unit are sharded over several meshes, or over dimensions of a larger one",
@@ -179,6 +185,9 @@ def _refuse_call(call: WrappedCall, title: str, starting: nn.Module | None) -> N
                 where=title,
                 instead="fsdp_compile.fully_shard(model) before that (torch.nn.utils.parametrize does it, say)",
             )
+
+
+def _refuse_settings(call: WrappedCall, title: str) -> None:
     for setting in call.settings():
         if setting.method in vars(RefusedMethods):
             getattr(RefusedMethods, setting.method)(call.modules[0], setting.value)
@@ -274,7 +283,7 @@ def _unordered(title: str) -> UnsupportedModelError:
 
 
 def _adopted(
-    call: WrappedCall, params: Sequence[WrappedParam], sharded: set[int], mesh: DeviceMesh | None, title: str
+    call: WrappedCall, params: Sequence[WrappedParam], sharded: set[int], mesh: DeviceMesh | None
 ) -> AdoptedCall:
     mesh = call.mesh or mesh
     choices = UnitChoices(None, mesh, call.reshard_after_forward, call.mp_policy, call.offload_policy)

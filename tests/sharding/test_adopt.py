@@ -1,4 +1,4 @@
-"""Models that torch's `fully_shard` has sharded train on here with the same units, parameters and optimizer, bit by bit."""
+"""Models that torch's `fully_shard` has sharded train on here: the same units, parameters and optimizer, bit by bit."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Case:
 CASES = {
     "units": _Case(),
     "tied": _Case(make=_Tied),
-    "one-unit": _Case(lambda model: fsdp2(model), units=("",)),
+    "one-unit": _Case(fsdp2, units=("",)),
     "a-list": _Case(_as_one_unit, units=("", "blocks.1+head")),
     "bf16": _Case(functools.partial(_wrap, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))),
     "kept": _Case(functools.partial(_wrap, reshard_after_forward=False)),
@@ -289,7 +289,7 @@ def _state_dicts() -> tuple[bool, bool]:
             side.step(step)
     own, expected = mine.model.state_dict(), theirs.model.state_dict()
     same = list(own) == list(expected) and all(
-        own[name].placements == expected[name].placements and torch.equal(own[name].to_local(), value.to_local())
+        own[name].placements == value.placements and torch.equal(own[name].to_local(), value.to_local())
         for name, value in expected.items()
     )
     mine.model.load_state_dict({name: torch.zeros_like(value) for name, value in own.items()})
@@ -326,7 +326,7 @@ def test_nothing_of_torchs_is_left() -> None:
 
 
 def _late_backward() -> str:
-    model = _wrap(Stack())
+    model: Any = _wrap(Stack())
     loss = model(_batch(0)).sum()
     compile_eagerly(model)(_batch(1)).sum().backward()
     return _refusal(loss.backward)
@@ -356,13 +356,15 @@ def test_inputs_of_the_first_call_get_gradients() -> None:
 
 def _buffers_differ() -> bool:
     """Running statistics are each rank's own, also when the model is taken over."""
-    model = fsdp2(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    norm = nn.BatchNorm1d(WIDTH)
+    model: Any = fsdp2(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm))
     model(_batch(0))
-    mean = model[1].running_mean.clone()  # type: ignore[union-attr, index, operator]
+    assert norm.running_mean is not None
+    mean = norm.running_mean.clone()
     call = compile_eagerly(model)
     for step in (1, 2):
         call(_batch(step)).sum().backward()
-    return not torch.equal(model[1].running_mean, mean)  # type: ignore[arg-type, index]
+    return not torch.equal(norm.running_mean, mean)
 
 
 def test_batch_norm_keeps_the_statistics_of_each_rank() -> None:
