@@ -67,6 +67,9 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     Called on a whole model alone, it splits it into units: repeated blocks, then embedding and head apart, then the
     rest. Called bottom-up, as with FSDP2, each call makes one unit of what the calls below it left.
 
+    What torch's `fully_shard` has sharded is taken over: its units, parameters and settings stay. On a module that
+    torch's was called on, there is nothing else to do, and other arguments are refused.
+
     Args:
         module: The module. Its parameters become DTensors, views of one flat buffer per unit and dtype. A list of
             modules becomes one unit, as with FSDP2.

@@ -31,9 +31,9 @@ def refuse_wrappers(root: nn.Module) -> None:
 
 
 def in_its_place(wrapper: nn.Module) -> str:
-    """What to write in the place of a wrapper: lines of Python in which it is `wrapped`, and `model` the plain model."""
+    """What to write in the place of a wrapper: lines of Python in which it is `wrapped`, and `model` the plain one."""
     if isinstance(wrapper, FullyShardedDataParallel):
-        # From the CPU to the CPU, torch copies values whose memory it has freed.
+        # From the CPU to the CPU, torch hands out values whose memory it has freed or uses for others.
         offload = "" if wrapper.compute_device.type == "cpu" else ", cpu_offload=True"
         options = f"{_STATE_DICT}.StateDictOptions(full_state_dict=True{offload})"
         lines = [
@@ -41,7 +41,7 @@ def in_its_place(wrapper: nn.Module) -> str:
             f"state = {_STATE_DICT}.get_model_state_dict(wrapped, options={options})",
             f"fsdp_compile.fully_shard({', '.join(['model', *_arguments(wrapper)])})",
             "fsdp_compile.load_from_rank0(model, state)",
-            "and get_optimizer_state_dict, set_optimizer_state_dict for its optimizer: docs/migrate.md",
+            "and get_optimizer_state_dict (the same options), set_optimizer_state_dict for its optimizer: docs/migrate.md",
         ]
     elif isinstance(wrapper, DistributedDataParallel):
         lines = [

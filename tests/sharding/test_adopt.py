@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as TorchParamGroup
 from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compile import ConfigError, FSDPCompileError, ShardedModule, fully_shard, units
+from fsdp_compile.sharding.allocate import allocate_flat_params
 from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim, Stack
@@ -477,3 +480,30 @@ def test_wrapped_parts_of_a_plain_model_become_units_of_it() -> None:
         fully_shard(model)
         assert [unit.name for unit in units(model)] == ["", "blocks.0", "blocks.1"]
         assert isinstance(model, ShardedModule)
+
+
+def _bytes_while_taken_over() -> tuple[int, int, int]:
+    """The most bytes of old and new shards at a time, those of all shards, and those of the largest unit."""
+    model: Any = _wrap(Stack(4))
+    storages = [p.to_local().untyped_storage() for p in model.parameters()]
+    old = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+    del storages
+    flats: list[torch.Tensor] = []
+    seen = []
+
+    def allocate(unit: Any, members: Any) -> None:
+        allocate_flat_params(unit, members)
+        flats.extend(group.flat_param for group in unit.param_groups)
+        seen.append(sum(flat.nbytes for flat in flats) + sum(size for ref, size in old if not ref.expired()))
+
+    with mock.patch("fsdp_compile.sharding.fully_shard.allocate_flat_params", allocate):
+        fully_shard(model)
+    assert len(seen) == len(units(model))
+    assert all(reference.expired() for reference, _ in old)
+    return max(seen), sum(flat.nbytes for flat in flats), max(flat.nbytes for flat in flats)
+
+
+def test_no_more_than_one_unit_is_there_twice() -> None:
+    for peak, shards, largest in run_ranks(_bytes_while_taken_over):
+        assert largest < shards / 3
+        assert peak <= shards + largest
