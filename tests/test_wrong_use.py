@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
@@ -118,6 +117,8 @@ def test_sharding_twice() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_sharding_what_torch_replicates_already() -> None:
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+
     model = Block()
     replicate_with_fsdp(model, mesh=init_device_mesh("cpu", (4,)))
     for call in (lambda: fully_shard(model), lambda: _compiled(model)(torch.ones(2, 16))):

@@ -19,11 +19,11 @@ from fsdp_compile.capture.first_call import check_before_compiled_calls, modules
 from fsdp_compile.modules.forward import in_forward_until_return
 from fsdp_compile.runtime.module_state import is_sharded
 from fsdp_compile.sharding.adopt import is_any_wrapped, is_wrapped
-from fsdp_compile.sharding.fully_shard import take_over
+from fsdp_compile.sharding.fully_shard import adopt_wrapped
 from fsdp_compile.sharding.views import pre_forward
 
 
-def take_over_before_calls(backend: object) -> None:
+def adopt_before_calls(backend: object) -> None:
     """Takes over each model that is given to `torch.compile` from now on, if torch's `fully_shard` has sharded it.
 
     Args:
@@ -32,12 +32,12 @@ def take_over_before_calls(backend: object) -> None:
 
     def registered(module: nn.Module, _name: str, child: nn.Module | None) -> None:
         if isinstance(module, OptimizedModule) and child is not None and is_any_wrapped(child):
-            _take_over_at_first_call(module, child, backend)
+            _adopt_at_first_call(module, child, backend)
 
     register_module_module_registration_hook(registered)
 
 
-def take_over_reached(modules: Iterable[nn.Module], starting: nn.Module | None = None) -> None:
+def adopt_reached(modules: Iterable[nn.Module], starting: nn.Module | None = None) -> None:
     """Takes over what torch's `fully_shard` has sharded in some modules that compiled code reaches.
 
     Args:
@@ -45,26 +45,25 @@ def take_over_reached(modules: Iterable[nn.Module], starting: nn.Module | None =
         starting: The one whose forward is about to be compiled, and called then.
 
     Raises:
-        ConfigError: As `take_over`; also if a module that is being called was sharded so, and its forward has begun.
-        UnsupportedModelError: As `take_over`.
+        ConfigError: As `adopt_wrapped`; also if a module that is being called was sharded so and has begun its forward.
+        UnsupportedModelError: As `adopt_wrapped`.
     """
     called = [module for module in modules_on_the_stack() if is_wrapped(module)]
     for module in (*called, *modules):
-        if take_over(module, starting):
+        if adopt_wrapped(module, starting):
             check_before_compiled_calls(module)
-            if starting is not None:
+            if starting is not None and is_sharded(starting):
                 in_forward_until_return(caller_of_root_frame())
 
 
-def _take_over_at_first_call(compiled: nn.Module, module: nn.Module, backend: object) -> None:
+def _adopt_at_first_call(compiled: nn.Module, module: nn.Module, backend: object) -> None:
     @torch.compiler.disable
     def before_call(caller: nn.Module, _args: Any) -> None:
-        handle.remove()
         # When it was registered, the backend was not known yet.
-        if not isinstance(caller, OptimizedModule) or backend_of(caller) is not backend:
-            return
-        take_over_reached([module])
-        if is_sharded(module):  # its class had no forward of ours yet when this call began
-            pre_forward(module)
+        if isinstance(caller, OptimizedModule) and backend_of(caller) is backend:
+            adopt_reached([module])
+            if is_sharded(module):  # its class had no forward of ours yet when this call began
+                pre_forward(module)
+        handle.remove()
 
     handle = compiled.register_forward_pre_hook(before_call)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile
-from fsdp_compile.capture.adopt import take_over_reached
+from fsdp_compile.capture.adopt import adopt_reached
 from fsdp_compile.capture.beside import refuse_wrappers_around
 from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_stack
 from fsdp_compile.errors import UnsupportedModelError
@@ -90,7 +90,7 @@ def watch_compiles(backend: object, plain: PlainModels) -> None:
         if frame.backend is backend:
             refuse_wrappers_around(modules_on_the_stack())
             reached = list(dict.fromkeys((*compiled_modules(), *_modules_in(frame))))
-            take_over_reached(reached, frame.starts)
+            adopt_reached(reached, frame.starts)
             for module in reached:
                 refuse_wrappers(module)
                 refuse_meta(module)

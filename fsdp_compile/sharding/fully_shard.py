@@ -117,8 +117,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     is_taken_over = all(map(adopt.is_wrapped, roots))
     if is_taken_over:
         adopt.refuse_arguments(fully_shard, given)
-    for root in roots:
-        take_over(root)
+    adopt_wrapped(whole(roots))
     if is_taken_over:
         return module
     arguments = Arguments.read(
@@ -139,7 +138,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
 fully_shard.state = torch_state  # type: ignore[attr-defined]  # as FSDP2's function has it
 
 
-def take_over(root: nn.Module, starting: nn.Module | None = None) -> bool:
+def adopt_wrapped(root: nn.Module, starting: nn.Module | None = None) -> bool:
     """Shards what torch's `fully_shard` has sharded in `root`, in the same units; returns whether there was any.
 
     Args:

@@ -41,7 +41,7 @@ def in_its_place(wrapper: nn.Module) -> str:
             f"state = {_STATE_DICT}.get_model_state_dict(wrapped, options={options})",
             f"fsdp_compile.fully_shard({', '.join(['model', *_arguments(wrapper)])})",
             "fsdp_compile.load_from_rank0(model, state)",
-            "and get_optimizer_state_dict (the same options), set_optimizer_state_dict for its optimizer: docs/migrate.md",
+            "and get_optimizer_state_dict (same options), set_optimizer_state_dict for its optimizer: docs/migrate.md",
         ]
     elif isinstance(wrapper, DistributedDataParallel):
         lines = [

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed._composable import replicate
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,6 +89,8 @@ def test_ddp_is_refused_wherever_it_stands(form: str, make: str) -> None:
 
 
 def _replicate_with_fsdp(model: nn.Module) -> None:
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+
     replicate_with_fsdp(model, mesh=init_device_mesh("cpu", (2,)))
 
 

@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as TorchParamGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import fsdp_compile
 from fsdp_compile import ConfigError, FSDPCompileError, ShardedModule, fully_shard, units
 from fsdp_compile.sharding.allocate import allocate_flat_params
 from tests.beside import compile_eagerly
@@ -267,9 +268,7 @@ def _from_meta(when: str) -> list[str]:
     loaded = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert isinstance(parameter, DTensor)
-        loaded[name] = torch.distributed.tensor.distribute_tensor(
-            values[name], parameter.device_mesh, parameter.placements
-        )
+        loaded[name] = distribute_tensor(values[name], parameter.device_mesh, parameter.placements)
     model.load_state_dict(loaded, assign=when == "assigned")
     mine = _Side(dataclasses.replace(CASES["tied"], wrap=lambda _: model))
     mine.call = compile_eagerly(model)
@@ -507,3 +506,62 @@ def test_no_more_than_one_unit_is_there_twice() -> None:
     for peak, shards, largest in run_ranks(_bytes_while_taken_over):
         assert largest < shards / 3
         assert peak <= shards + largest
+
+
+def test_a_list_is_taken_over_together() -> None:
+    with fake_world(2):
+        parts = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        fsdp2(parts, mesh=_mesh(2))  # type: ignore[call-overload]
+        assert "only a part of a model" in _refusal(lambda: fully_shard(parts[0]))
+        assert fully_shard(parts) is parts
+        (unit,) = units(parts[0])
+        assert units(parts[1]) == [unit]
+        assert len(unit.param_groups[0].params) == 4
+
+
+def _after_a_refusal() -> list[str]:
+    """A call that is refused changes nothing, and the next one goes on."""
+    mine, theirs = _Side(CASES["units"]), _Side(CASES["units"])
+    mine.call = compile_eagerly(mine.model)
+    model: Any = mine.model
+    model.set_is_last_backward(False)
+    assert "announces one" in _refusal(lambda: mine.call(_batch(0)))
+    model.set_is_last_backward(True)
+    for side in (mine, theirs):
+        for step in range(2):
+            side.step(step)
+    return _differences(mine, theirs)
+
+
+def test_a_refused_call_can_be_repeated() -> None:
+    assert run_ranks(_after_a_refusal) == [[], []]
+
+
+def _flat() -> list[str]:
+    """Optimizers that update whole flat parameters take FSDP2's state over, too."""
+    theirs, mine = _Side(CASES["units"]), _Side(CASES["units"])
+    for step in range(2):
+        theirs.step(step)
+        mine.step(step)
+    fully_shard(mine.model)
+    fsdp_compile.flat_step(mine.optimizer)
+    for step in range(2, 4):
+        theirs.step(step)
+        mine.step(step)
+    return _differences(mine, theirs)
+
+
+def test_flat_steps_go_on_with_the_state() -> None:
+    assert run_ranks(_flat) == [[], []]
+
+
+def test_parameters_that_were_dtensors_before_are_refused() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        value = distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)])
+        model[0].register_parameter("weight", nn.Parameter(value))
+        fsdp2(model, mesh=mesh["fsdp"])
+        message = _refusal(lambda: fully_shard(model))
+    assert "a parameter is not the DTensor that torch.distributed.fsdp.fully_shard makes of a plain one" in message
+    assert "where: 0.weight" in message
