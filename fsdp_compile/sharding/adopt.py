@@ -102,8 +102,8 @@ def plan(root: nn.Module, starting: nn.Module | None) -> list[AdoptedCall]:
     names = {id(module): name for name, module in root.named_modules()}
     titles = {call: ", ".join(_title(names.get(id(module), "")) for module in call.modules) for call in calls}
     for call, title in titles.items():
-        _refuse_running(call, title, starting)
         _refuse_kind(call, title)
+        _refuse_running(call, title, starting)
         _refuse_settings(call, title)
     _refuse_parts(root, calls)
     for call in calls:

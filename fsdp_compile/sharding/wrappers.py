@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FSDPModule, FullyShardedDataParallel, MixedPrecision
@@ -13,16 +14,14 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import original_class
 from fsdp_compile.modules.methods import ShardedModule
 
-WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
+_AVERAGES: tuple[type, ...] = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 
 def refuse_wrappers(root: nn.Module) -> None:
     """Raises `ConfigError` if some module is DDP, FSDP1 or sharded by FSDP2."""
     for name, module in root.named_modules():
-        if isinstance(module, ShardedModule):
-            continue
-        if isinstance(module, (*WRAPPERS, FSDPModule)):
+        if isinstance(module, _AVERAGES) and not isinstance(module, ShardedModule):
             raise ConfigError(
                 f"{type(module).__name__} averages gradients by itself",
                 where=name or "the outermost module",
@@ -34,7 +33,7 @@ def in_its_place(wrapper: nn.Module) -> str:
     """What to write in the place of a wrapper: lines of Python in which it is `wrapped`, and `model` the plain one."""
     if isinstance(wrapper, FullyShardedDataParallel):
         # From the CPU to the CPU, torch hands out values whose memory it has freed or uses for others.
-        offload = "" if wrapper.compute_device.type == "cpu" else ", cpu_offload=True"
+        offload = "" if wrapper.compute_device == torch.device("cpu") else ", cpu_offload=True"
         options = f"{_STATE_DICT}.StateDictOptions(full_state_dict=True{offload})"
         lines = [
             "the plain model, made anew, where `wrapped` is this one (without state, the second line alone):",

@@ -82,7 +82,11 @@ def _with_settings(model: Any) -> nn.Module:
     return model
 
 
-def _as_one_unit(model: Any) -> nn.Module:
+def _as_one(model: Any) -> nn.Module:
+    return fsdp2(model)
+
+
+def _as_a_list(model: Any) -> nn.Module:
     fsdp2([model.blocks[1], model.head])
     return fsdp2(model)
 
@@ -97,8 +101,8 @@ class _Case:
 CASES = {
     "units": _Case(),
     "tied": _Case(make=_Tied),
-    "one-unit": _Case(fsdp2, units=("",)),
-    "a-list": _Case(_as_one_unit, units=("", "blocks.1+head")),
+    "one-unit": _Case(_as_one, units=("",)),
+    "a-list": _Case(_as_a_list, units=("", "blocks.1+head")),
     "bf16": _Case(functools.partial(_wrap, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))),
     "kept": _Case(functools.partial(_wrap, reshard_after_forward=False)),
     "each-differently": _Case(_each_differently),
@@ -510,8 +514,8 @@ def test_no_more_than_one_unit_is_there_twice() -> None:
 
 def test_a_list_is_taken_over_together() -> None:
     with fake_world(2):
-        parts = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        fsdp2(parts, mesh=_mesh(2))  # type: ignore[call-overload]
+        parts: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        fsdp2(parts, mesh=_mesh(2))
         assert "only a part of a model" in _refusal(lambda: fully_shard(parts[0]))
         assert fully_shard(parts) is parts
         (unit,) = units(parts[0])
