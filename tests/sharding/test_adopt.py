@@ -324,7 +324,8 @@ def _what_is_left() -> list[str]:
     left += [name for module in side.model.modules() for name in hooks if getattr(module, name)]
     storages = [p.to_local().untyped_storage().data_ptr() for p in side.model.parameters()]  # type: ignore[attr-defined]
     assert len(set(storages)) == len(units(side.model))
-    return [*left, *(str(reference()) for reference in (*groups, *memory) if reference() is not None)]
+    references: list[Any] = [*groups, *memory]
+    return [*left, *(str(reference()) for reference in references if reference() is not None)]
 
 
 def test_nothing_of_torchs_is_left() -> None:
