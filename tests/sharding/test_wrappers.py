@@ -113,7 +113,7 @@ def _trained_by_fsdp1(settings: dict[str, Any], steps: int) -> tuple[FullySharde
     return wrapped, optimizer
 
 
-def _out_of_fsdp1(case: str) -> list[str]:
+def _out_of_fsdp1(case: str) -> dict[str, torch.dtype | None]:
     settings = FSDP1[case]
     wrapped, optimizer = _trained_by_fsdp1(settings, 2)
     model = _stack()
@@ -145,12 +145,19 @@ def _out_of_fsdp1(case: str) -> list[str]:
                 torch.testing.assert_close(values[plain], parameter.detach(), rtol=1e-2, atol=2e-3)
             else:
                 close(values[plain], parameter, plain)
-    return [f"{unit.name} {unit.policy.mixed_precision.param_dtype}" for unit in units(model)]
+    return {unit.name: unit.policy.mixed_precision.param_dtype for unit in units(model)}
+
+
+UNITS = {
+    "units": {"", "blocks.0", "blocks.1"},
+    # FSDP1 makes units of what mixed precision excludes.
+    "bf16": {"", "blocks.0", "blocks.0.norm", "blocks.1", "blocks.1.norm"},
+    "whole": {"blocks.0", "blocks.1", "head"},  # no policy: the automatic split
+}
 
 
 @pytest.mark.parametrize("case", FSDP1)
 def test_fsdp1s_lines_have_its_units_policies_and_state(case: str) -> None:
-    dtype = "torch.bfloat16" if case == "bf16" else "None"
-    expected = [f"{name} {dtype}" for name in ("", "blocks.0", "blocks.1")]
+    dtype = torch.bfloat16 if case == "bf16" else None
     for found in run_ranks(_out_of_fsdp1, case):
-        assert [unit for unit in found if not unit.startswith("head")] == expected
+        assert found == dict.fromkeys(UNITS[case], dtype)
