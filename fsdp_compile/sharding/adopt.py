@@ -27,7 +27,7 @@ from fsdp_compile.runtime.gradients import refuse_hook_of_several
 from fsdp_compile.runtime.module_state import is_sharded
 from fsdp_compile.sharding import check_params, checks, devices
 from fsdp_compile.sharding.arguments import Arguments, InitFrom, UnitArguments, UnitChoices
-from fsdp_compile.sharding.wrappers import refuse_wrappers
+from fsdp_compile.sharding.wrappers import refusal
 
 _FSDP2 = "torch.distributed.fsdp.fully_shard"
 _WHOLE = "fsdp_compile.fully_shard(model) of the whole model, or torch.compile(model, backend='fsdp') of it"
@@ -171,7 +171,7 @@ def _refuse_running(call: WrappedCall, title: str, starting: nn.Module | None) -
 
 def _refuse_kind(call: WrappedCall, title: str) -> None:
     if not call.is_fully_shard:
-        refuse_wrappers(call.modules[0])
+        raise refusal(call.modules[0], title)
     if call.has_several_meshes:
         raise ConfigError(
             "parameters of one unit are sharded over several meshes, or over dimensions of a larger one",

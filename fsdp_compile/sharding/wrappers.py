@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FSDPModule, FullyShardedDataParallel, MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_compile._torch.composable import is_replicated
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import original_class
 from fsdp_compile.modules.methods import ShardedModule
@@ -22,14 +23,17 @@ def refuse_wrappers(root: nn.Module) -> None:
     """Raises `ConfigError` if some module is DDP, FSDP1 or sharded by FSDP2."""
     for name, module in root.named_modules():
         if isinstance(module, _AVERAGES) and not isinstance(module, ShardedModule):
-            raise ConfigError(
-                f"{type(module).__name__} averages gradients by itself",
-                where=name or "the outermost module",
-                instead=in_its_place(module),
-            )
+            raise refusal(module, name or "the outermost module")
 
 
-def in_its_place(wrapper: nn.Module) -> str:
+def refusal(wrapper: object, where: str) -> ConfigError:
+    """The error for a wrapper at some place of a model."""
+    return ConfigError(
+        f"{type(wrapper).__name__} averages gradients by itself", where=where, instead=in_its_place(wrapper)
+    )
+
+
+def in_its_place(wrapper: object) -> str:
     """What to write in the place of a wrapper: lines of Python in which it is `wrapped`, and `model` the plain one."""
     if isinstance(wrapper, FullyShardedDataParallel):
         # From the CPU to the CPU, torch hands out values whose memory it has freed or uses for others.
@@ -42,7 +46,7 @@ def in_its_place(wrapper: nn.Module) -> str:
             "fsdp_compile.load_from_rank0(model, state)",
             "and get_optimizer_state_dict (same options), set_optimizer_state_dict for its optimizer: docs/migrate.md",
         ]
-    elif isinstance(wrapper, DistributedDataParallel):
+    elif isinstance(wrapper, DistributedDataParallel) and not is_replicated(wrapper.module):
         lines = [
             "the plain model, with the weights and the optimizer that it has, where `wrapped` is this one:",
             "model = wrapped.module",
