@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FSDPModule, FullyShardedDataParallel, MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compile._torch.composable import is_replicated
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import original_class
 from fsdp_compile.modules.methods import ShardedModule
@@ -46,7 +45,8 @@ def in_its_place(wrapper: object) -> str:
             "fsdp_compile.load_from_rank0(model, state)",
             "and get_optimizer_state_dict (same options), set_optimizer_state_dict for its optimizer: docs/migrate.md",
         ]
-    elif isinstance(wrapper, DistributedDataParallel) and not is_replicated(wrapper.module):
+    # Composable `replicate` is DDP of a list of parameters.
+    elif isinstance(wrapper, DistributedDataParallel) and not isinstance(wrapper.module, nn.ParameterList):
         lines = [
             "the plain model, with the weights and the optimizer that it has, where `wrapped` is this one:",
             "model = wrapped.module",
