@@ -207,7 +207,13 @@ def test_two_steps_of_fsdp2_and_two_here_are_four_of_fsdp2(form: str) -> None:
         assert names == CASES["units"].units
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "units"])
+_SHORT = ("tied", "bf16", "settings")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in _SHORT else pytest.mark.long) for n in CASES if n != "units"],
+)
 def test_what_a_model_was_wrapped_with_is_kept(name: str) -> None:
     for different, names in run_ranks(_four_steps, name, "compiled"):
         assert different == []
