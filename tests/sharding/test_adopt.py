@@ -22,6 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsdp_compile
 from fsdp_compile import ConfigError, FSDPCompileError, ShardedModule, fully_shard, units
+from fsdp_compile.layout.spec import Reshard
+from fsdp_compile.runtime.group_state import ReduceGroup
 from fsdp_compile.sharding.allocate import allocate_flat_params
 from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
@@ -576,3 +578,54 @@ def test_parameters_that_were_dtensors_before_are_refused() -> None:
         message = _refusal(lambda: fully_shard(model))
     assert "a parameter is not the DTensor that torch.distributed.fsdp.fully_shard makes of a plain one" in message
     assert "where: 0.weight" in message
+
+
+def _after_an_evaluation(form: str) -> list[str]:
+    """FSDP2 leaves the root unsharded after a forward without backward."""
+    theirs, mine = _Side(CASES["units"]), _Side(CASES["units"])
+    for side in (theirs, mine):
+        with torch.no_grad():
+            side.model(_batch(0))
+    assert not isinstance(mine.model.head.weight, DTensor)  # type: ignore[union-attr]
+    mine.call = FORMS[form](mine.model)
+    theirs.step(1)
+    mine.step(1)
+    return _differences(mine, theirs)
+
+
+@pytest.mark.parametrize("form", ["compiled", "sharded"])
+def test_a_model_that_fsdp2_has_left_unsharded(form: str) -> None:
+    assert run_ranks(_after_an_evaluation, form) == [[], []]
+
+
+def test_what_methods_have_set_is_set_for_the_same_units() -> None:
+    with fake_world(2):
+        model: Any = _wrap(Stack(), mesh=_mesh(2))
+        first, last = model.blocks
+        first.set_modules_to_forward_prefetch([last])
+        last.set_modules_to_backward_prefetch([first])
+        first.set_gradient_divide_factor(3.0)
+        last.set_reshard_after_backward(False)
+        last.set_reshard_after_forward(False, recurse=False)
+        model.set_force_sum_reduction_for_comms(True)
+        first.set_requires_gradient_sync(False)
+        last.set_requires_all_reduce(False)
+        model.set_separate_reduce_scatter_group(recurse=False)
+        model.set_post_optim_event(event := torch.Event("cpu"))
+        fully_shard(model)
+        root, *blocks = units(model)
+    found = [unit.comm_settings for unit in (root, *blocks)]
+    assert [each.divide for each in found] == [None, 3.0, None]
+    assert [each.sum_only for each in found] == [True, False, False]
+    assert [each.reduce_gradients for each in found] == [True, False, True]
+    assert [each.all_reduce for each in found] == [True, False, False]
+    assert [each.reshard_after_backward for each in found] == [True, True, False]
+    assert [unit.reduce_group for unit in (root, *blocks)] == [ReduceGroup.OWN, ReduceGroup.SHARED, ReduceGroup.SHARED]
+    assert [unit.policy.mesh_placement.reshard for unit in (root, *blocks)] == [
+        Reshard.AFTER_FORWARD,
+        Reshard.AFTER_FORWARD,
+        Reshard.AFTER_BACKWARD,
+    ]
+    assert [list(unit.prefetched("forward_prefetch")) for unit in (root, *blocks)] == [[], blocks[1:], []]
+    assert [list(unit.prefetched("backward_prefetch")) for unit in (root, *blocks)] == [[], [], blocks[:1]]
+    assert root.model.post_optim_event is event
