@@ -32,8 +32,9 @@ from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.sharding import initial_values
-from fsdp_compile.sharding.checks import added_later, refuse_meta, refuse_wrappers
+from fsdp_compile.sharding.checks import added_later, refuse_meta
 from fsdp_compile.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.wrappers import refuse_wrappers
 
 
 def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions, plain: PlainModels) -> bool:
