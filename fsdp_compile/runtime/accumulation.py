@@ -17,7 +17,6 @@ from fsdp_compile.runtime.group_state import CommSettings
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 from fsdp_compile.runtime.unshard_args import grad_placement_of, refresh_unshard_args
 
-
 DDP_FLAG = "require_backward_grad_sync"
 """Attribute by which scripts switch off the reductions of DDP without its `no_sync`."""
 

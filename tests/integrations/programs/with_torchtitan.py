@@ -76,7 +76,7 @@ def main(how: str, dtype: Any) -> None:
     if how != "fsdp":
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # noqa: FBT003  gloo cannot scale in a reduction
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
