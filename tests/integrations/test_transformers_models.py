@@ -67,6 +67,7 @@ def _t5(wrapped_by: str) -> None:
     _train(model, compile_eagerly(model), reference, steps=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrapped_by", ["policy", "calls"])
 def test_t5_equals_one_process(wrapped_by: str) -> None:
     run_ranks(_t5, wrapped_by)
