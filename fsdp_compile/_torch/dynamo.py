@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 
+_COND_FILE = sys.modules["torch._higher_order_ops.cond"].__file__  # a function of that name hides the module
 _SAVED: tuple[type, ...] = tuple(
     getattr(descriptors, name)
     # The second: values whose version autograd does not check. Private names; a torch may lack it.
@@ -159,6 +160,12 @@ def _root_translator() -> Any:
         return symbolic_convert.InstructionTranslator.current_tx()
     except AttributeError:
         return None
+
+
+def is_in_eager_cond() -> bool:
+    """Whether Dynamo traces the branches of a `torch.cond` that uncompiled code calls."""
+    translator = _root_translator()
+    return translator is not None and translator.output.root_tx.f_code.co_filename == _COND_FILE
 
 
 def backend_of(compiled: OptimizedModule) -> object:

@@ -1,4 +1,4 @@
-"""`docs/awkward_programs.md`: what comes of each row of the catalogue, here, with FSDP2 and with plain `torch.compile`."""
+"""`docs/awkward_programs.md`: what comes of each row of the catalogue, here, with FSDP2, with plain `torch.compile`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ that has the whole batch and compiles nothing, so the last column shows what is 
 
 - **equal**: losses, gradients and parameters are those of one process, up to rounding.
 - **refused**: by an error that says what cannot be done, where, and what to write instead.
-- **crashed**: by an error that does not. FSDP2's and torch's refusals are here too, as they have no class of errors of their own.
+- **crashed**: by an error that does not. FSDP2's and torch's refusals are here too: they have no class of errors of
+  their own.
 - **wrong**: numbers differ without a word, or a parameter is not sharded. The first difference is shown.
 - **hung**: ranks waited for each other.
 
