@@ -273,6 +273,13 @@ ROWS: Final = (
     ),
     Row("`torch.func.jacrev` of the loss", _LINEAR, _CALL, train=_noted("torch.func.jacrev(call)(x, ids)")),
     Row(
+        "`torch.func.jacrev` of the loss, sharded before",
+        _LINEAR,
+        _CALL,
+        shard="fully_shard(model)",
+        train=_noted("torch.func.jacrev(call)(x, ids)"),
+    ),
+    Row(
         "`torch.func.vjp` of the loss",
         _LINEAR,
         _CALL,
