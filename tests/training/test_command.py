@@ -39,6 +39,7 @@ def _check_run(run: Path, out: str) -> None:
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000006"]
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 def test_one_command_trains(tmp_path: Path) -> None:
     command = ["-m", "fsdp_compile.cli", "train", *TINY, "--ranks", "2", "--out", "run"]
@@ -66,7 +67,8 @@ def _interrupt(process: subprocess.Popen[str], target: str) -> None:
         process.send_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("target", [pytest.param("group", marks=pytest.mark.long), "parent"])
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["group", "parent"])
 def test_an_interrupted_run_leaves_nothing_but_a_checkpoint_to_go_on_from(
     target: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
