@@ -52,12 +52,12 @@ def _batched(model: Model) -> torch.Tensor:
 
 
 def _vectorized(model: Model) -> torch.Tensor:
-    result: torch.Tensor = functional.jacobian(model, _input(), vectorize=True)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = functional.jacobian(model, _input(), vectorize=True)
     return result
 
 
 def _jacobian(model: Model) -> torch.Tensor:
-    result: torch.Tensor = functional.jacobian(model, _input())  # type: ignore[no-untyped-call]
+    result: torch.Tensor = functional.jacobian(model, _input())
     return result
 
 
