@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 
+_COND_FILE = sys.modules["torch._higher_order_ops.cond"].__file__  # a function of that name hides the module
 _SAVED: tuple[type, ...] = tuple(
     getattr(descriptors, name)
     # The second: values whose version autograd does not check. Private names; a torch may lack it.
@@ -170,6 +171,12 @@ def is_tracing_python() -> bool:
     """Whether Dynamo is tracing the user's code on this thread; what a backend traces after it does not count."""
     translator = _root_translator()
     return translator is not None and not translator.output.should_exit
+
+
+def is_in_eager_cond() -> bool:
+    """Whether Dynamo traces the branches of a `torch.cond` that uncompiled code calls."""
+    translator = _root_translator()
+    return translator is not None and translator.output.root_tx.f_code.co_filename == _COND_FILE
 
 
 def backend_of(compiled: OptimizedModule) -> object:

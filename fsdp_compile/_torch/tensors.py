@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -29,6 +29,7 @@ __all__ = [
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
+_OLDER_BATCH: Any = torch._C._parse_dispatch_key("Batched")
 _LOCAL = operator.attrgetter("_local_tensor")
 
 
@@ -114,6 +115,12 @@ def memory_id(tensor: torch.Tensor) -> int:
     while is_functorch_wrapped_tensor(held):  # inside of `torch.func.grad`, `jvp` and `vmap`
         held = get_unwrapped(held)
     return held.untyped_storage()._cdata
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a batch of tensors inside of `vmap`."""
+    # `torch.autograd` has a `vmap` of its own, older than `torch.func`'s.
+    return is_batchedtensor(tensor) or torch._C._dispatch_keys(tensor).has(_OLDER_BATCH)
 
 
 def memory_place(tensor: torch.Tensor) -> tuple[object, int]:

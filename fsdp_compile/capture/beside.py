@@ -88,8 +88,7 @@ def _remove(wrapper: nn.Module, child: nn.Module) -> ConfigError:
         where=f"{name}({type(child).__name__})",
         instead=f"remove {name}: delete the line `model = {name}(model, ...)`, write `model` where the script has "
         "`model.module`, and fsdp_compile.no_sync(model) for its no_sync; options={'sync_module_states': True} gives "
-        "all ranks the first one's values"
-        + of_fsdp1 * isinstance(wrapper, FullyShardedDataParallel),
+        "all ranks the first one's values" + of_fsdp1 * isinstance(wrapper, FullyShardedDataParallel),
     )
 
 
