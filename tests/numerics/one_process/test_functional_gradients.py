@@ -52,12 +52,12 @@ def _batched(model: Model) -> torch.Tensor:
 
 
 def _vectorized(model: Model) -> torch.Tensor:
-    result: torch.Tensor = functional.jacobian(model, _input(), vectorize=True)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = functional.jacobian(model, _input(), vectorize=True)
     return result
 
 
 def _jacobian(model: Model) -> torch.Tensor:
-    result: torch.Tensor = functional.jacobian(model, _input())  # type: ignore[no-untyped-call]
+    result: torch.Tensor = functional.jacobian(model, _input())
     return result
 
 
@@ -108,7 +108,7 @@ def _refused_when_compiled() -> None:
             function(pair.compiled)
     plain: Any = torch.compile(copy.deepcopy(pair.reference), backend="aot_eager")
     for model in (pair.compiled, plain):
-        with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
+        with pytest.raises(RuntimeError, match=r"double backward|create_graph=False"):
             _hvp(model)
     pair.backward()
     pair.compare()
