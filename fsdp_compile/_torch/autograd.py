@@ -53,7 +53,8 @@ def waits_for_other_gradients(hook: Callable[..., Any]) -> bool:
 def before_each_backward(check: Callable[[Sequence[object]], None]) -> None:
     """Calls `check` with what `backward(inputs=...)` and `autograd.grad()` are asked for, before they run."""
     # There is no hook for it: the engine does not touch an input that it cannot reach.
-    run = torch.autograd._engine_run_backward
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
 
     @functools.wraps(run)
     def checked(
@@ -69,7 +70,7 @@ def before_each_backward(check: Callable[[Sequence[object]], None]) -> None:
             check(inputs)
         return run(outputs, gradients, retain_graph, create_graph, inputs, *args, **kw)
 
-    torch.autograd._engine_run_backward = checked  # type: ignore[attr-defined, unused-ignore]
+    autograd._engine_run_backward = checked
 
 
 def after_this_backward(call: Callable[[], None]) -> None:
