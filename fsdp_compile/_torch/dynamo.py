@@ -162,6 +162,17 @@ def _root_translator() -> Any:
         return None
 
 
+def is_compiling_a_frame() -> bool:
+    """Whether this thread runs Dynamo or a backend that it has called."""
+    return _root_translator() is not None
+
+
+def is_tracing_python() -> bool:
+    """Whether Dynamo is tracing the user's code on this thread; what a backend traces after it does not count."""
+    translator = _root_translator()
+    return translator is not None and not translator.output.should_exit
+
+
 def is_in_eager_cond() -> bool:
     """Whether Dynamo traces the branches of a `torch.cond` that uncompiled code calls."""
     translator = _root_translator()
@@ -187,11 +198,13 @@ class FrameToCompile:
 
     Attributes:
         backend: The function that was given to `torch.compile`, or found by the given name.
+        starts: The module whose forward the frame is, if it is one.
         names: Those of globals and attributes in the frame's code.
         held: Values of its locals, of the variables that it closes over, and of globals that it names.
     """
 
     backend: object
+    starts: nn.Module | None
     names: frozenset[str]
     held: tuple[object, ...]
 
@@ -221,7 +234,10 @@ def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
     cells = [cell.cell_contents for cell in given.get("closure") or () if _is_set(cell)]
     named = [given["globals"][name] for name in code.co_names if name in given["globals"]]
     held = (*dict(given["locals"]).values(), *cells, *named)
-    return FrameToCompile(_backend_function(given["compiler_fn"]), frozenset(code.co_names), held)
+    forwards = (
+        value for value in held if isinstance(value, nn.Module) and getattr(value.forward, "__code__", None) is code
+    )
+    return FrameToCompile(_backend_function(given["compiler_fn"]), next(forwards, None), frozenset(code.co_names), held)
 
 
 def _is_set(cell: types.CellType) -> bool:
