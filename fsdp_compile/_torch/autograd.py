@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -52,6 +53,29 @@ def waits_for_other_gradients(hook: Callable[..., Any]) -> bool:
     # It counts the leaves that autograd accumulates into, which sharded parameters are not.
     made_in = "register_multi_grad_hook.<locals>.get_inner_hook."
     return getattr(hook, "__qualname__", "").startswith(made_in) and hook.__module__ == "torch.autograd.graph"
+
+
+def before_each_backward(check: Callable[[Sequence[object]], None]) -> None:
+    """Calls `check` with what `backward(inputs=...)` and `autograd.grad()` are asked for, before they run."""
+    # There is no hook for it: the engine does not touch an input that it cannot reach.
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    @functools.wraps(run)
+    def checked(
+        outputs: Any,
+        gradients: Any,
+        retain_graph: Any,
+        create_graph: Any,
+        inputs: Sequence[object],
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        if inputs:
+            check(inputs)
+        return run(outputs, gradients, retain_graph, create_graph, inputs, *args, **kw)
+
+    autograd._engine_run_backward = checked
 
 
 def after_this_backward(call: Callable[[], None]) -> None:

@@ -20,6 +20,7 @@ from fsdp_compile.runtime import (
     accumulation,
     kernels,  # noqa: F401  registers the kernels of operators
     loaded_state,
+    refused_inputs,
     unshard,
 )
 from fsdp_compile.runtime.group_state import WrapSource
@@ -234,6 +235,7 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
     for param in (param for unit in model.units for param in unit.params):
         follow_replaced(param.parameter)
     loaded_state.follow_optimizers()
+    refused_inputs.follow_backwards()
     unshard.count_optimizer_steps()
 
 
