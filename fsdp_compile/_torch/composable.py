@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import fully_shard
 
-__all__ = ["note_fully_shard"]
+__all__ = ["is_replicated", "note_fully_shard"]
 
 _APPLIED = inspect.unwrap(fully_shard)
 
@@ -25,3 +25,8 @@ def note_fully_shard(module: nn.Module, state: object) -> None:
     """
     module.__dict__.setdefault(STATE_KEY, {})[_APPLIED] = state
     module.__dict__.setdefault(REGISTRY_KEY, {})[_APPLIED.__name__] = RegistryItem()
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether composable `replicate` was applied to a module: the DDP in it is made in the first forward."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_compile._torch.composable import is_replicated
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.classes import original_class
 from fsdp_compile.modules.methods import ShardedModule
@@ -146,11 +147,11 @@ def refuse_module(module: nn.Module) -> None:
 
 
 def refuse_wrappers(root: nn.Module) -> None:
-    """Raises `ConfigError` if some module is DDP, FSDP1 or sharded by FSDP2."""
+    """Raises `ConfigError` if some module is DDP, FSDP1, or sharded or replicated by torch's composable functions."""
     for name, module in root.named_modules():
         if isinstance(module, ShardedModule):
             continue
-        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule) or is_replicated(module):
             raise ConfigError(
                 f"{type(module).__name__} averages gradients by itself",
                 where=name or "the outermost module",
