@@ -37,6 +37,7 @@ from fsdp_compile.modules.classes import original_class
 from fsdp_compile.modules.forward import in_forward_until_return
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.checks import refuse_meta, refuse_wrappers
+from fsdp_compile.sharding.views import refuse_removed
 
 _first_calls: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], object]] = weakref.WeakKeyDictionary()
 """What is to be done when a compiled module is called first. Its copies are not compiled, and not in here."""
@@ -88,6 +89,7 @@ class _Watch:
         for module in dict.fromkeys(_modules_in(frame)):
             refuse_wrappers(module)
             refuse_meta(module)
+            refuse_removed(module)
             self.plain.add(module)
             if frame.limit:
                 self.plain.refuse_past_limit(module, frame)
