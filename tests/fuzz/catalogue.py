@@ -110,7 +110,8 @@ ROWS: Final = (
         "all parts of a plain model compiled one by one, in place",
         "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
         "return self.head(self.n(self.m(x)))",
-        compiled="for part in model.children():\n    part.compile(**BACKEND)\nreturn lambda x, ids: loss(model(x, ids))",
+        compiled="for part in model.children():\n    part.compile(**BACKEND)\n"
+        "return lambda x, ids: loss(model(x, ids))",
     ),
     Row(
         "a module of torch's own, compiled in place and called alone",
