@@ -176,6 +176,7 @@ def test_a_call_finds_nothing_of_the_one_before() -> None:
     assert clean[0][:5] == (torch.float32, False, True, 1, None)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
 def test_no_rank_outlives_a_killed_session(tmp_path: Path) -> None:
     script = tmp_path / "session.py"

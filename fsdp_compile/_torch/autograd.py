@@ -27,6 +27,11 @@ def backward_in_progress() -> int:
     return torch._C._current_graph_task_id()
 
 
+def profiler_runs() -> bool:
+    """Whether torch's profiler records what this thread does."""
+    return torch.autograd._profiler_enabled()  # type: ignore[no-any-return, attr-defined, unused-ignore]
+
+
 def below_autograd() -> AbstractContextManager[None]:
     """A context in which operators go straight to their device's kernels."""
     return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return, unused-ignore]

@@ -174,6 +174,17 @@ def _root_translator() -> Any:
         return None
 
 
+def is_compiling_a_frame() -> bool:
+    """Whether this thread runs Dynamo or a backend that it has called."""
+    return _root_translator() is not None
+
+
+def is_tracing_python() -> bool:
+    """Whether Dynamo is tracing the user's code on this thread; what a backend traces after it does not count."""
+    translator = _root_translator()
+    return translator is not None and not translator.output.should_exit
+
+
 def backend_of(compiled: OptimizedModule) -> object:
     """The function that was given to `torch.compile`, or found by the given name."""
     return _given_backend(getattr(compiled.dynamo_ctx, "callback", None)).function
@@ -206,7 +217,8 @@ class FrameToCompile:
     Attributes:
         backend: The function that was given to `torch.compile`, or found by the given name.
         options: Of the backend, as they were given to `torch.compile`.
-        function: Name and place of the frame's code.
+        code: What it runs.
+        starts: The module whose forward the frame is, if it is one.
         names: Those of globals and attributes in the frame's code.
         held: Values of its locals, of the variables that it closes over, and of globals that it names.
         limit: The limit of recompiles, with its number, that makes Dynamo leave the frame and all later ones of its
@@ -215,7 +227,8 @@ class FrameToCompile:
 
     backend: object
     options: Mapping[str, Any] | None
-    function: str
+    code: types.CodeType
+    starts: nn.Module | None
     names: frozenset[str]
     held: tuple[object, ...]
     limit: str
@@ -246,12 +259,16 @@ def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
     cells = [cell.cell_contents for cell in given.get("closure") or () if _is_set(cell)]
     named = [given["globals"][name] for name in code.co_names if name in given["globals"]]
     held = (*dict(given["locals"]).values(), *cells, *named)
+    forwards = (
+        value for value in held if isinstance(value, nn.Module) and getattr(value.forward, "__code__", None) is code
+    )
     backend = _given_backend(given["compiler_fn"])
     exceeded, limit = exceeds_recompile_limit(given["cache_size"], given["compile_id"])
     return FrameToCompile(
         backend.function,
         backend.options,
-        f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})",
+        code,
+        next(forwards, None),
         frozenset(code.co_names),
         held,
         f"{limit} = {getattr(torch._dynamo.config, limit)}" if exceeded else "",

@@ -147,9 +147,19 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def foreach_lerp_(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
+    """Moves tensors of one device and dtype in place towards others, by a part of the way."""
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
 def unscale_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Multiplies tensors of one device and dtype in place; sets `found_inf` to 1 if a value is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
+
+
+def is_about_mixed_dtensors(error: RuntimeError) -> bool:
+    """Whether an operator was given DTensors and plain tensors, which it refuses."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
 
 
 def plain_torch_functions() -> Any:

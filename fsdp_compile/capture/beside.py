@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_compile._torch.distributed import names_ignored_by_ddp
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_of
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.runtime.replaced_params import current
@@ -29,7 +30,7 @@ Wrapper = DistributedDataParallel | FullyShardedDataParallel
 def refuse_wrappers_around(called: Iterable[nn.Module]) -> None:
     """Raises `ConfigError` if a module that is being called is DDP or FSDP1: this backend averages below it."""
     for module in called:
-        if isinstance(module, Wrapper):
+        if isinstance(module, Wrapper) and not _leaves_out_shards(module, module.module):
             raise _remove(module, module.module)
 
 
@@ -65,7 +66,8 @@ def watch_wrappers_and_optimizers(backend: object) -> None:
     checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def registered(module: nn.Module, _name: str, child: nn.Module | None) -> None:
-        if isinstance(module, Wrapper) and child is not None and _has_model_of(backend, child):
+        is_around = isinstance(module, Wrapper) and child is not None and _has_model_of(backend, child)
+        if is_around and child is not None and not _leaves_out_shards(module, child):
             raise _remove(module, child)
 
     def before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
@@ -79,11 +81,23 @@ def watch_wrappers_and_optimizers(backend: object) -> None:
 
 def _remove(wrapper: nn.Module, child: nn.Module) -> ConfigError:
     name = type(wrapper).__name__
+    of_fsdp1 = "; fully_shard(model, ...) before torch.compile() takes its arguments: docs/migrate.md"
     return ConfigError(
         f"{name} averages gradients by itself, and so does backend='fsdp', which shards the model inside of it",
         where=f"{name}({type(child).__name__})",
-        instead=f"remove {name} and call the compiled model itself; fsdp_compile.no_sync(model) is its no_sync",
+        instead=f"remove {name}: delete the line `model = {name}(model, ...)`, write `model` where the script has "
+        "`model.module`, and fsdp_compile.no_sync(model) for its no_sync; options={'sync_module_states': True} gives "
+        "all ranks the first one's values" + of_fsdp1 * isinstance(wrapper, FullyShardedDataParallel),
     )
+
+
+def _leaves_out_shards(wrapper: nn.Module, child: nn.Module) -> bool:
+    """Whether a DDP was told to ignore the sharded parameters in it, and there are some."""
+    if not isinstance(wrapper, DistributedDataParallel):
+        return False
+    units, ignored = _sharded_parameters(), names_ignored_by_ddp(child)
+    sharded = {name for name, p in nn.Module.named_parameters(child, remove_duplicate=False) if id(p) in units}
+    return bool(sharded) and sharded <= ignored
 
 
 def _has_model_of(backend: object, root: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from fsdp_compile.capture.first_call import (
     modules_on_the_way,
     refuse_missed_casts,
 )
+from fsdp_compile.capture.reject_registry_reads import refuse_registry_reads
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.eager_reads import GatheredParameter
@@ -33,8 +34,10 @@ from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.sharding import initial_values
-from fsdp_compile.sharding.checks import added_later, refuse_meta, refuse_wrappers
+from fsdp_compile.sharding.adopt import is_any_wrapped
+from fsdp_compile.sharding.checks import added_later, refuse_meta
 from fsdp_compile.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.wrappers import refuse_wrappers
 
 
 def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions, plain: PlainModels) -> bool:
@@ -62,6 +65,7 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
             if is_ignored(module, value) or not _is_unclaimed(module, value):
                 continue
             raise added_later(_name_in(module, value))
+        refuse_registry_reads(placeholder)
         _shard(module, options, plain)
         check_before_compiled_calls(module)
         sharded = True
@@ -76,7 +80,8 @@ def shard_before_forward(module: nn.Module, options: FSDPOptions, plain: PlainMo
         RankMismatchError: If ranks have different values.
     """
     parameters = list(nn.Module.parameters(module))
-    if is_sharded(module) or any(is_swapped_in(p) for p in parameters):
+    # What torch's `fully_shard` has sharded is taken over, before its own hooks run.
+    if is_sharded(module) or is_any_wrapped(module) or any(is_swapped_in(p) for p in parameters):
         return False
     ignored = {i for group in FSDPParamGroup.alive() for i in group.unit.model.ignored}
     if not any(_is_plain(p) and id(p) not in ignored for p in parameters):

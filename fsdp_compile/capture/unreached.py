@@ -52,11 +52,12 @@ class PlainModels:
         name = next((name for name, _ in _trained(root)), None)
         if _is_sharded(root) or name is None:
             return
-        setting = frame.limit.split()[0]
+        setting, code = frame.limit.split()[0], frame.code
+        place = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
         raise UnsupportedModelError(
             f"a compiled function has met Dynamo's {frame.limit} and runs in Python from now on: a model that it calls "
             "for the first time would never reach the backend, and each rank would train a copy of its own",
-            where=f"{type(root).__name__}, parameter {name}, in {frame.function}",
+            where=f"{type(root).__name__}, parameter {name}, in {place}",
             instead=f"{_INSTEAD}; or a larger torch._dynamo.config.{setting}, which counts each model that the same "
             "code is compiled for",
         )

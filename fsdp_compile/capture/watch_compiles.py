@@ -29,6 +29,7 @@ from fsdp_compile._torch.dynamo import (
     options_of,
     skip_code,
 )
+from fsdp_compile.capture.adopt import adopt_reached
 from fsdp_compile.capture.beside import refuse_wrappers_around
 from fsdp_compile.capture.first_call import check_compiled_calls, compiled_modules, modules_on_the_stack
 from fsdp_compile.capture.plain_model import shard_before_forward
@@ -36,8 +37,9 @@ from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.modules.classes import original_class
 from fsdp_compile.modules.forward import in_forward_until_return
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.sharding.checks import refuse_meta, refuse_wrappers
+from fsdp_compile.sharding.checks import refuse_meta
 from fsdp_compile.sharding.views import refuse_removed
+from fsdp_compile.sharding.wrappers import refuse_wrappers
 
 _first_calls: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], object]] = weakref.WeakKeyDictionary()
 """What is to be done when a compiled module is called first. Its copies are not compiled, and not in here."""
@@ -82,10 +84,12 @@ class _Watch:
         if frame.backend is not self.backend:
             return
         refuse_wrappers_around(modules_on_the_stack())
-        for module in dict.fromkeys(compiled_modules()):
+        called = list(dict.fromkeys(compiled_modules()))
+        adopt_reached(dict.fromkeys((*called, *_modules_in(frame))), frame.starts)
+        for module in called:
             refuse_wrappers(module)
             if self._shard_during_call(module, frame.options):
-                _warn_of_python(module)
+                _warn_of_python(module, frame)
         for module in dict.fromkeys(_modules_in(frame)):
             refuse_wrappers(module)
             refuse_meta(module)
@@ -128,14 +132,16 @@ def _first_call(caller: nn.Module) -> None:
 skip_code(first_call.__code__)
 
 
-def _warn_of_python(module: nn.Module) -> None:
+def _warn_of_python(module: nn.Module, frame: FrameToCompile) -> None:
     reasons = "; ".join(graph_break_reasons()[-3:]) or "TORCH_LOGS=graph_breaks shows why"
-    warnings.warn(
+    warnings.warn_explicit(
         f"Dynamo runs the call of {original_class(module).__name__} by a compiled function in Python ({reasons}): the "
         "model is sharded as a whole, and at most parts of it are compiled. Compile the model and not the function, "
         "torch.compile(model, backend='fsdp'), if the same function is compiled for several models: it is not said "
         "again for the others, which train unsharded unless fully_shard(model) was called",
-        stacklevel=2,
+        UserWarning,
+        frame.code.co_filename,
+        frame.code.co_firstlineno,
     )
 
 

@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.ops.unshard import sum_over_replicas, sum_over_shards
 from fsdp_compile.runtime import gradients, module_state, update_in_backward
 from fsdp_compile.runtime.group_state import CommSettings
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 from fsdp_compile.runtime.unshard_args import grad_placement_of, refresh_unshard_args
+
+DDP_FLAG = "require_backward_grad_sync"
+"""Attribute by which scripts switch off the reductions of DDP without its `no_sync`."""
 
 
 @contextlib.contextmanager
@@ -66,9 +70,11 @@ def switch(units: Iterable[FSDPUnit], **flags: bool) -> None:
 
 
 def follow_no_sync(module: nn.Module, made: Iterable[FSDPUnit]) -> None:
-    """Makes new units accumulate gradients if their model is inside of a `no_sync` block."""
+    """Makes new units accumulate gradients if their model is inside of a `no_sync` block, or DDP's flag is off."""
     state = module_state.state_of(module)
-    if state is not None and state.no_sync_depth:
+    # Set before the first call has sharded the module; from now on it is a property of the module's class.
+    asked = module.__dict__.pop(DDP_FLAG, True)
+    if not asked or (state is not None and state.no_sync_depth):
         switch(made, reduce_gradients=False, all_reduce=False)
 
 
@@ -96,6 +102,11 @@ def reduce_rest(group: FSDPParamGroup) -> None:
     Some are pending after a backward whose forward ran without reduction, and for parameters that the last microbatch
     did not use.
     """
+    with profiled(Range.REDUCE, [group.unit.name]):
+        _reduce_rest(group)
+
+
+def _reduce_rest(group: FSDPParamGroup) -> None:
     placement = grad_placement_of(group)
     spec = group.params[0].spec
     full = group.grads.unsharded_accumulated_grad.drain() if placement is not GradPlacement.UNREDUCED else None

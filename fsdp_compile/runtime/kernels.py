@@ -10,6 +10,7 @@ import torch
 from fsdp_compile._torch.autograd import has_gradient_hooks, is_accumulated_in_this_backward
 from fsdp_compile._torch.dynamo import skip_code
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.layout.spec import GradPlacement, Update, parse
 from fsdp_compile.ops.embedding import reduced_rows
 from fsdp_compile.ops.unshard import reduced_gradient
@@ -62,7 +63,8 @@ def _reduce_grad(
         unsharded_accumulated_grad, partial_reduce_output = consume_accumulated(
             owner, [read.offset], unsharded_accumulated_grad, partial_reduce_output
         )
-    return reduced_gradient(flat, grad, read, unsharded_accumulated_grad, partial_reduce_output)
+    with profiled(Range.REDUCE, [] if owner is None else [owner.unit.name]):
+        return reduced_gradient(flat, grad, read, unsharded_accumulated_grad, partial_reduce_output)
 
 
 @torch.library.impl("fsdp::reduce_rows", "CompositeExplicitAutograd", lib=_LIBRARY)
@@ -79,7 +81,8 @@ def _reduce_rows(
     owner = FSDPParamGroup.of(flat)
     if owner is not None:
         gradients.mark_produced(owner, [read.offset], read.grad_placement)
-    return reduced_rows(flat, grad, ids, spec, padding_idx, scale_grad_by_freq)
+    with profiled(Range.REDUCE, [] if owner is None else [owner.unit.name]):
+        return reduced_rows(flat, grad, ids, spec, padding_idx, scale_grad_by_freq)
 
 
 @torch.library.impl("fsdp::update", "CompositeExplicitAutograd", lib=_LIBRARY)

@@ -17,6 +17,7 @@ from fsdp_compile._torch.autograd import (
 )
 from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
 from fsdp_compile._torch.tensors import make_dtensor, views_of
+from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.runtime import accumulation, gradients, unshard, update_in_backward
 from fsdp_compile.runtime.module_state import reads_of
@@ -38,6 +39,11 @@ def queue_post_backward(group: FSDPParamGroup) -> None:
 @torch.compiler.disable
 def post_backward_final_callback(model: ModelState) -> None:
     """Reduces and writes gradients that are left at the end of a backward."""
+    with profiled(Range.ROOT_POST_BACKWARD):
+        _finish_backward(model)
+
+
+def _finish_backward(model: ModelState) -> None:
     # In the order of the units, since reductions have to be started in the same order on every rank.
     waiting = [group for group in model.pending_in(model.units) if group.has_pending_grads]
     for group in waiting:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter
+from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops import quantize
 from fsdp_compile.runtime import update_in_backward
@@ -54,7 +55,7 @@ def unshard(units: Iterable[FSDPUnit]) -> UnshardHandle:
     for group in groups:
         group.unit.model.wait_for_optimizer()
         if group.unsharded.all_gather is None and not _is_current(group):
-            group.unsharded.start(_start(group))
+            _start_all_gather(group)
             group.unit.model.mark_pending(group)
     return UnshardHandle(groups)
 
@@ -94,7 +95,7 @@ def unshard_again(group: FSDPParamGroup) -> None:
     """Gathers all parameters of a group unless their unsharded values are current."""
     _finish_all_gather(group)
     if not _is_current(group):
-        group.unsharded.start(_start(group))
+        _start_all_gather(group)
         _finish_all_gather(group)
 
 
@@ -109,10 +110,16 @@ def post_backward(groups: Iterable[FSDPParamGroup]) -> None:
     reshard(unit for unit in units if not unit.stays_unsharded)
 
 
+def _start_all_gather(group: FSDPParamGroup) -> None:
+    with profiled(Range.ALL_GATHER, [group.unit.name]):
+        group.unsharded.start(_start(group))
+
+
 def _finish_all_gather(group: FSDPParamGroup) -> None:
     running = group.unsharded.all_gather
     if running is not None:
-        group.unsharded.finish(_finished(group, running))
+        with profiled(Range.ALL_GATHER_COPY_OUT, [group.unit.name]):
+            group.unsharded.finish(_finished(group, running))
         refresh_unshard_args(group)
 
 

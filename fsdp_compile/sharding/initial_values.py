@@ -102,7 +102,7 @@ class InitialValues:
 
     Attributes:
         full: Hashes of the full parameters, by name and first place.
-        buffers: Name, module and attribute of each buffer that is saved in checkpoints.
+        buffers: Name, module and attribute of each buffer that has a value and is saved in checkpoints.
     """
 
     mesh: DeviceMesh
@@ -160,10 +160,13 @@ def compare(model: ModelState) -> None:
 
 
 def _saved_buffers(root: nn.Module, apart: set[nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:
-    # Others are caches and the like, whose memory may be uninitialized.
+    # Others are caches and the like, whose memory may be uninitialized. What is on meta gets its value later, as
+    # parameters on meta do, maybe behind those of uneven shards, which draw different amounts of random numbers.
     for path, module in root.named_modules():
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None and module not in apart and attribute not in module._non_persistent_buffers_set:
+        own = module._buffers.items() if module not in apart else ()
+        for attribute, buffer in own:
+            has_value = buffer is not None and not buffer.is_meta
+            if has_value and attribute not in module._non_persistent_buffers_set:
                 yield f"{path}.{attribute}".removeprefix("."), module, attribute
 
 

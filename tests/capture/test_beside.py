@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import ConfigError, FSDPCompileError, UnsupportedModelError, fully_shard
@@ -89,19 +90,25 @@ def test_ddp_is_refused_wherever_it_stands(form: str, make: str) -> None:
         assert "remove DistributedDataParallel" in message or "the plain model" in message
 
 
-SHARDED_BY_TORCH: dict[str, Callable[[nn.Module], object]] = {
-    "fully_shard": lambda model: torchs_fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
+def _replicate_with_fsdp(model: nn.Module) -> None:
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+
+    replicate_with_fsdp(model, mesh=init_device_mesh("cpu", (2,)))
+
+
+REPLICATED_BY_TORCH: dict[str, Callable[[nn.Module], object]] = {
     "replicate": replicate,
+    "replicate_with_fsdp": _replicate_with_fsdp,
 }
 
 
 @pytest.mark.parametrize("of", [lambda: nn.Sequential(nn.Linear(WIDTH, 5)), Stack], ids=["Sequential", "class"])
 @pytest.mark.parametrize("form", ["module", "function"])
-@pytest.mark.parametrize("wrapped_by", SHARDED_BY_TORCH)
-def test_what_torch_shards_or_replicates_is_refused(wrapped_by: str, form: str, of: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("wrapped_by", REPLICATED_BY_TORCH)
+def test_what_torch_replicates_is_refused(wrapped_by: str, form: str, of: Callable[[], nn.Module]) -> None:
     with fake_world(2):
         model = of()
-        SHARDED_BY_TORCH[wrapped_by](model)
+        REPLICATED_BY_TORCH[wrapped_by](model)
         call = _function(model) if form == "function" else compile_eagerly(model)
         message = _refusal(lambda: call(torch.ones(2, WIDTH)))
     assert "averages gradients by itself" in message
@@ -168,3 +175,42 @@ def _one_part_in_a_function() -> str:
 def test_a_plain_model_beside_a_compiled_one_is_refused() -> None:
     for message in run_ranks(_one_part_in_a_function):
         assert "others that no rank averages" in message
+
+
+class _Half(nn.Module):
+    """A sharded part, compiled in place, in a model whose rest DDP averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.stack = Stack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stack(self.first(x))
+
+
+def _ddp_for_the_rest() -> tuple[float, float]:
+    """The largest difference of a gradient from one process, in DDP's part and in the sharded one."""
+    torch.manual_seed(0)
+    model = _Half()
+    reference = copy.deepcopy(model)
+    _compiled_itself(fully_shard(model.stack))
+    sharded = [name for name, _ in model.named_parameters() if name.startswith("stack.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
+    wrapped = DistributedDataParallel(model)
+    batch = torch.randn(4, WIDTH)
+    wrapped(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+    reference(batch).square().mean().backward()
+    worst = {"first": 0.0, "stack": 0.0}
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        full = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+        part = name.partition(".")[0]
+        worst[part] = max(worst[part], (full - theirs.grad).abs().max().item())
+    return worst["first"], worst["stack"]
+
+
+def test_ddp_that_ignores_what_is_sharded_averages_the_rest() -> None:
+    for differences in run_ranks(_ddp_for_the_rest):
+        assert max(differences) < 1e-6

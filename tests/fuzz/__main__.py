@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import math
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +21,12 @@ from tests.ranks import close_pool
 _PER_CALL = 8
 
 
-def fuzz(first: int, seconds: float) -> Iterator[tuple[int, Outcome]]:
-    """Cases of the seeds from `first` on, with their outcomes, until the time is over."""
+def fuzz(seeds: range, seconds: float = math.inf) -> Iterator[tuple[int, Outcome]]:
+    """Cases of some seeds with their outcomes, until the time is over."""
     end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
-        seeds = range(first, first + _PER_CALL)
-        yield from zip(seeds, run_programs([draw(seed).text() for seed in seeds]), strict=True)
-        first += _PER_CALL
+    while seeds and time.monotonic() < end_s:
+        now, seeds = seeds[:_PER_CALL], seeds[_PER_CALL:]
+        yield from zip(now, run_programs([draw(seed).text() for seed in now]), strict=True)
 
 
 def report(case: Case, outcome: Outcome) -> str:
@@ -75,7 +76,7 @@ def _show(outcome: Outcome) -> str:
 def _run(first: int, seconds: float, *, shrinks: bool) -> None:
     counts: collections.Counter[Verdict] = collections.Counter()
     failed: list[tuple[int, Outcome]] = []
-    for seed, outcome in fuzz(first, seconds):
+    for seed, outcome in fuzz(range(first, sys.maxsize), seconds):
         counts[outcome.verdict] += 1
         if outcome.verdict is not Verdict.EQUAL:
             print(f"seed {seed}: {_said(outcome)}", flush=True)

@@ -29,6 +29,7 @@ _FUNCTION: Final = "return torch.compile(lambda x, ids: loss(model(x, ids)), **B
 _LINEAR: Final = "self.m = nn.Linear(6, 6)"
 _WEIGHT: Final = "self.w = nn.Parameter(torch.eye(6) + 0.1 * torch.randn(6, 6))"
 _CALL: Final = "return self.head(self.m(x))"
+_UNCOMPILED: Final = "return lambda x, ids: loss(model(x, ids))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,13 @@ def _trained(
 _LSTM: Final = "self.m = nn.LSTM(6, 6)"
 _RECURRENT: Final = "return self.head(self.m(x.unsqueeze(1))[0].squeeze(1))"
 _SEQUENTIAL: Final = "self.m = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))"
+
+_STATISTICS: Final = (
+    "self.v = nn.Parameter(torch.zeros(6), requires_grad=False)\n"
+    "self.u = nn.Parameter(torch.ones(6), requires_grad=False)"
+)
+_NORMALIZED: Final = "return self.head(F.batch_norm(x, self.v, self.u, training=True) + self.v)"
+_ACCUMULATED: Final = _trained("side.backward(call(x, ids))\nside.backward(call(x, ids))")
 
 ROWS: Final = (
     # What Dynamo leaves to Python.
@@ -157,11 +165,27 @@ ROWS: Final = (
         _WEIGHT,
         "return self.head(x @ self.w if isinstance(self.w, nn.Parameter) else x)",
     ),
+    Row(
+        "`type(self.w) is nn.Parameter`", _WEIGHT, "return self.head(x @ self.w if type(self.w) is nn.Parameter else x)"
+    ),
+    Row(
+        "`isinstance(w, nn.Parameter)` after a graph break",
+        _WEIGHT,
+        "w = self.w\ntorch._dynamo.graph_break()\nreturn self.head(x @ w if isinstance(w, nn.Parameter) else x)",
+        shard="fully_shard(model)",
+    ),
     Row("`type(self.m) is nn.Linear`", _LINEAR, "return self.head(self.m(x) if type(self.m) is nn.Linear else x)"),
     Row(
         "`self.a.weight is self.b.weight`, tied",
         "self.a = nn.Linear(6, 6)\nself.b = nn.Linear(6, 6)\nself.b.weight = self.a.weight",
         "return self.head(self.b(self.a(x)) if self.a.weight is self.b.weight else x)",
+    ),
+    Row(
+        "`self.a.weight is self.b.weight`, tied, not compiled",
+        "self.a = nn.Linear(6, 6)\nself.b = nn.Linear(6, 6)\nself.b.weight = self.a.weight",
+        "return self.head(self.b(self.a(x)) if self.a.weight is self.b.weight else x)",
+        shard="fully_shard(model)",
+        compiled=_UNCOMPILED,
     ),
     Row(
         "a base class with a required argument of `__init_subclass__`",
@@ -232,7 +256,43 @@ ROWS: Final = (
         "with torch.no_grad():\n    torch.mul(self.w, 0.9, out=self.w)\nreturn self.head(x @ self.w)",
     ),
     Row("`self.w.data = ...` in a forward", _WEIGHT, "self.w.data = self.w.data * 0.9\nreturn self.head(x @ self.w)"),
+    Row(
+        "`self.w.data = ...` in a forward, not compiled",
+        _WEIGHT,
+        "self.w.data = self.w.data * 0.9\nreturn self.head(x @ self.w)",
+        shard="fully_shard(model)",
+        compiled=_UNCOMPILED,
+    ),
+    Row("running statistics that are parameters", _STATISTICS, _NORMALIZED),
+    Row(
+        "running statistics that are parameters, not compiled",
+        _STATISTICS,
+        _NORMALIZED,
+        shard="fully_shard(model)",
+        compiled=_UNCOMPILED,
+    ),
     # What autograd is asked for.
+    Row(
+        "`self.w.grad is None` in a forward that accumulates",
+        _WEIGHT,
+        "return self.head(x @ self.w if self.w.grad is None else x)",
+        train=_ACCUMULATED,
+    ),
+    Row(
+        "`p.grad` of all parameters in a forward that accumulates, after a graph break",
+        _WEIGHT,
+        "torch._dynamo.graph_break()\nfresh = all(p.grad is None for p in self.parameters())\n"
+        "return self.head(x @ self.w if fresh else x)",
+        train=_ACCUMULATED,
+    ),
+    Row(
+        "`self.w.grad is None` in a forward that accumulates, not compiled",
+        _WEIGHT,
+        "return self.head(x @ self.w if self.w.grad is None else x)",
+        shard="fully_shard(model)",
+        compiled=_UNCOMPILED,
+        train=_ACCUMULATED,
+    ),
     Row(
         "a head whose output is unused, AdamW",
         "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import fsdp_compile
@@ -166,6 +167,23 @@ def test_one_reduction_per_group_and_no_look_from_the_host() -> None:
     assert run_ranks(_reductions, world_size=4) == [(2, [1, 1])] * 4
 
 
+def _reductions_of(prepare: Callable[[nn.Module], None]) -> int:
+    model, _ = _trained(prepare)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+        fsdp_compile.clip_grad_norm_(model.parameters(), 1.0)
+    return reduced.call_count
+
+
+def _replicas_alone(model: nn.Module) -> None:
+    fully_shard(model, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+def test_what_every_rank_holds_whole_needs_no_collective() -> None:
+    assert run_ranks(_reductions_of, full_shard, world_size=1) == [0]
+    assert run_ranks(_reductions_of, _replicas_alone, world_size=2) == [0, 0]
+    assert run_ranks(_reductions_of, full_shard, world_size=2) == [1, 1]
+
+
 def _lonely_gradient() -> list[float]:
     model = nn.Linear(WIDTH, 4, bias=False)
     fully_shard(model)
@@ -237,3 +255,14 @@ def _partial() -> str:
 
 def test_a_sum_that_was_not_made_yet_is_refused() -> None:
     assert all("redistribute" in message for message in run_ranks(_partial, world_size=2))
+
+
+def test_norms_of_half_precision_gradients_are_not_rounded_before_they_are_summed() -> None:
+    parameters = [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(64)]
+    for parameter in parameters:
+        parameter.grad = torch.tensor([1.0, 2**-4], dtype=torch.bfloat16)  # its norm would be rounded to 1
+    wide = nn.Parameter(torch.zeros(2))
+    wide.grad = torch.zeros(2)
+    norm = fsdp_compile.clip_grad_norm_([*parameters, wide], 1.0)
+    assert norm.dtype is torch.float32
+    assert norm.item() == pytest.approx(8 * math.sqrt(1 + 2**-8), rel=1e-5)

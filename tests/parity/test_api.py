@@ -34,6 +34,7 @@ def test_the_command_on_the_built_in_model_prints_the_table_and_exits_0(capsys: 
     assert out.endswith("equal in every bit: 302 tensors over 2 steps\n")
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 def test_the_command_holds_inductor_to_the_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["parity", f"{HERE}:make_model", "--level", "tolerance", "--reference", "single", "--steps", "2", "--json"]

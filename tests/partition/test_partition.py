@@ -102,8 +102,9 @@ def test_unsharded_parameters_are_saved_on_request() -> None:
 
 
 Sent = dict[str, list[str]]
-"""Units that the graphs of a phase gather or reduce, one after the other; those of which the gather starts before the
-one in front of it is waited for; parameters that are reduced; units of what backward finds saved."""
+"""Units that the graphs of a phase gather, free or reduce, one after the other; those of which the gather starts before
+the one in front of it is waited for; those of its flat parameters and of their gradients; parameters that are reduced;
+units of what backward finds saved; a phase once for each of its graphs."""
 
 
 def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
@@ -114,6 +115,10 @@ def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
         def finish(self, gm: Any, phase: Phase, compile_graph: Any) -> Any:
             step = StepGraph(gm, phase)
             seen.setdefault("saved", []).extend(require(n).unit for n in step.nodes(Role.SAVED_PARAM))
+            seen.setdefault(f"{phase.value} graphs", []).append(phase.value)
+            seen[f"{phase.value} flats"] = [require(n).unit for n in step.nodes(Role.FLAT)]
+            seen[f"{phase.value} flat gradients"] = [require(n).unit for n in step.nodes(Role.FLAT_GRADIENT)]
+            seen[f"{phase.value} reshards"] = [require(n).unit for n in step.nodes(Role.RESHARD)]
             seen[f"{phase.value} gathers"] = [require(n).unit for n in step.nodes(Role.GATHER)]
             seen[f"{phase.value} reduces"] = [require(n).unit for n in step.nodes(Role.REDUCE)]
             seen[f"{phase.value} reduced"] = [name for n in step.nodes(Role.REDUCE) for name in require(n).parameters]
@@ -128,7 +133,9 @@ def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
     original, backend.Region = backend.Region, Watched  # type: ignore[misc]
     try:
         (batch,) = batches(1, 7)
-        loss_of(torch.compile(make(), backend="fsdp", options={"lower": "eager", **options})(batch)).backward()
+        loss = loss_of(torch.compile(make(), backend="fsdp", options={"lower": "eager", **options})(batch))
+        if loss.requires_grad:
+            loss.backward()
     finally:
         backend.Region = original  # type: ignore[misc]
     return seen
@@ -136,6 +143,28 @@ def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
 
 def _all_sent() -> tuple[Sent, ...]:
     return sent(StackOfThree, bucket_mb=0), sent(Checkpointed, prefetch=1), sent(Frozen, prefetch=0)
+
+
+def test_one_graph_of_each_phase_has_one_flat_parameter_and_one_gradient_for_each_unit() -> None:
+    for stack, _, _ in run_ranks(_all_sent):
+        every = ["blocks.0", "blocks.1", "blocks.2", "head"]
+        assert (stack["forward graphs"], stack["backward graphs"]) == (["forward"], ["backward"])
+        assert sorted(stack["forward flats"]) == every
+        assert sorted(stack["backward flats"]) == every
+        assert stack["forward flat gradients"] == []
+        assert sorted(stack["backward flat gradients"]) == every
+
+
+def _inferred() -> Sent:
+    with torch.no_grad():
+        return sent(StackOfThree, bucket_mb=0, prefetch=1)
+
+
+def test_an_inference_graph_gathers_each_unit_and_frees_it_before_its_end() -> None:
+    for seen in run_ranks(_inferred):
+        assert "backward graphs" not in seen
+        assert seen["forward gathers"] == ["blocks.0", "blocks.1", "blocks.2", "head"]
+        assert seen["forward reshards"] == seen["forward gathers"]
 
 
 def test_backward_gathers_each_unit_again_and_reduces_it_once() -> None:

@@ -77,6 +77,24 @@ def test_the_parameter_and_the_ranks_are_named(shape: tuple[int, ...]) -> None:
         assert "head.bias, on rank 0 and rank 2\n" in message
 
 
+def _buffer_from_meta() -> str:
+    """PyTorch's own way from meta to values, where ranks of uneven shards draw different amounts of random numbers."""
+    with torch.device("meta"):
+        model = Stack()
+        model.register_buffer("table", torch.empty(3))
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+        model.table.fill_(dist.get_rank())  # type: ignore[operator]
+    return _refusal(lambda: model(_inputs()))
+
+
+def test_buffers_that_get_their_values_after_sharding_are_not_compared() -> None:
+    assert run_ranks(_buffer_from_meta) == ["", ""]
+
+
 def _buffers(*, persistent: bool) -> str:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model.register_buffer("table", torch.full((3,), float(dist.get_rank())), persistent=persistent)

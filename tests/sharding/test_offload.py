@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -15,7 +17,11 @@ from torch.distributed.tensor import DTensor
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard
 from fsdp_compile.config.policy import Offload, as_offload, compute_device, host_buffer, refuse_device
+from fsdp_compile.ir.graph import Role
+from fsdp_compile.lower.compiled_regions import regions_of
 from fsdp_compile.runtime import post_backward
+from fsdp_compile.sharding import allocate
+from tests.delayed_copies import ON_SUCH_A_HOST, delayed_copies
 from tests.fake_world import fake_world
 from tests.models.kinds import Stack
 from tests.numerics.one_process.pair import Differences, train_pair
@@ -40,34 +46,74 @@ def test_the_host_trains_to_the_numbers_of_one_process() -> None:
             assert found.parameter < 0.02
 
 
-def _accumulated() -> tuple[bool, str, list[torch.device]]:
-    """Two backwards without no_sync(): FSDP1 keeps the last one's gradient only."""
-    model = nn.Linear(8, 4)
-    reference = nn.Linear(8, 4)
-    reference.load_state_dict(model.state_dict())
-    fully_shard(model, offload_policy=CPUOffloadPolicy())
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for step in range(2):
-        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        compiled(batch.chunk(world)[rank]).square().mean().backward()
-        reference(batch).square().mean().backward()
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    """What two backwards without no_sync() and a step left on one rank.
+
+    Attributes:
+        gradients: Whether gradients are the sums of both, as in one process: FSDP1 keeps the last one only.
+        norm: Whether the norm is that of one process.
+        copied: Bytes of each copy that the graphs made between host and device.
+        nodes: Copies in the graphs: into the device and out of it in forward, the same in backward.
+        on_host: Shards that were allocated on the host, in elements.
+        devices: Of optimizer state and of what `state_dict()` has.
+    """
+
+    gradients: bool
+    norm: bool
+    norm_device: str
+    copied: list[int]
+    nodes: list[int]
+    on_host: list[int]
+    devices: set[torch.device]
+
+
+def _accumulated() -> _Trained:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4, bias=False)
+    reference = copy.deepcopy(model)
+    # On the CPU alone nothing tells host from device, but the copies, and who allocates a shard.
+    with delayed_copies() as copied:
+        with mock.patch.object(allocate, "host_buffer", wraps=host_buffer) as allocated:
+            fully_shard(model, offload_policy=ON_SUCH_A_HOST)
+        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+        world, rank = dist.get_world_size(), dist.get_rank()
+        for step in range(2):
+            batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            compiled(batch.chunk(world)[rank]).square().mean().backward()
+            reference(batch).square().mean().backward()
+    steps = [step for region in regions_of(fsdp_compile.units(model)) for step in region.steps]
+    nodes = [sum(1 for _ in step.nodes(role)) for step in steps for role in (Role.OFFLOAD_IN, Role.OFFLOAD_OUT)]
     assert reference.weight.grad is not None
+    assert isinstance(model.weight.grad, DTensor)
+    gradients = torch.allclose(model.weight.grad.full_tensor(), reference.weight.grad, rtol=1e-5)
     norm = fsdp_compile.clip_grad_norm_(model, 1e9)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
     state = [v.device for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     state += [v.device for v in model.state_dict().values()]
-    return torch.allclose(norm, expected, rtol=1e-5), norm.device.type, state
+    return _Trained(
+        gradients,
+        torch.allclose(norm, expected, rtol=1e-5),
+        norm.device.type,
+        list(copied),
+        nodes,
+        [call.args[0] for call in allocated.call_args_list],
+        set(state),
+    )
 
 
 def test_gradients_add_up_and_norm_state_and_checkpoints_stay_on_the_host() -> None:
     torch.manual_seed(0)
-    for equal, device, state in run_ranks(_accumulated, world_size=2):
-        assert equal
-        assert device == "cpu"
-        assert set(state) == {torch.device("cpu")}
+    for rank in run_ranks(_accumulated, world_size=2):
+        assert rank.gradients
+        assert rank.norm
+        assert rank.norm_device == "cpu"
+        assert rank.devices == {torch.device("cpu")}
+        assert rank.on_host == [32]  # 2 of 4 rows of 8, aligned
+        assert rank.nodes == [1, 0, 0, 1]
+        assert rank.copied == [128, 128] * 2  # in each step the shard goes in, and its gradient out, aligned
 
 
 def test_policies_of_both_fsdps_are_understood() -> None:

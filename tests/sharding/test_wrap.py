@@ -136,12 +136,25 @@ def test_units_stand_in_registration_order() -> None:
     ]
 
 
+def test_one_call_shards_all_of_a_module_and_puts_nothing_around_it() -> None:
+    model = Transformer()
+    modules, names = list(model.modules()), [name for name, _ in model.named_parameters()]
+    assert fully_shard(model) is model
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    held = [unit.parameter_name(param) for unit in units(model) for param in unit.params]
+    assert sorted(held) == sorted(names)
+    for unit in units(model):
+        inside = {id(parameter) for parameter in unit.root.parameters()}
+        assert all(id(param.parameter) in inside for param in unit.params)
+
+
 def test_bottom_up_calls_are_taken_as_they_are() -> None:
     model = Transformer()
-    for block in model.blocks[:2]:
-        fully_shard(block, reshard_after_forward=False)
+    fully_shard(model.blocks[0], reshard_after_forward=False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    assert sorted(_titles(model)) == ["(root)", "blocks.0", "blocks.1"]
+    assert sorted(_titles(model)) == ["(root)", "blocks.0"]  # the other two blocks would be units of an automatic split
     by_title = {unit.title: unit.policy for unit in units(model)}
     assert by_title["blocks.0"].mesh_placement.reshard is Reshard.AFTER_BACKWARD
     assert by_title["(root)"].mesh_placement.reshard is Reshard.AFTER_FORWARD

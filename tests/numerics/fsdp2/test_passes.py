@@ -60,7 +60,11 @@ def _train_after_each_pass(one: Combination, options: FSDPOptions) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("options", [FIXED, PLANNED], ids=lambda options: f"prefetch={options.prefetch}")
+@pytest.mark.parametrize(
+    "options",
+    [FIXED, pytest.param(PLANNED, marks=pytest.mark.long)],
+    ids=lambda options: f"prefetch={options.prefetch}",
+)
 @pytest.mark.parametrize("one", PARAMETERS)
 def test_graphs_run_to_the_bits_of_fsdp2_after_every_pass(one: Combination, options: FSDPOptions, judge: Judge) -> None:
     by_stop = run_ranks(_train_after_each_pass, one, options, world_size=2)[0]

@@ -98,3 +98,22 @@ def test_no_sync_holds_gradients_until_the_next_synchronizing_backward(strategy:
         assert max(found) < CLOSE
         assert all(held)
         assert recompiles == 0
+
+
+def _gradients_before_no_sync() -> tuple[bool, float]:
+    pair = make_pair()
+    first, second, last = batches(3, 4 * dist.get_world_size())
+    pair.backward(first)
+    before = [p.grad.to_local().clone() for p in pair.model.parameters() if isinstance(p.grad, DTensor)]
+    with no_sync(pair.compiled):
+        pair.backward(second)
+    after = [p.grad.to_local() for p in pair.model.parameters() if isinstance(p.grad, DTensor)]
+    kept = len(before) > 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    pair.backward(last)
+    return kept, pair.difference()
+
+
+def test_no_sync_leaves_gradients_as_they_were() -> None:
+    for kept, difference in run_ranks(_gradients_before_no_sync):
+        assert kept
+        assert difference < CLOSE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard, no_sync
+from fsdp_compile.runtime import unshard
 from fsdp_compile.runtime.module_state import units
 from tests.beside import Beside, Run
 from tests.models.kinds import Block, GraphBreaks, Stack
@@ -133,6 +135,19 @@ def test_a_parameter_that_the_last_microbatch_does_not_use_gets_what_was_held() 
         assert reset < CLOSE  # reset_iter_state() drops what was held
 
 
+def _skipped() -> float:
+    pair = make_pair("full", Branching)
+    first, second = batches(2, 4 * dist.get_world_size())
+    pair.backward(first)
+    pair.model.chosen = pair.reference.chosen = 1  # type: ignore[assignment]
+    pair.backward(second)
+    return pair.difference()
+
+
+def test_a_gradient_stays_when_a_later_backward_skips_its_parameter() -> None:
+    assert max(run_ranks(_skipped)) < CLOSE
+
+
 def _late_and_broken() -> tuple[float, float]:
     plain = make_pair("full", Stack, shard=False)
     world = dist.get_world_size()
@@ -247,6 +262,30 @@ def test_kept_parameters_are_taken_and_never_out_of_date() -> None:
         assert difference < CLOSE
         assert freed > 0
         assert stays > 0
+
+
+def _gathers_of_unshard() -> list[int]:
+    """All-gathers up to each call of `unshard()`: nothing is there, they run, all has arrived, all is freed."""
+    model: Any = fully_shard(Block())
+    counts = []
+    with mock.patch.object(unshard, "_gathered", wraps=unshard._gathered) as gathered:
+        for _ in range(2):
+            handle = model.unshard(async_op=True)
+            counts.append(gathered.call_count)
+        handle.wait()
+        model.unshard()
+        counts.append(gathered.call_count)
+        model.reshard()
+        model.unshard()
+        counts.append(gathered.call_count)
+    return counts
+
+
+def test_unshard_gathers_nothing_that_is_there_or_on_its_way() -> None:
+    for first, running, arrived, again in run_ranks(_gathers_of_unshard):
+        assert first > 0
+        assert running == arrived == first
+        assert again == 2 * first
 
 
 def _kept_beside_foreach() -> None:

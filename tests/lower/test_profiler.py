@@ -1,0 +1,123 @@
+"""Ranges that torch's profiler shows of a training step: FSDP2's names, per unit and phase."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_compile import ShardedModule, fully_shard
+from tests.ranks import run_ranks
+
+
+class _Model(nn.Module):
+    """Two layers, and a parameter of the outermost module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x * self.scale
+
+
+def _sharded() -> _Model:
+    torch.manual_seed(0)
+    model = _Model()
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _ranges(options: dict[str, str | int | Callable[..., Any]] | None) -> Counter[str]:
+    """How often each range is in the second step of a model, compiled with `options` if there are any."""
+    model = _sharded()
+    called = model if options is None else torch.compile(model, backend="fsdp", options=options)
+    x = torch.ones(2, 64)
+    called(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        called(x).sum().backward()
+    return _named(profiler)
+
+
+def _named(profiler: profile) -> Counter[str]:
+    names = [event.name for event in profiler.events() or []]
+    return Counter(name for name in names if name.startswith("FSDP::"))
+
+
+UNITS = ("", " (layers.0)", " (layers.1)")
+
+
+def test_a_step_without_compile_has_a_range_per_gather_and_reduction() -> None:
+    seen, _ = run_ranks(_ranges, None)
+    # A read saves what it gathered for backward; each of the three is a parameter of its own.
+    expected = {"FSDP::root_pre_forward": 1}
+    expected |= {f"FSDP::all_gather{unit}": 1 for unit in UNITS}
+    expected |= {f"FSDP::post_backward_reduce{unit}": 1 for unit in UNITS}
+    assert seen == expected
+
+
+def test_graphs_without_inductor_have_a_range_per_collective_and_wait() -> None:
+    seen, _ = run_ranks(_ranges, {"lower": "eager", "prefetch": 1, "bucket_mb": 0})
+    assert {name for name in seen if "copy_out" not in name} == {
+        "FSDP::root_pre_forward",
+        *(f"FSDP::all_gather{unit}" for unit in UNITS),
+        *(f"FSDP::post_backward_reduce{unit}" for unit in UNITS),
+        *(f"FSDP::post_backward_rs_wait{unit}" for unit in UNITS),
+    }
+    assert {name for name in seen if "copy_out" in name} == {f"FSDP::all_gather_copy_out{unit}" for unit in UNITS}
+    assert seen["FSDP::all_gather (layers.1)"] == 2  # in forward, and again in backward
+    assert seen["FSDP::post_backward_reduce (layers.1)"] == 1
+
+
+def test_a_message_of_several_units_names_them() -> None:
+    seen, _ = run_ranks(_ranges, {"lower": "eager", "prefetch": 1, "bucket_mb": 1})
+    assert seen["FSDP::all_gather (layers.0, layers.1)"] == 1
+
+
+def _shared_graph() -> Counter[str]:
+    model = _sharded()
+    for layer in model.layers:
+        layer.compile(backend="fsdp", options={"lower": "eager"})
+    x = torch.ones(2, 64)
+    model(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(x).sum().backward()
+    return _named(profiler)
+
+
+def test_layers_that_share_a_graph_have_ranges_under_their_own_names() -> None:
+    seen, _ = run_ranks(_shared_graph)
+    for layer in ("layers.0", "layers.1"):
+        assert seen[f"FSDP::all_gather ({layer})"] > 0
+        assert seen[f"FSDP::post_backward_reduce ({layer})"] > 0
+
+
+def _fsdp(module: nn.Module) -> ShardedModule:
+    assert isinstance(module, ShardedModule)
+    return module
+
+
+def _kept_unsharded() -> Counter[str]:
+    model = _sharded()
+    x = torch.ones(2, 64)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        _fsdp(model.layers[0]).unshard()
+        _fsdp(model).set_requires_gradient_sync(False)
+        model(x).sum().backward()
+        _fsdp(model).set_requires_gradient_sync(True)
+        model(x).sum().backward()
+    return _named(profiler)
+
+
+def test_units_that_are_unsharded_by_hand_have_ranges() -> None:
+    seen, _ = run_ranks(_kept_unsharded)
+    assert seen["FSDP::all_gather_copy_out (layers.0)"] > 0
+    assert seen["FSDP::root_post_backward_callback"] > 0
