@@ -19,7 +19,8 @@ from fsdp_compile.capture.reject_gradient_reads import refuse_gradient_reads
 from fsdp_compile.capture.reject_mutation import refuse_updates
 from fsdp_compile.capture.returned_reads import give_parameters, returned_reads
 from fsdp_compile.capture.shard_embeddings import shard_lookups
-from fsdp_compile.capture.unreached import PlainModels, watch_compiles
+from fsdp_compile.capture.unreached import PlainModels
+from fsdp_compile.capture.watch_compiles import watch_compiles
 from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower.agreement import agree, refuse

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fsdp_compile._torch.tensors import plain_torch_functions
 
@@ -35,6 +36,14 @@ def profiler_runs() -> bool:
 def below_autograd() -> AbstractContextManager[None]:
     """A context in which operators go straight to their device's kernels."""
     return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return, unused-ignore]
+
+
+@contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """A context that is in no `torch.func` transform and in no `torch.inference_mode()`, whatever is around it."""
+    grad = torch.is_grad_enabled()
+    with temporarily_clear_interpreter_stack(), torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
+        yield
 
 
 def is_accumulated_in_this_backward(leaf: torch.Tensor) -> bool:

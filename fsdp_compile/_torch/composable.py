@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import fully_shard
 
-__all__ = ["APPLIED", "note_fully_shard"]
+__all__ = ["APPLIED", "is_replicated", "note_fully_shard"]
 
 APPLIED = inspect.unwrap(fully_shard)
 """What torch keeps the state of a call of its `fully_shard` under."""
@@ -26,3 +26,8 @@ def note_fully_shard(module: nn.Module, state: object) -> None:
     """
     module.__dict__.setdefault(STATE_KEY, {})[APPLIED] = state
     module.__dict__.setdefault(REGISTRY_KEY, {})[APPLIED.__name__] = RegistryItem()
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether composable `replicate` was applied to a module: the DDP in it is made in the first forward."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})

@@ -7,7 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -16,8 +16,10 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import convert_frame, symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SavedForBackwardsAOTOutput
@@ -132,6 +134,17 @@ def arguments_of_modules() -> Iterator[tuple[nn.Module, tuple[tuple[Any, ...], d
             yield called, (values["args"], values["kwargs"])
 
 
+def calls_under_way(code: types.CodeType) -> Iterator[Mapping[str, Any]]:
+    """The variables of each call of some code that this thread is in, innermost first."""
+    return (frame.f_locals for frame in stack() if frame.f_code is code)
+
+
+def call_of(module: nn.Module) -> FrameType | None:
+    """The Python frame of the outermost call of a module that this thread is in."""
+    calls = [f for f in stack() if f.f_code.co_name in MODULE_CALLS and f.f_locals.get("self") is module]
+    return calls[-1] if calls else None
+
+
 def caller_of_root_frame() -> FrameType | None:
     """The Python frame that called the function which Dynamo is compiling right now."""
     translator = _root_translator()
@@ -189,15 +202,27 @@ def is_in_eager_cond() -> bool:
 
 def backend_of(compiled: OptimizedModule) -> object:
     """The function that was given to `torch.compile`, or found by the given name."""
-    return _backend_function(getattr(compiled.dynamo_ctx, "callback", None))
+    return _given_backend(getattr(compiled.dynamo_ctx, "callback", None)).function
 
 
-def _backend_function(wrapped: Any) -> object:
+def options_of(compiled: OptimizedModule) -> Mapping[str, Any] | None:
+    """The options that were given to `torch.compile` for the backend."""
+    return _given_backend(getattr(compiled.dynamo_ctx, "callback", None)).options
+
+
+class _Backend(NamedTuple):
+    """The function that was given to `torch.compile`, or found by the given name, and its options."""
+
+    function: object
+    options: Mapping[str, Any] | None
+
+
+def _given_backend(wrapped: Any) -> _Backend:
     while hasattr(wrapped, "_torchdynamo_orig_backend"):
         wrapped = wrapped._torchdynamo_orig_backend
     if isinstance(splitter := getattr(wrapped, "__self__", None), DDPOptimizer):  # inside of a forward of DDP
-        return _backend_function(splitter.backend_compile_fn)
-    return getattr(wrapped, "compiler_fn", wrapped)
+        return _given_backend(splitter.backend_compile_fn)
+    return _Backend(getattr(wrapped, "compiler_fn", wrapped), getattr(wrapped, "kwargs", {}).get("options"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,15 +231,22 @@ class FrameToCompile:
 
     Attributes:
         backend: The function that was given to `torch.compile`, or found by the given name.
+        options: Of the backend, as they were given to `torch.compile`.
+        code: What it runs.
         starts: The module whose forward the frame is, if it is one.
         names: Those of globals and attributes in the frame's code.
         held: Values of its locals, of the variables that it closes over, and of globals that it names.
+        limit: The limit of recompiles, with its number, that makes Dynamo leave the frame and all later ones of its
+            code to Python; "" if the frame is within the limits.
     """
 
     backend: object
+    options: Mapping[str, Any] | None
+    code: types.CodeType
     starts: nn.Module | None
     names: frozenset[str]
     held: tuple[object, ...]
+    limit: str
 
 
 def before_each_compile(call: Callable[[FrameToCompile], None]) -> None:
@@ -245,7 +277,17 @@ def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
     forwards = (
         value for value in held if isinstance(value, nn.Module) and getattr(value.forward, "__code__", None) is code
     )
-    return FrameToCompile(_backend_function(given["compiler_fn"]), next(forwards, None), frozenset(code.co_names), held)
+    backend = _given_backend(given["compiler_fn"])
+    exceeded, limit = exceeds_recompile_limit(given["cache_size"], given["compile_id"])
+    return FrameToCompile(
+        backend.function,
+        backend.options,
+        code,
+        next(forwards, None),
+        frozenset(code.co_names),
+        held,
+        f"{limit} = {getattr(torch._dynamo.config, limit)}" if exceeded else "",
+    )
 
 
 def _is_set(cell: types.CellType) -> bool:
@@ -254,6 +296,12 @@ def _is_set(cell: types.CellType) -> bool:
     except ValueError:
         return False
     return True
+
+
+def graph_break_reasons() -> list[str]:
+    """What Dynamo could not trace in this process, in its own words, one line each."""
+    texts = [text for kind in ("graph_break", "unimplemented") for text in counters[kind]]
+    return list(dict.fromkeys(text.split("\n")[0] for text in texts))
 
 
 def calls_are_compiled() -> bool:

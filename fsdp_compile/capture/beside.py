@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_compile._torch.distributed import names_ignored_by_ddp
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_of
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.modules.classes import original_class
 from fsdp_compile.runtime.replaced_params import current
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
@@ -111,14 +110,7 @@ def _has_model_of(backend: object, root: nn.Module) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    # In place, Dynamo compiles users' code alone: of a module of torch's own it compiles nothing.
-    in_place = module._compiled_call_impl is not None and not _is_of_torch(original_class(module))
-    return in_place or isinstance(module, OptimizedModule)
-
-
-def _is_of_torch(module_class: type[nn.Module]) -> bool:
-    """Whether torch defines the forward of a class."""
-    return (module_class.forward.__module__ or "").partition(".")[0] == "torch"
+    return module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
 
 
 def _sharded_parameters() -> dict[int, FSDPUnit]:

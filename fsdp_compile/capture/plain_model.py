@@ -1,7 +1,8 @@
 """Shards a plain model when its compiled form is called first.
 
-Dynamo traces before the backend sees anything, so by then the graph reads plain parameters. The backend shards the
-module that owns them and asks Dynamo to trace the frame again, which then reads from flat parameters.
+A module that is compiled itself is sharded before its forward begins. Of one that a compiled function calls, the
+backend learns after the trace, when the graph reads plain parameters: it shards the module that owns them and asks
+Dynamo to trace the frame again, which then reads from flat parameters.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch.autograd import outside_of_transforms
 from fsdp_compile._torch.dynamo import source_prefixes
-from fsdp_compile.capture.beside import refuse_plain_rest
+from fsdp_compile.capture.beside import refuse_plain_rest, refuse_wrappers_around
 from fsdp_compile.capture.first_call import (
     check_before_compiled_calls,
     compiled_modules,
@@ -33,6 +35,7 @@ from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.sharding import initial_values
+from fsdp_compile.sharding.adopt import is_any_wrapped
 from fsdp_compile.sharding.checks import added_later, refuse_meta
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.wrappers import refuse_wrappers
@@ -63,19 +66,46 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
             if is_ignored(module, value) or not _is_unclaimed(module, value):
                 continue
             raise added_later(_name_in(module, value))
-        refuse_meta(module)
         refuse_registry_reads(placeholder)
-        refuse_plain_rest(modules_on_the_stack(), module)
-        refuse_inside_lbfgs(module)
-        plain.remove(module)
-        before = set(units(module))
-        fully_shard(module, **options.sharding)
+        _shard(module, options, plain)
         check_before_compiled_calls(module)
-        for unit in units(module):
-            unit.sharded_by_backend |= unit not in before
-        refuse_missed_casts(module)
         sharded = True
     return sharded
+
+
+def shard_before_forward(module: nn.Module, options: FSDPOptions, plain: PlainModels) -> bool:
+    """Shards a module that is about to be called, as `shard_plain_models` does; returns whether there was anything.
+
+    Raises:
+        ConfigError, UnsupportedModelError: As `shard_plain_models`.
+        RankMismatchError: If ranks have different values.
+    """
+    parameters = list(nn.Module.parameters(module))
+    # What torch's `fully_shard` has sharded is taken over, before its own hooks run.
+    if is_sharded(module) or is_any_wrapped(module) or any(is_swapped_in(p) for p in parameters):
+        return False
+    ignored = {i for group in FSDPParamGroup.alive() for i in group.unit.model.ignored}
+    if not any(_is_plain(p) and id(p) not in ignored for p in parameters):
+        return False
+    with outside_of_transforms():
+        _shard(module, options, plain)
+        for model in dict.fromkeys(unit.model for unit in units(module)):
+            initial_values.compare(model)
+    return True
+
+
+def _shard(module: nn.Module, options: FSDPOptions, plain: PlainModels) -> None:
+    refuse_meta(module)
+    called = modules_on_the_stack()
+    refuse_wrappers_around(called)
+    refuse_plain_rest(called, module)
+    refuse_inside_lbfgs(module)
+    plain.remove(module)
+    before = set(units(module))
+    fully_shard(module, **options.sharding)
+    for unit in units(module):
+        unit.sharded_by_backend |= unit not in before
+    refuse_missed_casts(module)
 
 
 def compare_initial_values(inputs: Sequence[object]) -> None:

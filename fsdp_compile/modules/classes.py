@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, SupportsIndex
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fsdp_compile.config.casts import ForwardCasts, FullPrecision
 from fsdp_compile.errors import UnsupportedModelError
@@ -113,7 +114,8 @@ def swap_class(module: nn.Module) -> None:
     known: ClassKey | None = getattr(now, _KEY, None)  # of its class, or of one below the class that a user gave it
     if known is None or known[1:] != key[1:]:
         if key not in _classes:
-            _classes[key] = _make_class(key)
+            # The class of a parametrized module is its own, and `remove_parametrizations` changes it.
+            _classes[key] = _make_class(key, _ClassOfParametrized if is_parametrized(module) else type)
         module.__class__ = _classes[key]
 
 
@@ -148,7 +150,19 @@ def swap_back(module: nn.Module, sharded_class: type[nn.Module]) -> None:
     swap_class(module)
 
 
-def _make_class(key: ClassKey) -> type[nn.Module]:
+class _ClassOfParametrized(type):
+    """The class of a class of a sharded module with parametrizations, which torch removes from the class first."""
+
+    def __delattr__(cls, name: str) -> None:
+        raise UnsupportedModelError(
+            "a parametrization is removed from a sharded module, whose parameters would become others",
+            where=f"{getattr(cls, '_fsdp_original_class', cls).__name__}, {name}",
+            instead="torch.nn.utils.parametrize.remove_parametrizations() before fully_shard() or the first compiled "
+            "call; for a trained model, on a plain one that has loaded its full state dict",
+        )
+
+
+def _make_class(key: ClassKey, kind: type[type]) -> type[nn.Module]:
     base = key.base
     members: dict[str, Any] = {
         _KEY: key,
@@ -167,7 +181,7 @@ def _make_class(key: ClassKey) -> type[nn.Module]:
     bases: tuple[type, ...] = (base,) if has_methods else (key.methods, base)  # type: ignore[assignment]
     if not is_over_ours:
         bases = (*bases[:-1], _WithoutSubclassHook, base)
-    return type(name, bases, members)
+    return kind(name, bases, members)
 
 
 class _WithoutSubclassHook:

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
+from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, with_attributes
 from fsdp_compile.modules.eager_reads import as_parameter, read_eagerly, read_once, registered
 from fsdp_compile.modules.forward import in_block_without_grad, in_forward
@@ -60,6 +62,12 @@ def read_property(read_of: ParamRead) -> property:
 
     def assign(module: nn.Module, value: torch.Tensor) -> None:
         # Only if nothing is registered: `nn.Module.__setattr__` takes parameters, and refuses plain tensors otherwise.
+        if isinstance(value, DTensor):
+            raise UnsupportedModelError(
+                "a sharded parameter is replaced by a tensor that was computed from sharded ones, and not gathered",
+                where=f"{getattr(module, '_fsdp_original_class', type(module)).__name__}, {name}",
+                instead="do it (torch.nn.utils.weight_norm(), say) before fully_shard() or the first compiled call",
+            )
         swap_in(module, name, value)
 
     def remove(module: nn.Module) -> None:

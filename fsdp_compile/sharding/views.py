@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils.parametrize import is_parametrized
 
 from fsdp_compile._torch.dynamo import calls_are_compiled
 from fsdp_compile._torch.tensors import local_tensor
@@ -96,6 +97,13 @@ def check_inside_graph(group: FSDPParamGroup) -> None:
         )
 
 
+def refuse_removed(root: nn.Module) -> None:
+    """Raises `ConfigError` if a sharded parameter below `root` was removed from its module since."""
+    for unit in units_below(root):
+        for param in unit.params:
+            _registered(unit, param)
+
+
 def refuse_unsharded(unit: FSDPUnit) -> None:
     """Raises `ConfigError` if modules of `unit` have full parameters: a `full_params` of a part of the model."""
     if unit.param_state is ParamState.UNSHARDED:
@@ -128,10 +136,11 @@ def _registered(unit: FSDPUnit, param: FSDPParam) -> nn.Parameter | None:
     if not registered:  # its modules are deleted, or read other values for now: it trains no longer
         return param.parameter
     if any(parameter is None for parameter in registered):
+        is_now = any(is_parametrized(*place) for place in places)
         raise ConfigError(
-            "a sharded parameter was removed from its module",
+            "a sharded parameter was parametrized" if is_now else "a sharded parameter was removed from its module",
             where=unit.parameter_name(param),
-            instead="remove it before fully_shard() or the first compiled call",
+            instead=f"{'parametrize' if is_now else 'remove'} it before fully_shard() or the first compiled call",
         )
     if (
         registered[0] is param.parameter

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FSDPModule, FullyShardedDataParallel, MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_compile._torch.composable import is_replicated
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import original_class
 from fsdp_compile.modules.methods import ShardedModule
@@ -19,9 +20,9 @@ _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 
 def refuse_wrappers(root: nn.Module) -> None:
-    """Raises `ConfigError` if some module is DDP, FSDP1 or sharded by FSDP2."""
+    """Raises `ConfigError` if some module is DDP, FSDP1, or sharded or replicated by torch's composable functions."""
     for name, module in root.named_modules():
-        if isinstance(module, _AVERAGES) and not isinstance(module, ShardedModule):
+        if (isinstance(module, _AVERAGES) or is_replicated(module)) and not isinstance(module, ShardedModule):
             raise refusal(module, name or "the outermost module")
 
 

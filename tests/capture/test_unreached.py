@@ -1,8 +1,9 @@
-"""Models that Dynamo leaves to Python are refused before a rank trains a copy of its own, however they are reached."""
+"""Models whose forward Dynamo leaves to Python are sharded as a whole, or refused before a rank trains its own copy."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, UnsupportedModelError, fully_shard
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
@@ -96,69 +98,107 @@ def _module_itself_compiled() -> tuple[Call, nn.Module]:
 
 
 def _one_of_two() -> tuple[Call, nn.Module]:
-    first, second = nn.Linear(WIDTH, WIDTH), Recurrent()
+    first, second = nn.Linear(WIDTH, WIDTH, bias=False), Recurrent()
+    nn.init.eye_(first.weight)  # not part of what is compared
     return compile_eagerly(lambda x: second(first(x))), second
 
 
 REACHED: dict[str, Callable[[], tuple[Call, nn.Module]]] = {
-    "closure": _closure,
-    "global": _global,
     "argument": _argument,
-    "list-of-arguments": _list_of_arguments,
     "method": _method,
-    "part-of-an-attribute": _part_of_an_attribute,
     "module": _module,
     "module-of-torch": _torchs_module,
     "module.compile": _module_itself_compiled,
     "one-of-two": _one_of_two,
 }
+BY_FUNCTIONS = ("argument", "method", "one-of-two")
+UNREACHED: dict[str, Callable[[], tuple[Call, nn.Module]]] = {
+    "closure": _closure,
+    "global": _global,
+    "list-of-arguments": _list_of_arguments,
+    "part-of-an-attribute": _part_of_an_attribute,
+}
+"""Functions that call an `nn.LSTM` by themselves: no user code is called that Dynamo would compile."""
+
+
+def _train(call: Call, model: nn.Module, reference: nn.Module) -> None:
+    """Steps by hand beside one process that has the whole batch; of an `nn.LSTM`, in its second dimension."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for _ in range(3):
+        batch = torch.randn(3, 2 * world, WIDTH)
+        loss_of(call(batch.chunk(world, 1)[rank])).backward()
+        output = reference(batch)
+        loss_of(output if isinstance(output, torch.Tensor) else output[0]).backward()
+        with torch.no_grad():
+            for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+                assert isinstance(mine, DTensor), name
+                assert isinstance(mine.grad, DTensor), name
+                assert theirs.grad is not None
+                close(mine.grad.full_tensor(), theirs.grad, f"gradient of {name}")
+                mine.sub_(0.1 * mine.grad)
+                theirs.sub_(0.1 * theirs.grad)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+def _trained(way: str) -> list[str]:
+    """Trains two models of one class, one after the other; returns the warnings."""
+    said = []
+    for _ in range(1 if way in BY_FUNCTIONS else 2):  # of a function, Dynamo tells once
+        torch.manual_seed(0)
+        call, model = REACHED[way]()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _train(call, model, copy.deepcopy(model))
+        said += [str(each.message) for each in caught if "in Python" in str(each.message)]
+    return said
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("way", REACHED)
-def test_its_first_backward_is_refused(way: str) -> None:
-    with fake_world(2):
-        call, model = REACHED[way]()
-        with pytest.raises(UnsupportedModelError) as caught:
-            call(torch.ones(2, 3, WIDTH)).sum().backward()
-    assert "never handed to its backend" in caught.value.what
-    assert f"{type(model).__name__}, parameter " in (caught.value.where or "")
-    assert "fsdp_compile.fully_shard(model) before torch.compile" in (caught.value.instead or "")
-
-
-def _updated_by_hand(*, sharded: bool) -> str:
-    """A step without an optimizer: refused before the update, or that of one process on the whole batch."""
-    torch.manual_seed(0)
-    model = Recurrent()
-    reference = copy.deepcopy(model)
-    if sharded:
-        fully_shard(model)
-    call = compile_eagerly(lambda x: model(x))  # noqa: PLW0108  a compiled function
-    batch = torch.randn(2, 4, WIDTH)
-    try:
-        loss_of(call(batch.chunk(2, 1)[dist.get_rank()])).backward()
-    except UnsupportedModelError as error:
-        return error.what
-    loss_of(reference(batch)).backward()
-    with torch.no_grad():
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert mine.grad is not None
-            assert theirs.grad is not None
-            mine.sub_(0.1 * mine.grad)
-            theirs.sub_(0.1 * theirs.grad)
-            close(mine.full_tensor(), theirs, "after the update")  # type: ignore[attr-defined]
-    return "equal"
+def test_its_training_is_that_of_one_process(way: str) -> None:
+    for said in run_ranks(_trained, way):
+        assert len(said) == (way in BY_FUNCTIONS)
+        for warning in said:
+            assert "Dynamo runs the call of Recurrent by a compiled function in Python" in warning
+            assert "Attempted to wrap RNN, GRU, or LSTM" in warning
+            assert "torch.compile(model, backend='fsdp')" in warning
 
 
 @pytest.mark.core
-def test_an_update_by_hand() -> None:
-    for message in run_ranks(_updated_by_hand, sharded=False):
-        assert "never handed to its backend" in message
-    assert run_ranks(_updated_by_hand, sharded=True) == ["equal", "equal"]
+@pytest.mark.parametrize("way", UNREACHED)
+def test_its_first_backward_is_refused(way: str) -> None:
+    with fake_world(2):
+        call, model = UNREACHED[way]()
+        with pytest.raises(UnsupportedModelError) as caught:
+            call(torch.ones(2, 3, WIDTH)).sum().backward()
+    assert "never reached the backend" in caught.value.what
+    assert "Attempted to wrap RNN, GRU, or LSTM" in caught.value.what
+    assert f"{type(model).__name__}, parameter " in (caught.value.where or "")
+    assert "fsdp_compile.fully_shard(model) before the function's first call" in (caught.value.instead or "")
+
+
+def _as_advised(advice: str) -> None:
+    """What the refusal says to write instead."""
+    torch.manual_seed(0)
+    model = nn.LSTM(WIDTH, WIDTH)
+    reference = copy.deepcopy(model)
+    if advice == "fully_shard":
+        fully_shard(model)
+        call = compile_eagerly(lambda x: model(x)[0])
+    else:
+        compiled: Any = compile_eagerly(model)
+        call = lambda x: compiled(x)[0]  # noqa: E731  as users write it
+    _train(call, model, reference)
+
+
+@pytest.mark.parametrize("advice", ["fully_shard", "compile-the-model"])
+def test_what_the_refusal_advises(advice: str) -> None:
+    run_ranks(_as_advised, advice)
 
 
 def _past_the_recompile_limit() -> list[str]:
-    """Which models a function with room for two compiles has sharded, or refused."""
+    """What comes of four models of a function with room for two compiles."""
 
     @compile_eagerly
     def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -166,21 +206,44 @@ def _past_the_recompile_limit() -> list[str]:
 
     results = []
     with torch._dynamo.config.patch(recompile_limit=2):
-        for number in range(3):
+        for number in range(4):
             model = type(f"Linear{number}", (nn.Linear,), {})(4, 4)
             try:
                 call(model, torch.ones(2, 4)).sum().backward()
                 results.append(type(model.weight).__name__)
             except UnsupportedModelError as error:
-                results.append(error.what)
+                results.append(str(error))
     return results
 
 
-def test_a_model_that_comes_after_the_recompile_limit_is_refused() -> None:
+def test_models_of_a_function_past_the_recompile_limit_are_refused() -> None:
     with fake_world(2):
-        *first, last = _past_the_recompile_limit()
+        *first, third, fourth = _past_the_recompile_limit()
     assert first == ["DTensor", "DTensor"]
-    assert "never handed to its backend" in last
+    for message, name in ((third, "Linear2"), (fourth, "Linear3")):
+        assert "has met Dynamo's recompile_limit = 2 and runs in Python" in message
+        assert f"{name}, parameter weight, in call (" in message
+        assert "fully_shard(model) before" in message
+        assert "torch._dynamo.config.recompile_limit" in message
+
+
+def _many_of_a_class(form: str) -> None:
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for seed in range(5):
+            torch.manual_seed(seed)
+            model = Stack()
+            reference = copy.deepcopy(model)
+            call: Call = model
+            if form == "module.compile":
+                model.compile(backend="fsdp", options={"lower": "eager"})
+            else:
+                call = compile_eagerly(model)
+            _train(lambda x: call(x.flatten(0, 1)), model, nn.Sequential(nn.Flatten(0, 1), reference))  # noqa: B023
+
+
+@pytest.mark.parametrize("form", ["module", "module.compile"])
+def test_models_of_one_class_past_the_recompile_limit_train_as_in_one_process(form: str) -> None:
+    run_ranks(_many_of_a_class, form)
 
 
 def _late_at_the_limit() -> None:

@@ -121,6 +121,27 @@ ROWS: Final = (
         "return lambda x, ids: loss(model(x, ids))",
     ),
     Row(
+        "all parts of a plain model compiled one by one, in place",
+        "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
+        "return self.head(self.n(self.m(x)))",
+        compiled="for part in model.children():\n    part.compile(**BACKEND)\n"
+        "return lambda x, ids: loss(model(x, ids))",
+    ),
+    Row(
+        "a module of torch's own, compiled in place and called alone",
+        "self.m = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)",
+        "return self.head(self.m(x.unsqueeze(1)).squeeze(1))",
+        compiled="for part in (model.m, model.head):\n    part.compile(**BACKEND)\n"
+        "return lambda x, ids: loss(model.head(model.m(x.unsqueeze(1)).squeeze(1)))",
+    ),
+    Row(
+        "the fourth model of a class, with a recompile limit of two",
+        _LINEAR,
+        _CALL,
+        compiled="with torch._dynamo.config.patch(recompile_limit=2):\n    for _ in range(3):\n"
+        "        torch.compile(Model(), **BACKEND)(torch.ones(2, 6), None)\n" + _MODULE,
+    ),
+    Row(
         "updated by hand",
         _LINEAR,
         _CALL,
@@ -480,6 +501,16 @@ ROWS: Final = (
         train=_trained(
             update="optimizer.step()\nif step == 0:\n"
             "    nn.utils.parametrize.remove_parametrizations(model.m, 'weight')\n"
+            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+        ),
+    ),
+    Row(
+        "a parametrization added after the first step",
+        _LINEAR,
+        _CALL,
+        train=_trained(
+            update="optimizer.step()\nif step == 0:\n"
+            "    nn.utils.parametrizations.weight_norm(model.m)\n"
             "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
         ),
     ),

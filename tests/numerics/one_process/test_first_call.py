@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile import fully_shard
+from fsdp_compile import ConfigError, fully_shard
 from tests.models.kinds import WIDTH, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -153,7 +152,8 @@ def _outputs(make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: 
     [
         (Stack, HALF, _as_function),
         (Stack, WIDE_OUTPUT, _as_function),
-        (Looked, HALF, _as_module),
+        (Stack, HALF, _as_module),
+        (Looked, WIDE_OUTPUT, _as_module),
         (Looked, HALF, _as_method),
     ],
 )
@@ -165,11 +165,17 @@ def test_the_first_call_casts_as_those_after_it(
     torch.testing.assert_close(mine, run_ranks(_outputs, make, policy, _sharded_before), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("form", [_as_module, _as_method])
+def _refused_then_sharded_before(make: Callable[[], nn.Module], policy: MixedPrecisionPolicy) -> list[torch.Tensor]:
+    """A model whose first call is refused, and then what the refusal says to write."""
+    with pytest.raises(ConfigError, match="first call had begun before it was sharded") as caught:
+        _outputs(make, policy, _as_method)
+    assert "fully_shard(model, mp_policy=...) before torch.compile" in str(caught.value)
+    return _outputs(make, policy, _sharded_before)
+
+
 @pytest.mark.parametrize(("make", "policy"), [(Stack, HALF), (Looked, WIDE_OUTPUT)])
 def test_a_first_call_that_would_not_be_cast_is_refused(
-    make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: Compile
+    make: Callable[[], nn.Module], policy: MixedPrecisionPolicy
 ) -> None:
-    with pytest.raises(BackendCompilerFailed, match="first call had begun before it was sharded") as caught:
-        run_ranks(_outputs, make, policy, form, world_size=1)
-    assert "fully_shard(model, mp_policy=...) before torch.compile" in str(caught.value)
+    followed = run_ranks(_refused_then_sharded_before, make, policy)
+    torch.testing.assert_close(followed, run_ranks(_outputs, make, policy, _as_module), rtol=0, atol=0)

@@ -1,0 +1,44 @@
+"""Tells of modules that are compiled: wrapped by `torch.compile(module)`, or in place by `module.compile()`.
+
+torch tells of neither. Of the first there is a trace, since `torch.compile` registers the module as a child of the one
+that it returns. `nn.Module.compile` is replaced by a function that calls the original and then tells.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from fsdp_compile._torch.dynamo import OptimizedModule, calls_under_way
+
+
+def after_each_compile_of_a_module(
+    wrapped: Callable[[OptimizedModule], None], in_place: Callable[[nn.Module, Mapping[str, Any]], None]
+) -> None:
+    """Tells of each module that is compiled from now on, whatever the backend.
+
+    Args:
+        wrapped: Called with what `torch.compile(module)` is about to return, which does not know its backend yet.
+        in_place: Called with a module that `module.compile(...)` has compiled, or is about to, and the arguments.
+    """
+
+    def registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if isinstance(module, OptimizedModule) and name == "_orig_mod" and child is not None:
+            wrapped(module)
+
+    original = nn.Module.compile
+
+    @functools.wraps(original)
+    def compile_in_place(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        in_place(self, kwargs)
+
+    register_module_module_registration_hook(registered)
+    nn.Module.compile = compile_in_place  # type: ignore[method-assign]
+    # The first compile of a process may import this package, and is under way then.
+    for variables in calls_under_way(original.__code__):
+        in_place(variables["self"], variables["kwargs"])

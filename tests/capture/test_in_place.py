@@ -1,0 +1,188 @@
+"""`module.compile(backend="fsdp")`: modules of torch's own, parts of a model, and the first compile of a process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compile import UnsupportedModelError, fully_shard
+from tests.beside import Beside, Run
+from tests.models.kinds import WIDTH, Stack
+from tests.ranks import run_ranks
+
+IN_PLACE = {"backend": "fsdp", "options": {"lower": "eager"}}
+
+
+def _encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH // 4, 2, WIDTH, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (4, WIDTH // 4)), layer, nn.Flatten(1))
+
+
+class _Head(nn.Module):
+    """Has a part that another one has, too."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.trunk(x))
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        trunk = nn.Linear(WIDTH, WIDTH)
+        self.a, self.b = _Head(trunk), _Head(trunk)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(x)
+
+
+def _sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+
+def _train(make: Callable[[], nn.Module], how: Run, parts: Callable[[nn.Module], list[nn.Module]]) -> None:
+    pair = Beside(make, how)
+    for part in parts(pair.model):
+        part.compile(**IN_PLACE)
+    pair.optimize(_sgd)
+    for _ in range(3):
+        pair.step(width=WIDTH)
+
+
+def _all_of_it(model: nn.Module) -> list[nn.Module]:
+    return [model]
+
+
+def _each_part(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, Stack)
+    return [*model.blocks, model.head]
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, _TwoHeads)
+    return [model.a, model.b]
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def _sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [(_linear, _all_of_it), (_sequential, _all_of_it), (_encoder, _all_of_it), (Stack, _each_part)],
+)
+def test_it_trains_as_one_process(make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]) -> None:
+    run_ranks(_train, make, Run.UNSHARDED, parts)
+
+
+def _refused(make: Callable[[], nn.Module]) -> str:
+    """Compiles all but the last child of a model."""
+    model = make()
+    for part in list(model.children())[:-1]:
+        part.compile(**IN_PLACE)
+    with pytest.raises(UnsupportedModelError) as caught:
+        model(torch.ones(2, WIDTH))
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters()), "something was sharded"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("make", [_sequential, _TwoHeads])
+def test_parts_whose_rest_is_plain_are_refused_before_anything_is_sharded(make: Callable[[], nn.Module]) -> None:
+    for message in run_ranks(_refused, make):
+        assert "only a part of a model is compiled" in message
+        assert "of the whole model, or fully_shard(model) before its parts are compiled" in message
+
+
+def _nothing(_model: nn.Module) -> list[nn.Module]:
+    return []
+
+
+@pytest.mark.parametrize(("how", "parts"), [(Run.PLAIN, _nothing), (Run.EAGER, _heads)], ids=["whole", "sharded"])
+def test_what_the_refusal_of_a_shared_trunk_advises(how: Run, parts: Callable[[nn.Module], list[nn.Module]]) -> None:
+    run_ranks(_train, _TwoHeads, how, parts)
+
+
+def _copied() -> list[str]:
+    """A copy is not compiled, and stays plain, whenever it is made."""
+    model = _sequential()
+    model.compile(**IN_PLACE)
+    copies = [copy.deepcopy(model)]
+    for each in copies:
+        each(torch.ones(2, WIDTH))
+    model(torch.ones(2, WIDTH))
+    return [type(parameter).__name__ for each in (*copies, model) for parameter in each.parameters()]
+
+
+def test_copies_of_a_module_that_was_not_called_yet_stay_plain() -> None:
+    assert run_ranks(_copied) == [["Parameter"] * 4 + ["DTensor"] * 4] * 2
+
+
+def _shared_memory() -> nn.Module:
+    model = _sequential()
+    model[2].weight = nn.Parameter(model[0].weight.detach())  # type: ignore[index]
+    return model
+
+
+def _memory_as_advised() -> None:
+    """The three things that the refusal of parameters that share memory says to write instead."""
+    with pytest.raises(UnsupportedModelError, match="share memory and are two tensors") as caught:
+        fully_shard(_shared_memory())
+    assert "(b.weight = a.weight)" in str(caught.value)
+    assert "nn.Parameter(b.weight.detach().clone())" in str(caught.value)
+    for make in (_tied, _cloned):
+        _train(make, Run.PLAIN, _nothing)
+
+
+def _tied() -> nn.Module:
+    model = _shared_memory()
+    model[2].weight = model[0].weight  # type: ignore[index]
+    return model
+
+
+def _cloned() -> nn.Module:
+    model = _shared_memory()
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())  # type: ignore[index]
+    return model
+
+
+def test_what_the_refusal_of_shared_memory_advises() -> None:
+    run_ranks(_memory_as_advised)
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import torch, torch.distributed as dist
+    from torch import nn
+    layer = nn.Linear(4, 4)
+    layer.compile(backend="fsdp", options={"lower": "eager"})  # imports the package
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layer(torch.ones(2, 4)).sum().backward()
+    print(type(layer.weight).__name__)
+    dist.destroy_process_group()
+    """
+)
+
+
+def test_the_first_compile_of_a_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=dict(os.environ), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "DTensor"
