@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fsdp_compile.optim.flat_step import flat_step
     from fsdp_compile.optim.grad_scaler import GradScaler
     from fsdp_compile.optim.step_in_backward import step_in_backward
+    from fsdp_compile.optim.whole_step import whole_step
     from fsdp_compile.options import FSDPOptions
     from fsdp_compile.parity.api import check_parity
     from fsdp_compile.runtime.accumulation import no_sync
@@ -36,10 +37,13 @@ if TYPE_CHECKING:
     from fsdp_compile.sharding.comm_hook import register_comm_hook
     from fsdp_compile.sharding.fully_shard import fully_shard
     from fsdp_compile.sharding.materialize import materialize
+    from fsdp_compile.state.ema import EMA
     from fsdp_compile.state.full_params import full_params
+    from fsdp_compile.state.full_tensors import full_tensors
     from fsdp_compile.state.load_from_rank0 import load_from_rank0
 
 __all__ = [
+    "EMA",
     "BudgetTooSmallError",
     "ConfigError",
     "FSDPCompileError",
@@ -60,6 +64,7 @@ __all__ = [
     "flat_step",
     "fsdp",
     "full_params",
+    "full_tensors",
     "fully_shard",
     "load_from_rank0",
     "materialize",
@@ -67,9 +72,11 @@ __all__ = [
     "register_comm_hook",
     "step_in_backward",
     "units",
+    "whole_step",
 ]
 
 _HOMES: Final = {
+    "EMA": "fsdp_compile.state.ema",
     "BudgetTooSmallError": "fsdp_compile.errors",
     "ConfigError": "fsdp_compile.errors",
     "FSDPCompileError": "fsdp_compile.errors",
@@ -90,6 +97,7 @@ _HOMES: Final = {
     "flat_step": "fsdp_compile.optim.flat_step",
     "fsdp": "fsdp_compile.backend",
     "full_params": "fsdp_compile.state.full_params",
+    "full_tensors": "fsdp_compile.state.full_tensors",
     "fully_shard": "fsdp_compile.sharding.fully_shard",
     "load_from_rank0": "fsdp_compile.state.load_from_rank0",
     "materialize": "fsdp_compile.sharding.materialize",
@@ -97,6 +105,7 @@ _HOMES: Final = {
     "register_comm_hook": "fsdp_compile.sharding.comm_hook",
     "step_in_backward": "fsdp_compile.optim.step_in_backward",
     "units": "fsdp_compile.runtime.module_state",
+    "whole_step": "fsdp_compile.optim.whole_step",
 }
 """Where each public name is defined. Importing the package loads none of these: a name's first use does."""
 

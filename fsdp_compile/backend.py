@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from fsdp_compile._torch.dynamo import list_mode_options
+from fsdp_compile.capture.adopt import adopt_before_calls
 from fsdp_compile.capture.beside import watch_wrappers_and_optimizers
 from fsdp_compile.capture.first_call import trace_again
 from fsdp_compile.capture.functions import take_reads_out
@@ -16,6 +17,7 @@ from fsdp_compile.capture.plain_model import compare_initial_values, refuse_unus
 from fsdp_compile.capture.reject_functional_call import refuse_functional_call
 from fsdp_compile.capture.reject_gradient_reads import refuse_gradient_reads
 from fsdp_compile.capture.reject_mutation import refuse_updates
+from fsdp_compile.capture.returned_reads import give_parameters, returned_reads
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.unreached import PlainModels, watch_compiles
 from fsdp_compile.errors import ConfigError, FSDPCompileError
@@ -69,6 +71,7 @@ def fsdp(
     if checked.embedding == "sharded":
         shard_lookups(gm)
 
+    returned = returned_reads(gm)
     ran = register_region(example_inputs, checked.lower)
 
     def run_passes(step: StepGraph) -> StepGraph:
@@ -88,12 +91,14 @@ def fsdp(
     flats = flat_inputs(example_inputs)
     region = Region(flats, run_passes, keep_what_fits, announce, tell)
     if checked.lower == "eager":
-        return compile_eagerly(gm, example_inputs, region)
+        return give_parameters(compile_eagerly(gm, example_inputs, region), returned)
     settings = list_mode_options(mode) if mode else {}
     # Only a budget needs memory to be exactly as estimated; reuse saves allocations otherwise.
     exact = {} if checked.memory_budget_gb is None else FREE_AT_LAST_USE
-    return compile_with_inductor(gm, example_inputs, region, {**exact, **settings, **checked.inductor})
+    compiled = compile_with_inductor(gm, example_inputs, region, {**exact, **settings, **checked.inductor})
+    return give_parameters(compiled, returned)
 
 
 watch_compiles(fsdp, _plain_models)
 watch_wrappers_and_optimizers(fsdp)
+adopt_before_calls(fsdp)

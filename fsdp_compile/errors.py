@@ -49,6 +49,10 @@ class ParityError(FSDPCompileError):
     report: Any = None
 
 
+class CheckpointError(FSDPCompileError):
+    """A checkpoint cannot be written, or is not what was written."""
+
+
 class RankMismatchError(FSDPCompileError):
     """Ranks disagree on something that all of them must agree on."""
 

@@ -63,6 +63,7 @@ MAKERS = re.compile(r"dict|list|set|deque|defaultdict|count|local|_?[A-Z]\w*")
 TRICKS = {
     r"__class__ = ": {
         "__init__.py",
+        "_torch/fsdp2.py",
         "modules/classes.py",
         "runtime/replaced_params.py",
     },

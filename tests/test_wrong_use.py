@@ -16,7 +16,6 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_compile import ConfigError, FSDPCompileError, UnsupportedModelError, fully_shard
@@ -117,9 +116,11 @@ def test_sharding_twice() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_sharding_what_torch_shards_already() -> None:
+def test_sharding_what_torch_replicates_already() -> None:
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+
     model = Block()
-    torchs_fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    replicate_with_fsdp(model, mesh=init_device_mesh("cpu", (4,)))
     for call in (lambda: fully_shard(model), lambda: _compiled(model)(torch.ones(2, 16))):
         error = _refusal(call)
         assert type(error) is ConfigError

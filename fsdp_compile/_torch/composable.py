@@ -8,9 +8,10 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import fully_shard
 
-__all__ = ["note_fully_shard"]
+__all__ = ["APPLIED", "note_fully_shard"]
 
-_APPLIED = inspect.unwrap(fully_shard)
+APPLIED = inspect.unwrap(fully_shard)
+"""What torch keeps the state of a call of its `fully_shard` under."""
 
 
 def note_fully_shard(module: nn.Module, state: object) -> None:
@@ -23,5 +24,5 @@ def note_fully_shard(module: nn.Module, state: object) -> None:
         module: A module that our `fully_shard` was called on.
         state: What torch's functions for such modules are to find.
     """
-    module.__dict__.setdefault(STATE_KEY, {})[_APPLIED] = state
-    module.__dict__.setdefault(REGISTRY_KEY, {})[_APPLIED.__name__] = RegistryItem()
+    module.__dict__.setdefault(STATE_KEY, {})[APPLIED] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})[APPLIED.__name__] = RegistryItem()

@@ -28,6 +28,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._logging._internal import trace_structured_artifact
+from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 
+_COND_FILE = sys.modules["torch._higher_order_ops.cond"].__file__  # a function of that name hides the module
 _SAVED: tuple[type, ...] = tuple(
     getattr(descriptors, name)
     # The second: values whose version autograd does not check. Private names; a torch may lack it.
@@ -115,6 +117,13 @@ def modules_being_called() -> Iterator[nn.Module | None]:
             yield called
 
 
+def optimizers_being_stepped() -> Iterator[Optimizer]:
+    """Optimizers whose `step` this thread is in, in a closure of the user's."""
+    for frame in stack():
+        if frame.f_code.co_name == "step" and isinstance(called := frame.f_locals.get("self"), Optimizer):
+            yield called
+
+
 def arguments_of_modules() -> Iterator[tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]]:
     """Modules whose calls this thread is in, innermost first, with the arguments of the calls."""
     for frame in stack():
@@ -161,6 +170,23 @@ def _root_translator() -> Any:
         return None
 
 
+def is_compiling_a_frame() -> bool:
+    """Whether this thread runs Dynamo or a backend that it has called."""
+    return _root_translator() is not None
+
+
+def is_tracing_python() -> bool:
+    """Whether Dynamo is tracing the user's code on this thread; what a backend traces after it does not count."""
+    translator = _root_translator()
+    return translator is not None and not translator.output.should_exit
+
+
+def is_in_eager_cond() -> bool:
+    """Whether Dynamo traces the branches of a `torch.cond` that uncompiled code calls."""
+    translator = _root_translator()
+    return translator is not None and translator.output.root_tx.f_code.co_filename == _COND_FILE
+
+
 def backend_of(compiled: OptimizedModule) -> object:
     """The function that was given to `torch.compile`, or found by the given name."""
     return _backend_function(getattr(compiled.dynamo_ctx, "callback", None))
@@ -180,11 +206,13 @@ class FrameToCompile:
 
     Attributes:
         backend: The function that was given to `torch.compile`, or found by the given name.
+        starts: The module whose forward the frame is, if it is one.
         names: Those of globals and attributes in the frame's code.
         held: Values of its locals, of the variables that it closes over, and of globals that it names.
     """
 
     backend: object
+    starts: nn.Module | None
     names: frozenset[str]
     held: tuple[object, ...]
 
@@ -214,7 +242,10 @@ def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
     cells = [cell.cell_contents for cell in given.get("closure") or () if _is_set(cell)]
     named = [given["globals"][name] for name in code.co_names if name in given["globals"]]
     held = (*dict(given["locals"]).values(), *cells, *named)
-    return FrameToCompile(_backend_function(given["compiler_fn"]), frozenset(code.co_names), held)
+    forwards = (
+        value for value in held if isinstance(value, nn.Module) and getattr(value.forward, "__code__", None) is code
+    )
+    return FrameToCompile(_backend_function(given["compiler_fn"]), next(forwards, None), frozenset(code.co_names), held)
 
 
 def _is_set(cell: types.CellType) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -29,6 +29,7 @@ __all__ = [
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
+_OLDER_BATCH: Any = torch._C._parse_dispatch_key("Batched")
 _LOCAL = operator.attrgetter("_local_tensor")
 
 
@@ -116,6 +117,12 @@ def memory_id(tensor: torch.Tensor) -> int:
     return held.untyped_storage()._cdata
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a batch of tensors inside of `vmap`."""
+    # `torch.autograd` has a `vmap` of its own, older than `torch.func`'s.
+    return is_batchedtensor(tensor) or torch._C._dispatch_keys(tensor).has(_OLDER_BATCH)
+
+
 def memory_place(tensor: torch.Tensor) -> tuple[object, int]:
     """Which memory a plain tensor lies in, and at which of its bytes it begins.
 
@@ -147,9 +154,19 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def foreach_lerp_(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
+    """Moves tensors of one device and dtype in place towards others, by a part of the way."""
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
 def unscale_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Multiplies tensors of one device and dtype in place; sets `found_inf` to 1 if a value is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
+
+
+def is_about_mixed_dtensors(error: RuntimeError) -> bool:
+    """Whether an operator was given DTensors and plain tensors, which it refuses."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
 
 
 def plain_torch_functions() -> Any:

@@ -82,10 +82,13 @@ def watch_wrappers_and_optimizers(backend: object) -> None:
 
 def _remove(wrapper: nn.Module, child: nn.Module) -> ConfigError:
     name = type(wrapper).__name__
+    of_fsdp1 = "; fully_shard(model, ...) before torch.compile() takes its arguments: docs/migrate.md"
     return ConfigError(
         f"{name} averages gradients by itself, and so does backend='fsdp', which shards the model inside of it",
         where=f"{name}({type(child).__name__})",
-        instead=f"remove {name} and call the compiled model itself; fsdp_compile.no_sync(model) is its no_sync",
+        instead=f"remove {name}: delete the line `model = {name}(model, ...)`, write `model` where the script has "
+        "`model.module`, and fsdp_compile.no_sync(model) for its no_sync; options={'sync_module_states': True} gives "
+        "all ranks the first one's values" + of_fsdp1 * isinstance(wrapper, FullyShardedDataParallel),
     )
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import fx, nn
+from torch.optim import LBFGS
 
 from fsdp_compile._torch.dynamo import (
     OptimizedModule,
     arguments_of_modules,
     caller_of_root_frame,
     modules_being_called,
+    optimizers_being_stepped,
     restart_trace,
     values_on_the_way,
 )
@@ -81,6 +83,21 @@ def refuse_missed_casts(sharded: nn.Module) -> None:
                 "it was sharded",
                 where=f"{type(module).__name__}, options={{'mp_policy': ...}}",
                 instead="fsdp_compile.fully_shard(model, mp_policy=...) before torch.compile(model, backend='fsdp')",
+            )
+
+
+def refuse_inside_lbfgs(module: nn.Module) -> None:
+    """Raises `ConfigError` inside of a step of LBFGS that updates parameters of a module, which is about to be sharded.
+
+    The step goes on with the plain parameters and with state that belongs to them.
+    """
+    for optimizer in optimizers_being_stepped():
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if isinstance(optimizer, LBFGS) and any(id(parameter) in held for parameter in module.parameters()):
+            raise ConfigError(
+                "the first call of a compiled model shards it, in the middle of a step of LBFGS",
+                where=f"LBFGS.step(closure), {type(module).__name__}",
+                instead="fully_shard(model), or one call of the compiled model, before the first step",
             )
 
 

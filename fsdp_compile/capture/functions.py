@@ -25,6 +25,7 @@ from torch import fx
 
 from fsdp_compile._torch.tensors import HigherOrderOperator
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
 _UNSHARD = (torch.ops.fsdp.unshard, UNSHARD)
@@ -63,10 +64,9 @@ def refuse_hidden_reads(gm: fx.GraphModule) -> None:
     """
     for call in gm.graph.nodes:
         if isinstance(call.target, HigherOrderOperator) and any(_hides_markers(_module(f)) for f in _functions(call)):
-            lines = (call.meta.get("stack_trace") or "").strip().splitlines()
             raise UnsupportedModelError(
                 f"a function that is passed to torch.ops.higher_order.{call.target.name()} reads a parameter",
-                where=" ".join(line.strip() for line in lines[-2:]) or call.name,
+                where=source_line(call),
                 instead="read it before (weight = self.weight), and use the local name in the function",
             )
 

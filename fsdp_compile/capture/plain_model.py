@@ -20,8 +20,10 @@ from fsdp_compile.capture.first_call import (
     compiled_modules,
     modules_on_the_stack,
     modules_on_the_way,
+    refuse_inside_lbfgs,
     refuse_missed_casts,
 )
+from fsdp_compile.capture.reject_registry_reads import refuse_registry_reads
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.eager_reads import GatheredParameter
@@ -31,8 +33,9 @@ from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.sharding import initial_values
-from fsdp_compile.sharding.checks import added_later, refuse_meta, refuse_wrappers
+from fsdp_compile.sharding.checks import added_later, refuse_meta
 from fsdp_compile.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.wrappers import refuse_wrappers
 
 
 def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions, plain: PlainModels) -> bool:
@@ -61,7 +64,9 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
                 continue
             raise added_later(_name_in(module, value))
         refuse_meta(module)
+        refuse_registry_reads(placeholder)
         refuse_plain_rest(modules_on_the_stack(), module)
+        refuse_inside_lbfgs(module)
         plain.remove(module)
         before = set(units(module))
         fully_shard(module, **options.sharding)

@@ -12,6 +12,7 @@ from torch import fx
 from torch.nn.utils import stateless
 
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.ir.source_line import frames_of, source_line
 from fsdp_compile.ops.unshard import UNSHARD
 
 
@@ -25,14 +26,12 @@ def refuse_functional_call(gm: fx.GraphModule) -> None:
 
 
 def _refuse_inside(read: fx.Node) -> None:
-    lines = (read.meta.get("stack_trace") or "").splitlines()
-    inside = [i for i, line in enumerate(lines) if f'"{stateless.__file__}"' in line]
+    inside = [frame for frame in frames_of(read) if frame.file == stateless.__file__]
     # Reads before the call only find out which parameters are tied.
-    if not inside or "_functional_call" not in lines[inside[-1]]:
+    if not inside or inside[-1].function != "_functional_call":
         return
-    users = [line for line in lines[: inside[0]] if line.lstrip().startswith("File ") and torch.__path__[0] not in line]
     raise UnsupportedModelError(
         "torch.func.functional_call() of a sharded module is compiled, where the given values would be ignored",
-        where=users[-1].strip() if users else read.name,
+        where=source_line(read, that_calls=stateless.__file__),
         instead="functional_call() in a function under @torch.compiler.disable",
     )

@@ -1,41 +1,87 @@
-"""Refuses `clip_grad_norm_`, `zero_grad` and other reads of `.grad` in compiled code, which would find no gradient.
+"""Refuses reads of `.grad` in compiled code, by `clip_grad_norm_` and `zero_grad` too, which would find no gradient.
 
-Compiled code reads gathered parameters, and Dynamo takes the `.grad` of such a result of an operator to be `None`. What
-is left in the graph is a read that nothing uses. Forwards may have such reads, too: a parameter that is only asked for
-its shape. So only reads count that no module's forward makes.
+Compiled code reads gathered parameters, results of an operator, and Dynamo answers `.grad` of such by itself: `None`,
+or something that is not `None` and has no value. Neither leaves anything in the graph. What tells are the lines that
+read the parameters:
+
+- the user's function around one reads some `.grad`;
+- outside of forwards, nothing uses what is read. (In a forward, code may ask a parameter for its dtype alone.)
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import ast
+import linecache
 
 import torch
 from torch import fx
 
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.ir.source_line import Frame, source_frame, source_line
 from fsdp_compile.modules.forward import in_forward
 from fsdp_compile.ops.unshard import UNSHARD
 
-_LIBRARIES = (torch.__path__[0], str(Path(__file__).parents[1]))
+_TORCHS_LAYERS = "torch.nn.modules."
+_HAVE_A_FUNCTION_GRAD = ("autograd", "func")
+"""Modules of torch whose `grad` computes gradients."""
 
 
 def refuse_gradient_reads(gm: fx.GraphModule) -> None:
-    """Refuses a Dynamo graph that reads parameters outside of forwards and computes nothing with them.
+    """Refuses a Dynamo graph whose program reads the `.grad` of sharded parameters.
 
     Raises:
         UnsupportedModelError: With the user's line that reads the parameter.
     """
-    if in_forward():  # of the outermost module, which Dynamo notes at no node
-        return
-    for node in gm.graph.nodes:
-        is_unused_read = node.target in (torch.ops.fsdp.unshard, UNSHARD) and not node.users
-        if is_unused_read and not node.meta.get("nn_module_stack"):
-            lines = (node.meta.get("stack_trace") or "").splitlines()
-            users = [s for s in lines if s.lstrip().startswith("File ") and not any(path in s for path in _LIBRARIES)]
+    parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]
+    found = [node for part in parts for node in part.graph.nodes if node.target in (torch.ops.fsdp.unshard, UNSHARD)]
+    frames = {node: source_frame(node) for node in found if not _is_of_torchs_layer(node)}
+    asks = {frame: _reads_gradient(frame) for frame in frames.values() if frame is not None}
+    for node in found:
+        frame = frames.get(node)
+        if frame is not None and asks[frame]:
+            raise UnsupportedModelError(
+                "a compiled function reads parameters and some .grad: a gathered parameter has no gradient",
+                where=source_line(node),
+                instead=_INSTEAD,
+            )
+        # Of the outermost module's forward, Dynamo notes nothing at a node.
+        if not node.users and not node.meta.get("nn_module_stack") and not in_forward():
             raise UnsupportedModelError(
                 "compiled code outside of a forward goes through parameters and computes nothing with them, as "
                 "clip_grad_norm_(), zero_grad() and reads of .grad do: it would find no gradients",
-                where=users[-1].strip() if users else node.name,
-                instead="compile the forward and the loss alone, and make these calls after backward() in code that "
-                "is not compiled",
+                where=source_line(node),
+                instead=_INSTEAD,
             )
+
+
+_INSTEAD = (
+    "compile the forward and the loss alone, and use gradients after backward() in code that is not compiled "
+    "(@torch.compiler.disable, outside of forwards)"
+)
+
+
+def _is_of_torchs_layer(read: fx.Node) -> bool:
+    """Whether a forward of torch's own reads the parameter, and no function of the user's."""
+    stack = list((read.meta.get("nn_module_stack") or {}).values())
+    return bool(stack) and str(getattr(stack[-1][1], "__module__", stack[-1][1])).startswith(_TORCHS_LAYERS)
+
+
+def _reads_gradient(frame: Frame) -> bool:
+    """Whether the function of a frame has `x.grad` for its value, as far as its source is known."""
+    lines = linecache.getlines(frame.file)
+    if not any(".grad" in line for line in lines):
+        return False
+    functions = [
+        node
+        for node in ast.walk(ast.parse("".join(lines)))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        and node.lineno <= frame.line <= (node.end_lineno or node.lineno)
+    ]
+    innermost = min(functions, key=lambda node: (node.end_lineno or node.lineno) - node.lineno, default=None)
+    return innermost is not None and any(map(_is_gradient, ast.walk(innermost)))
+
+
+def _is_gradient(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Attribute) or node.attr != "grad" or not isinstance(node.ctx, ast.Load):
+        return False
+    return getattr(node.value, "attr", getattr(node.value, "id", "")) not in _HAVE_A_FUNCTION_GRAD

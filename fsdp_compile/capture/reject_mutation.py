@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compile._torch.tensors import memory_id
 from fsdp_compile.capture.written import written_nodes
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.ir.source_line import source_line
+from fsdp_compile.modules.eager_reads import GatheredParameter
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.runtime.units import FSDPParamGroup
 
@@ -28,6 +30,8 @@ def refuse_updates(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     names = _read_parameters(inputs)
     guarded: dict[int, str] = {}
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if isinstance(value, GatheredParameter):  # read before a graph break
+            guarded |= dict.fromkeys(_memory(node), "a gathered parameter")
         if id(value) in names:
             guarded |= {key: names[id(value)] for key in _memory(node)}
     # Bodies of checkpoints and branches are graphs of their own.
@@ -64,12 +68,9 @@ def _memory(node: fx.Node) -> Iterator[int]:
 
 
 def _refusal(node: fx.Node, written: str) -> UnsupportedModelError:
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    last = max((i for i, line in enumerate(lines) if line.startswith("File ")), default=len(lines))
-    where = " ".join(lines[last : last + 2]) or node.name  # without the marks below the code
     return UnsupportedModelError(
         f"the compiled forward changes {written} in place, which would be lost",
-        where=where,
+        where=source_line(node),
         instead="do it between steps, or in a function under @torch.compiler.disable and torch.no_grad() that takes "
         "the parameter from parameters()",
     )

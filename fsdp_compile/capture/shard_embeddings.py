@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.queries import module_of
+from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
@@ -103,10 +104,8 @@ def _is_read_again(weight: fx.Node) -> bool:
 
 
 def _refusal(call: fx.Node, problem: str, instead: str) -> ConfigError:
-    lines = (call.meta.get("stack_trace") or "").strip().splitlines()
-    line = " ".join(line.strip() for line in lines[-2:])
     return ConfigError(
         f"an embedding cannot stay sharded: {problem}",
-        where=f"options={{'embedding': 'sharded'}}, {module_of(call) or call.name}" + f", {line}" * bool(line),
+        where=f"options={{'embedding': 'sharded'}}, {module_of(call) or call.name}, {source_line(call)}",
         instead=instead,
     )

@@ -18,12 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile
+from fsdp_compile.capture.adopt import adopt_reached
 from fsdp_compile.capture.beside import refuse_wrappers_around
 from fsdp_compile.capture.first_call import compiled_modules, modules_on_the_stack
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.runtime.module_state import units_below
 from fsdp_compile.runtime.units import FSDPParamGroup
-from fsdp_compile.sharding.checks import refuse_meta, refuse_wrappers
+from fsdp_compile.sharding.checks import refuse_meta
+from fsdp_compile.sharding.wrappers import refuse_wrappers
 
 _BEFORE_THE_COMPILE = "call fsdp_compile.fully_shard(model) before torch.compile(model, backend='fsdp')"
 
@@ -87,7 +89,9 @@ def watch_compiles(backend: object, plain: PlainModels) -> None:
     def before_compile(frame: FrameToCompile) -> None:
         if frame.backend is backend:
             refuse_wrappers_around(modules_on_the_stack())
-            for module in dict.fromkeys((*compiled_modules(), *_modules_in(frame))):
+            reached = list(dict.fromkeys((*compiled_modules(), *_modules_in(frame))))
+            adopt_reached(reached, frame.starts)
+            for module in reached:
                 refuse_wrappers(module)
                 refuse_meta(module)
                 plain.add(module)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import fx
 
 from fsdp_compile._torch.tensors import OpOverload, OpOverloadPacket, tree_leaves
+from fsdp_compile.modules.uncounted_writes import may_write, written_by
 
 _OPERATORS: tuple[Callable[..., Any], ...] = (
     operator.setitem,
@@ -21,32 +20,6 @@ _OPERATORS: tuple[Callable[..., Any], ...] = (
     operator.ipow,
     operator.imatmul,
 )
-
-
-class _Argument(NamedTuple):
-    """Where a function takes an argument, and its default."""
-
-    position: int
-    name: str
-    default: object = None
-
-    def of(self, node: fx.Node) -> Any:
-        if len(node.args) > self.position:
-            return node.args[self.position]
-        return node.kwargs.get(self.name, self.default)
-
-
-_WRITTEN_IF: dict[Callable[..., Any], tuple[_Argument, tuple[_Argument, ...]]] = {
-    F.batch_norm: (_Argument(5, "training"), (_Argument(1, "running_mean"), _Argument(2, "running_var"))),
-    torch.batch_norm: (_Argument(5, "training"), (_Argument(3, "running_mean"), _Argument(4, "running_var"))),
-    F.instance_norm: (
-        _Argument(5, "use_input_stats", default=True),
-        (_Argument(1, "running_mean"), _Argument(2, "running_var")),
-    ),
-    F.embedding: (_Argument(3, "max_norm"), (_Argument(1, "weight"),)),
-    F.embedding_bag: (_Argument(3, "max_norm"), (_Argument(1, "weight"),)),
-}
-"""Functions whose names do not tell: if the first argument is true, or not `None`, they write into the others."""
 
 
 def written_nodes(node: fx.Node) -> Iterator[fx.Node]:
@@ -65,10 +38,8 @@ def _written_by(node: fx.Node, target: Any) -> Iterable[Any]:
         return list(_by_schema(node, target))
     if isinstance(target, OpOverloadPacket):
         return [written for name in target.overloads() for written in _by_schema(node, getattr(target, name))]
-    if target in _WRITTEN_IF:
-        condition, written = _WRITTEN_IF[target]
-        asked = condition.of(node)
-        return [each.of(node) for each in written] if asked is not None and asked is not False else []
+    if may_write(target):
+        return written_by(target, node.args, node.kwargs)
     is_in_place = target in _OPERATORS or _is_in_place(getattr(target, "__name__", "")) or node.kwargs.get("inplace")
     return node.args[:1] if is_in_place else []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from fsdp_compile.errors import ConfigError, RankFailedError
+from fsdp_compile.training.checkpoint_folder import step_of
 from fsdp_compile.training.config import TrainConfig, flag
 from fsdp_compile.training.job import Job, new_job, resumed_job
 from fsdp_compile.training.placement import DeviceKind, Placement
@@ -104,9 +105,7 @@ def _job(arguments: argparse.Namespace, placement: Placement) -> Job:
 
 
 def _how_to_go_on(job: Job) -> str:
-    from fsdp_compile.training.checkpoint import last_checkpoint, step_of
-
-    checkpoint = last_checkpoint(job.folder.checkpoints)
+    checkpoint = job.checkpoints.newest()
     if checkpoint is None:
         return "there is no checkpoint yet, start again"
     if step_of(checkpoint) == job.config.steps:

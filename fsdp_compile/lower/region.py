@@ -22,6 +22,7 @@ from fsdp_compile.lower.wrappers import (
     flat_inputs,
     host_copies_from,
     read_again,
+    refuse_batched_gradients,
     runs_optimizers,
     wait_for_host_copies,
     without_autograd,
@@ -132,4 +133,6 @@ class Region:
             compiled = note_grad_outputs(compiled, noted)
         if self.again:
             compiled = count_reads(compiled, step, self.again)
+        if noted:
+            compiled = refuse_batched_gradients(compiled, step)
         return check_inputs(compiled, inputs) if inputs else compiled

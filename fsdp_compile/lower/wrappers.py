@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from fsdp_compile._torch.autograd import backward_in_progress, below_autograd
+from fsdp_compile._torch.tensors import is_batched
+from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.modules.forward import in_forward
@@ -120,6 +122,26 @@ def without_autograd(compiled: Compiled) -> Compiled:
         # Derivatives of collectives are written in Python, and would run at each call to no purpose.
         with below_autograd():
             return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def refuse_batched_gradients(compiled: Compiled, step: StepGraph) -> Compiled:
+    """Wraps a compiled backward so that it refuses a batch of gradients: collectives have no rule for one."""
+    placeholders = enumerate(step.graph.find_nodes(op="placeholder"))
+    tangents = [i for i, node in placeholders if node.name.startswith("tangents")]
+
+    def run(args: list[Any]) -> Any:
+        for i in tangents:
+            if isinstance(args[i], torch.Tensor) and is_batched(args[i]):
+                raise UnsupportedModelError(
+                    "several gradients go through a compiled backward at once, whose collectives take one at a time",
+                    where="torch.autograd.grad(..., is_grads_batched=True) or "
+                    "torch.autograd.functional.jacobian(..., vectorize=True)",
+                    instead="one call for each gradient, vectorize=False, or torch.func.jacrev() of the compiled model",
+                )
+        return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

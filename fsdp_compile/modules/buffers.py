@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,6 +46,14 @@ def restore(module: nn.Module) -> None:
         current = module._buffers.get(name)
         if current is not None:
             module._buffers[name] = cast.restored(current)
+
+
+def in_own_dtype(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """`model.named_buffers()`, with cast buffers in their own dtype."""
+    for name, buffer in model.named_buffers():
+        owner, _, attribute = name.rpartition(".")
+        cast = _cast_buffers_of(model.get_submodule(owner)).get(attribute)
+        yield name, buffer if cast is None else cast.restored(buffer)
 
 
 def save_original(module: nn.Module, destination: dict[str, Any], prefix: str) -> None:

@@ -260,8 +260,9 @@ def _refuse_deepcopy(module: nn.Module, _memo: dict[int, Any]) -> nn.Module:
     raise UnsupportedModelError(
         "a sharded module cannot be deep-copied: the copy would share process groups and parameter groups with it",
         where=original_class(module).__name__,
-        instead="copy.deepcopy(model) before it is sharded (AveragedModel(model) copies it, too), then fully_shard() "
-        "both, whose parameters mix; or move values with state_dict() and load_state_dict()",
+        instead="fsdp_compile.EMA(model, decay) in the place of AveragedModel(model), which copies it; "
+        "copy.deepcopy(model) before it is sharded, then fully_shard() both, whose parameters mix; or move values with "
+        "state_dict() and load_state_dict()",
     )
 
 

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fsdp_compile._torch.dynamo import calls_are_compiled, is_compiling_a_frame
+from fsdp_compile._torch.tensors import plain_torch_functions
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
+from fsdp_compile.modules.uncounted_writes import may_write, written_by
 from fsdp_compile.runtime.module_state import reads_of
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 from fsdp_compile.runtime.unshard_args import swap_in, swapped_value
 
 reads = threading.local()
-"""Gathered parameters of the outermost forward that runs: `made`, and the `last` one itself."""
+"""Gathered parameters of the outermost forward: all that were `made`; the last one and tied ones are `kept`."""
 
 
 class GatheredParameter(nn.Parameter):
@@ -33,7 +37,14 @@ class GatheredParameter(nn.Parameter):
 
     @data.setter
     def data(self, _value: torch.Tensor) -> None:
-        raise _refusal("a gathered parameter, by `.data = ...`")
+        raise _refusal(f"{_title_of(self)}, by `.data = ...`")
+
+    @property
+    def grad(self) -> None:  # type: ignore[override]
+        """None, if the sharded parameter has no gradient either."""
+        of: _Sharded | None = self.__dict__.get(_GATHERED_FROM)
+        if of is not None and not is_compiling_a_frame() and _has_gradient(of):  # compilers ask all inputs
+            raise _refusal_of_gradient(_title_of(self))
 
 
 class _Read(NamedTuple):
@@ -49,15 +60,101 @@ class _Read(NamedTuple):
             raise _refusal(self.name)
 
 
+class GatheredVector(GatheredParameter):
+    """One that can be a running statistic, into which batch norm writes without counting it."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        _types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Calls a function of torch as for any `nn.Parameter`, unless it writes into one of these."""
+        kwargs = kwargs or {}
+        if may_write(func):
+            for written in written_by(func, args, kwargs):
+                if isinstance(written, GatheredParameter):
+                    raise _refusal(_title_of(written))
+        with plain_torch_functions():
+            return func(*args, **kwargs)
+
+
+def as_parameter(gathered: torch.Tensor, module: nn.Module) -> GatheredParameter:
+    """What code that is not compiled reads as a parameter of a module."""
+    # Statistics have one dimension and no gradient. Torch's own layers have none among their parameters, and look for
+    # `__torch_function__` before they take their fast paths.
+    is_statistic = gathered.dim() == 1 and not gathered.requires_grad and not calls_are_compiled()
+    if is_statistic and not _original_class(module).__module__.startswith("torch.nn.modules."):
+        return gathered.as_subclass(GatheredVector)
+    return gathered.as_subclass(GatheredParameter)
+
+
+_GATHERED_FROM = "_fsdp_gathered_from"
+"""Attribute of a gathered parameter: the `_Sharded` one."""
+
+
+class _Sharded(NamedTuple):
+    group: FSDPParamGroup
+    param: FSDPParam
+
+
+def gathered_from(gathered: torch.Tensor, group: FSDPParamGroup, param: FSDPParam) -> None:
+    """Notes of which parameter `gathered` is the value."""
+    gathered.__dict__[_GATHERED_FROM] = _Sharded(group, param)
+
+
+def _has_gradient(of: _Sharded) -> bool:
+    grads = of.group.grads
+    return of.param.parameter.grad is not None or bool(grads.unsharded_accumulated_grad or grads.partial_reduce_output)
+
+
+Gather = Callable[[nn.Module], torch.Tensor]
+
+
 @torch.compiler.disable
-def read_eagerly(module: nn.Module, name: str, gather: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor | None:
-    """A sharded parameter in an eager forward: gathered, or what is registered or was assigned in its place."""
+def read_once(module: nn.Module, name: str, gather: Gather) -> torch.Tensor | None:
+    """A sharded parameter where no forward runs: gathered, or what is registered or was assigned in its place."""
+    held = registered(module, name)
+    return held if _is_swapped(module, name) else _gathered(module, name, gather).gathered
+
+
+@torch.compiler.disable
+def read_eagerly(module: nn.Module, name: str, gather: Gather) -> torch.Tensor | None:
+    """Like `read_once`, in an eager forward: two reads of a tied parameter, or one after the other, are one object."""
     held = registered(module, name)
     if _is_swapped(module, name):
         return held
-    with profiled(Range.ALL_GATHER, [reads_of(module)[name].group.unit.name]):
+    kept: dict[_Key, _Kept] = reads.__dict__.setdefault("kept", {})
+    key = (reads_of(module)[name].param, module.training, torch.is_grad_enabled())
+    if key in kept:
+        kept[key].read.check()
+    else:
+        # Code may ask whether two reads are one object. What is kept must not depend on when Python frees memory, of
+        # which ranks differ: a read gathers on all of them, or on none.
+        made = _gathered(module, name, gather)
+        for other in [other for other in kept if len(other[0].module_refs) == 1]:
+            del kept[other]
+        kept[key] = made
+    return kept[key].gathered
+
+
+_Key = tuple[FSDPParam, bool, bool]
+"""A parameter, and in which modes its module reads it: training, with gradients."""
+
+
+class _Kept(NamedTuple):
+    gathered: torch.Tensor
+    read: _Read
+
+
+def _gathered(module: nn.Module, name: str, gather: Gather) -> _Kept:
+    read = reads_of(module)[name]
+    with profiled(Range.ALL_GATHER, [read.group.unit.name]):
         gathered = gather(module)
-    return note_read(gathered, module, name)
+    gathered_from(gathered, read.group, read.param)
+    return _Kept(gathered, note_read(gathered))
 
 
 def registered(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -103,21 +200,19 @@ def holds_values(root: nn.Module) -> bool:
     return any(holds_value(module, name) for module in root.modules() for name in reads_of(module))
 
 
-def note_read(gathered: torch.Tensor, module: nn.Module, name: str) -> torch.Tensor:
+def note_read(gathered: torch.Tensor) -> _Read:
     """Checks the last read of this forward for writes, and makes `gathered` the one to check next."""
     made: list[_Read] = reads.__dict__.setdefault("made", [])
     if made:
         made[-1].check()
-    made.append(_Read(weakref.ref(gathered), _version(gathered), f"parameter {name} of {_title(module)}"))
-    # A write may be the only use: without a reference there would be nothing left to check.
-    reads.last = gathered
-    return gathered
+    made.append(_Read(weakref.ref(gathered), _version(gathered), _title_of(gathered)))
+    return made[-1]
 
 
 @torch.compiler.disable
 def check_reads() -> None:
     """Raises `UnsupportedModelError` if a parameter was written to that this thread's forward has gathered."""
-    for read in reads.made:
+    for read in reads.__dict__.get("made", ()):
         read.check()
 
 
@@ -126,7 +221,20 @@ def _version(gathered: torch.Tensor) -> int:
 
 
 def _title(module: nn.Module) -> str:
-    return getattr(module, "_fsdp_original_class", type(module)).__name__
+    return _original_class(module).__name__
+
+
+def _original_class(module: nn.Module) -> type[nn.Module]:
+    original: type[nn.Module] = getattr(module, "_fsdp_original_class", type(module))
+    return original
+
+
+def _title_of(gathered: torch.Tensor) -> str:
+    of: _Sharded | None = gathered.__dict__.get(_GATHERED_FROM)
+    if of is None:
+        return "a gathered parameter"
+    module, name = of.param.module_refs[0]
+    return f"parameter {name} of {_title(module)}"
 
 
 def _refusal(name: str) -> UnsupportedModelError:
@@ -134,4 +242,12 @@ def _refusal(name: str) -> UnsupportedModelError:
         "a forward changes a gathered parameter in place, which would be lost",
         where=name,
         instead="do it between steps, or under torch.no_grad() on the parameter that parameters() gives",
+    )
+
+
+def _refusal_of_gradient(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "a forward reads the .grad of a parameter, which has a gradient: a gathered parameter has none",
+        where=name,
+        instead="read it between steps: outside of forwards, parameters() gives sharded parameters and their gradients",
     )

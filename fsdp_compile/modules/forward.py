@@ -14,6 +14,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.modules.casts import Arguments, cast_inputs, cast_output
 from fsdp_compile.modules.eager_reads import check_reads, hide_values, reads, show_values
+from fsdp_compile.modules.stored_shards import refusal_of_shards
 from fsdp_compile.runtime.module_state import state_of
 
 _depth = threading.local()
@@ -53,8 +54,16 @@ def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     _depth.value = getattr(_depth, "value", 0) + 1
     if _depth.value == 1:
         _depth.had_grad = torch.is_grad_enabled()
+        if not _in_first_call():
+            reads.__dict__.clear()
     try:
         output = function(*args, **kwargs)
+    except RuntimeError as error:
+        check_reads()  # a write into a gathered parameter may be why
+        if (refusal := refusal_of_shards(error)) is not None:
+            raise refusal from error
+        raise
+    else:
         if _depth.value == 1 and reads.__dict__:
             check_reads()
         return output
@@ -168,5 +177,5 @@ def check_before_calls(caller: nn.Module, module: nn.Module) -> None:
 
 # Dynamo must not compile these frames by themselves: run eagerly they raise the depth that eager reads check, and the
 # user's forward below them is compiled. Inlined from another frame, `forward` is traced like any function.
-for _function in (call_in_forward, enter_method, forward, _own_forward, run_eagerly):
+for _function in (call_in_forward, enter_method, forward, _own_forward, refusal_of_shards, run_eagerly):
     skip_code(_function.__code__)

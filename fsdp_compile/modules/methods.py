@@ -179,6 +179,15 @@ class ShardedModule(RefusedMethods, FSDPModule):
         assert isinstance(self, nn.Module)
         return accumulation.no_sync(self)
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """DDP's flag, which scripts set for each microbatch: assigned, it is `set_requires_gradient_sync()`."""
+        return all(unit.comm_settings.reduce_gradients for unit in _units(self, recurse=True))
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.set_requires_gradient_sync(flag(value, accumulation.DDP_FLAG))
+
     def reset_iter_state(self) -> None:
         """Drops the whole model's pending gradients and unsharded parameters: after an exception, say."""
         own = list(_units(self, recurse=True))

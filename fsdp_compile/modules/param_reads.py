@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
 from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, with_attributes
-from fsdp_compile.modules.eager_reads import GatheredParameter, read_eagerly, registered
+from fsdp_compile.modules.eager_reads import as_parameter, read_eagerly, read_once, registered
 from fsdp_compile.modules.forward import in_block_without_grad, in_forward
 from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, swap_in
 
@@ -45,18 +45,17 @@ def read_property(read_of: ParamRead) -> property:
     name, gather = read_of.name, _gather(read_of)
 
     def gather_parameter(module: nn.Module) -> torch.Tensor:
-        # Not in compiled code: Dynamo would take an `nn.Parameter` that no module has for one to shard.
-        return gather(module).as_subclass(GatheredParameter)
+        return as_parameter(gather(module), module)
 
     read_compiled, read_parameter = _noted(read_of, gather), _noted(read_of, gather_parameter)
 
     def read(module: nn.Module) -> torch.Tensor | None:
         if torch.compiler.is_compiling():
             return read_compiled(module)
-        if calls_are_compiled():
-            return read_eagerly(module, name, read_compiled)
         if in_forward():
             return read_eagerly(module, name, read_parameter)
+        if calls_are_compiled():
+            return read_once(module, name, read_parameter)
         return registered(module, name)
 
     def assign(module: nn.Module, value: torch.Tensor) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 
 from fsdp_compile._torch.distributed import collectives
+from fsdp_compile._torch.dynamo import is_in_eager_cond, is_tracing_python
+from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.averaging import scaling
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows, inverse
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
@@ -64,7 +66,33 @@ def _gathered(message: torch.Tensor, read: UnshardSpec) -> torch.Tensor:
 
 @unshard.register_fake
 def _(flat: torch.Tensor, spec: str, *_: torch.Tensor | None) -> torch.Tensor:
+    if not is_tracing_python():
+        return _empty(flat, spec)
+    # Dynamo decides by this tensor what the user's code finds out about the parameter: every read of it is one object
+    # and an `nn.Parameter`.
     read = parse(spec)
+    made: dict[tuple[object, ...], torch.Tensor] = flat.__dict__.setdefault(_READS, {})
+    key = (read.offset, read.param_dtype, torch.is_grad_enabled())
+    if key not in made:
+        made[key] = _empty(flat, spec)
+        made[key]._is_param = True
+    return made[key]
+
+
+_READS = "_fsdp_reads"
+"""Attribute of Dynamo's fake flat parameter: the fake results of its reads in this graph."""
+
+
+def _empty(flat: torch.Tensor, spec: str) -> torch.Tensor:
+    read = parse(spec)
+    if is_in_eager_cond():
+        raise UnsupportedModelError(
+            "a branch of torch.cond() reads a parameter in a forward that is not compiled: ranks that take another "
+            "branch would not gather it, and it would get no gradient instead of zeros",
+            where=f"torch.cond(), a parameter of shape {'x'.join(map(str, read.shape))}",
+            instead="torch.compile(model, backend='fsdp'), where all ranks gather what both branches read, or read it "
+            "before (weight = self.weight), and use the local name in the branch",
+        )
     device = read.compute or flat.device
     if not read.order:
         return flat.new_empty(read.shape, dtype=read.param_dtype, device=device)

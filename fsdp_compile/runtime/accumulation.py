@@ -18,6 +18,9 @@ from fsdp_compile.runtime.group_state import CommSettings
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 from fsdp_compile.runtime.unshard_args import grad_placement_of, refresh_unshard_args
 
+DDP_FLAG = "require_backward_grad_sync"
+"""Attribute by which scripts switch off the reductions of DDP without its `no_sync`."""
+
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
@@ -67,9 +70,11 @@ def switch(units: Iterable[FSDPUnit], **flags: bool) -> None:
 
 
 def follow_no_sync(module: nn.Module, made: Iterable[FSDPUnit]) -> None:
-    """Makes new units accumulate gradients if their model is inside of a `no_sync` block."""
+    """Makes new units accumulate gradients if their model is inside of a `no_sync` block, or DDP's flag is off."""
     state = module_state.state_of(module)
-    if state is not None and state.no_sync_depth:
+    # Set before the first call has sharded the module; from now on it is a property of the module's class.
+    asked = module.__dict__.pop(DDP_FLAG, True)
+    if not asked or (state is not None and state.no_sync_depth):
         switch(made, reduce_gradients=False, all_reduce=False)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor
@@ -110,7 +110,8 @@ def _has_other_rows(value: torch.Tensor, param: FSDPParam) -> bool:
 
 def _is_full(optimizer: Optimizer, value: torch.Tensor, param: FSDPParam) -> bool:
     # Other optimizers may hold what they like: torch's hold a DTensor for each of a DTensor's states of its shape.
-    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    # LBFGS has no state of single parameters.
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
     is_plain = not isinstance(value, DTensor) and value.dim() > 0
     return is_of_torch and is_plain and tuple(value.shape) == param.spec.shape != param.sharded_size
 

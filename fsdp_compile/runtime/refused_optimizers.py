@@ -11,6 +11,8 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.runtime.units import sharded_parameters
 
+SEES_WHOLE = "_fsdp_whole"
+"""Attribute of an optimizer that sees full parameters or gradients (`whole_step`)."""
 _FLAT = "fsdp_compile.flat_step(optimizer), which updates whole flat parameters"
 
 
@@ -39,11 +41,12 @@ _REFUSED: dict[type[optim.Optimizer], _Refusal] = {
     ),
     optim.Adafactor: _Refusal(
         "Adafactor raises norms to powers in place, which torch cannot do on sharded parameters",
-        "torch.optim.AdamW, or Muon for matrices",
+        "fsdp_compile.whole_step(optimizer), which updates one full parameter at a time",
     ),
     optim.LBFGS: _Refusal(
         "LBFGS joins all parameters, which torch cannot do with one whose rows do not divide over the ranks",
-        "sizes that divide, such parameters in ignored_params (their gradients are not reduced), or torch.optim.AdamW",
+        "fsdp_compile.whole_step(optimizer), whose vectors are full on every rank; sizes that divide; or "
+        "torch.optim.AdamW",
         concerns=_is_uneven,
     ),
 }
@@ -52,7 +55,7 @@ _REFUSED: dict[type[optim.Optimizer], _Refusal] = {
 def refuse(optimizer: optim.Optimizer) -> None:
     """Raises `UnsupportedModelError` if an optimizer cannot update some of its parameters, which are sharded."""
     refusal = _REFUSED.get(type(optimizer))
-    if refusal is None or not refusal.applies(optimizer):
+    if refusal is None or SEES_WHOLE in vars(optimizer) or not refusal.applies(optimizer):
         return
     sharded = sharded_parameters()
     for group in optimizer.param_groups:

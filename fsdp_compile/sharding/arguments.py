@@ -41,6 +41,8 @@ class InitFrom(enum.Enum):
     """Every rank shards its own values."""
     FIRST_RANK = "first rank"
     """Every rank gets its part of the values of the first rank of the mesh (`sync_module_states=True`)."""
+    SHARDS = "shards"
+    """Parameters are sharded already: torch's `fully_shard` did it, or left them to be ignored."""
 
     @classmethod
     def of(cls, sync_module_states: object) -> InitFrom:

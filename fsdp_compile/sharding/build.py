@@ -13,7 +13,7 @@ from fsdp_compile.runtime.module_state import ParamOwner, ParamRef, call_on, is_
 from fsdp_compile.runtime.replaced_params import current
 from fsdp_compile.sharding import allocate, check_params, checks, devices, initial_values, sync_states, wrap
 from fsdp_compile.sharding.allocate import ParamToShard
-from fsdp_compile.sharding.arguments import Arguments
+from fsdp_compile.sharding.arguments import Arguments, InitFrom
 from fsdp_compile.sharding.checks import refuse_complex, refuse_scripted
 from fsdp_compile.sharding.mixed_precision import PrecisionPlan, any_full_precision
 
@@ -75,7 +75,7 @@ def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
     # Ignored once, ignored by calls on modules above it, too.
     earlier = {i for m in below if (call := call_on(m)) is not None for i in call.ignored}
     ignored = arguments.ignored.ids | earlier
-    occurrences, tied = _places(module, ignored)
+    occurrences, tied = _places(module, ignored, arguments.init_from)
     checks.refuse_renormalized(occurrences)
     managed = {parameter for _, _, _, parameter in occurrences}
     check_params.refuse_shared_memory(module, managed)
@@ -103,7 +103,9 @@ def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
     )
 
 
-def _places(root: nn.Module, ignored: set[int]) -> tuple[list[ParamRef], list[tuple[nn.Parameter, nn.Module, str]]]:
+def _places(
+    root: nn.Module, ignored: set[int], source: InitFrom
+) -> tuple[list[ParamRef], list[tuple[nn.Parameter, nn.Module, str]]]:
     """Every place of a parameter that is not sharded yet, and further places of those that are."""
     sharded = {id(param.parameter) for unit in units(root) for param in unit.params}
     occurrences: list[ParamRef] = []
@@ -121,7 +123,8 @@ def _places(root: nn.Module, ignored: set[int]) -> tuple[list[ParamRef], list[tu
                 tied.append((parameter, module, attribute))
             else:
                 path = f"{name}.{attribute}".removeprefix(".")
-                check_params.refuse_class(path, parameter)
+                if source is not InitFrom.SHARDS:
+                    check_params.refuse_class(path, parameter)
                 refuse_complex(path, parameter)
                 occurrences.append((name, module, attribute, parameter))
     return occurrences, tied

@@ -60,7 +60,7 @@ def refuse_class(name: str, parameter: torch.Tensor) -> None:
         )
     kind = type(parameter)
     if kind not in (nn.Parameter, FakeTensor):
-        _refuse_subclass(name, kind)
+        refuse_subclass(name, kind)
     for hook in (parameter._backward_hooks or {}).values():
         refuse_hook_of_several(hook, name)
     if parameter.layout is not torch.strided or parameter.is_quantized or parameter.is_nested:
@@ -71,7 +71,8 @@ def refuse_class(name: str, parameter: torch.Tensor) -> None:
         )
 
 
-def _refuse_subclass(name: str, kind: type) -> None:
+def refuse_subclass(name: str, kind: type) -> None:
+    """Raises `UnsupportedModelError` for a class of tensors that are more than their elements."""
     called = f"{kind.__module__}.{kind.__qualname__}"
     hooks = [hook for hook in _GATHER_HOOKS if hasattr(kind, hook)]
     if hooks:

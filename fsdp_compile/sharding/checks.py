@@ -6,16 +6,14 @@ import dataclasses
 from collections.abc import Container, Iterable
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.classes import original_class
-from fsdp_compile.modules.methods import ShardedModule
 from fsdp_compile.runtime.module_state import ParamRef, is_ignored, is_sharded, reads_of, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPUnit
+from fsdp_compile.sharding.wrappers import refuse_wrappers
 
 _OPTION = "fully_shard(ignored_params=...)"
 
@@ -143,19 +141,6 @@ def refuse_module(module: nn.Module) -> None:
             instead="call fully_shard() once per module, children before parents",
         )
     refuse_part(module, units(module))
-
-
-def refuse_wrappers(root: nn.Module) -> None:
-    """Raises `ConfigError` if some module is DDP, FSDP1 or sharded by FSDP2."""
-    for name, module in root.named_modules():
-        if isinstance(module, ShardedModule):
-            continue
-        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
-            raise ConfigError(
-                f"{type(module).__name__} averages gradients by itself",
-                where=name or "the outermost module",
-                instead="the plain model: shard with fsdp_compile.fully_shard(), or with backend='fsdp' alone",
-            )
 
 
 def refuse_meta(root: nn.Module) -> None:

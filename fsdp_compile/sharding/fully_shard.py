@@ -34,7 +34,7 @@ from fsdp_compile.runtime.module_state import (
 )
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, ModelState
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
-from fsdp_compile.sharding import checks, devices
+from fsdp_compile.sharding import adopt, checks, devices
 from fsdp_compile.sharding.allocate import ParamToShard, allocate_flat_params
 from fsdp_compile.sharding.arguments import Arguments, InitFn, PlacementFn, UnitChoices, whole
 from fsdp_compile.sharding.build import ShardingPlan, plan_units
@@ -66,6 +66,9 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
 
     Called on a whole model alone, it splits it into units: repeated blocks, then embedding and head apart, then the
     rest. Called bottom-up, as with FSDP2, each call makes one unit of what the calls below it left.
+
+    What torch's `fully_shard` has sharded is taken over: its units, parameters and settings stay. On a module that
+    torch's was called on, there is nothing else to do, and other arguments are refused.
 
     Args:
         module: The module. Its parameters become DTensors, views of one flat buffer per unit and dtype. A list of
@@ -108,7 +111,15 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         UnsupportedModelError: If a parameter that is not ignored is a DTensor already or of another subclass of
             tensors, or shares memory with another parameter or a buffer.
     """
+    given = dict(locals())
     checks.refuse_mesh_dims(dp_mesh_dims)
+    roots = checks.roots_of(module)
+    is_taken_over = all(map(adopt.is_wrapped, roots))
+    if is_taken_over:
+        adopt.refuse_arguments(fully_shard, given)
+    adopt_wrapped(whole(roots))
+    if is_taken_over:
+        return module
     arguments = Arguments.read(
         module,
         UnitChoices(sharding_strategy, mesh, reshard_after_forward, mp_policy, offload_policy),
@@ -120,6 +131,34 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         sync_module_states=sync_module_states,
         separate_reduce_group=separate_reduce_group,
     )
+    _shard(arguments)
+    return module
+
+
+fully_shard.state = torch_state  # type: ignore[attr-defined]  # as FSDP2's function has it
+
+
+def adopt_wrapped(root: nn.Module, starting: nn.Module | None = None) -> bool:
+    """Shards what torch's `fully_shard` has sharded in `root`, in the same units; returns whether there was any.
+
+    Args:
+        root: A model.
+        starting: As for `adopt.plan`.
+
+    Raises:
+        ConfigError: As `adopt.plan`; nothing is changed then.
+        UnsupportedModelError: The same.
+    """
+    calls = adopt.plan(root, starting)
+    adopt.remove(calls)
+    for call in calls:
+        _shard(call.arguments())
+    for call in calls:
+        call.set_up()
+    return bool(calls)
+
+
+def _shard(arguments: Arguments) -> None:
     root = whole(arguments.modules)
     plan = plan_units(root, arguments)
     made = _allocate(root, plan, arguments)
@@ -128,10 +167,6 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     model = ensure_state(root).model
     assert model is not None
     plan.initial.note(made, model)
-    return module
-
-
-fully_shard.state = torch_state  # type: ignore[attr-defined]  # as FSDP2's function has it
 
 
 def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> list[FSDPUnit]:

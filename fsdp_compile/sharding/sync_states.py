@@ -74,12 +74,12 @@ def look(
         root: The module that is about to be sharded.
         parameters: Name, place and value of each parameter that will be; the same order on all ranks.
         mesh: The ranks.
-        source: Whose values count; with `EACH_RANK` there is nothing to agree on, and nothing will be sent.
+        source: Whose values count; but with `FIRST_RANK` there is nothing to agree on, and nothing will be sent.
 
     Raises:
         RankMismatchError: On all ranks, if their models differ, or one has a value where the first has none.
     """
-    if source is InitFrom.EACH_RANK:
+    if source is not InitFrom.FIRST_RANK:
         return FirstRankValues(mesh, {}, [])
     listed = list(parameters)
     buffers = {name: buffer for name, buffer in root.named_buffers() if not isinstance(buffer, DTensor)}

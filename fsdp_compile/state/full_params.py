@@ -11,19 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile._torch.autograd import backward_in_progress, is_saved_by_autograd
+from fsdp_compile._torch.autograd import is_saved_by_autograd
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.comm import exchange
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.modules import param_views
 from fsdp_compile.modules.classes import original_class, swap_back, swap_to_original_class
-from fsdp_compile.modules.forward import in_forward
 from fsdp_compile.runtime import replaced_params
 from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import params_in, units_below
 from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
-from fsdp_compile.sharding import views
+from fsdp_compile.state.outside_of_steps import check, refuse_inside_a_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,10 +235,13 @@ def full_params(
             meta device; and when leaving, if a parameter was removed or changed its shape or `requires_grad`.
     """
     module = getattr(module, "_orig_mod", module)
-    _refuse_inside_a_step()
+    refuse_inside_a_step(
+        "full_params()",
+        what="parameters cannot be held in full inside a step",
+        instead="full_params(model) before or after it; inside a forward, self.weight is the full parameter anyway",
+    )
     units = [unit for unit in units_below(module) if recurse or unit.has_root(module)]
-    for unit in units:
-        _check(unit)
+    check(units, "full_params()", instead="one full_params() around both blocks")
     wish = FullParamsOptions(writeback, rank0_only, offload_to_cpu, with_grads)
     held = _FullParams(units, [FullParam(unit, param, wish) for unit in units for param in params_in(module, unit)])
     try:
@@ -289,23 +291,3 @@ class _FullParams:
             unit.param_state = ParamState.SHARDED
             unit.model.note_layout()
         return [problem for problem in problems if problem is not None]
-
-
-def _refuse_inside_a_step() -> None:
-    inside_backward = backward_in_progress() != -1
-    if in_forward() or inside_backward:
-        raise ConfigError(
-            "parameters cannot be held in full inside a step",
-            where=f"full_params() in a {'backward' if inside_backward else 'forward'}",
-            instead="full_params(model) before or after it; inside a forward, self.weight is the full parameter anyway",
-        )
-
-
-def _check(unit: FSDPUnit) -> None:
-    if unit.param_state is ParamState.UNSHARDED:
-        raise ConfigError(
-            "its parameters are held in full already",
-            where=f"full_params(), unit {unit.title}",
-            instead="one full_params() around both blocks",
-        )
-    views.check(unit)

@@ -11,7 +11,9 @@ The way of one run:
 | `data.py` | text as bytes; which windows of it each step and rank reads |
 | `model.py` | the model, and text that it writes |
 | `trainer.py` | `torch.compile(model, backend="fsdp")`, AdamW, one step, the held-out loss |
+| `nonfinite.py` | which unit's gradient was the first that is not finite |
 | `state_bytes.py` | bytes of training state of a rank and of an unsharded one |
-| `checkpoint.py`, `metrics.py` | what a run leaves in its folder, and what it shows |
+| `checkpoint_folder.py`, `checkpoint.py` | which checkpoints are complete and kept; how ranks write and load them |
+| `metrics.py` | what a run leaves in its folder, and what it shows |
 | `loop.py` | the run itself |
 """

@@ -1,84 +1,217 @@
-"""Checkpoints that are complete or absent: written to another folder, then renamed.
+"""Checkpoints of a run, through torch.distributed.checkpoint: each rank writes its own shards, and all are verified.
 
-checkpoints/step-000050        complete
-checkpoints/.partial           being written, or left over from a run that was interrupted while writing
+`checkpoint_folder.py` says what lies where. Here is what all ranks do together: a problem of one is raised on all.
 """
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
-from fsdp_compile.errors import ConfigError
+from fsdp_compile._torch.checkpoint import METADATA, NamingWriter, SafePlanner, SafeReader
+from fsdp_compile.errors import CheckpointError, ConfigError
+from fsdp_compile.training.checkpoint_folder import CheckpointFolder, FileDigest, check_contents, step_of
 from fsdp_compile.training.world import World
 
-_NAME = "step-{:06d}"
-_PARTIAL = ".partial"
+T = TypeVar("T")
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step in a folder, None where there is none."""
-    return max(folder.glob("step-*"), key=step_of, default=None)
+@dataclass(frozen=True)
+class Loaded:
+    """What a run goes on from.
+
+    Attributes:
+        step: Steps that were done.
+        skipped: Why newer checkpoints were not loaded, one sentence each.
+    """
+
+    step: int
+    skipped: tuple[str, ...]
 
 
-def step_of(checkpoint: Path) -> int:
-    """The number of steps after which a checkpoint was written."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+def save_checkpoint(
+    folder: CheckpointFolder,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    *,
+    keep: int,
+) -> None:
     """Write a checkpoint; every rank calls this and writes its own shards.
 
-    The checkpoint before stays until this one is complete, and is removed then.
-
     Args:
-        folder: Folder of all checkpoints; all hosts must see the same folder.
+        folder: Checkpoints of the run.
         step: Steps done.
         model: Its parameters are DTensors.
         optimizer: Has stepped at least once.
         world: This rank.
+        keep: How many checkpoints of the run there may be; older ones are removed when this one is complete.
+
+    Raises:
+        CheckpointError: A value is not finite, or a file cannot be written; on all ranks. Checkpoints that were
+            complete are as they were.
     """
-    partial = folder / _PARTIAL
-    if world.is_first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    world.barrier()
-    dcp.save(_state(model, optimizer), checkpoint_id=partial)
-    if world.is_first:
-        complete = folder / _NAME.format(step)
-        older = [path for path in folder.glob("step-*") if path != complete]
-        shutil.rmtree(complete, ignore_errors=True)
-        # A rename is atomic: a checkpoint with its final name is complete.
-        partial.rename(complete)
-        # Only now, so that there is a complete checkpoint at any time.
-        for path in older:
-            shutil.rmtree(path)
-    world.barrier()
+    state = _state(model, optimizer)
+    _refuse_non_finite(state, step, world)
+    try:
+        _write(folder, step, state, world, keep)
+    except CheckpointError as error:
+        if world.is_first:
+            folder.abandon()
+        newest = folder.newest()
+        instead = f"go on from {newest}, which is complete" if newest else None
+        raise CheckpointError(error.what, where=f"step {step}", instead=instead) from None
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the last complete checkpoint into sharded parameters; every rank calls this. Returns the steps done.
+def load_checkpoint(
+    folder: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+) -> Loaded:
+    """Load the newest complete checkpoint into sharded parameters; every rank calls this.
 
-    Parameters are written in place. The number of ranks may differ from that which wrote it.
+    Parameters are written in place. The number of ranks may differ from that which wrote it. Nothing in a checkpoint
+    is executed.
 
     Raises:
         ConfigError: There is no complete checkpoint.
     """
-    checkpoint = last_checkpoint(folder)
-    if checkpoint is None:
-        raise ConfigError(f"there is no complete checkpoint in {folder}", where="--resume")
-    state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=checkpoint)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return step_of(checkpoint)
+    skipped: list[str] = []
+    for checkpoint in world.from_first(folder.candidates()):
+        try:
+            _load(_verified(folder, checkpoint, world), model, optimizer)
+        except CheckpointError as error:
+            skipped.append(error.what)
+            continue
+        return Loaded(step_of(checkpoint) or 0, tuple(skipped))
+    raise ConfigError(
+        "; ".join([f"there is no complete checkpoint in {folder.path}", *skipped]),
+        where="--resume",
+        instead="a new run",
+    )
+
+
+def _write(folder: CheckpointFolder, step: int, state: dict[str, Any], world: World, keep: int) -> None:
+    _on_first(world, folder.begin)
+    try:
+        dcp.save(state, storage_writer=NamingWriter(folder.partial))
+    except CheckpointException as error:
+        raise _cannot("write a checkpoint", error.failures) from None
+    shares = _on_all(world, lambda: _own_digests(folder.partial, world))
+    files = {name: digest for share in shares for name, digest in share.items()}
+    _on_first(world, lambda: folder.finish(step, files, keep=keep))
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _refuse_non_finite(state: Mapping[str, Any], step: int, world: World) -> None:
+    broken = [name for name, value in _tensors(state) if not bool(torch.isfinite(value).all())]
+    for rank, names in enumerate(world.gather(broken[:1])):
+        if names:
+            raise CheckpointError(
+                f"{names[0]} has values on rank {rank} that are not finite, so that no checkpoint is written",
+                where=f"step {step}",
+                instead="a lower --learning-rate",
+            )
+
+
+def _tensors(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """This rank's part of all tensors in nested dictionaries, by name."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _tensors(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{key}", value.to_local() if isinstance(value, DTensor) else value
+
+
+def _own_digests(folder: Path, world: World) -> dict[str, FileDigest]:
+    """Digests of the files that this rank has written."""
+    own = sorted(folder.glob(f"__{world.rank}_*"))
+    if world.is_first:
+        own.append(folder / METADATA)
+    return {path.name: FileDigest.of(path) for path in own}
+
+
+def _verified(folder: CheckpointFolder, checkpoint: Path, world: World) -> SafeReader:
+    """A reader of a checkpoint whose files are what was written; every rank reads a part of them.
+
+    Raises:
+        CheckpointError: They are not; on all ranks.
+    """
+    reader = SafeReader(checkpoint)
+
+    def check_contents_of_share() -> None:
+        files = folder.read_marker(checkpoint).files
+        for name in sorted(files)[world.rank :: world.size]:
+            check_contents(checkpoint / name, files[name])
+
+    def check_metadata() -> None:
+        try:
+            named = {info.relative_path for info in reader.read_metadata().storage_data.values()}
+        except Exception as error:  # noqa: BLE001, RUF100  # a pickle can raise anything
+            raise CheckpointError(f"cannot read {checkpoint / METADATA}: {_text(error)}") from None
+        if left := named - folder.read_marker(checkpoint).files.keys():
+            raise CheckpointError(f"{checkpoint / METADATA} refers to {min(left)}, which is no part of the checkpoint")
+
+    for check in (check_contents_of_share, check_metadata):
+        problem = None
+        try:
+            check()
+        except CheckpointError as error:
+            problem = error.what
+        for each in world.gather(problem):
+            if each is not None:
+                raise CheckpointError(each)
+    return reader
+
+
+def _load(reader: SafeReader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = _state(model, optimizer)
+    try:
+        dcp.load(state, storage_reader=reader, planner=SafePlanner())
+    except CheckpointException as error:
+        raise _cannot(f"load {reader.path}", error.failures) from None
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def _on_all(world: World, call: Callable[[], T]) -> list[T]:
+    """Call something on every rank; where it cannot read or write a file on one of them, all raise."""
+    outcome: tuple[T, None] | tuple[None, OSError]
+    try:
+        outcome = call(), None
+    except OSError as error:
+        outcome = None, error
+    outcomes = world.gather(outcome)
+    failures = {rank: (error,) for rank, (_, error) in enumerate(outcomes) if error is not None}
+    if failures:
+        raise _cannot("write a checkpoint", failures)
+    return [value for value, _ in outcomes]  # type: ignore[misc]
+
+
+def _on_first(world: World, call: Callable[[], None]) -> None:
+    _on_all(world, call if world.is_first else lambda: None)
+
+
+def _cannot(what: str, failures: Mapping[int, Sequence[Any]]) -> CheckpointError:
+    """The same error on all ranks; `failures` has the exception of each rank that had one first in its sequence."""
+    rank = min(failures)
+    return CheckpointError(f"rank {rank} cannot {what}: {_text(failures[rank][0])}")
+
+
+def _text(error: BaseException) -> str:
+    """One line that says what happened to which file."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first}"

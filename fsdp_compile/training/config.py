@@ -55,6 +55,13 @@ class MixedPrecision(StrEnum):
     BF16 = "bf16"
 
 
+class OnNonFinite(StrEnum):
+    """What a step does whose loss or gradients are not finite: nothing is updated with them in any case."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
 class OnResume(StrEnum):
     """Whether a resumed run may be given another value of an option."""
 
@@ -121,6 +128,9 @@ class TrainConfig:
     mixed_precision: MixedPrecision = option(  # noqa: RUF009 (an enum member is immutable)
         MixedPrecision.NONE, "bf16: gather and compute in bfloat16, reduce gradients in float32"
     )
+    on_nonfinite: OnNonFinite = option(  # noqa: RUF009 (an enum member is immutable)
+        OnNonFinite.STOP, "where a loss or a gradient is not finite: stop ends the run, skip goes on without an update"
+    )
     seed: int = option(
         0, "decides initial weights, batches and sample", at_least=0, at_most=2**63 - 1, on_resume=OnResume.FIXED
     )
@@ -128,6 +138,7 @@ class TrainConfig:
     eval_every: int = option(50, "steps between two held-out losses", at_least=1)
     eval_batches: int = option(4, "batches of held-out text per held-out loss", at_least=1, on_resume=OnResume.FIXED)
     checkpoint_every: int = option(50, "steps between two checkpoints", at_least=1)
+    keep_checkpoints: int = option(2, "newest checkpoints of the run that are kept", at_least=1)
     prompt: str = option("def ", "text that the sample at the end continues")
     sample_bytes: int = option(256, "length in bytes of the sample at the end; 0 for none", at_least=0)
     temperature: float = option(0.6, "randomness of the sample: 0 takes the likeliest byte", at_least=0)
@@ -159,8 +170,9 @@ class TrainConfig:
         if unknown:
             raise ConfigError(f"unknown training options: {', '.join(unknown)}")
         values = dict(values)
-        if "mixed_precision" in values:
-            values["mixed_precision"] = MixedPrecision(values["mixed_precision"])
+        for name, kind in (("mixed_precision", MixedPrecision), ("on_nonfinite", OnNonFinite)):
+            if name in values:
+                values[name] = kind(values[name])
         return cls(**values)
 
     def resumed_with(self, changes: Mapping[str, Any]) -> TrainConfig:

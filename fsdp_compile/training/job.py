@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,10 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.placement import DeviceKind, Placement
 
 RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a run was started with.
+
+    Attributes:
+        fingerprint: A hash of the text.
+        run: What tells the run from others.
+    """
+
+    config: TrainConfig
+    fingerprint: str
+    run: str
 
 
 @dataclass(frozen=True)
@@ -47,16 +63,20 @@ class RunFolder:
         """Folder of checkpoints."""
         return self.path / "checkpoints"
 
-    def write_config(self, config: TrainConfig, fingerprint: str) -> None:
-        """Make the folder and write what `read_config` reads; `fingerprint` is a hash of the text."""
+    def write_config(self, started: Started) -> None:
+        """Make the folder and write what `read_config` reads."""
         self.path.mkdir(parents=True, exist_ok=True)
-        written = {"options": config.to_dict(), "text_fingerprint": fingerprint}
+        written = {
+            "options": started.config.to_dict(),
+            "text_fingerprint": started.fingerprint,
+            "run": started.run,
+        }
         aside = self.config.with_suffix(".partial")  # a resumed run that is interrupted here can be resumed again
         aside.write_text(json.dumps(written, indent=2) + "\n")
         aside.replace(self.config)
 
-    def read_config(self) -> tuple[TrainConfig, str]:
-        """The options and the text's hash of the run in this folder.
+    def read_config(self) -> Started:
+        """What the run in this folder was started with.
 
         Raises:
             ConfigError: No run was started here, or the file is damaged.
@@ -65,7 +85,7 @@ class RunFolder:
             raise ConfigError(f"there is no run in {self.path}", where="--resume", instead="the --out folder of a run")
         try:
             written: dict[str, Any] = json.loads(self.config.read_text())
-            return TrainConfig.from_dict(written["options"]), written["text_fingerprint"]
+            return Started(TrainConfig.from_dict(written["options"]), written["text_fingerprint"], written["run"])
         except (ValueError, KeyError) as error:
             raise ConfigError(f"{self.config} is damaged: {error}", where="--resume", instead="a new run") from error
 
@@ -106,15 +126,22 @@ class Job:
     """A run whose options were all checked, before anything is started for it.
 
     Attributes:
-        done_steps: Steps of the checkpoint to go on from; 0 for a new run.
+        run: What tells the run from others.
+        done_steps: Steps of the newest checkpoint that is complete as far as names and sizes tell; 0 for a new run.
         ranks: Number of ranks on all hosts.
     """
 
     config: TrainConfig
     folder: RunFolder
+    run: str
     done_steps: int
     ranks: int
     device: DeviceKind
+
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        """The checkpoints of the run."""
+        return CheckpointFolder(self.folder.checkpoints, self.run)
 
 
 def new_job(options: Mapping[str, Any], out: Path | None, placement: Placement, device: DeviceKind) -> Job:
@@ -139,6 +166,7 @@ def new_job(options: Mapping[str, Any], out: Path | None, placement: Placement, 
     return Job(
         config=config,
         folder=folder,
+        run=uuid.uuid4().hex,
         done_steps=0,
         ranks=placement.ranks,
         device=device.resolve(placement.local_ranks),
@@ -158,28 +186,32 @@ def resumed_job(options: Mapping[str, Any], path: Path | None, placement: Placem
         ConfigError: There is nothing to go on from, the text has changed, or an option cannot change.
     """
     folder = newest_folder() if path is None else RunFolder(path)
-    config, fingerprint = folder.read_config()
-    config = config.resumed_with(options)
+    started = folder.read_config()
+    config = started.config.resumed_with(options)
     _check_share(config, placement)
-    # Whatever is refused above is refused without importing torch.
-    from fsdp_compile.training.checkpoint import last_checkpoint, step_of
-    from fsdp_compile.training.data import read_corpus
-
-    checkpoint = last_checkpoint(folder.checkpoints)
+    checkpoints = CheckpointFolder(folder.checkpoints, started.run)
+    checkpoint = checkpoints.newest()
     if checkpoint is None:
-        raise ConfigError(f"{folder.path} holds no complete checkpoint", where="--resume", instead="a new run")
-    done_steps = step_of(checkpoint)
+        problems = [str(checkpoints.problem_with(path)) for path in checkpoints.candidates()]
+        raise ConfigError(
+            "; ".join([f"{folder.path} holds no complete checkpoint", *problems]), where="--resume", instead="a new run"
+        )
+    done_steps = step_of(checkpoint) or 0
     if done_steps >= config.steps:
         raise ConfigError(
             f"the run in {folder.path} has already done its {config.steps} steps",
             where="--resume",
             instead=f"--steps with more than {done_steps} to train on",
         )
-    if read_corpus(config.data, config.seq_len).fingerprint != fingerprint:
+    # Whatever is refused above is refused without importing torch.
+    from fsdp_compile.training.data import read_corpus
+
+    if read_corpus(config.data, config.seq_len).fingerprint != started.fingerprint:
         raise ConfigError("the text is not that which the run began with", where="--data", instead="a new run")
     return Job(
         config=config,
         folder=folder,
+        run=started.run,
         done_steps=done_steps,
         ranks=placement.ranks,
         device=device.resolve(placement.local_ranks),

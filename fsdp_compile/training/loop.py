@@ -7,8 +7,9 @@ import time
 
 from fsdp_compile.errors import FSDPCompileError, RankMismatchError
 from fsdp_compile.training.checkpoint import load_checkpoint, save_checkpoint
+from fsdp_compile.training.config import OnNonFinite
 from fsdp_compile.training.data import Corpus, read_corpus
-from fsdp_compile.training.job import Job
+from fsdp_compile.training.job import Job, Started
 from fsdp_compile.training.metrics import (
     Display,
     Record,
@@ -31,7 +32,8 @@ def train(job: Job, world: World) -> None:
 
     Raises:
         RankMismatchError: Ranks read different text.
-        FSDPCompileError: The loss is no longer a number.
+        FSDPCompileError: A loss or a gradient is not finite.
+        CheckpointError: A checkpoint cannot be written.
     """
     corpus = _read_same_text(job, world)
     if not world.is_first:
@@ -68,16 +70,23 @@ class _Run:
         self.display = display
         self.pace = Pace()
         self.start_s = time.perf_counter()
+        self.done_steps = 0
+        self.skipped_steps = 0
         self.trainer = Trainer(job.config, corpus, world, shard_now=job.done_steps > 0)
         self._introduce(corpus)
 
     def run(self) -> None:
         self._begin()
-        for step in range(self.job.done_steps + 1, self.job.config.steps + 1):
+        updated = False
+        for step in range(self.done_steps + 1, self.job.config.steps + 1):
             result = self.trainer.step(step)
             self.pace.add(self.trainer.tokens_per_step)
-            if step == self.job.done_steps + 1:
+            if result.nonfinite is not None:
+                self._stop_or_skip(step, result.nonfinite)
+            elif not updated:
+                updated = True
                 self._show_state_bytes()
+            if step == self.done_steps + 1:
                 self.pace.restart()  # the first step compiled
             self._after_step(step, result)
         self._finish()
@@ -92,17 +101,38 @@ class _Run:
 
     def _begin(self) -> None:
         job = self.job
+        started = Started(job.config, self.trainer.corpus.fingerprint, job.run)
         if job.done_steps:
-            load_checkpoint(job.folder.checkpoints, self.trainer.model, self.trainer.optimizer)
-            self.display.say(f"resumed after step {job.done_steps}")
+            self._load()
             if self.world.is_first:
                 # A run that was killed may have recorded steps after its last checkpoint.
-                drop_records_after(job.folder.metrics, job.done_steps)
-                job.folder.write_config(job.config, self.trainer.corpus.fingerprint)
+                drop_records_after(job.folder.metrics, self.done_steps)
+                job.folder.write_config(started)
             return
         if self.world.is_first:
-            job.folder.write_config(job.config, self.trainer.corpus.fingerprint)
+            job.folder.write_config(started)
         self._record(Record(step=0, held_out_loss=self.trainer.held_out_loss(), time_s=self._time_s()))
+
+    def _load(self) -> None:
+        checkpoints = self.job.checkpoints
+        loaded = load_checkpoint(checkpoints, self.trainer.model, self.trainer.optimizer, self.world)
+        self.done_steps = loaded.step
+        if self.world.is_first:
+            checkpoints.set_aside_after(loaded.step)
+        for problem in loaded.skipped:
+            self.display.say(f"not loaded: {problem}")
+        self.display.say(f"resumed after step {loaded.step}")
+
+    def _stop_or_skip(self, step: int, what: str) -> None:
+        if self.job.config.on_nonfinite is OnNonFinite.STOP:
+            newest = self.job.checkpoints.newest()
+            raise FSDPCompileError(
+                f"step {step} updated nothing: {what}",
+                where=f"training; the last checkpoint is {newest}" if newest else "training",
+                instead="a lower --learning-rate, or --on-nonfinite skip",
+            )
+        self.skipped_steps += 1
+        self.display.say(f"step {step} skipped: {what}")
 
     def _after_step(self, step: int, result: StepResult) -> None:
         config = self.job.config
@@ -111,24 +141,27 @@ class _Run:
         if evaluates or step % config.log_every == 0:
             self._measure(step, result, evaluates=evaluates)
         if is_last or step % config.checkpoint_every == 0:
-            folder = self.job.folder.checkpoints
-            save_checkpoint(folder, step, self.trainer.model, self.trainer.optimizer, self.world)
+            self._save(step)
             self.pace.restart()
 
+    def _save(self, step: int) -> None:
+        job, trainer = self.job, self.trainer
+        if not trainer.optimizer.state:
+            self.display.say(f"no checkpoint of step {step}: every step so far was skipped")
+            return
+        keep = job.config.keep_checkpoints
+        save_checkpoint(job.checkpoints, step, trainer.model, trainer.optimizer, self.world, keep=keep)
+
     def _measure(self, step: int, result: StepResult, *, evaluates: bool) -> None:
-        loss = self.world.mean(result.loss)
-        if not math.isfinite(loss):
-            raise FSDPCompileError(
-                f"the loss of step {step} is {loss}", where="training", instead="a lower --learning-rate"
-            )
         record = Record(
             step=step,
-            loss=loss,
-            grad_norm=result.grad_norm.item(),
+            loss=_number(self.world.mean(result.loss)),
+            grad_norm=_number(result.grad_norm.item()),
             lr=self.trainer.schedule(step),
             tokens_per_s=self.pace.tokens_per_s(),
-            held_out_loss=self.trainer.held_out_loss() if evaluates else None,
+            held_out_loss=_number(self.trainer.held_out_loss()) if evaluates else None,
             time_s=self._time_s(),
+            skipped_steps=self.skipped_steps,
         )
         self._record(record)
         self.pace.restart()
@@ -195,6 +228,11 @@ def _read_same_text(job: Job, world: World) -> Corpus:
                 instead="the same files on every host",
             )
     return corpus
+
+
+def _number(value: float) -> float | None:
+    """A value that JSON has, None for others."""
+    return value if math.isfinite(value) else None
 
 
 def _summary(records: list[Record], steps: int, time_s: float) -> str:

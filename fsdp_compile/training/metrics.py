@@ -27,6 +27,7 @@ class Record:
         grad_norm: Norm of all gradients together before clipping.
         tokens_per_s: Over all ranks, training alone, since the record before.
         time_s: Seconds since this process began the run or resumed it.
+        skipped_steps: Steps since then that updated nothing, because a loss or a gradient was not finite.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Record:
     lr: float | None = None
     tokens_per_s: float | None = None
     time_s: float
+    skipped_steps: int = 0
 
 
 def append_record(path: Path, record: Record) -> None:

@@ -14,6 +14,7 @@ from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.training.config import MixedPrecision, Schedule, TrainConfig
 from fsdp_compile.training.data import Batches, Corpus
 from fsdp_compile.training.model import Llama, ModelShape
+from fsdp_compile.training.nonfinite import describe_nonfinite
 from fsdp_compile.training.state_bytes import StateBytes, expected, measured
 from fsdp_compile.training.world import World
 
@@ -27,10 +28,12 @@ class StepResult:
     Attributes:
         loss: This rank's mean loss in nats per byte, 0-d.
         grad_norm: Norm of all gradients before clipping, 0-d.
+        nonfinite: What was not finite, the same text on all ranks, if nothing was updated because of that.
     """
 
     loss: Tensor
     grad_norm: Tensor
+    nonfinite: str | None
 
 
 class Trainer:
@@ -70,16 +73,23 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Train on one batch; the gradients stay until the next call.
 
-        `step` is counted from 1 and decides the batch and the learning rate.
+        `step` is counted from 1 and decides the batch and the learning rate. Where the loss of a rank or a gradient is
+        not finite, no rank updates anything.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(step)
         self.optimizer.zero_grad()
         loss = self._loss(self.corpus.train, step)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        parameters = list(self.model.parameters())
+        norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        whole_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # Before clipping, which would spread what is not a number over all gradients.
+        if self.world.any(~(loss.isfinite() & whole_norm.isfinite())):
+            return StepResult(loss.detach(), whole_norm, describe_nonfinite(self.model, loss, self.world))
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.config.clip_norm, norm)
         self.optimizer.step()
-        return StepResult(loss.detach(), norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return StepResult(loss.detach(), whole_norm, None)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:

@@ -36,6 +36,12 @@ class World:
         dist.all_reduce(total)
         return total.item() / self.size
 
+    def any(self, value: Tensor) -> bool:
+        """Whether a 0-d tensor on `device` is true on any rank."""
+        found = value.detach().int()
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found.item())
+
     def from_first(self, value: T) -> T:
         """The value of rank 0; any picklable object."""
         box = [value]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
 from fsdp_compile.ir.graph import StepGraph, record_of
+from fsdp_compile.ir.source_line import source_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,6 @@ SHOWN = 3
 NEIGHBOURS = 3
 """Nodes that are printed before and after the one that breaks the rule."""
 _LONGEST_LINE = 160
-_NOT_THE_USERS = (Path(__file__).parents[1], Path(torch.__file__).parent)
 
 
 def summary(step: StepGraph, complaints: Sequence[Complaint], after: str) -> str:
@@ -63,18 +62,6 @@ def where(step: StepGraph, complaints: Sequence[Complaint]) -> str:
 def hint(complaints: Sequence[Complaint]) -> str:
     """What the right graph would have, for each complaint that is shown."""
     return "; ".join(dict.fromkeys(f"{c.rule}: {c.hint}" for c in complaints[:SHOWN]))
-
-
-def source_line(node: fx.Node) -> str:
-    """The user's line that a node computes or serves: the innermost frame that is neither torch's nor ours."""
-    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    frames = [i for i, line in enumerate(trace) if line.startswith("File ")]
-    if not frames:
-        return "no line of the user's program"
-    theirs = [i for i in frames if not any(f'"{place}' in trace[i] for place in _NOT_THE_USERS)]
-    frame = (theirs or frames)[-1]
-    code = next((line for line in trace[frame + 1 :] if line), "")
-    return f"{trace[frame]}: {code}"
 
 
 def describe(node: fx.Node) -> str:

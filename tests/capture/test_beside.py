@@ -12,7 +12,6 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,19 +90,25 @@ def test_ddp_is_refused_wherever_it_stands(form: str, make: str) -> None:
         assert "remove DistributedDataParallel" in message or "the plain model" in message
 
 
-SHARDED_BY_TORCH: dict[str, Callable[[nn.Module], object]] = {
-    "fully_shard": lambda model: torchs_fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
+def _replicate_with_fsdp(model: nn.Module) -> None:
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+
+    replicate_with_fsdp(model, mesh=init_device_mesh("cpu", (2,)))
+
+
+REPLICATED_BY_TORCH: dict[str, Callable[[nn.Module], object]] = {
     "replicate": replicate,
+    "replicate_with_fsdp": _replicate_with_fsdp,
 }
 
 
 @pytest.mark.parametrize("of", [lambda: nn.Sequential(nn.Linear(WIDTH, 5)), Stack], ids=["Sequential", "class"])
 @pytest.mark.parametrize("form", ["module", "function"])
-@pytest.mark.parametrize("wrapped_by", SHARDED_BY_TORCH)
-def test_what_torch_shards_or_replicates_is_refused(wrapped_by: str, form: str, of: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("wrapped_by", REPLICATED_BY_TORCH)
+def test_what_torch_replicates_is_refused(wrapped_by: str, form: str, of: Callable[[], nn.Module]) -> None:
     with fake_world(2):
         model = of()
-        SHARDED_BY_TORCH[wrapped_by](model)
+        REPLICATED_BY_TORCH[wrapped_by](model)
         call = _function(model) if form == "function" else compile_eagerly(model)
         message = _refusal(lambda: call(torch.ones(2, WIDTH)))
     assert "averages gradients by itself" in message

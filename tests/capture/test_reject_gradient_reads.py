@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from fsdp_compile import fully_shard
-from tests.beside import compile_eagerly
+from fsdp_compile import UnsupportedModelError, fully_shard
+from tests.beside import Run, compile_eagerly
 from tests.fake_world import fake_world
 
 
@@ -41,6 +41,98 @@ def test_what_asks_for_gradients_is_refused_with_its_line(step: Callable[[nn.Mod
         with pytest.raises(BackendCompilerFailed, match="it would find no gradients") as caught:
             compile_eagerly(lambda: step(model))()
         assert "test_reject_gradient_reads.py" in str(caught.value.inner_exception)
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def _of_all(model: nn.Module) -> int:
+    return sum(p.grad is None for p in model.parameters())
+
+
+def _of_each(model: nn.Module) -> int:
+    count = 0
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            count += 1
+    return count
+
+
+def _of_one_in_use(model: Any) -> torch.Tensor:
+    weight = model.first.weight
+    gradient = weight.grad
+    return weight.sum() if gradient is None else gradient.sum()
+
+
+def _without_gradients(model: Any) -> int:
+    with torch.no_grad():
+        return 1 if model.first.weight.grad is None else 2
+
+
+def _after_a_break(model: Any) -> int:
+    torch._dynamo.graph_break()
+    return 1 if model.first.weight.grad is None else 2
+
+
+class _AsksForGradients(_Model):
+    def __init__(self, ask: Callable[[nn.Module], int | torch.Tensor]) -> None:
+        super().__init__()
+        self.ask: Callable[[nn.Module], int | torch.Tensor] = lambda _: 1
+        self.later = ask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.ask(self)
+
+
+_QUESTIONS = [_of_all, _of_each, _of_one_in_use, _without_gradients, _after_a_break]
+
+
+@pytest.mark.parametrize("how", [Run.SHARDED, Run.EAGER])
+@pytest.mark.parametrize("ask", _QUESTIONS)
+def test_gradients_that_a_forward_asks_for_are_refused(
+    ask: Callable[[nn.Module], int | torch.Tensor], how: Run
+) -> None:
+    with fake_world(2):
+        model = fully_shard(_AsksForGradients(ask))
+        call: Any = compile_eagerly(model) if how is Run.SHARDED else model
+        call(torch.ones(2, 4)).sum().backward()
+        model.ask = model.later
+        with pytest.raises(Exception, match=r"\.grad") as caught:
+            call(torch.ones(2, 4))
+        error = getattr(caught.value, "inner_exception", caught.value)
+        assert isinstance(error, UnsupportedModelError)
+        if how is Run.SHARDED:
+            assert f"{ask.__name__}" in (error.where or "")
+        elif ask is not _of_one_in_use:  # which branches
+            model.zero_grad()
+            call(torch.ones(2, 4))  # there are none, as in one process
+
+
+class _HasGradientsElsewhere(_Model):
+    """Computes gradients of inputs in a forward, which reads a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.own + torch.func.grad(lambda y: y.square().sum())(x))
+
+
+def test_functions_that_compute_gradients_are_not_refused() -> None:
+    with fake_world(2):
+        model: Any = fully_shard(_HasGradientsElsewhere())
+        compile_eagerly(model)(torch.ones(2, 4)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_step_that_reads_gradients_of_inputs_is_not_refused() -> None:
+    with fake_world(2):
+        model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+        def step(x: torch.Tensor) -> torch.Tensor | None:
+            model(x).sum().backward()
+            return x.grad
+
+        assert compile_eagerly(step)(torch.ones(2, 4, requires_grad=True)) is not None
         assert all(p.grad is not None for p in model.parameters())
 
 

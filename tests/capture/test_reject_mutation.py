@@ -74,7 +74,43 @@ def test_writes_inside_of_a_graph_are_refused(write: Callable[[torch.Tensor], ob
     assert (error.where or "").startswith('File "')
 
 
-@pytest.mark.parametrize("write", [*_WRITES.values(), *_ASSIGNMENTS.values()], ids=[*_WRITES, *_ASSIGNMENTS])
+@pytest.mark.parametrize("write", _ASSIGNMENTS.values(), ids=_ASSIGNMENTS)
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "sharded"])
+def test_assignments_that_break_the_graph_are_refused(
+    write: Callable[[torch.Tensor], object],
+    is_plain: bool,  # noqa: FBT001
+) -> None:
+    with fake_world(2):
+        model = _Writes(write)
+        if not is_plain:
+            fully_shard(model)
+        # In the assignment itself, or in the graph that Dynamo makes of the function that does it.
+        with pytest.raises((UnsupportedModelError, BackendCompilerFailed), match="gathered parameter in place"):
+            compile_eagerly(model)(torch.ones(2, 6))
+
+
+def _after_a_break(parameter: torch.Tensor) -> None:
+    torch._dynamo.graph_break()
+    parameter.mul_(0.5)
+
+
+def test_a_write_into_what_was_read_before_a_graph_break_is_refused() -> None:
+    with fake_world(2):
+        model = _Writes(_after_a_break)
+        fully_shard(model)
+        with pytest.raises(BackendCompilerFailed, match="changes a gathered parameter in place"):
+            compile_eagerly(model)(torch.ones(2, 6))
+
+
+def _used_after(parameter: torch.Tensor) -> None:
+    parameter.mul_(0.5)
+    parameter.sum()
+
+
+_EAGER = {**_WRITES, **_ASSIGNMENTS, **_STATISTICS, "used": _used_after}
+
+
+@pytest.mark.parametrize("write", _EAGER.values(), ids=_EAGER)
 def test_writes_in_an_eager_forward_are_refused(write: Callable[[torch.Tensor], object]) -> None:
     with fake_world(2):
         model = _Writes(write)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_compile.cli.main import main
+from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from fsdp_compile.training.config import TrainConfig
-from fsdp_compile.training.job import RunFolder
+from fsdp_compile.training.job import RunFolder, Started
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def _work_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("text").write_bytes(b"some text " * 100)
     Path("short").write_bytes(b"some text")
     Path("a-run").mkdir()
-    RunFolder(Path("a-run")).write_config(TrainConfig(data="text", seq_len=8), "another text")
+    RunFolder(Path("a-run")).write_config(Started(TrainConfig(data="text", seq_len=8), "another text", "the run"))
 
 
 def _refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -81,7 +82,11 @@ def test_there_may_be_no_run_to_resume(capsys: pytest.CaptureFixture[str]) -> No
     ("steps", "message"), [(4, "has already done its 4 steps"), (9, "the text is not that which the run began with")]
 )
 def test_a_checkpoint_may_not_fit(steps: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("a-run/checkpoints/step-000004").mkdir(parents=True)
+    checkpoints = CheckpointFolder(Path("a-run/checkpoints"), "the run")
+    checkpoints.begin()
+    checkpoints.finish(4, {}, keep=1)
+    Path("a-run/checkpoints/step-best").mkdir()  # the user's
+    Path("a-run/checkpoints/step-000009").mkdir()
     assert message in _refused(["--resume", "a-run", "--steps", str(steps)], capsys)
 
 

@@ -25,10 +25,12 @@ _SGD: Final = "torch.optim.SGD(model.parameters(), lr=0.1)"
 _ADAMW: Final = "torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)"
 _MODULE: Final = "module = torch.compile(model, **BACKEND)\nreturn lambda x, ids: loss(module(x, ids))"
 _METHOD: Final = "model.compile(**BACKEND)\nreturn lambda x, ids: loss(model(x, ids))"
+_NOTHING: Final = "return lambda x, ids: loss(model(x, ids))"
 _FUNCTION: Final = "return torch.compile(lambda x, ids: loss(model(x, ids)), **BACKEND)"
 _LINEAR: Final = "self.m = nn.Linear(6, 6)"
 _WEIGHT: Final = "self.w = nn.Parameter(torch.eye(6) + 0.1 * torch.randn(6, 6))"
 _CALL: Final = "return self.head(self.m(x))"
+_UNCOMPILED: Final = "return lambda x, ids: loss(model(x, ids))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +86,21 @@ def _trained(
     return _TRAIN.format(optimizer=optimizer, backward=indented, update=textwrap.indent(update, " " * 4).lstrip())
 
 
+def _noted(gradient: str) -> str:
+    """A loop that trains, and notes a gradient by `x` beside it."""
+    return _trained(f"x.requires_grad_()\nside.note_own('by x', {gradient})\nside.backward(call(x, ids))")
+
+
 _LSTM: Final = "self.m = nn.LSTM(6, 6)"
 _RECURRENT: Final = "return self.head(self.m(x.unsqueeze(1))[0].squeeze(1))"
 _SEQUENTIAL: Final = "self.m = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))"
+
+_STATISTICS: Final = (
+    "self.v = nn.Parameter(torch.zeros(6), requires_grad=False)\n"
+    "self.u = nn.Parameter(torch.ones(6), requires_grad=False)"
+)
+_NORMALIZED: Final = "return self.head(F.batch_norm(x, self.v, self.u, training=True) + self.v)"
+_ACCUMULATED: Final = _trained("side.backward(call(x, ids))\nside.backward(call(x, ids))")
 
 ROWS: Final = (
     # What Dynamo leaves to Python.
@@ -136,11 +150,27 @@ ROWS: Final = (
         _WEIGHT,
         "return self.head(x @ self.w if isinstance(self.w, nn.Parameter) else x)",
     ),
+    Row(
+        "`type(self.w) is nn.Parameter`", _WEIGHT, "return self.head(x @ self.w if type(self.w) is nn.Parameter else x)"
+    ),
+    Row(
+        "`isinstance(w, nn.Parameter)` after a graph break",
+        _WEIGHT,
+        "w = self.w\ntorch._dynamo.graph_break()\nreturn self.head(x @ w if isinstance(w, nn.Parameter) else x)",
+        shard="fully_shard(model)",
+    ),
     Row("`type(self.m) is nn.Linear`", _LINEAR, "return self.head(self.m(x) if type(self.m) is nn.Linear else x)"),
     Row(
         "`self.a.weight is self.b.weight`, tied",
         "self.a = nn.Linear(6, 6)\nself.b = nn.Linear(6, 6)\nself.b.weight = self.a.weight",
         "return self.head(self.b(self.a(x)) if self.a.weight is self.b.weight else x)",
+    ),
+    Row(
+        "`self.a.weight is self.b.weight`, tied, not compiled",
+        "self.a = nn.Linear(6, 6)\nself.b = nn.Linear(6, 6)\nself.b.weight = self.a.weight",
+        "return self.head(self.b(self.a(x)) if self.a.weight is self.b.weight else x)",
+        shard="fully_shard(model)",
+        compiled=_UNCOMPILED,
     ),
     Row(
         "a base class with a required argument of `__init_subclass__`",
@@ -211,7 +241,43 @@ ROWS: Final = (
         "with torch.no_grad():\n    torch.mul(self.w, 0.9, out=self.w)\nreturn self.head(x @ self.w)",
     ),
     Row("`self.w.data = ...` in a forward", _WEIGHT, "self.w.data = self.w.data * 0.9\nreturn self.head(x @ self.w)"),
+    Row(
+        "`self.w.data = ...` in a forward, not compiled",
+        _WEIGHT,
+        "self.w.data = self.w.data * 0.9\nreturn self.head(x @ self.w)",
+        shard="fully_shard(model)",
+        compiled=_UNCOMPILED,
+    ),
+    Row("running statistics that are parameters", _STATISTICS, _NORMALIZED),
+    Row(
+        "running statistics that are parameters, not compiled",
+        _STATISTICS,
+        _NORMALIZED,
+        shard="fully_shard(model)",
+        compiled=_UNCOMPILED,
+    ),
     # What autograd is asked for.
+    Row(
+        "`self.w.grad is None` in a forward that accumulates",
+        _WEIGHT,
+        "return self.head(x @ self.w if self.w.grad is None else x)",
+        train=_ACCUMULATED,
+    ),
+    Row(
+        "`p.grad` of all parameters in a forward that accumulates, after a graph break",
+        _WEIGHT,
+        "torch._dynamo.graph_break()\nfresh = all(p.grad is None for p in self.parameters())\n"
+        "return self.head(x @ self.w if fresh else x)",
+        train=_ACCUMULATED,
+    ),
+    Row(
+        "`self.w.grad is None` in a forward that accumulates, not compiled",
+        _WEIGHT,
+        "return self.head(x @ self.w if self.w.grad is None else x)",
+        shard="fully_shard(model)",
+        compiled=_UNCOMPILED,
+        train=_ACCUMULATED,
+    ),
     Row(
         "a head whose output is unused, AdamW",
         "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
@@ -220,10 +286,35 @@ ROWS: Final = (
         train=_trained(optimizer=_ADAMW),
     ),
     Row(
+        "a head whose output is unused, AdamW, not compiled",
+        "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
+        "return self.head(self.m(x)), self.n(x)",
+        "out[0].square().mean()",
+        shard="fully_shard(model)",
+        compiled=_NOTHING,
+        train=_trained(optimizer=_ADAMW),
+    ),
+    Row(
         "`loss.backward(inputs=...)`",
         _LINEAR,
         _CALL,
         train=_trained("side.backward(call(x, ids), inputs=list(model.m.parameters()))"),
+    ),
+    Row(
+        "`loss.backward(inputs=...)` of a layer that is sharded by itself",
+        _LINEAR,
+        _CALL,
+        shard="fully_shard(model.m)\nfully_shard(model)",
+        train=_trained("side.backward(call(x, ids), inputs=list(model.m.parameters()))"),
+    ),
+    Row(
+        "`loss.backward(inputs=...)` of what the model is called with",
+        _LINEAR,
+        _CALL,
+        train=_trained(
+            "x.requires_grad_()\nside.backward(call(x, ids), inputs=[x])\n"
+            "side.note_own('gradient of x', x.grad / side.scaled(torch.ones(())))\nside.backward(call(x, ids))"
+        ),
     ),
     Row(
         "`autograd.grad(loss, parameters)`",
@@ -240,11 +331,51 @@ ROWS: Final = (
         _WEIGHT,
         "g = torch.func.grad(lambda y: (y @ self.w).square().sum())(x)\nreturn self.head(x + 0.1 * g)",
     ),
+    Row("`torch.func.jacrev` of the loss", _LINEAR, _CALL, train=_noted("torch.func.jacrev(call)(x, ids)")),
+    Row(
+        "`torch.func.jacrev` of the loss, sharded before",
+        _LINEAR,
+        _CALL,
+        shard="fully_shard(model)",
+        train=_noted("torch.func.jacrev(call)(x, ids)"),
+    ),
+    Row(
+        "`torch.func.vjp` of the loss",
+        _LINEAR,
+        _CALL,
+        train=_noted("torch.func.vjp(lambda x: call(x, ids), x)[1](torch.ones((), dtype=x.dtype))[0]"),
+    ),
+    Row(
+        "`autograd.functional.jacobian` of the loss",
+        _LINEAR,
+        _CALL,
+        train=_noted("torch.autograd.functional.jacobian(lambda x: call(x, ids), x)"),
+    ),
+    Row(
+        "`autograd.grad(..., is_grads_batched=True)`",
+        _LINEAR,
+        _CALL,
+        train=_noted("torch.autograd.grad(call(x, ids), x, torch.eye(3, dtype=x.dtype)[0], is_grads_batched=True)[0]"),
+    ),
+    Row(
+        "`autograd.functional.hvp` of the loss (double backward)",
+        _LINEAR,
+        _CALL,
+        train=_noted("torch.autograd.functional.hvp(lambda x: call(x, ids), x, torch.ones_like(x))[1]"),
+    ),
     Row(
         "reentrant checkpointing whose input needs no gradient",
         _LINEAR,
         "return self.head(x + checkpoint(self.m, x, use_reentrant=True))",
         before="from torch.utils.checkpoint import checkpoint",
+    ),
+    Row(
+        "reentrant checkpointing whose input needs no gradient, not compiled",
+        _LINEAR,
+        "return self.head(x + checkpoint(self.m, x, use_reentrant=True))",
+        before="from torch.utils.checkpoint import checkpoint",
+        shard="fully_shard(model)",
+        compiled=_NOTHING,
     ),
     Row(
         "a layer with and without gradients in one forward, under `no_sync`",
@@ -257,6 +388,14 @@ ROWS: Final = (
         "self.m = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))",
         "return self.head(checkpoint(self.m, x, use_reentrant=False))",
         before="from torch.utils.checkpoint import checkpoint",
+    ),
+    Row(
+        "a checkpointed batch norm, not compiled",
+        "self.m = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))",
+        "return self.head(checkpoint(self.m, x, use_reentrant=False))",
+        before="from torch.utils.checkpoint import checkpoint",
+        shard="fully_shard(model)",
+        compiled=_NOTHING,
     ),
     Row(
         "a plain model with `mp_policy` among the options, and float inputs",
@@ -276,6 +415,13 @@ ROWS: Final = (
         "`torch.cond` between two layers",
         "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
         "x = torch.cond(x.sum() > 0, lambda x: self.m(x), lambda x: self.n(x), (x,))\nreturn self.head(x)",
+    ),
+    Row(
+        "`torch.cond` between two layers, not compiled",
+        "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)",
+        "x = torch.cond(x.sum() > 0, lambda x: self.m(x), lambda x: self.n(x), (x,))\nreturn self.head(x)",
+        shard="fully_shard(model)",
+        compiled=_NOTHING,
     ),
     Row(
         "`nested_compile_region`",

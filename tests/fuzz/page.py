@@ -1,4 +1,4 @@
-"""`docs/awkward_programs.md`: what comes of each row of the catalogue, here and with FSDP2."""
+"""`docs/awkward_programs.md`: what comes of each row of the catalogue, here, with FSDP2, with plain `torch.compile`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from tests.fuzz.catalogue import ROWS, Row
 from tests.fuzz.run import Contender, run_programs
 from tests.fuzz.verdict import Outcome, Verdict
 
+_COLUMNS = (Contender.HERE, Contender.FSDP2, Contender.AOT)
 PAGE = Path(__file__).parents[2] / "docs/awkward_programs.md"
 _TOP = """# Awkward programs
 
-What few programs do, and what comes of it: here (compiled with `lower="eager"`), and with FSDP2 without compiling.
-Both train on two ranks beside one process that has the whole batch.
+What few programs do, and what comes of it: here (compiled with `lower="eager"`), with FSDP2 without compiling, and with
+`torch.compile(backend="aot_eager")` in one process. The first two train on two ranks. All are compared with one process
+that has the whole batch and compiles nothing, so the last column shows what is `torch.compile`'s own meaning.
 
 - **equal**: losses, gradients and parameters are those of one process, up to rounding.
 - **refused**: by an error that says what cannot be done, where, and what to write instead.
-- **crashed**: by an error that does not. FSDP2's refusals are here too, as it has no class of errors of its own.
+- **crashed**: by an error that does not. FSDP2's and torch's refusals are here too: they have no class of errors of
+  their own.
 - **wrong**: numbers differ without a word, or a parameter is not sharded. The first difference is shown.
 - **hung**: ranks waited for each other.
 
 `python -m tests.fuzz --catalogue` measures the programs, which `tests/fuzz/catalogue.py` has, and writes this page;
 `tests/fuzz/test_catalogue.py` holds the package to its second column.
 
-| program | here | FSDP2 |
-|---|---|---|
+| program | here | FSDP2 | `torch.compile`, one process |
+|---|---|---|---|
 """
 
 
@@ -37,6 +40,7 @@ class Line:
     says: str
     here: str
     fsdp2: str
+    compiled: str
 
     @property
     def expected(self) -> Verdict:
@@ -58,12 +62,13 @@ def read() -> dict[str, Line]:
 
 def write() -> None:
     """Measures every row and writes the page."""
-    columns = [_measured(list(ROWS), contender) for contender in (Contender.HERE, Contender.FSDP2)]
-    lines = [f"| {row.says} | {here} | {fsdp2} |" for row, here, fsdp2 in zip(ROWS, *columns, strict=True)]
+    columns = [measured(list(ROWS), contender) for contender in _COLUMNS]
+    lines = [f"| {' | '.join((row.says, *cells))} |" for row, *cells in zip(ROWS, *columns, strict=True)]
     PAGE.write_text(_TOP + "\n".join(lines) + "\n")
 
 
-def _measured(rows: list[Row], contender: Contender) -> list[str]:
+def measured(rows: list[Row], contender: Contender) -> list[str]:
+    """The cells of one column."""
     return [_cell(outcome) for outcome in run_programs([row.text() for row in rows], contender)]
 
 

@@ -67,6 +67,8 @@ class Side:
         number = self._seen[name] = self._seen.get(name, -1) + 1
         if isinstance(value, DTensor):
             value = value.full_tensor()
+        if value is not None and value.is_sparse:
+            value = value.to_dense()
         self.notes[f"{name}, {number}"] = None if value is None else value.detach().clone()
 
     def note_own(self, name: str, value: torch.Tensor) -> None:

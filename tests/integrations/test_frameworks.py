@@ -74,3 +74,23 @@ def test_fabric(tmp_path: Path, precision: str) -> None:
     pytest.importorskip("lightning")
     expected = _run("with_fabric", tmp_path, "ddp", precision)
     _same(_run("with_fabric", tmp_path, "fsdp", precision), expected)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lightning_trainer(tmp_path: Path, precision: str) -> None:
+    pytest.importorskip("lightning")
+    expected = _run("with_lightning", tmp_path, "ddp", precision, "by_ddp")
+    found = _run("with_lightning", tmp_path, "fsdp", precision, "sharded")
+    assert sum("val_loss" in entry for entry in expected) == 2
+    _same(found, expected)
+    # Its checkpoint has the optimizer, too: the second epoch is the same again.
+    resumed = _run("with_lightning", tmp_path, "fsdp", precision, "resumed", "sharded/epoch=0.ckpt")
+    assert resumed == found[9:]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torchtitan(tmp_path: Path, dtype: str) -> None:
+    for module in ("torchtitan", "triton", "tyro", "spmd_types"):  # torchtitan imports the others without naming them
+        pytest.importorskip(module)
+    # The same bits as FSDP2's, which torchtitan trains with.
+    assert _run("with_torchtitan", tmp_path, "fsdp", dtype) == _run("with_torchtitan", tmp_path, "fsdp2", dtype)

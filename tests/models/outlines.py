@@ -65,3 +65,25 @@ class Small(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(x))) * self.scale
+
+
+class MixedKinds(nn.Module):
+    """Uneven, 0-d, tied, frozen and bfloat16 parameters; saved and other buffers. Input: `[rows, 6]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.second = nn.Linear(7, 6)
+        self.tied = nn.Linear(6, 7, bias=False)
+        self.tied.weight = self.first.weight
+        self.narrow = nn.Linear(7, 5, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("scratch", torch.ones(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.norm(self.first(x))) * self.scale
+        x = self.narrow(self.tied(self.second(x)).bfloat16()).float()
+        return x + self.frozen

@@ -282,3 +282,24 @@ def test_frameworks_find_no_sync_on_the_model() -> None:
         assert [p.grad for p in model.parameters()] == [None] * 4, "they wait for the backward that reduces them"
         model(torch.ones(2, 4)).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("made", ["sharded", "plain"])
+def test_ddps_flag_holds_gradients_back(made: str) -> None:
+    """`model.require_backward_grad_sync = ...`, on what `torch.compile` returned, before the first call and later."""
+    with fake_world(2):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        if made == "sharded":
+            fully_shard(model)
+        compiled: Any = compile_eagerly(model)
+        for _ in range(2):
+            compiled.require_backward_grad_sync = False
+            compiled(torch.ones(2, 4)).sum().backward()
+            assert [p.grad for p in model.parameters()] == [None] * 4
+            assert model.require_backward_grad_sync is False
+            compiled.require_backward_grad_sync = True
+            compiled(torch.ones(2, 4)).sum().backward()
+            assert all(p.grad is not None for p in model.parameters())
+            model.zero_grad()
+        with pytest.raises(ConfigError, match="0 is no flag"):
+            model.require_backward_grad_sync = 0

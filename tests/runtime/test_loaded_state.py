@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -141,8 +142,8 @@ REFUSED: dict[str, tuple[_Make, int, str]] = {
     "Rprop": (optim.Rprop, 8, "flat_step"),
     "fused SGD": (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True), 8, "flat_step"),
     "fused Adagrad": (lambda p: optim.Adagrad(p, fused=True), 8, "flat_step"),
-    "Adafactor": (optim.Adafactor, 8, "AdamW"),
-    "LBFGS": (optim.LBFGS, 7, "sizes that divide"),
+    "Adafactor": (optim.Adafactor, 8, "whole_step"),
+    "LBFGS": (optim.LBFGS, 7, "whole_step"),
 }
 RIGHT: dict[str, tuple[_Make, int]] = {
     "Rprop, flat": (lambda p: flat_step(optim.Rprop(p)), 7),
@@ -189,6 +190,23 @@ def test_optimizers_that_torch_cannot_run_on_shards_are_refused_by_name(name: st
     run_ranks(_check_refused, name)
 
 
+def _check_refused_after_the_first_call(name: str) -> None:
+    """The optimizer is made of a plain model, whose first compiled call shards it."""
+    make, width, instead = REFUSED[name]
+    model, reference = _mlp(width), _mlp(width)
+    optimizer = make(model.parameters())
+    compiled = compile_eagerly(model)
+    compiled(_batch()).square().mean().backward()
+    with pytest.raises(UnsupportedModelError, match=instead):
+        _step_with_closure(compiled, optimizer)
+    _assert_equal(model, reference)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
+def test_optimizers_made_before_the_first_compiled_call_are_refused_by_name(name: str) -> None:
+    run_ranks(_check_refused_after_the_first_call, name)
+
+
 def _check_right(name: str) -> None:
     make, width = RIGHT[name]
     model, reference = fully_shard(_mlp(width)), _mlp(width)
@@ -213,11 +231,15 @@ def _check_lbfgs_made_before() -> None:
             _step_with_closure(each, optimizer)
     _assert_equal(model, reference)
 
-    plain, reference = _mlp(8), _mlp(8)
-    optimizer = optim.LBFGS(plain.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"was sharded since you took it(.|\n)*after the first call"):
-        _step_with_closure(compile_eagerly(plain), optimizer)  # which shards it, in the middle of the step
-    _assert_equal(plain, reference)
+    for width in (7, 8):
+        plain, reference = _mlp(width), _mlp(width)
+        optimizer = optim.LBFGS(plain.parameters(), lr=0.1)
+        compiled = compile_eagerly(plain)
+        with pytest.raises(BackendCompilerFailed, match=r"in the middle of a step(.|\n)*before the first step"):
+            _step_with_closure(compiled, optimizer)
+        assert not any(isinstance(parameter, DTensor) for parameter in plain.parameters())
+        compiled(_batch())
+        _assert_equal(plain, reference)
 
 
 def test_lbfgs_made_before_the_model_was_sharded() -> None:

@@ -4,6 +4,7 @@ Ranks are spawned, so each imports this file before it trains and has the same t
 
     PAUSE_AT=3      every rank stops in step 3 until somebody ends it
     FAIL_AT=3       rank 1 raises in step 3
+    FULL_AT=3       the disk of rank 1 is full from step 3 on
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -20,9 +22,11 @@ from fsdp_compile.training.trainer import StepResult, Trainer
 
 PAUSE_AT = int(os.environ.get("PAUSE_AT", "0"))
 FAIL_AT = int(os.environ.get("FAIL_AT", "0"))
+FULL_AT = int(os.environ.get("FULL_AT", "0"))
 
 torch.compile = functools.partial(torch.compile, options={"lower": "eager"})
 _step = Trainer.step
+_mkdir = Path.mkdir
 
 
 def _troubled_step(self: Trainer, step: int) -> StepResult:
@@ -32,7 +36,16 @@ def _troubled_step(self: Trainer, step: int) -> StepResult:
         time.sleep(600)
     if step == FAIL_AT and self.world.rank == 1:
         raise RuntimeError("trouble on demand")
+    if step == FULL_AT:
+        Path.mkdir = _mkdir_on_a_full_disk  # type: ignore[method-assign]
     return _step(self, step)
+
+
+def _mkdir_on_a_full_disk(self: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002
+    _mkdir(self, mode, parents, exist_ok)
+    shard = self / "__1_0.distcp"
+    if self.name == ".partial" and not shard.is_symlink():
+        shard.symlink_to("/dev/full")
 
 
 Trainer.step = _troubled_step  # type: ignore[method-assign]

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_compile.training.checkpoint import last_checkpoint
 from tests.training.command import DRIVER, TINY, finish, metrics, session_of, start, wait_for_line
 
-KEYS = {"step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "time_s"}
+KEYS = {"step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "time_s", "skipped_steps"}
 LAST_LINE = re.compile(r"held-out loss (\d\.\d+) -> (\d\.\d+) nats per byte \(.* bits\) after 6 steps, \d+ s")
 
 
@@ -36,7 +35,11 @@ def _check_run(run: Path, out: str) -> None:
     assert after == pytest.approx(records[-1]["held_out_loss"], abs=6e-4)
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert (run / "sample.txt").read_text().startswith("def ")
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000006"]
+    assert _checkpoints(run) == ["step-000004", "step-000006"]
+
+
+def _checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 @pytest.mark.long
@@ -82,7 +85,7 @@ def test_an_interrupted_run_leaves_nothing_but_a_checkpoint_to_go_on_from(
     assert session_of(process) == []
     assert err.strip() == "interrupted; go on with: fsdp-compile train --resume run"
     assert [record["step"] for record in metrics(run)] == [0, 1, 2, 3]
-    assert last_checkpoint(run / "checkpoints") == run / "checkpoints" / "step-000002"
+    assert _checkpoints(run) == ["step-000002"]
     if target == "parent":
         return  # once is enough
 
@@ -104,4 +107,14 @@ def test_a_rank_that_fails_ends_the_others_and_shows_why(tmp_path: Path) -> None
     # Not the first line: torch may warn of collectives that the other rank was waiting for.
     assert "rank 1 failed, the other ranks were ended:\nTraceback (most recent call last):\n" in err
     assert err.rstrip().endswith("RuntimeError: trouble on demand")
-    assert last_checkpoint(tmp_path / "run" / "checkpoints") is not None
+    assert _checkpoints(tmp_path / "run") == ["step-000002"]
+
+
+@pytest.mark.long
+def test_a_full_disk_is_the_cause_that_the_launcher_names(tmp_path: Path) -> None:
+    process = start(tmp_path, DRIVER, "train", *TINY, "--ranks", "2", "--out", "run", FULL_AT="3")
+    status, _, err = finish(process)
+    assert status == 1
+    full = "run/checkpoints/.partial/__1_0.distcp: No space left on device"
+    assert f"CheckpointError: rank 1 cannot write a checkpoint: {full}\n  where: step 4\n" in err
+    assert _checkpoints(tmp_path / "run") == ["step-000002"]

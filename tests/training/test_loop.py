@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.job import Job, RunFolder
 from fsdp_compile.training.loop import train
 from fsdp_compile.training.metrics import held_out_losses, read_records
+from fsdp_compile.training.trainer import Trainer
 from fsdp_compile.training.world import DeviceKind, World
 from tests.ranks import run_ranks
 
@@ -24,18 +26,32 @@ TINY = {"steps": 3, "batch_size": 4, "seq_len": 16, "width": 16, "layers": 1, "h
 TEXT = b"every rank holds a shard of every weight. " * 40
 
 
+def _job(folder: Path, options: dict[str, Any], text: Path, ranks: int, done_steps: int = 0) -> Job:
+    config = TrainConfig.from_dict(TINY | {"data": str(text), "eval_batches": 1, "sample_bytes": 3} | options)
+    run = RunFolder(folder / "run")
+    return Job(config=config, folder=run, run="this", done_steps=done_steps, ranks=ranks, device=DeviceKind.CPU)
+
+
+def _world() -> World:
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"))
+
+
 def _train(folder: Path, options: dict[str, Any], *, matplotlib: bool = True, same_text: bool = True) -> str:
     """Train in a new folder; returns what this rank showed."""
-    world = World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"))
+    world = _world()
     text = folder / f"text-{world.rank}"
     text.write_bytes(TEXT if same_text or world.is_first else TEXT[::-1])
-    config = TrainConfig.from_dict(TINY | {"data": str(text), "eval_batches": 1, "sample_bytes": 3} | options)
-    job = Job(config=config, folder=RunFolder(folder / "run"), done_steps=0, ranks=world.size, device=DeviceKind.CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        if not matplotlib:
+            patch.setattr("fsdp_compile.training.metrics.find_spec", lambda _name: None)
+        return _shown(_job(folder, options, text, world.size), world)
+
+
+def _shown(job: Job, world: World) -> str:
+    """Run a job op by op; returns what this rank showed."""
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
         patch.setattr(torch, "compile", functools.partial(torch.compile, options={"lower": "eager"}))
-        if not matplotlib:
-            patch.setattr("fsdp_compile.training.metrics.find_spec", lambda _name: None)
         train(job, world)
     return shown.getvalue()
 
@@ -63,6 +79,106 @@ def test_without_matplotlib_a_line_says_how_to_get_the_curve(tmp_path: Path) -> 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(FSDPCompileError, match="a lower --learning-rate"):
         run_ranks(_train, tmp_path, {"learning_rate": 1e30, "warmup_ratio": 0.0}, world_size=1)
+
+
+def _train_with_nan(folder: Path, on_nonfinite: str, *steps: int) -> tuple[str, str]:
+    """Train where the loss of rank 1 is not a number in some steps; returns what was shown, or the error."""
+    world = _world()
+    text = folder / f"text-{world.rank}"
+    text.write_bytes(TEXT)
+    loss_of = Trainer._loss
+
+    def spoil(self: Trainer, blocks: torch.Tensor, key: str | int) -> torch.Tensor:
+        loss = loss_of(self, blocks, key)
+        return loss * float("nan") if key in steps and world.rank == 1 else loss
+
+    options = {"on_nonfinite": on_nonfinite, "steps": 5, "checkpoint_every": 1, "eval_every": 5}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_loss", spoil)
+        try:
+            return _shown(_job(folder, options, text, world.size), world), ""
+        except FSDPCompileError as error:
+            return "", str(error)
+
+
+NAN = "the loss of rank 1 is nan; the first gradient that is not finite is that of unit "
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(tmp_path: Path) -> None:
+    (shown, _), (_, error) = run_ranks(_train_with_nan, tmp_path, "skip", 1, 4)
+    assert error == ""
+    for step in (1, 4):
+        assert f"step {step} skipped: {NAN}" in shown
+    assert "no checkpoint of step 1: every step so far was skipped\n" in shown
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [record.skipped_steps for record in records] == [0, 1, 1, 1, 2, 2]
+    assert [record.loss is None for record in records] == [True, True, False, False, True, False]
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert _checkpoints(tmp_path) == ["step-000004", "step-000005"]
+
+
+def test_a_step_that_is_not_finite_ends_the_run_and_its_checkpoints_stay(tmp_path: Path) -> None:
+    (_, first), (_, second) = run_ranks(_train_with_nan, tmp_path, "stop", 4)
+    assert first == second
+    assert first.startswith(f"step 4 updated nothing: {NAN}")
+    assert f"where: training; the last checkpoint is {tmp_path}/run/checkpoints/step-000003\n" in first
+    assert _checkpoints(tmp_path) == ["step-000002", "step-000003"]
+
+
+MEASURED = ("step", "loss", "held_out_loss", "grad_norm", "lr")
+
+
+def _measured(folder: Path) -> list[list[float | None]]:
+    records = read_records(folder / "run" / "metrics.jsonl")
+    return [[getattr(record, name) for name in MEASURED] for record in records]
+
+
+def _resume(folder: Path, options: dict[str, Any]) -> str:
+    world = _world()
+    return _shown(_job(folder, options, folder / "text-0", world.size, done_steps=2), world)
+
+
+RESUMED = {"steps": 4, "batch_size": 12, "checkpoint_every": 1, "keep_checkpoints": 4, "eval_every": 1}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of four steps on two ranks."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run_ranks(_train, folder, RESUMED)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "ranks", [1, 2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
+)
+def test_a_resumed_run_goes_on_as_if_uninterrupted(ranks: int, uninterrupted: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(uninterrupted, again)
+    for step in (3, 4):
+        shutil.rmtree(again / "run" / "checkpoints" / f"step-00000{step}")
+    shown, *_ = run_ranks(_resume, again, RESUMED, world_size=ranks)
+    assert "resumed after step 2\n" in shown
+    if ranks == 2:  # bit for bit on as many ranks as before
+        assert _measured(again) == _measured(uninterrupted)
+    for mine, theirs in zip(_measured(again), _measured(uninterrupted), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
+    options = {"checkpoint_every": 1}
+    run_ranks(_train, tmp_path, options, world_size=1)
+    shard = tmp_path / "run" / "checkpoints" / "step-000003" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[::-1])
+    (shown,) = run_ranks(_resume, tmp_path, options | {"steps": 4}, world_size=1)
+    assert f"not loaded: the contents of {shard} have changed" in shown
+    assert "resumed after step 2\n" in shown
+    assert [record.step for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert _checkpoints(tmp_path) == ["step-000003", "step-000003.aside", "step-000004"]
 
 
 def test_ranks_that_read_other_text_are_told_apart(tmp_path: Path) -> None:

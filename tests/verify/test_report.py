@@ -6,9 +6,10 @@ import pytest
 
 from fsdp_compile.errors import InvariantError
 from fsdp_compile.ir.graph import Phase, Role
+from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.verify.check import check
 from fsdp_compile.verify.limits import Limits
-from fsdp_compile.verify.report import NEIGHBOURS, SHOWN, describe, source_line
+from fsdp_compile.verify.report import NEIGHBOURS, SHOWN, describe
 from tests.verify import breaks
 from tests.verify.graphs import graph
 
@@ -72,11 +73,6 @@ def test_only_the_first_complaints_are_shown_and_the_rest_is_counted() -> None:
     (rest,) = (line for line in caught.value.what.splitlines() if line.startswith("  and "))
     assert "more (" in rest
     assert "no-use-after-reshard" in rest
-
-
-def test_a_node_that_serves_no_line_says_so() -> None:
-    step = graph(Phase.FORWARD)
-    assert source_line(step.output) == "no line of the user's program"
 
 
 def test_a_budget_in_bytes_names_who_holds_how_much() -> None:

@@ -1,0 +1,142 @@
+"""Files of torch.distributed.checkpoint (DCP): nothing in them is executed, and errors name them.
+
+DCP's `.metadata` is a pickle, and so are the values in its shards that are no tensors (learning rates and the like).
+Torch loads both with all that pickle can do.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+__all__ = ["NamingWriter", "SafePlanner", "SafeReader"]
+
+METADATA = ".metadata"
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {*dcp_metadata.__all__, "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {_StorageInfo.__name__},
+    "torch.serialization": {"_get_layout"},  # looks a name up in a table
+    "torch": {"Size"},  # and dtypes
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},  # the same in Python 3.13
+    "collections": {"OrderedDict"},
+}
+"""What the pickle of a `Metadata` consists of, by module: none of it does anything but hold values."""
+
+
+class SafeReader(FileSystemReader):
+    """Reads a checkpoint of DCP whose `.metadata` may come from anywhere; it is read once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override, unused-ignore]  # a rank of its own has no metadata here
+        """What is in the checkpoint.
+
+        Raises:
+            pickle.UnpicklingError: The file refers to something that no metadata needs.
+            Exception: Whatever else a file of other contents makes of unpickling.
+        """
+        if self._metadata is None:
+            with (Path(self.path) / METADATA).open("rb") as file:
+                self._metadata = _checked(_MetadataUnpickler(file).load())
+            # As torch's reader does.
+            self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Loads values that are no tensors (`weights_only`) without executing anything in their pickles."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value into the state that is loaded."""
+        name = read_item.dest_index.fqn
+        if isinstance(self.state_dict[name], torch.Tensor):
+            raise pickle.UnpicklingError(f"{name} should be a tensor")
+        # Torch's planner unpickles whatever it gets, so it gets what was pickled here.
+        ours = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), ours)
+        ours.seek(0)
+        super().load_bytes(read_item, ours)
+
+
+class NamingWriter(FileSystemWriter):
+    """Writes a checkpoint of DCP; an `OSError` of a file has the file's name.
+
+    `torch.save` reports a full disk as "unexpected pos", and what a stream raises while it is closed names no file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = _NamingFiles()
+
+
+class _NamingFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        first: list[OSError] = []
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield cast(io.IOBase, _Stream(stream, first))
+        except Exception as error:
+            cause = first[0] if first else error
+            if not isinstance(cause, OSError):
+                raise
+            raise OSError(cause.errno, cause.strerror, str(path)) from None
+
+
+class _Stream:
+    """A file that notes the error of a write, whatever others make of it."""
+
+    def __init__(self, stream: Any, errors: list[OSError]) -> None:
+        self._stream = stream
+        self._errors = errors
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self._errors.append(error)
+            raise
+
+    def fileno(self) -> int:
+        # Asked for by `fsync`, before which torch 2.13 does not flush `.metadata`.
+        self._stream.flush()
+        return self._stream.fileno()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
+
+
+def _checked(metadata: object) -> Metadata:
+    """The metadata, if its shards are files of its own folder."""
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise pickle.UnpicklingError("it is not the metadata of a checkpoint")
+    for info in metadata.storage_data.values():
+        name = info.relative_path
+        if name != Path(name).name:
+            raise pickle.UnpicklingError(f"it refers to {name}, a file elsewhere")
+    return metadata

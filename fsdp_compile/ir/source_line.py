@@ -1,0 +1,71 @@
+"""The line of the user's program that a node of a graph computes or serves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+_LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
+
+
+class Frame(NamedTuple):
+    """One function call on the way to a node.
+
+    Attributes:
+        file: Of the function.
+        line: In the file.
+        function: Its name.
+        code: The text of the line.
+    """
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f'File "{self.file}", line {self.line}, in {self.function}: {self.code}'
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the function is neither torch's nor this package's."""
+        return not any(self.file.startswith(f"{library}/") for library in _LIBRARIES)
+
+
+def frames_of(node: fx.Node) -> list[Frame]:
+    """The calls in which Dynamo recorded a node, outermost first."""
+    return list(_frames([line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]))
+
+
+def _frames(trace: list[str]) -> Iterator[Frame]:
+    for i, line in enumerate(trace):
+        if found := _FRAME.fullmatch(line):
+            code = "".join(trace[i + 1 : i + 2])
+            is_known = not code.startswith('File "')  # else the program was made of a string
+            yield Frame(found["file"], int(found["line"]), found["function"], code if is_known else "")
+
+
+def source_frame(node: fx.Node, *, that_calls: str | None = None) -> Frame | None:
+    """The innermost call of a function of the user's in which a node was recorded; of any function, if there is none.
+
+    Args:
+        node: The node.
+        that_calls: A file: only calls before the first one of a function in it count.
+    """
+    frames = frames_of(node)
+    if that_calls is not None:
+        frames = frames[: [frame.file for frame in frames].index(that_calls)]
+    users = [frame for frame in frames if frame.is_users]
+    return next(iter((users or frames)[-1:]), None)
+
+
+def source_line(node: fx.Node, *, that_calls: str | None = None) -> str:
+    """`source_frame` as text, for errors."""
+    frame = source_frame(node, that_calls=that_calls)
+    return "no line of the user's program" if frame is None else str(frame)

@@ -1,0 +1,139 @@
+"""`whole_step`: an optimizer that sees one full parameter at a time.
+
+Optimizers that look at norms, rows or products of a whole matrix compute something else on its shards, or nothing that
+torch can do with DTensors. During a step they see plain tensors: each parameter is gathered with its gradient and its
+state, updated on every rank alike, and cut into shards again.
+"""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile._torch.autograd import allow_any_gradient_dtype
+from fsdp_compile._torch.tensors import local_tensor
+from fsdp_compile.comm.gather import Receivers, gather_full
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.layout.flat_layout import local_part
+from fsdp_compile.optim.flat_step import ELEMENTWISE
+from fsdp_compile.optim.whole_lbfgs import use_full_vectors
+from fsdp_compile.runtime import loaded_state
+from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
+from fsdp_compile.runtime.replaced_params import SCALARS, shard_like
+from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
+
+PER_PARAMETER = (*ELEMENTWISE, optim.ASGD, optim.Adafactor, optim.Muon)
+"""torch's optimizers whose update of a parameter depends on that parameter's value, gradient and state alone."""
+Chosen = TypeVar("Chosen", bound=optim.Optimizer)
+
+
+def whole_step(optimizer: Chosen, *, per_parameter: bool = False) -> Chosen:
+    """Makes `optimizer.step()` update one full parameter after the other, with the numbers of one process.
+
+    For Adafactor, Muon and others that look at whole matrices. A rank holds one full parameter at a time, with its
+    gradient and its state, and every rank computes every update. State of a parameter's shape is kept sharded as
+    DTensors; other state, as the rows and columns of Adafactor, is plain and the same on all ranks. Parameters that are
+    not sharded are updated as before. Hooks of the optimizer's step run once for each sharded parameter, and once for
+    all others. All ranks step together.
+
+    LBFGS looks at all parameters together: its vectors, as long as all of them, are plain and full on every rank.
+
+    Args:
+        optimizer: Made before or after the model was sharded. It is changed.
+        per_parameter: Asserts of an optimizer that is not torch's that its update of a parameter depends on the value,
+            the gradient and the state of that parameter alone.
+
+    Returns:
+        `optimizer`.
+
+    Raises:
+        ConfigError: For an optimizer that is not known to update each parameter by itself.
+    """
+    if isinstance(optimizer, optim.LBFGS):
+        use_full_vectors(optimizer)
+        setattr(optimizer, SEES_WHOLE, True)
+        return optimizer
+    if not per_parameter and type(optimizer) not in PER_PARAMETER:
+        raise ConfigError(
+            f"{type(optimizer).__name__} is not known to update each parameter by itself",
+            where="whole_step(optimizer)",
+            instead=f"one of {', '.join(c.__name__ for c in PER_PARAMETER)}, LBFGS; or per_parameter=True if you are "
+            "sure",
+        )
+    if SEES_WHOLE not in vars(optimizer):
+        inner = optimizer.step
+
+        def step(self: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return _step(self, inner, closure)
+
+        setattr(optimizer, SEES_WHOLE, True)
+        # A method, since learning rate schedulers wrap `step.__func__`.
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+@torch.compiler.disable
+def _step(optimizer: optim.Optimizer, inner: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
+    """One step, in which the optimizer's own step `inner` runs for each sharded parameter, and for the others."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    loaded_state.prepare(optimizer)
+    sharded = sharded_parameters()
+    groups, state = optimizer.param_groups, optimizer.state
+    given = [group["params"] for group in groups]
+    try:
+        for group, parameters in zip(groups, given, strict=True):
+            optimizer.param_groups = [group]
+            for parameter in parameters:
+                if parameter in sharded and parameter.grad is not None:
+                    state[parameter] = _update(optimizer, inner, sharded[parameter], state.get(parameter, {}))
+        optimizer.param_groups, optimizer.state = groups, state
+        for group, parameters in zip(groups, given, strict=True):
+            group["params"] = [parameter for parameter in parameters if parameter not in sharded]
+        if any(group["params"] for group in groups):
+            inner()
+    finally:
+        optimizer.param_groups, optimizer.state = groups, state
+        for group, parameters in zip(groups, given, strict=True):
+            group["params"] = parameters
+    return loss
+
+
+@torch.no_grad()
+def _update(
+    optimizer: optim.Optimizer, inner: Callable[[], Any], param: FSDPParam, state: dict[Any, Any]
+) -> dict[Any, Any]:
+    """Updates one sharded parameter, of the only group that the optimizer has now; returns the new state."""
+    assert isinstance(param.parameter.grad, DTensor)
+    local = local_tensor(param.dtensor)  # not the view, which it may no longer be
+    whole = nn.Parameter(_gathered(local, param))
+    gradient = _gathered(local_tensor(param.parameter.grad), param)
+    if gradient.dtype != whole.dtype:
+        allow_any_gradient_dtype(whole)
+    whole.grad = gradient
+    full = {key: _gathered(local_tensor(v), param) if isinstance(v, DTensor) else v for key, v in state.items()}
+    optimizer.state = collections.defaultdict(dict, {whole: full} if full else {})
+    optimizer.param_groups[0]["params"] = [whole]
+    inner()
+    local.copy_(local_part(whole, param.spec.dim, param.spec.size, param.rank))
+    return {key: _sharded(key, value, param) for key, value in optimizer.state[whole].items()}
+
+
+def _gathered(local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
+    full = gather_full(local, param.spec, Receivers.ALL, local.device)
+    assert full is not None
+    return full
+
+
+def _sharded(key: str, value: Any, param: FSDPParam) -> Any:
+    """A value of the new state as it is kept: this rank's part of what has the parameter's shape."""
+    is_like = isinstance(value, torch.Tensor) and tuple(value.shape) == param.spec.shape and key not in SCALARS
+    return shard_like(value, param) if is_like else value

@@ -1,0 +1,46 @@
+"""Where a step became infinite or not a number: the first unit that backward gave such a gradient, by name."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.runtime.module_state import units
+from fsdp_compile.training.world import World
+
+
+def describe_nonfinite(model: nn.Module, loss: Tensor, world: World) -> str:
+    """One sentence on the losses and gradients of a step that are not finite; every rank calls this and gets the same.
+
+    Gradients are averages over ranks by now, so that a rank with such a loss may not be one with such a gradient.
+
+    Args:
+        model: Sharded; has the gradients.
+        loss: That of this rank.
+        world: This rank.
+    """
+    unit_of = {id(param.parameter): unit.title for unit in units(model) for param in unit.params}
+    # Backward reaches what is registered last first, and takes what is not finite on from there.
+    parameters = list(model.named_parameters())[::-1]
+    broken = [number for number, (_, each) in enumerate(parameters) if not _is_finite(each.grad)]
+    found = world.gather((loss.item(), broken[:1]))
+    parts = [f"the loss of rank {rank} is {value}" for rank, (value, _) in enumerate(found) if not math.isfinite(value)]
+    numbers = [number for _, first in found for number in first]
+    if numbers:
+        name, parameter = parameters[min(numbers)]
+        ranks = ", ".join(str(rank) for rank, (_, first) in enumerate(found) if first == [min(numbers)])
+        unit = unit_of.get(id(parameter), "(none)")
+        parts.append(f"the first gradient that is not finite is that of unit {unit}, {name}, in rows of rank {ranks}")
+    else:
+        parts.append("all gradients are finite, but not their norm" if not parts else "all gradients are finite")
+    return "; ".join(parts)
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    if gradient is None:
+        return True
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return bool(torch.isfinite(local).all())

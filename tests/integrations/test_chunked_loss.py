@@ -1,0 +1,110 @@
+"""Losses over chunks of the logits read the head's weight several times: as TRL does it, and as torchtitan does it."""
+
+from __future__ import annotations
+
+import copy
+import enum
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import ShardedModule, fully_shard
+from tests.beside import close, compile_eagerly
+from tests.ranks import run_ranks
+
+VOCABULARY, WIDTH, CHUNKS = 12, 8, 3
+
+
+class Chunked(enum.Enum):
+    """Where the chunks are made."""
+
+    IN_THE_FORWARD = "in the forward"
+    """The model projects chunk by chunk with its head's weight, and recomputes the logits in backward, as TRL does."""
+    OUTSIDE = "outside"
+    """The model returns hidden states; the head is called and differentiated chunk by chunk, as torchtitan does."""
+
+
+class _Model(nn.Module):
+    def __init__(self, where: Chunked, *, tied: bool) -> None:
+        super().__init__()
+        self.where = where
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.body(self.embedding(rows)))
+        if self.where is Chunked.OUTSIDE:
+            return hidden
+        losses = [
+            checkpoint(_loss, part, self.head.weight, wanted, use_reentrant=False)
+            for part, wanted in zip(hidden.chunk(CHUNKS, 1), labels.chunk(CHUNKS, 1), strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+
+def _loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="sum") / 36
+
+
+def _step(model: Any, called: Any, rows: torch.Tensor, scale: int) -> torch.Tensor:
+    """Forward and backward; `rows` are one part in `scale` of the batch."""
+    labels = rows.roll(-1, 1)
+    result: torch.Tensor = called(rows, labels)
+    if model.where is Chunked.IN_THE_FORWARD:
+        (result * scale).backward()
+        return result.detach()
+    parts = [part.detach().requires_grad_() for part in result.chunk(CHUNKS, 1)]
+    if isinstance(model.head, ShardedModule):
+        model.head.set_reshard_after_forward(False)
+        model.head.set_reshard_after_backward(False)
+    total = torch.zeros(())
+    for part, wanted in zip(parts, labels.chunk(CHUNKS, 1), strict=True):
+        loss = cross_entropy(model.head(part).flatten(0, 1), wanted.flatten(), reduction="sum") / 36
+        (loss * scale).backward()
+        total += loss.detach()
+    if isinstance(model.head, ShardedModule):
+        model.head.set_reshard_after_forward(True)
+        model.head.set_reshard_after_backward(True)
+        model.head.reshard()
+    gradients: list[Any] = [part.grad for part in parts]
+    result.backward(torch.cat(gradients, 1))
+    return total
+
+
+def _check(where: Chunked, *, tied: bool, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = _Model(where, tied=tied)
+    reference = copy.deepcopy(model)
+    if not tied:
+        fully_shard(model.head)
+    fully_shard(model)
+    called = compile_eagerly(model) if compiled else model
+    world, rank = dist.get_world_size(), dist.get_rank()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
+    for number in range(2):
+        rows = torch.randint(0, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(number))
+        loss = _step(model, called, rows.chunk(world)[rank], world)
+        expected = _step(reference, reference, rows, 1)
+        dist.all_reduce(loss)
+        torch.testing.assert_close(loss, expected)
+        for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            close(mine.grad.full_tensor(), theirs.grad, name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("where", "tied"), [(Chunked.IN_THE_FORWARD, False), (Chunked.IN_THE_FORWARD, True), (Chunked.OUTSIDE, False)]
+)
+def test_chunks_equal_one_process(where: Chunked, *, tied: bool, compiled: bool) -> None:
+    run_ranks(_check, where, tied=tied, compiled=compiled)

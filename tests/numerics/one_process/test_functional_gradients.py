@@ -1,0 +1,137 @@
+"""Gradients that are asked for by functions: `torch.func`, `torch.autograd.functional`, and `backward(inputs=...)`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch.autograd import functional
+
+from fsdp_compile import UnsupportedModelError
+from tests.beside import Beside, Run, close, loss_of
+from tests.models.outlines import Small
+from tests.ranks import run_ranks
+
+Model = Callable[[torch.Tensor], torch.Tensor]
+HOW: Final = pytest.mark.parametrize("how", [Run.PLAIN, Run.EAGER], ids=lambda how: how.value)
+
+
+def _input() -> torch.Tensor:
+    return torch.linspace(-1, 1, 12).reshape(2, 6)
+
+
+def _output_of(model: Model) -> torch.Tensor:
+    return model(_input()).detach()
+
+
+def _vjp(model: Model) -> torch.Tensor:
+    result: torch.Tensor = torch.func.vjp(model, _input())[1](torch.ones_like(_output_of(model)))[0]
+    return result
+
+
+def _loss_by_input(model: Model) -> torch.Tensor:
+    result: torch.Tensor = torch.func.grad(lambda x: loss_of(model(x)))(_input())
+    return result
+
+
+def _by_inputs_alone(model: Model) -> torch.Tensor:
+    x = _input().requires_grad_()
+    loss_of(model(x)).backward(inputs=[x])
+    assert x.grad is not None
+    return x.grad
+
+
+def _batched(model: Model) -> torch.Tensor:
+    x = _input().requires_grad_()
+    output = model(x)
+    several = torch.eye(output.numel()).reshape(-1, *output.shape)
+    return torch.autograd.grad(output, x, several, is_grads_batched=True)[0]
+
+
+def _vectorized(model: Model) -> torch.Tensor:
+    result: torch.Tensor = functional.jacobian(model, _input(), vectorize=True)
+    return result
+
+
+def _jacobian(model: Model) -> torch.Tensor:
+    result: torch.Tensor = functional.jacobian(model, _input())
+    return result
+
+
+def _hvp(model: Model) -> torch.Tensor:
+    function: Any = functional.hvp
+    result: torch.Tensor = function(lambda x: loss_of(model(x)), _input(), torch.ones(2, 6))[1]
+    return result
+
+
+def _jacrev(model: Model) -> torch.Tensor:
+    result: torch.Tensor = torch.func.jacrev(model)(_input())
+    return result
+
+
+def _equal_one_process(how: Run) -> None:
+    pair = Beside(Small, how)
+    pair.compiled(_input())
+    always = (_jacrev, _vjp, _loss_by_input, _jacobian, _by_inputs_alone)
+    uncompiled = (_batched, _vectorized, _hvp)
+    for function in (*always, *(uncompiled if how is Run.EAGER else ())):
+        close(function(pair.compiled), function(pair.reference), function.__name__)
+    assert [name for model in pair.both() for name, p in model.named_parameters() if p.grad is not None] == []
+
+
+@HOW
+def test_gradients_by_inputs_are_those_of_one_process(how: Run) -> None:
+    run_ranks(_equal_one_process, how)
+
+
+def _trained_through(how: Run) -> None:
+    pair = Beside(Small, how)
+    for model in (pair.compiled, pair.reference):
+        _jacrev(model).square().mean().backward()
+    pair.compare()
+
+
+# A plain model that `torch.func` calls first never reaches the backend, and its first backward is refused.
+@pytest.mark.parametrize("how", [Run.SHARDED, Run.EAGER], ids=lambda how: how.value)
+def test_parameters_are_trained_through_a_jacobian(how: Run) -> None:
+    run_ranks(_trained_through, how)
+
+
+def _refused_when_compiled() -> None:
+    pair = Beside(Small, Run.PLAIN)
+    pair.compiled(_input())
+    for function in (_batched, _vectorized):
+        with pytest.raises(UnsupportedModelError, match=r"(?s)collectives take one.*is_grads_batched.*jacrev"):
+            function(pair.compiled)
+    plain: Any = torch.compile(copy.deepcopy(pair.reference), backend="aot_eager")
+    for model in (pair.compiled, plain):
+        with pytest.raises(RuntimeError, match=r"double backward|create_graph=False"):
+            _hvp(model)
+    pair.backward()
+    pair.compare()
+
+
+def test_compiled_backwards_refuse_batches_of_gradients_and_gradients_of_gradients() -> None:
+    run_ranks(_refused_when_compiled)
+
+
+def _instead_of_inputs(how: Run) -> None:
+    pair = Beside(Small, how)
+    pair.backward()
+    pair.change(lambda model: model.zero_grad())
+    wanted = [p for name, p in pair.reference.named_parameters() if name.startswith("up.")]
+    loss_of(pair.reference(_input())).backward(inputs=wanted)
+    loss_of(pair.compiled(_input())).backward()
+    for name, parameter in pair.model.named_parameters():
+        if not name.startswith("up."):
+            parameter.grad = None
+    pair.compare()
+
+
+@HOW
+def test_some_gradients_alone_are_those_of_a_backward_that_drops_the_others(how: Run) -> None:
+    """What the README says to write in the place of `backward(inputs=parameters)`."""
+    run_ranks(_instead_of_inputs, how)

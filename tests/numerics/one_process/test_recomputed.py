@@ -1,0 +1,108 @@
+"""What activation checkpointing means where `torch.compile` differs from eager code: as in each of the two."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import fully_shard
+from tests.beside import close, compile_eagerly, loss_of
+from tests.ranks import run_ranks
+
+
+class _Reentrant(nn.Module):
+    """Nothing that is checkpointed has an input that needs gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        recomputed: torch.Tensor = checkpoint(self.inner, x, use_reentrant=True)
+        out: torch.Tensor = self.head(x + recomputed)
+        return out
+
+
+class _Normed(nn.Module):
+    """A batch norm that is checkpointed, and so computed twice in eager code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(checkpoint(self.inner, x, use_reentrant=False))
+        return out
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    return batch, batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+
+def _compare(mine: nn.Module, reference: nn.Module) -> None:
+    theirs = _gradients(reference)
+    for name, gradient in _gradients(mine).items():
+        assert (gradient is None) == (theirs[name] is None), name
+        if gradient is not None:
+            close(gradient, theirs[name], name)
+
+
+def _reentrant() -> None:
+    torch.manual_seed(0)
+    eager = _Reentrant()
+    plain, mine, sharded, fsdp2 = (copy.deepcopy(eager) for _ in range(4))
+    fully_shard(sharded)
+    torchs_fully_shard(fsdp2)
+    batch, share = _batch()
+    called: list[tuple[Any, torch.Tensor]] = [
+        (eager, batch),
+        (torch.compile(plain, backend="aot_eager"), batch),
+        (compile_eagerly(mine), share),
+        (sharded, share),
+        (fsdp2, share),
+    ]
+    for model, x in called:
+        loss_of(model(x)).backward()
+    assert eager.inner.weight.grad is None
+    assert plain.inner.weight.grad is not None
+    _compare(mine, plain)
+    _compare(sharded, eager)
+    _compare(fsdp2, eager)
+
+
+def test_reentrant_checkpointing_without_gradients_of_inputs_is_that_of_torch_compile_or_of_eager_code() -> None:
+    run_ranks(_reentrant)
+
+
+def _normed() -> None:
+    torch.manual_seed(0)
+    eager = _Normed()
+    plain, mine, sharded, fsdp2 = (copy.deepcopy(eager) for _ in range(4))
+    fully_shard(sharded)
+    torchs_fully_shard(fsdp2)
+    _, share = _batch()
+    called: list[Any] = [eager, torch.compile(plain, backend="aot_eager"), compile_eagerly(mine), sharded, fsdp2]
+    for model in called:
+        loss_of(model(share)).backward()
+    once, twice = (dict(model.named_buffers()) for model in (plain, eager))
+    assert not torch.allclose(once["inner.0.running_mean"], twice["inner.0.running_mean"])
+    for model, expected in ((mine, once), (sharded, twice), (fsdp2, twice)):
+        for name, buffer in model.named_buffers():
+            close(buffer.float(), expected[name].float(), name)
+
+
+def test_a_checkpointed_batch_norm_updates_its_statistics_as_often_as_torch_compile_or_eager_code() -> None:
+    run_ranks(_normed)

@@ -1,0 +1,278 @@
+"""`whole_step`: the numbers of one process from optimizers that look at whole parameters, on any shards."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import ConfigError, full_tensors, fully_shard, whole_step
+from fsdp_compile.layout.flat_layout import local_part
+from fsdp_compile.optim.flat_step import flat_step
+from fsdp_compile.runtime.units import sharded_parameters
+from tests.beside import Run, compile_eagerly
+from tests.ranks import run_ranks
+from tests.sharding.test_sync_states import mesh_of
+
+_Make = Callable[[Iterable[Any]], optim.Optimizer]
+
+
+class _Lamb(optim.Optimizer):
+    """Of another library: it looks at the norm of each parameter, and has state of other shapes."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state.setdefault("average", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.5)
+                state["norms"] = (*state.get("norms", ()), float(parameter.norm()))
+                parameter.add_(state["average"], alpha=-group["lr"] * state["norms"][-1])
+
+
+OPTIMIZERS: dict[str, _Make] = {
+    "Adafactor": lambda p: optim.Adafactor(p, lr=0.1, weight_decay=0.1),
+    "Adafactor, foreach": lambda p: optim.Adafactor(p, lr=0.1, foreach=True),
+    "Muon": lambda p: optim.Muon(p, lr=0.1),
+    "AdamW": lambda p: optim.AdamW(p, lr=0.1, amsgrad=True),
+    "Rprop": lambda p: optim.Rprop(p, lr=0.1),
+    "of another library": _Lamb,
+}
+ONLY_MATRICES = ("Muon",)
+
+
+class _Model(nn.Module):
+    """Matrices of uneven rows, in two dtypes, vectors, a number and a frozen weight. Input: `[rows, 6]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 13)
+        self.down = nn.Linear(13, 2)
+        self.wide = nn.Linear(2, 5, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.ones(5, 5), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(torch.tanh(self.up(x))) * self.scale
+        return self.wide(x.double()).float() @ self.frozen
+
+
+def _made() -> Any:
+    torch.manual_seed(0)
+    return _Model()
+
+
+def _trained_by(name: str, model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad and (p.dim() == 2 or name not in ONLY_MATRICES)]
+
+
+def _set_gradients(model: nn.Module, seed: int, *, skip: str) -> None:
+    """The same full gradients, whatever the layout."""
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        gradient = torch.randn(parameter.shape, dtype=parameter.dtype)
+        if not parameter.requires_grad or name == skip:
+            parameter.grad = None
+        elif isinstance(parameter, DTensor):
+            param = sharded_parameters()[parameter]
+            held: Any = torch.zeros_like(parameter)
+            parameter.grad = held
+            held.to_local().copy_(local_part(gradient, param.spec.dim, param.spec.size, param.rank))
+        else:
+            parameter.grad = gradient
+
+
+def _check_bits(name: str, mesh: tuple[int, ...]) -> None:
+    """One parameter has no gradient in one step."""
+    reference = _made()
+    model = fully_shard(_made(), mesh=mesh_of(mesh))
+    mine = whole_step(OPTIMIZERS[name](_trained_by(name, model)), per_parameter=name == "of another library")
+    theirs = OPTIMIZERS[name](_trained_by(name, reference))
+    for seed in range(3):
+        for each, optimizer in ((model, mine), (reference, theirs)):
+            _set_gradients(each, seed, skip="down.weight" if seed == 1 else "")
+            optimizer.step()
+    found = dict(full_tensors(model))
+    for key, value in reference.state_dict().items():
+        assert torch.equal(found[key], value), key
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        _assert_same_state(mine.state.get(parameter, {}), theirs.state.get(other, {}), other)
+
+
+def _assert_same_state(mine: dict[str, Any], theirs: dict[str, Any], parameter: torch.Tensor) -> None:
+    assert mine.keys() == theirs.keys()
+    for key, value in theirs.items():
+        if not isinstance(value, torch.Tensor):
+            assert mine[key] == value, key
+            continue
+        assert isinstance(mine[key], DTensor) == (value.shape == parameter.shape and key != "step"), key
+        full = mine[key].full_tensor() if isinstance(mine[key], DTensor) else mine[key]
+        assert torch.equal(full, value), key
+
+
+@pytest.mark.parametrize(("mesh", "names"), [((2,), OPTIMIZERS), ((3,), OPTIMIZERS), ((2, 2), ["Adafactor", "Muon"])])
+def test_values_and_state_are_those_of_one_process(mesh: tuple[int, ...], names: Iterable[str]) -> None:
+    run_ranks(_check_all_bits, list(names), mesh, world_size=torch.Size(mesh).numel())
+
+
+def _check_all_bits(names: list[str], mesh: tuple[int, ...]) -> None:
+    for name in names:
+        _check_bits(name, mesh)
+
+
+def _check_training(how: Run) -> None:
+    """Also made before a plain model is sharded, with a schedule, and with a parameter that is not sharded."""
+    model, reference = _made(), _made()
+    model.up.bias.requires_grad_(requires_grad=False)
+    reference.up.bias.requires_grad_(requires_grad=False)
+    if how is not Run.PLAIN:
+        fully_shard(model, ignored_params={model.scale})
+    called: Any = model if how is Run.EAGER else compile_eagerly(model)
+    steps = []
+    for each in (model, reference):
+        groups: list[Any] = [{"params": [each.scale], "lr": 0.2}, {"params": _trained_by("Muon", each)}]
+        optimizer = optim.Adafactor(groups, lr=0.1)
+        steps.append((optimizer, optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)))
+    whole_step(steps[0][0])
+    for seed in range(3):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))  # the same on all ranks
+        for run, (optimizer, schedule) in zip((called, reference), steps, strict=True):
+            run(batch).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert all(isinstance(p, DTensor) for p in _trained_by("Muon", model))
+    for key, value in full_tensors(model):
+        torch.testing.assert_close(value, reference.state_dict()[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED, Run.EAGER])
+def test_training_equals_one_process(how: Run) -> None:
+    run_ranks(_check_training, how)
+
+
+def _check_saved() -> None:
+    model = fully_shard(_made())
+    optimizer = whole_step(optim.Adafactor(_trained_by("", model), lr=0.1))
+    resumed_model = fully_shard(_made())
+    _set_gradients(model, 0, skip="")
+    optimizer.step()
+    resumed_model.load_state_dict(model.state_dict())
+    resumed = whole_step(optim.Adafactor(_trained_by("", resumed_model), lr=0.1))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, own in ((model, optimizer), (resumed_model, resumed)):
+        _set_gradients(each, 1, skip="")
+        own.step()
+    found = dict(full_tensors(resumed_model))
+    for key, value in full_tensors(model):
+        assert torch.equal(found[key], value), key
+
+
+def test_state_is_saved_and_loaded() -> None:
+    run_ranks(_check_saved)
+
+
+def _check_lbfgs(line_search: str | None, how: Run) -> None:
+    """Uneven rows, a number and a parameter without a gradient; made before sharding, saved and resumed."""
+    model, reference = _narrow(), _narrow()
+    mine, theirs = (
+        optim.LBFGS(each.parameters(), lr=0.5, max_iter=5, line_search_fn=line_search) for each in (model, reference)
+    )
+    fully_shard(model)
+    whole_step(mine)
+    called: Any = model if how is Run.EAGER else compile_eagerly(model)
+    for step in range(3):
+        if step == 2:
+            held = copy.deepcopy(mine.state_dict())
+            mine = whole_step(optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn=line_search))
+            mine.load_state_dict(held)
+        mine.step(functools.partial(_closure, called, mine))
+        theirs.step(functools.partial(_closure, reference, theirs))
+    for key, value in full_tensors(model):
+        torch.testing.assert_close(value, reference.state_dict()[key], rtol=1e-5, atol=1e-7, msg=key)
+    vectors = [v for v in mine.state[next(model.parameters())].values() if isinstance(v, torch.Tensor)]
+    assert {v.numel() for v in vectors if v.dim()} == {sum(p.numel() for p in model.parameters())}
+
+
+class _Narrow(nn.Module):
+    """Input: `[rows, 6]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 7)
+        self.down = nn.Linear(7, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))) * self.scale
+
+
+def _narrow() -> Any:
+    torch.manual_seed(0)
+    return _Narrow().double()
+
+
+def _closure(called: Any, optimizer: optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()  # the same on all ranks
+    loss = called(batch).square().mean()
+    loss.backward()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_lbfgs_equals_one_process(world_size: int) -> None:
+    run_ranks(_check_lbfgs_all, world_size=world_size)
+
+
+def _check_lbfgs_all() -> None:
+    _check_lbfgs(None, Run.SHARDED)
+    _check_lbfgs("strong_wolfe", Run.EAGER)
+    model = _narrow()
+    optimizer = whole_step(optim.LBFGS(model.parameters()))
+    compiled = compile_eagerly(model)
+    with pytest.raises(BackendCompilerFailed, match=r"in the middle of a step(.|\n)*before the first step"):
+        optimizer.step(functools.partial(_closure, compiled, optimizer))
+
+
+def test_what_is_not_known_to_update_parameters_one_by_one_is_refused() -> None:
+    parameters = list(nn.Linear(2, 2).parameters())
+    with pytest.raises(ConfigError, match=r"not known to update each parameter by itself(.|\n)*Adafactor, Muon, LBFGS"):
+        whole_step(_Lamb(parameters))
+    with pytest.raises(ConfigError, match="not known to update each element"):
+        flat_step(whole_step(optim.Adafactor(parameters)))
+
+
+def test_an_error_leaves_the_optimizer_as_it_was() -> None:
+    run_ranks(_check_error)
+
+
+def _check_error() -> None:
+    model = fully_shard(_made())
+    optimizer = optim.Muon(_trained_by("Muon", model), lr=0.1)
+    groups, given, state = optimizer.param_groups, optimizer.param_groups[0]["params"], optimizer.state
+    whole_step(optimizer)
+    optimizer.register_step_pre_hook(_fail)
+    _set_gradients(model, 0, skip="")
+    with pytest.raises(KeyError):
+        optimizer.step()
+    assert optimizer.param_groups is groups
+    assert optimizer.param_groups[0]["params"] is given
+    assert optimizer.state is state
+
+
+def _fail(*_: Any) -> None:
+    raise KeyError

@@ -1,0 +1,163 @@
+"""What is refused with lines to write instead trains on when these lines are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp_compile
+from fsdp_compile import ConfigError, fully_shard, units
+from tests.beside import close, compile_eagerly
+from tests.models.kinds import WIDTH, Block, Stack
+from tests.ranks import run_ranks
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _stack() -> nn.Module:
+    torch.manual_seed(0)
+    return Stack()
+
+
+CALLS: dict[str, Callable[[nn.Module], object]] = {
+    "fully_shard": fully_shard,
+    "compile": lambda wrapped: compile_eagerly(wrapped)(torch.ones(2, WIDTH)),
+}
+
+
+def _refusal(wrapped: nn.Module, how: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        CALLS[how](wrapped)
+    return str(caught.value)
+
+
+def _lines(message: str) -> list[str]:
+    """The lines of Python in an error's advice."""
+    _, _, advice = message.partition("instead:")
+    return [line.strip() for line in advice.splitlines() if line.startswith("    ") and not line[4:].startswith("and ")]
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def _step(call: Call, optimizer: torch.optim.Optimizer, number: int) -> None:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
+    call(x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _full(model: nn.Module) -> dict[str, torch.Tensor]:
+    with fsdp_compile.full_params(model, writeback=False):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _trained_by_ddp(steps: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    wrapped = DistributedDataParallel(_stack())
+    optimizer = _adamw(wrapped)
+    for number in range(steps):
+        _step(wrapped, optimizer, number)
+    return wrapped, optimizer
+
+
+def _out_of_ddp(how: str) -> None:
+    expected, _ = _trained_by_ddp(4)
+    wrapped, optimizer = _trained_by_ddp(2)
+    names: dict[str, Any] = {"wrapped": wrapped, "torch": torch}
+    lines = _lines(_refusal(wrapped, how))
+    assert len(lines) == 3
+    del wrapped
+    exec("\n".join(lines).replace("backend='fsdp'", "backend='fsdp', options={'lower': 'eager'}"), names)
+    for number in range(2, 4):
+        _step(names["compiled"], optimizer, number)
+    mine = _full(names["model"])
+    for name, parameter in expected.module.named_parameters():
+        close(mine[name], parameter, name)
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_ddps_lines_go_on_where_it_stopped(how: str) -> None:
+    run_ranks(_out_of_ddp, how)
+
+
+FSDP1: dict[str, dict[str, Any]] = {
+    "units": {"auto_wrap_policy": ModuleWrapPolicy({Block})},
+    "bf16": {
+        "auto_wrap_policy": ModuleWrapPolicy({Block}),
+        "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, _module_classes_to_ignore=[nn.LayerNorm]),
+        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
+    },
+    "whole": {},
+}
+
+
+def _trained_by_fsdp1(settings: dict[str, Any], steps: int) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
+    wrapped = FullyShardedDataParallel(_stack(), use_orig_params=True, device_id=torch.device("cpu"), **settings)
+    optimizer = _adamw(wrapped)
+    for number in range(steps):
+        _step(wrapped, optimizer, number)
+    return wrapped, optimizer
+
+
+def _out_of_fsdp1(case: str) -> dict[str, torch.dtype | None]:
+    settings = FSDP1[case]
+    wrapped, optimizer = _trained_by_fsdp1(settings, 2)
+    model = _stack()
+    names: dict[str, Any] = {
+        "wrapped": wrapped,
+        "model": model,
+        "torch": torch,
+        "fsdp_compile": fsdp_compile,
+        "Block": Block,
+        "LayerNorm": nn.LayerNorm,
+    }
+    lines = _lines(_refusal(wrapped, "fully_shard"))
+    assert len(lines) == 3
+    exec("\n".join(lines), names)
+    # As docs/migrate.md has it.
+    state = get_optimizer_state_dict(wrapped, optimizer, options=StateDictOptions(full_state_dict=True))
+    mine = _adamw(model)
+    from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, mine, state if dist.get_rank() == 0 else {}, options=from_rank_0)
+    compiled = compile_eagerly(model)
+    for number in range(2, 4):
+        _step(wrapped, optimizer, number)
+        _step(compiled, mine, number)
+    values = _full(model)
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        for name, parameter in wrapped.named_parameters():
+            plain = name.replace("_fsdp_wrapped_module.", "")
+            if case == "bf16":  # FSDP1 computes the norms' inputs in another dtype
+                torch.testing.assert_close(values[plain], parameter.detach(), rtol=1e-2, atol=2e-3)
+            else:
+                close(values[plain], parameter, plain)
+    return {unit.name: unit.policy.mixed_precision.param_dtype for unit in units(model)}
+
+
+UNITS = {
+    "units": {"", "blocks.0", "blocks.1"},
+    # FSDP1 makes units of what mixed precision excludes.
+    "bf16": {"", "blocks.0", "blocks.0.norm", "blocks.1", "blocks.1.norm"},
+    "whole": {"blocks.0", "blocks.1", "head"},  # no policy: the automatic split
+}
+
+
+@pytest.mark.parametrize("case", FSDP1)
+def test_fsdp1s_lines_have_its_units_policies_and_state(case: str) -> None:
+    dtype = torch.bfloat16 if case == "bf16" else None
+    for found in run_ranks(_out_of_fsdp1, case):
+        assert found == dict.fromkeys(UNITS[case], dtype)

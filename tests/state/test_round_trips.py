@@ -1,0 +1,165 @@
+"""State of model and optimizer, saved and loaded by torch's own functions: every value comes back bit for bit.
+
+With 0-d, uneven, tied, bfloat16 and frozen parameters, in several groups; and training goes on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import flat_step, full_tensors, fully_shard, whole_step
+from tests.beside import compile_eagerly
+from tests.models.outlines import MixedKinds
+from tests.ranks import run_ranks
+
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "AdamW": lambda groups: optim.AdamW(groups, lr=0.05, amsgrad=True),
+    "flat AdamW": lambda groups: flat_step(optim.AdamW(groups, lr=0.05)),
+    "whole Adafactor": lambda groups: whole_step(optim.Adafactor(groups, lr=0.05)),
+    "SGD": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9),
+}
+OPTIONS = {
+    "sharded": StateDictOptions(),
+    "sharded, on the host": StateDictOptions(cpu_offload=True),
+    "full": StateDictOptions(full_state_dict=True),
+    "full, of rank 0": StateDictOptions(full_state_dict=True, cpu_offload=True),
+}
+
+
+def _model(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return MixedKinds()
+
+
+def _optimizer(model: Any, name: str) -> optim.Optimizer:
+    first = [model.scale, model.frozen, *model.norm.parameters()]
+    known = {id(p) for p in first}
+    others = [p for p in model.parameters() if id(p) not in known]
+    return OPTIMIZERS[name]([{"params": first, "lr": 0.01}, {"params": others}])
+
+
+def _train(model: nn.Module, optimizer: optim.Optimizer, steps: int) -> None:
+    compiled = compile_eagerly(model)
+    for seed in range(steps):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        compiled(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _trained(name: str) -> tuple[Any, optim.Optimizer]:
+    model = fully_shard(_model())
+    optimizer = _optimizer(model, name)
+    _train(model, optimizer, 2)
+    return model, optimizer
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _all_values(model: Any, optimizer: optim.Optimizer) -> dict[str, Any]:
+    """Every value of model and optimizer, full, by name."""
+    names = {p: name for name, p in model.named_parameters()}
+    found: dict[str, Any] = {f"model {name}": value.clone() for name, value in full_tensors(model)}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            found[f"{key} of {names[parameter]}"] = copy.deepcopy(_whole(value))
+    for number, group in enumerate(optimizer.param_groups):
+        # torch makes lists of tuples.
+        settings = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "params"}
+        found |= {f"group {number}": (settings, [names[p] for p in group["params"]])}
+    return found
+
+
+def _assert_same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert mine[name].dtype == value.dtype, name
+            assert torch.equal(mine[name], value), name
+        else:
+            assert mine[name] == value, (name, mine[name], value)
+
+
+def _assert_in_place(model: Any, optimizer: optim.Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            assert isinstance(value, DTensor) == (key != "step" and value.shape == parameter.shape), key
+    assert model.first.weight is model.tied.weight
+
+
+def _check(name: str, kind: str) -> None:
+    model, optimizer = _trained(name)
+    expected = _all_values(model, optimizer)
+    options = OPTIONS[kind]
+    states = get_state_dict(model, optimizer, options=options)
+    is_of_rank_0 = kind == "full, of rank 0"
+    if is_of_rank_0:
+        assert bool(states[0]) == (dist.get_rank() == 0)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    states = copy.deepcopy(states)
+    resumed = fully_shard(_model(seed=1))
+    resumed_optimizer = _optimizer(resumed, name)
+    # One by one: torch's `set_state_dict` waits for ever where other ranks have no model state.
+    set_model_state_dict(resumed, states[0], options=options)
+    set_optimizer_state_dict(resumed, resumed_optimizer, states[1], options=options)
+    _assert_same(_all_values(resumed, resumed_optimizer), expected)
+    for each, own in ((model, optimizer), (resumed, resumed_optimizer)):
+        _train(each, own, 2)
+    _assert_in_place(resumed, resumed_optimizer)
+    _assert_same(_all_values(resumed, resumed_optimizer), _all_values(model, optimizer))
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_come_back_bit_for_bit(name: str, kind: str) -> None:
+    run_ranks(_check, name, kind)
+
+
+def _save(name: str, folder: Path) -> dict[str, Any]:
+    model, optimizer = _trained(name)
+    expected = _all_values(model, optimizer)
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+    _train(model, optimizer, 1)
+    return {"saved": expected, "next": _all_values(model, optimizer)}
+
+
+def _load(name: str, folder: Path, expected: dict[str, Any]) -> None:
+    model = fully_shard(_model(seed=1))
+    optimizer = _optimizer(model, name)
+    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    _assert_same(_all_values(model, optimizer), expected["saved"])
+    _train(model, optimizer, 1)
+    _assert_in_place(model, optimizer)
+    for key, value in _all_values(model, optimizer).items():
+        if isinstance(value, torch.Tensor):
+            bound = 2e-2 if value.dtype is torch.bfloat16 else 1e-5
+            torch.testing.assert_close(value, expected["next"][key], rtol=bound, atol=bound, msg=key)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_by_three(name: str, tmp_path: Path) -> None:
+    expected = run_ranks(_save, name, tmp_path, world_size=2)[0]
+    for world_size in (1, 2, 3):
+        run_ranks(_load, name, tmp_path, expected, world_size=world_size)

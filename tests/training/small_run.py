@@ -1,0 +1,56 @@
+"""A run that is small enough to be saved a thousand times: a sharded layer and its AdamW."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import fully_shard
+from fsdp_compile.training.checkpoint import Loaded, load_checkpoint, save_checkpoint
+from fsdp_compile.training.checkpoint_folder import CheckpointFolder
+from fsdp_compile.training.world import World
+
+RUN = "this run"
+
+
+class SmallRun:
+    """A layer of uneven rows, whose weights say how many steps were done."""
+
+    def __init__(self, folder: Path, run: str = RUN) -> None:
+        self.model = nn.Linear(4, 7)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.world = World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"))
+        self.checkpoints = CheckpointFolder(folder, run)
+
+    def step(self, step: int) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for state in self.optimizer.state.values():
+            state["step"].fill_(step)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(step)
+
+    def save(self, step: int, *, keep: int = 2) -> None:
+        save_checkpoint(self.checkpoints, step, self.model, self.optimizer, self.world, keep=keep)
+
+    def step_and_save(self, *steps: int, keep: int = 2) -> None:
+        for step in steps:
+            self.step(step)
+            self.save(step, keep=keep)
+
+    def load(self) -> Loaded:
+        return load_checkpoint(self.checkpoints, self.model, self.optimizer, self.world)
+
+    def seen(self) -> set[float]:
+        """The values of all weights, and AdamW's counts of steps."""
+        weights = [weight.full_tensor() for weight in self.model.parameters() if isinstance(weight, DTensor)]
+        counts = {float(state["step"]) for state in self.optimizer.state.values()}
+        return set(torch.cat([weight.flatten() for weight in weights]).tolist()) | counts

@@ -1,0 +1,212 @@
+"""Checkpoints that are not what was written: the one before is loaded, what was wrong is named, nothing is executed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_compile._torch.checkpoint import SafeReader
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.training.checkpoint_folder import MARKER, CheckpointFolder, FileDigest
+from tests.ranks import run_ranks
+from tests.training.small_run import RUN, SmallRun
+
+pytestmark = pytest.mark.core
+
+SHARD = "__1_0.distcp"
+METADATA = ".metadata"
+
+
+class Hostile:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.file),)
+
+
+def _truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def _flip(file: Path) -> None:
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    file.write_bytes(contents)
+
+
+def _replace(file: Path) -> None:
+    file.write_bytes(b"foreign" * 100)
+    _agree(file)
+
+
+def _agree(file: Path) -> None:
+    """Let the marker say that a file is as it is now, as somebody would who means harm."""
+    marker = json.loads((file.parent / MARKER).read_text())
+    marker["files"][file.name] = asdict(FileDigest.of(file))
+    (file.parent / MARKER).write_text(json.dumps(marker))
+
+
+def _make_hostile_metadata(file: Path) -> None:
+    metadata = SafeReader(file.parent).read_metadata()
+    metadata.planner_data = Hostile(file.parents[1] / "executed")
+    file.write_bytes(pickle.dumps(metadata))
+    _agree(file)
+
+
+def _make_hostile_value(file: Path) -> None:
+    """Replaces a value of the optimizer that is no tensor, in a shard."""
+    _replace_entry(file, "optimizer.param_groups.0.lr")
+
+
+def _make_hostile_tensor(file: Path) -> None:
+    _replace_entry(file, "model.weight")
+
+
+def _replace_entry(file: Path, name: str) -> None:
+    metadata = SafeReader(file.parent).read_metadata()
+    hostile = io.BytesIO()
+    torch.save(Hostile(file.parents[1] / "executed"), hostile)
+    for index, info in metadata.storage_data.items():
+        if index.fqn == name:
+            shard = file.with_name(info.relative_path)
+            info.offset, info.length = shard.stat().st_size, len(hostile.getvalue())
+            with shard.open("ab") as end:
+                end.write(hostile.getvalue())
+            _agree(shard)
+    file.write_bytes(pickle.dumps(metadata))
+    _agree(file)
+
+
+def _point_elsewhere(file: Path) -> None:
+    metadata = SafeReader(file.parent).read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = "../step-000001/" + info.relative_path
+    file.write_bytes(pickle.dumps(metadata))
+    _agree(file)
+
+
+def _rename_run(file: Path) -> None:
+    file.write_text(file.read_text().replace(RUN, "another run"))
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "missing": (SHARD, Path.unlink, "cannot read {file}: No such file or directory"),
+    "truncated": (SHARD, _truncate, "{file} has {size} bytes instead of "),
+    "flipped": (SHARD, _flip, "the contents of {file} have changed"),
+    "flipped metadata": (METADATA, _flip, "the contents of {file} have changed"),
+    "foreign shard": (SHARD, _replace, "rank 0 cannot load {folder}: "),
+    "foreign metadata": (METADATA, _replace, "cannot read {file}: UnpicklingError: "),
+    "hostile metadata": (METADATA, _make_hostile_metadata, "it refers to posix.mkdir, which no checkpoint needs"),
+    "hostile value": (METADATA, _make_hostile_value, "UnpicklingError: Weights only load failed"),
+    "hostile tensor": (METADATA, _make_hostile_tensor, "UnpicklingError: Weights only load failed"),
+    "file elsewhere": (METADATA, _point_elsewhere, "it refers to ../step-000001/__0_0.distcp, a file elsewhere"),
+    "no marker": (MARKER, Path.unlink, "{folder} is no complete checkpoint: it has no complete.json"),
+    "truncated marker": (MARKER, _truncate, "{file} is damaged: JSONDecodeError: "),
+    "another run's": (MARKER, _rename_run, "{folder} is a checkpoint of another run"),
+}
+"""The file that is damaged, how, and a part of what is said."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two complete checkpoints."""
+    folder = tmp_path_factory.mktemp("written")
+    run_ranks(_save, folder)
+    return folder
+
+
+def _save(folder: Path) -> None:
+    SmallRun(folder).step_and_save(1, 2)
+
+
+def _load_all(folders: list[Path]) -> list[tuple[int, set[float], tuple[str, ...]]]:
+    found = []
+    for folder in folders:
+        run = SmallRun(folder)
+        loaded = run.load()
+        found.append((loaded.step, run.seen(), loaded.skipped))
+    return found
+
+
+def test_the_checkpoint_before_is_loaded_and_file_and_cause_are_named(written: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in DAMAGE]
+    for folder, (name, damage, _) in zip(folders, DAMAGE.values(), strict=True):
+        shutil.copytree(written, folder)
+        damage(folder / "step-000002" / name)
+    mine, other = run_ranks(_load_all, folders)
+    assert mine == other
+    for folder, (name, _, said), (step, seen, skipped) in zip(folders, DAMAGE.values(), mine, strict=True):
+        assert (step, seen) == (1, {1.0}), folder
+        (message,) = skipped
+        file = folder / "step-000002" / name
+        size = file.stat().st_size if file.exists() else 0
+        assert said.format(file=file, folder=file.parent, size=size) in message
+        assert str(file.parent) in message
+        assert not (folder / "executed").exists()
+
+
+def test_the_hostile_files_would_do_what_they_say(written: Path, tmp_path: Path) -> None:
+    """So that the test before tests something."""
+    shutil.copytree(written, tmp_path / "copy")
+    _make_hostile_metadata(tmp_path / "copy" / "step-000002" / METADATA)
+    with (tmp_path / "copy" / "step-000002" / METADATA).open("rb") as file:
+        pickle.load(file)
+    assert (tmp_path / "copy" / "executed").exists()
+
+
+def test_what_names_and_sizes_tell_needs_no_ranks(written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written, tmp_path / "copy")
+    checkpoints = CheckpointFolder(tmp_path / "copy", RUN)
+    for name in ("step-best", "step-000009"):  # a user's, and one that is no checkpoint
+        (tmp_path / "copy" / name).mkdir()
+    assert checkpoints.newest() == tmp_path / "copy" / "step-000002"
+    _truncate(tmp_path / "copy" / "step-000002" / SHARD)
+    assert checkpoints.newest() == tmp_path / "copy" / "step-000001"
+
+
+def test_without_a_complete_one_all_problems_are_named_on_all_ranks(written: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(written, folder)
+    _flip(folder / "step-000002" / SHARD)
+    _truncate(folder / "step-000001" / SHARD)
+    (message,) = set(run_ranks(_refused, folder))
+    lines = f"there is no complete checkpoint in {folder}; the contents of {folder}/step-000002/{SHARD} have changed"
+    assert message.startswith(lines)
+    assert f"; {folder}/step-000001/{SHARD} has " in message
+
+
+def _refused(folder: Path) -> str:
+    run = SmallRun(folder)
+    with pytest.raises(ConfigError) as caught:
+        run.load()
+    return str(caught.value)
+
+
+def test_a_damaged_checkpoint_gives_its_name_to_the_next(written: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(written, folder)
+    _flip(folder / "step-000002" / SHARD)
+    run_ranks(_load_and_save, folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000002", "step-000002.aside"]
+    assert run_ranks(_load_all, [folder]) == [[(2, {2.0}, ())]] * 2
+
+
+def _load_and_save(folder: Path) -> Any:
+    run = SmallRun(folder)
+    loaded = run.load()
+    if run.world.is_first:
+        run.checkpoints.set_aside_after(loaded.step)
+    run.step_and_save(2)
