@@ -14,12 +14,19 @@ from fsdp_compile import ShardedModule, fully_shard
 from tests.ranks import run_ranks
 
 
+class _Layer(nn.Linear):
+    """A layer of the user's: of torch's own, compiled in place, nothing is compiled."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
 class _Model(nn.Module):
     """Two layers, and a parameter of the outermost module."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.layers = nn.ModuleList(_Layer(64, 64, bias=False) for _ in range(2))
         self.scale = nn.Parameter(torch.ones(64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, full_params, fully_shard, units
+from fsdp_compile.comm import exchange
 from tests.models.meta import Tied, tokens
 from tests.ranks import run_ranks
 
@@ -297,3 +300,29 @@ def _check_between() -> None:
 
 def test_a_look_between_forward_and_backward_is_harmless() -> None:
     run_ranks(_check_between)
+
+
+def _offloaded() -> tuple[int, list[str]]:
+    """How many parameters there are, and what happens: each is gathered, then moved, before the next is gathered."""
+    model, _ = _pair()
+    events: list[str] = []
+
+    def note(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            events.append(name)
+            return call(*args, **kwargs)
+
+        return noted
+
+    with (
+        mock.patch.object(exchange, "gather", note("gather", exchange.gather)),
+        mock.patch.object(torch.Tensor, "cpu", note("move", torch.Tensor.cpu)),
+        full_params(model, offload_to_cpu=True),
+    ):
+        pass
+    return len(list(model.parameters())), events
+
+
+def test_offloaded_parameters_are_moved_to_the_host_one_by_one() -> None:
+    for count, events in run_ranks(_offloaded):
+        assert events == ["gather", "move"] * count

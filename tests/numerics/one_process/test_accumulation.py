@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import fully_shard, no_sync
+from fsdp_compile import fully_shard, no_sync, units
 from tests.models.kinds import Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -117,3 +117,20 @@ def test_no_sync_leaves_gradients_as_they_were() -> None:
     for kept, difference in run_ranks(_gradients_before_no_sync):
         assert kept
         assert difference < CLOSE
+
+
+def _unsharded_between_microbatches(strategy: str) -> tuple[set[bool], set[bool]]:
+    """Whether parameters are unsharded between two microbatches of `no_sync`, and after the step's last backward."""
+    pair = make_pair(strategy)
+    first, last = batches(2, 4 * dist.get_world_size())
+    groups = [group for unit in units(pair.model) for group in unit.param_groups]
+    with no_sync(pair.compiled):
+        pair.backward(first)
+        between = {not group.unsharded.is_sharded for group in groups}
+    pair.backward(last)
+    return between, {not group.unsharded.is_sharded for group in groups}
+
+
+def test_parameters_that_are_kept_for_backward_stay_unsharded_between_microbatches() -> None:
+    assert run_ranks(_unsharded_between_microbatches, "zero2") == [({True}, {False})] * 2
+    assert run_ranks(_unsharded_between_microbatches, "full") == [({False}, {False})] * 2

@@ -288,6 +288,21 @@ def test_unshard_gathers_nothing_that_is_there_or_on_its_way() -> None:
         assert again == 2 * first
 
 
+def _written_after_unshard() -> float:
+    pair = make_pair()
+    (batch,) = batches(1, 4 * dist.get_world_size())
+    pair.compiled.unshard()  # type: ignore[operator]
+    with torch.no_grad():
+        for parameter in (*pair.model.parameters(), *pair.reference.parameters()):
+            parameter.mul_(1.5)
+    pair.backward(batch)
+    return pair.difference()
+
+
+def test_what_was_unsharded_by_hand_before_a_write_is_gathered_again() -> None:
+    assert max(run_ranks(_written_after_unshard)) < CLOSE
+
+
 def _kept_beside_foreach() -> None:
     pair = Beside(Stack, Run.SHARDED)
     pair.model.set_reshard_after_backward(False)  # type: ignore[operator]
