@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_compile._torch.distributed import names_ignored_by_ddp
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_of
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile.runtime.module_state import stored_parameters
 from fsdp_compile.runtime.replaced_params import current
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
@@ -50,7 +51,7 @@ def refuse_plain_rest(called: Iterable[nn.Module], compiled: nn.Module) -> None:
         parts = list(around.modules())
         if isinstance(around, OptimizedModule) or compiled not in parts:
             continue
-        inside = {id(p) for part in parts if part is compiled or _is_compiled(part) for p in part.parameters()}
+        inside = {id(p) for part in parts if part is compiled or _is_compiled(part) for p in stored_parameters(part)}
         for name, parameter in nn.Module.named_parameters(around):
             if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in inside:
                 raise UnsupportedModelError(

@@ -25,7 +25,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.casts import changes_inputs
 from fsdp_compile.modules.classes import original_class
 from fsdp_compile.modules.forward import check_before_calls, in_forward_until_return
-from fsdp_compile.runtime.module_state import state_of
+from fsdp_compile.runtime.module_state import state_of, stored_parameters
 
 
 def compiled_modules() -> list[nn.Module]:
@@ -98,7 +98,7 @@ def refuse_inside_lbfgs(module: nn.Module) -> None:
     """
     for optimizer in optimizers_being_stepped():
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if isinstance(optimizer, LBFGS) and any(id(parameter) in held for parameter in module.parameters()):
+        if isinstance(optimizer, LBFGS) and any(id(parameter) in held for parameter in stored_parameters(module)):
             raise ConfigError(
                 "the first call of a compiled model shards it, in the middle of a step of LBFGS",
                 where=f"LBFGS.step(closure), {type(module).__name__}",

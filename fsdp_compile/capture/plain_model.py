@@ -31,7 +31,7 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.eager_reads import GatheredParameter
 from fsdp_compile.modules.param_views import is_swapped_in
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.runtime.module_state import is_ignored, is_sharded, units
+from fsdp_compile.runtime.module_state import is_ignored, is_sharded, stored_parameters, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.sharding import initial_values
@@ -80,7 +80,7 @@ def shard_before_forward(module: nn.Module, options: FSDPOptions, plain: PlainMo
         ConfigError, UnsupportedModelError: As `shard_plain_models`.
         RankMismatchError: If ranks have different values.
     """
-    parameters = list(nn.Module.parameters(module))
+    parameters = list(stored_parameters(module))
     # What torch's `fully_shard` has sharded is taken over, before its own hooks run.
     if is_sharded(module) or is_any_wrapped(module) or any(is_swapped_in(p) for p in parameters):
         return False
@@ -154,7 +154,7 @@ def _is_plain(value: object) -> TypeGuard[nn.Parameter]:
 
 
 def _is_unclaimed(module: nn.Module, parameter: nn.Parameter) -> bool:
-    return any(p is parameter for p in nn.Module.parameters(module))
+    return any(p is parameter for p in stored_parameters(module))
 
 
 def _owner(placeholder: fx.Node, parameter: nn.Parameter) -> nn.Module:

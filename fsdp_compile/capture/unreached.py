@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile._torch.dynamo import FrameToCompile, graph_break_reasons
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.runtime.module_state import units_below
+from fsdp_compile.runtime.module_state import stored_parameters, units_below
 from fsdp_compile.runtime.units import FSDPParamGroup
 
 _INSTEAD = (
@@ -65,13 +65,13 @@ class PlainModels:
     def remove(self, root: nn.Module) -> None:
         """Removes the parameters of a module that is about to be sharded."""
         for hooks in self._hooks.values():
-            for each in hooks.keys() & {id(parameter) for parameter in nn.Module.parameters(root)}:
+            for each in hooks.keys() & {id(parameter) for parameter in stored_parameters(root)}:
                 hooks.pop(each).remove()
 
 
 def _is_sharded(root: nn.Module) -> bool:
     # Plain values may stand in the place of sharded parameters (`functional_call`).
-    return bool(units_below(root)) or any(isinstance(p, DTensor) for p in nn.Module.parameters(root))
+    return bool(units_below(root)) or any(isinstance(p, DTensor) for p in stored_parameters(root))
 
 
 def _trained(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

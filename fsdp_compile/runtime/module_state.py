@@ -121,6 +121,12 @@ def unwrap(model: object) -> object:
     return getattr(model, "_orig_mod", model)
 
 
+def stored_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that are registered in `root`; its own `parameters()` gathers them in a forward."""
+    for _, parameter in nn.Module.named_parameters(root):
+        yield parameter
+
+
 def units(model: nn.Module) -> list[FSDPUnit]:
     """The units of a model, in registration order of their root modules; empty if nothing in it is sharded."""
     module = unwrap(model)

@@ -24,7 +24,7 @@ from fsdp_compile.config.policy import as_mixed_precision, as_offload, host_buff
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.refused_methods import RefusedMethods
 from fsdp_compile.runtime.gradients import refuse_hook_of_several
-from fsdp_compile.runtime.module_state import is_sharded
+from fsdp_compile.runtime.module_state import is_sharded, stored_parameters
 from fsdp_compile.sharding import check_params, checks, devices
 from fsdp_compile.sharding.arguments import Arguments, InitFrom, UnitArguments, UnitChoices
 from fsdp_compile.sharding.wrappers import refusal
@@ -267,7 +267,7 @@ def _bottom_up(
     everything = {id(param.parameter) for held in params.values() for param in held}
     for call in ordered:
         own = {id(param.parameter) for param in params[call]}
-        found = {id(p) for module in call.modules for p in module.parameters()} & everything - taken
+        found = {id(p) for module in call.modules for p in stored_parameters(module)} & everything - taken
         if found != own:
             raise _unordered(titles[call])
         taken |= own
@@ -287,7 +287,7 @@ def _adopted(
 ) -> AdoptedCall:
     mesh = call.mesh or mesh
     choices = UnitChoices(None, mesh, call.reshard_after_forward, call.mp_policy, call.offload_policy)
-    every = {id(p): p for module in call.modules for p in module.parameters()}
+    every = {id(p): p for module in call.modules for p in stored_parameters(module)}
     ignored = [p for i, p in every.items() if i not in sharded]
     checks.roots_of(list(call.modules))
     _refuse_choices(call, choices, {id(p) for p in ignored})

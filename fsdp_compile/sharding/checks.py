@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.classes import original_class
-from fsdp_compile.runtime.module_state import ParamRef, is_ignored, is_sharded, reads_of, units
+from fsdp_compile.runtime.module_state import ParamRef, is_ignored, is_sharded, reads_of, stored_parameters, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.sharding.wrappers import refuse_wrappers
@@ -63,7 +63,7 @@ def _parameters_of(module: nn.Module, root: nn.Module) -> set[int]:
             where=where,
             instead="ignore it in the first call of fully_shard(), or do not list it",
         )
-    return {id(parameter) for parameter in module.parameters()}
+    return {id(parameter) for parameter in stored_parameters(module)}
 
 
 def roots_of(target: object) -> tuple[nn.Module, ...]:

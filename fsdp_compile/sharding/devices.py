@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.config.policy import Offload
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import original_class
+from fsdp_compile.runtime.module_state import stored_parameters
 from fsdp_compile.runtime.units import UnitPolicy
 
 Device = torch.device | str | int
@@ -24,7 +25,7 @@ def kind_of(root: nn.Module, device_id: Device | None, offload: Offload | None =
     if isinstance(device_id, str | torch.device):
         return torch.device(device_id).type
     # Parameters that are offloaded are on the host, whatever the mesh communicates on.
-    parameter = next(root.parameters(), None)
+    parameter = next(stored_parameters(root), None)
     if device_id is None and offload is None and parameter is not None and not parameter.is_meta:
         return parameter.device.type
     # A build for CUDA names it as its accelerator on machines without a GPU, too.

@@ -13,7 +13,7 @@ from fsdp_compile.config.casts import CastWhen, ForwardCasts, FullPrecision
 from fsdp_compile.config.policy import MixedPrecision
 from fsdp_compile.modules.buffers import cast_buffers
 from fsdp_compile.modules.classes import gather_on_read
-from fsdp_compile.runtime.module_state import Nesting, ensure_state, state_of
+from fsdp_compile.runtime.module_state import Nesting, ensure_state, state_of, stored_parameters
 
 
 @dataclasses.dataclass
@@ -82,5 +82,5 @@ def _is_whole(module: nn.Module, precision: MixedPrecision) -> bool:
 
 
 def _own_dtype(module: nn.Module) -> torch.dtype:
-    values = itertools.chain(module.parameters(), module.buffers())
+    values = itertools.chain(stored_parameters(module), module.buffers())
     return next((t.dtype for t in values if t.is_floating_point()), torch.float32)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from fsdp_compile.config.policy import WrapPolicy
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import original_class
+from fsdp_compile.runtime.module_state import stored_parameters
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 """Modules whose children may be repeated blocks."""
@@ -51,7 +52,7 @@ def _repeated_blocks(module: nn.Module, managed: Container[nn.Parameter]) -> lis
 
 
 def _has_managed(module: nn.Module, managed: Container[nn.Parameter]) -> bool:
-    return any(p in managed for p in module.parameters())
+    return any(p in managed for p in stored_parameters(module))
 
 
 def policy_units(
@@ -101,7 +102,7 @@ def _called_choice(
     module: nn.Module, policy: Callable[..., bool], managed: Container[nn.Parameter]
 ) -> tuple[Iterable[nn.Module], int]:
     """Chosen modules below and including `module`, children first, and how many elements they cover."""
-    numel = sum(p.numel() for p in module.parameters() if p in managed)
+    numel = sum(p.numel() for p in stored_parameters(module) if p in managed)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return [], 0
     chosen: list[nn.Module] = []
