@@ -133,5 +133,5 @@ def _instead_of_inputs(how: Run) -> None:
 
 @HOW
 def test_some_gradients_alone_are_those_of_a_backward_that_drops_the_others(how: Run) -> None:
-    """What the README says to write in the place of `backward(inputs=parameters)`."""
+    """What docs/limits.md says to write in the place of `backward(inputs=parameters)`."""
     run_ranks(_instead_of_inputs, how)
