@@ -35,7 +35,7 @@ from fsdp_compile.capture.first_call import check_compiled_calls, compiled_modul
 from fsdp_compile.capture.plain_model import shard_before_forward
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.modules.classes import original_class
-from fsdp_compile.modules.forward import in_forward_until_return
+from fsdp_compile.modules.forward import in_forward, in_forward_until_return
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.checks import refuse_meta
 from fsdp_compile.sharding.views import refuse_removed
@@ -93,7 +93,8 @@ class _Watch:
         for module in dict.fromkeys(_modules_in(frame)):
             refuse_wrappers(module)
             refuse_meta(module)
-            refuse_removed(module)
+            if not in_forward():  # which may put values in the place of parameters for a while
+                refuse_removed(module)
             self.plain.add(module)
             if frame.limit:
                 self.plain.refuse_past_limit(module, frame)

@@ -7,8 +7,9 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_compile import UnsupportedModelError, fully_shard
+from fsdp_compile import fully_shard
 from tests.fake_world import fake_world
 
 
@@ -59,13 +60,14 @@ def test_an_optimizer_from_before_follows_its_parameters() -> None:
 
 
 @pytest.mark.usefixtures("_frozen_later")
-def test_a_model_that_never_reached_the_backend_is_found() -> None:
+def test_a_model_whose_forward_dynamo_leaves_to_python_is_found() -> None:
     with fake_world(2):
         model = _Recurrent()
         compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
         gc.freeze()
-        with pytest.raises(UnsupportedModelError, match="never handed to its backend"):
-            compiled(torch.ones(2, 3, 4)).sum().backward()
+        compiled(torch.ones(2, 3, 4)).sum().backward()
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
 
 
 def test_hooks_on_all_optimizers_come_with_the_first_sharded_model() -> None:

@@ -13,7 +13,7 @@ from fsdp_compile.training.metrics import (
     read_records,
 )
 
-KEYS = ["step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "time_s"]
+KEYS = ["step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "time_s", "skipped_steps"]
 RECORDS = [Record(step=step, loss=5.0 - step, held_out_loss=4.0 if step == 2 else None, time_s=1) for step in range(4)]
 
 
@@ -27,7 +27,7 @@ def _written(folder: Path) -> Path:
 def test_every_line_is_an_object_with_the_same_keys(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in _written(tmp_path).read_text().splitlines()]
     assert [list(line) for line in lines] == [KEYS] * 4
-    assert lines[1] == dict.fromkeys(KEYS) | {"step": 1, "loss": 4.0, "time_s": 1}
+    assert lines[1] == dict.fromkeys(KEYS) | {"step": 1, "loss": 4.0, "time_s": 1, "skipped_steps": 0}
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
