@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.comm import exchange
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.spec import UnshardSpec
 
 MESSAGE_BYTES = 16 * 2**20
-"""Size of the largest message of `gather_into`, over all ranks."""
+"""Size of the largest message of `gather_full`, over all ranks."""
 
 
 class Receivers(enum.Enum):
@@ -22,6 +25,22 @@ class Receivers(enum.Enum):
     """Every rank of the mesh."""
     FIRST = "first"
     """The first rank of the mesh; other replicas of its shard group do nothing at all."""
+
+
+def first_rank(meshes: Iterable[DeviceMesh], where: str) -> int:
+    """The rank that gets full values if only one does, 0 without a mesh.
+
+    Raises:
+        ConfigError: If the first ranks of the meshes differ.
+    """
+    firsts = {int(mesh.mesh.flatten()[0].item()) for mesh in meshes} or {0}
+    if len(firsts) > 1:
+        raise ConfigError(
+            f"units are on meshes whose first ranks are {sorted(firsts)}",
+            where=f"{where} with rank0_only=True",
+            instead="full values on all ranks; or one call for each part of the model that has a mesh of its own",
+        )
+    return firsts.pop()
 
 
 def receives(spec: UnshardSpec, receivers: Receivers) -> bool:

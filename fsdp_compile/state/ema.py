@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_lerp_, local_tensor
 from fsdp_compile.comm import exchange
-from fsdp_compile.comm.gather import Receivers, gather_full
+from fsdp_compile.comm.gather import Receivers, first_rank, gather_full
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.runtime.loaded_state import is_of_other_rank
@@ -120,10 +120,16 @@ class EMA:
         Args:
             rank0_only: Only the first rank of the mesh gets values, the others an empty dict.
             cpu_offload: Full tensors are in the memory of the host.
+
+        Raises:
+            ConfigError: With `rank0_only`, if units are on meshes whose first ranks differ.
         """
+        where = "EMA.full_state_dict()"
+        if rank0_only:
+            first_rank((unit.policy.mesh for unit in units_below(self._model)), where)
         state: dict[str, Any] = {_COUNT: torch.tensor(self.n_averaged)}
         receives = True
-        for entry in self._current("EMA.full_state_dict()").entries(self._model):
+        for entry in self._current(where).entries(self._model):
             full = _full(entry, Receivers.FIRST if rank0_only else Receivers.ALL, cpu_offload=cpu_offload)
             if full is None:
                 receives = False

@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.comm import exchange
-from fsdp_compile.comm.gather import Receivers, gather_full
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.comm.gather import Receivers, first_rank, gather_full
 from fsdp_compile.runtime.module_state import units_below, unwrap
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 from fsdp_compile.state.outside_of_steps import check, refuse_inside_a_step
@@ -28,8 +27,9 @@ def full_tensors(
     """Yields the name and the full value of each tensor of `model.state_dict()`, in its order.
 
     A parameter is gathered when it is asked for: beside its shards, a rank holds one full value and one message of at
-    most 16 MiB. (A loop's variable keeps a value until it has the next: `del` it where two do not fit.) All ranks
-    iterate to the end, between steps, and change nothing meanwhile.
+    most 16 MiB; two full values if it is sharded over another dimension than the first. (A loop's variable keeps a
+    value until it has the next: `del` it where two do not fit.) All ranks iterate to the end, between steps, and change
+    nothing meanwhile.
 
     Names are the plain model's, with and without `torch.compile`. A parameter with several names is yielded under each.
     What is not sharded, as buffers, is this rank's own memory, detached. Entries that are no tensors are left out.
@@ -53,16 +53,9 @@ def full_tensors(
     units = units_below(module)
     check(units, _WHERE, instead="full_tensors(model) outside of full_params(); inside, model.state_dict() is full")
     receivers = Receivers.FIRST if rank0_only else Receivers.ALL
-    meshes = {unit.policy.mesh for unit in units}
-    firsts = {int(mesh.mesh.flatten()[0].item()) for mesh in meshes} or {0}
-    if rank0_only and len(firsts) > 1:
-        raise ConfigError(
-            f"units are on meshes whose first ranks are {sorted(firsts)}",
-            where=f"{_WHERE} with rank0_only=True",
-            instead="one loop for each part of the model that has a mesh of its own",
-        )
     own_rank = dist.get_rank() if dist.is_initialized() else 0
-    return _yield_values(module, receivers, cpu_offload=cpu_offload, is_receiver=not rank0_only or own_rank in firsts)
+    is_receiver = not rank0_only or own_rank == first_rank((unit.policy.mesh for unit in units), _WHERE)
+    return _yield_values(module, receivers, cpu_offload=cpu_offload, is_receiver=is_receiver)
 
 
 def _yield_values(
