@@ -21,6 +21,7 @@ from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.modules.uncounted_writes import may_write, written_by
 from fsdp_compile.runtime.module_state import reads_of
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
+from fsdp_compile.runtime.unshard import version_of_param
 from fsdp_compile.runtime.unshard_args import swap_in, swapped_value
 
 reads = threading.local()
@@ -117,7 +118,7 @@ Gather = Callable[[nn.Module], torch.Tensor]
 def read_once(module: nn.Module, name: str, gather: Gather) -> torch.Tensor | None:
     """A sharded parameter where no forward runs: gathered, or what is registered or was assigned in its place."""
     held = registered(module, name)
-    return held if _is_swapped(module, name) else _gathered(module, name, gather).gathered
+    return held if _is_swapped(module, name) else _gathered(module, name, gather)[0]
 
 
 @torch.compiler.disable
@@ -127,13 +128,15 @@ def read_eagerly(module: nn.Module, name: str, gather: Gather) -> torch.Tensor |
     if _is_swapped(module, name):
         return held
     kept: dict[_Key, _Kept] = reads.__dict__.setdefault("kept", {})
-    key = (reads_of(module)[name].param, module.training, torch.is_grad_enabled())
-    if key in kept:
+    _, group, param = reads_of(module)[name]
+    key = (param, module.training, torch.is_grad_enabled())
+    version = version_of_param(group, param)
+    if key in kept and kept[key].version == version:
         kept[key].read.check()
     else:
         # Code may ask whether two reads are one object. What is kept must not depend on when Python frees memory, of
         # which ranks differ: a read gathers on all of them, or on none.
-        made = _gathered(module, name, gather)
+        made = _Kept(*_gathered(module, name, gather), version)
         for other in [other for other in kept if len(other[0].module_refs) == 1]:
             del kept[other]
         kept[key] = made
@@ -145,16 +148,19 @@ _Key = tuple[FSDPParam, bool, bool]
 
 
 class _Kept(NamedTuple):
+    """A gathered parameter, and the version of the stored one, which an optimizer may change inside of a forward."""
+
     gathered: torch.Tensor
     read: _Read
+    version: tuple[int, ...]
 
 
-def _gathered(module: nn.Module, name: str, gather: Gather) -> _Kept:
+def _gathered(module: nn.Module, name: str, gather: Gather) -> tuple[torch.Tensor, _Read]:
     read = reads_of(module)[name]
     with profiled(Range.ALL_GATHER, [read.group.unit.name]):
         gathered = gather(module)
     gathered_from(gathered, read.group, read.param)
-    return _Kept(gathered, note_read(gathered))
+    return gathered, note_read(gathered)
 
 
 def registered(module: nn.Module, name: str) -> torch.Tensor | None:

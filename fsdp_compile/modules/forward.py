@@ -36,7 +36,17 @@ def in_block_without_grad() -> bool:
 def in_forward_until_return(frame: types.FrameType | None) -> None:
     """Counts as inside a forward until `frame` returns."""
     # The first call of a plain model entered its forward before anything was sharded: nothing has raised the depth.
+    if frame is None or _in_first_call():  # which returns after this one
+        return
+    if not in_forward():
+        _begin_outermost()
     _first_call.frame = frame
+
+
+def _begin_outermost() -> None:
+    # Reads of a call that an exception has ended may be left.
+    reads.__dict__.clear()
+    _depth.had_grad = torch.is_grad_enabled()
 
 
 def _in_first_call() -> bool:
@@ -52,10 +62,8 @@ def _in_first_call() -> bool:
 def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `function` as a forward, so that reads of sharded parameters in it gather."""
     _depth.value = getattr(_depth, "value", 0) + 1
-    if _depth.value == 1:
-        _depth.had_grad = torch.is_grad_enabled()
-        if not _in_first_call():
-            reads.__dict__.clear()
+    if _depth.value == 1 and not _in_first_call():
+        _begin_outermost()
     try:
         output = function(*args, **kwargs)
     except RuntimeError as error:
@@ -70,7 +78,6 @@ def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     finally:
         _depth.value -= 1
         if _depth.value == 0:
-            _depth.had_grad = True
             reads.__dict__.clear()
 
 
@@ -141,6 +148,16 @@ def enter_method(module: nn.Module, frame: types.FrameType) -> None:
                 instead="call the module itself, or assign an nn.Parameter",
             )
         in_forward_until_return(frame)
+
+
+def leave_method(frame: types.FrameType) -> None:
+    """Undoes `enter_method`, if the method that `frame` calls was the outermost."""
+    if getattr(_first_call, "frame", None) is frame:
+        _first_call.frame = None
+        try:
+            check_reads()
+        finally:
+            reads.__dict__.clear()
 
 
 @torch.compiler.disable

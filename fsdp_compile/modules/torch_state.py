@@ -18,7 +18,7 @@ from fsdp_compile._torch.dynamo import skip_code, stack
 from fsdp_compile.config.casts import FullPrecision
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.casts import cast_inputs, cast_output
-from fsdp_compile.modules.forward import enter_method
+from fsdp_compile.modules.forward import enter_method, leave_method
 from fsdp_compile.runtime.module_state import ensure_state, state_of
 from fsdp_compile.runtime.post_backward import post_backward_final_callback
 from fsdp_compile.runtime.units import ModelState
@@ -71,6 +71,11 @@ class TorchState:
         return (args, kwargs) if casts is None else cast_inputs(casts, module, (args, kwargs))
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Leaves such a method, which has returned."""
+        if not torch.compiler.is_compiling():
+            frames = stack()
+            next(frames)
+            leave_method(next(frames))
         casts: Any = module._fsdp_casts
         return output if casts is None else cast_output(casts, (args, {}), output)
 

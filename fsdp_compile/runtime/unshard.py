@@ -19,7 +19,7 @@ from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops import quantize
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.group_state import PendingAllGather, UnshardedParams
-from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit, ModelState
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, ModelState
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 
 _EAGER = EagerBuilder()
@@ -130,6 +130,11 @@ def _is_current(group: FSDPParamGroup) -> bool:
 def _version_of(group: FSDPParamGroup) -> tuple[int, ...]:
     """Counters that change when an optimizer, or any operator in place, writes to a parameter."""
     return (_optimizer_steps[0], group.flat_param._version, *(param.parameter._version for param in group.params))
+
+
+def version_of_param(group: FSDPParamGroup, param: FSDPParam) -> tuple[int, ...]:
+    """The same for one parameter."""
+    return (_optimizer_steps[0], group.flat_param._version, param.parameter._version)
 
 
 def _start(group: FSDPParamGroup) -> PendingAllGather:

@@ -30,6 +30,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, ShardedModule, UnsupportedModelError, fully_shard, units
+from fsdp_compile.modules.eager_reads import GatheredParameter, reads
 from tests.beside import close, compile_eagerly
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
@@ -148,6 +149,53 @@ def test_the_next_forward_waits_for_the_event_of_an_optimizer_once(fake_world: C
             read()
             read()
             assert event.waits == 1
+
+
+class _TiedMethod(nn.Module):
+    """Reads one parameter at the end of a method and at the start of the next call; may step in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 12).reshape(4, 3))
+        self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 2.0]))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x @ self.table * self.scale, self.table)
+
+    def two_steps(self, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        for _ in range(2):
+            loss = self.encode(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def kinds(self) -> set[type]:
+        return {type(p) for p in self.parameters()}
+
+
+def _check_methods_that_train() -> None:
+    model: Any = _TiedMethod()
+    reference: Any = copy.deepcopy(model)
+    fully_shard(model)
+    for name in ("encode", "two_steps", "kinds"):
+        register_fsdp_forward_method(model, name)
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        for each, own in ((model, optimizer), (reference, other)):
+            each.encode(x).square().mean().backward()
+            own.step()
+            own.zero_grad()
+        close(model.encode(x).detach(), reference.encode(x), "a method after a step")
+    close(model.two_steps(x, optimizer), reference.two_steps(x, other), "a step in a method")
+    assert not reads.__dict__, "gathered parameters end with the method"
+    with torch.no_grad():
+        assert all(issubclass(kind, GatheredParameter) for kind in model.kinds())
+
+
+def test_a_method_reads_what_an_optimizer_has_written_since() -> None:
+    run_ranks(_check_methods_that_train)
 
 
 def _check_forward_method(compiled: bool) -> None:  # noqa: FBT001
