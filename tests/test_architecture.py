@@ -26,7 +26,7 @@ FLOORS = [
         errors _torch
         layout
         ops
-        config comm
+        config comm formats
         ir runtime
         cost modules
         planner verify sharding

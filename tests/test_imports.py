@@ -22,7 +22,7 @@ from fsdp_compile.cost.hardware import DEVICES, LINKS
 from fsdp_compile.verify.table import Stage
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("train", "explain", "parity", "bench", "opt")
+COMMANDS = ("train", "checkpoint", "explain", "parity", "bench", "opt")
 LOADED = """
 import sys
 print("LOADED", *sorted(sys.modules))
@@ -186,6 +186,17 @@ parity --steps 0
 parity --world-size 3 --replicas 2
 parity --reduce-dtype int8
 bench no_such_benchmark
+checkpoint info nowhere
+checkpoint info --jsno pyproject.toml
+checkpoint verify nowhere
+checkpoint convert nowhere target --to dcp
+checkpoint convert pyproject.toml README.md --to dcp
+checkpoint convert pyproject.toml nowhere/target --to dcp
+checkpoint convert pyproject.toml target --to gguf
+checkpoint convert pyproject.toml target --to dcp --dtype int8
+checkpoint convert pyproject.toml target --to dcp --drop-others
+checkpoint convert pyproject.toml target --to safetensors --max-shard-gb 0
+checkpoint sharpen
 opt nowhere.txt
 opt --passes buckt -
 opt --passes bucket; -

@@ -32,6 +32,7 @@ def test_only_the_extras_bring_optional_dependencies() -> None:
     assert set(distribution("fsdp-compile").metadata.get_all("Provides-Extra") or []) == {
         "test",
         "plot",
+        "safetensors",
         "lint",
         "frameworks",
     }

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.checkpoint import METADATA, NamingWriter, SafePlanner, SafeReader
 from fsdp_compile.errors import CheckpointError, ConfigError
-from fsdp_compile.training.checkpoint_folder import CheckpointFolder, FileDigest, check_contents, step_of
+from fsdp_compile.formats.complete import FileDigest, check_contents
+from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
 from fsdp_compile.training.world import World
 
 T = TypeVar("T")

@@ -1,0 +1,269 @@
+"""Values of a checkpoint in another format: bit for bit, streamed, in full or not at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import nn
+
+from fsdp_compile.errors import CheckpointError, ConfigError
+from fsdp_compile.formats.convert import convert_checkpoint
+from fsdp_compile.formats.detect import open_checkpoint
+from fsdp_compile.formats.entries import Checkpoint, Values
+from fsdp_compile.formats.options import ConvertOptions, Format, Others
+from fsdp_compile.formats.verify import verify_checkpoint
+from tests.formats.samples import assert_same, save_sharded, save_steps, state
+from tests.models.outlines import MixedKinds
+
+TORCH = ConvertOptions(Format.TORCH)
+DCP = ConvertOptions(Format.DCP)
+SAFETENSORS = ConvertOptions(Format.SAFETENSORS)
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint by name."""
+    checkpoint = open_checkpoint(path)
+    return {entry.name: checkpoint.read_tensor(entry.name) for entry in checkpoint.entries if entry.tensor}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint of three ranks, and what is in it."""
+    folder = tmp_path_factory.mktemp("sharded") / "dcp"
+    return folder, save_sharded(folder)
+
+
+def test_values_go_through_all_formats_bit_for_bit(tmp_path: Path) -> None:
+    expected = state()
+    torch.save(expected, tmp_path / "a.pt")
+    path = tmp_path / "a.pt"
+    chain = [
+        ("b", DCP),
+        ("c.safetensors", SAFETENSORS),
+        ("d", replace(SAFETENSORS, max_shard_gb=1e-7)),
+        ("e.pt", TORCH),
+        ("f.safetensors", SAFETENSORS),
+        ("g.pt", TORCH),
+        ("h", SAFETENSORS),
+        ("i", DCP),
+        ("j", DCP),
+        ("k.pt", TORCH),
+    ]
+    for name, options in chain:
+        done = convert_checkpoint(path, tmp_path / name, options)
+        path = tmp_path / name
+        assert done.path == path
+        assert_same(_values(path), expected)
+        verify_checkpoint(path)
+    assert_same(torch.load(path, weights_only=True), expected)
+    assert_same(load_file(tmp_path / "c.safetensors"), expected)
+    loaded = {name: torch.empty_like(value) for name, value in expected.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "j", no_dist=True)
+    assert_same(loaded, expected)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.pt", *(name for name, _ in chain)}
+
+
+def test_what_several_ranks_wrote_becomes_one_file(sharded: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, expected = sharded
+    convert_checkpoint(folder, tmp_path / "all.pt", TORCH)
+    assert_same(torch.load(tmp_path / "all.pt", weights_only=True), expected)
+    convert_checkpoint(folder, tmp_path / "model", replace(SAFETENSORS, part="model", max_shard_gb=3e-7))
+    files = sorted(path.name for path in (tmp_path / "model").iterdir())
+    assert files[0] == "model-00001-of-00003.safetensors"
+    assert files[-1] == "model.safetensors.index.json"
+    assert_same(_values(tmp_path / "model"), expected["model"])
+    convert_checkpoint(tmp_path / "all.pt", tmp_path / "dcp", DCP)
+    convert_checkpoint(tmp_path / "dcp", tmp_path / "again.pt", TORCH)
+    assert_same(torch.load(tmp_path / "again.pt", weights_only=True), expected)
+    model = MixedKinds()
+    model.load_state_dict(torch.load(tmp_path / "again.pt", weights_only=True)["model"])
+
+
+def test_a_step_of_a_run_becomes_a_file(tmp_path: Path) -> None:
+    save_steps(tmp_path)
+    checkpoint = open_checkpoint(tmp_path / "step-000002")
+    assert (checkpoint.step, checkpoint.world_size) == (2, 2)
+    convert_checkpoint(tmp_path / "step-000002", tmp_path / "model.pt", replace(TORCH, part="model"))
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert_same(loaded, {"weight": torch.full((7, 4), 2.0), "bias": torch.full((7,), 2.0)})
+
+
+def test_names_and_dtypes_are_changed_as_asked(sharded: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, expected = sharded
+    options = replace(TORCH, part="model", strip_prefix="first.", prefix="all.", dtype="bfloat16")
+    convert_checkpoint(folder, tmp_path / "model.pt", options)
+    renamed = {f"all.{name.removeprefix('first.')}": value for name, value in expected["model"].items()}
+    cast = {n: v.bfloat16() if v.is_floating_point() else v for n, v in renamed.items()}
+    assert_same(torch.load(tmp_path / "model.pt", weights_only=True), cast)
+
+
+def test_one_memory_is_written_once(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "b.safetensors", SAFETENSORS)
+    with safe_open(tmp_path / "b.safetensors", "pt") as file:
+        assert "tied" not in file.keys()  # noqa: SIM118
+        assert file.metadata() == {"format": "pt", "tied": "weight"}
+    convert_checkpoint(tmp_path / "b.safetensors", tmp_path / "c.pt", TORCH)
+    loaded = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert loaded["tied"].data_ptr() == loaded["weight"].data_ptr()
+    assert len({value.untyped_storage().data_ptr() for value in loaded.values()}) == len(loaded) - 1
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(4, 4, bias=False)
+        self.first = nn.Linear(4, 4, bias=False)
+        self.first.weight = self.second.weight
+
+
+def test_tied_models_of_safetensors_own_functions_come_and_go(tmp_path: Path) -> None:
+    model = _Tied()
+    save_model(model, str(tmp_path / "theirs.safetensors"))
+    convert_checkpoint(tmp_path / "theirs.safetensors", tmp_path / "a.pt", TORCH)
+    assert_same(torch.load(tmp_path / "a.pt", weights_only=True), model.state_dict())
+    torch.save(model.state_dict(), tmp_path / "b.pt")
+    convert_checkpoint(tmp_path / "b.pt", tmp_path / "ours.safetensors", SAFETENSORS)
+    other = _Tied()
+    assert load_model(other, tmp_path / "ours.safetensors") == (set(), [])
+    assert_same(other.state_dict(), model.state_dict())
+
+
+def test_files_are_what_the_package_safetensors_writes(tmp_path: Path) -> None:
+    values = {name: value.contiguous() for name, value in state().items() if name != "tied"}
+    save_file(values, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    torch.save(values, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "ours.safetensors", SAFETENSORS)
+    assert (tmp_path / "ours.safetensors").stat().st_size == (tmp_path / "theirs.safetensors").stat().st_size
+
+
+class _Counting(Values):
+    """Counts the bytes of tensors that were read and are still held."""
+
+    def __init__(self, inner: Values) -> None:
+        self.inner, self.entries = inner, inner.entries
+        self.held: dict[int, int] = {}
+        self.most = 0
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        import weakref
+
+        value = self.inner.read_tensor(name).clone()
+        key = id(value)
+        self.held[key] = value.nbytes
+        weakref.finalize(value, self.held.pop, key)
+        self.most = max(self.most, sum(self.held.values()))
+        return value
+
+    def read_other(self, name: str) -> Any:
+        return self.inner.read_other(name)
+
+
+@pytest.mark.parametrize("to", Format)
+def test_one_tensor_is_in_memory_at_a_time(to: Format, tmp_path: Path) -> None:
+    from fsdp_compile.formats.write_dcp import write_dcp
+    from fsdp_compile.formats.write_safetensors import write_safetensors
+    from fsdp_compile.formats.write_torch import write_torch
+
+    torch.save({f"weight{n}": torch.randn(100, 100) for n in range(8)}, tmp_path / "a.pt")
+    values = _Counting(open_checkpoint(tmp_path / "a.pt"))
+    match to:
+        case Format.DCP:
+            write_dcp(values, tmp_path / "b")
+        case Format.TORCH:
+            write_torch(values, tmp_path / "b")
+        case Format.SAFETENSORS:
+            write_safetensors(values, tmp_path / "b", 1e9)
+    assert 40000 <= values.most <= 80000
+
+
+def test_a_list_in_a_checkpoint_comes_back(tmp_path: Path) -> None:
+    inner = [{"lr": 0.1, "params": ["a", "b"]}, {"lr": 0.2, "params": []}]
+    values = {"state": {"a": {"step": torch.tensor(2.0)}}, "groups": inner, "tensors": [torch.ones(2), torch.zeros(1)]}
+    torch.save(values, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "b", DCP)
+    convert_checkpoint(tmp_path / "b", tmp_path / "c.pt", TORCH)
+    assert_same(torch.load(tmp_path / "c.pt", weights_only=True), values)
+
+
+def test_what_has_no_place_is_left_out_by_name(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2), "epoch": 3, "notes": {}}, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match="epoch is no tensor"):
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / "b.safetensors", SAFETENSORS)
+    done = convert_checkpoint(tmp_path / "a.pt", tmp_path / "b.safetensors", replace(SAFETENSORS, others=Others.DROP))
+    assert done.left_out == ("epoch", "notes")
+    assert_same(load_file(tmp_path / "b.safetensors"), {"weight": torch.ones(2)})
+    assert convert_checkpoint(tmp_path / "a.pt", tmp_path / "c", DCP).left_out == ("notes",)
+
+
+OPTIMIZER = {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+NESTED = {"model": {"weight": torch.full((2,), 1e5)}, "optimizer": OPTIMIZER, "epoch": 3}
+REFUSED: dict[str, tuple[object, ConvertOptions, str]] = {
+    "keys that are numbers": (NESTED, DCP, "optimizer.state in {a} has keys that are numbers"),
+    "the same to torch": (OPTIMIZER, TORCH, "state in {a} has keys that are numbers"),
+    "no such part": (NESTED, replace(TORCH, part="modle"), "{a} has no dictionary modle"),
+    "a part of a flat file": ({"model.weight": torch.ones(2)}, replace(DCP, part="model"), "--strip-prefix model."),
+    "dictionaries for safetensors": ({"a": {"b": torch.ones(2)}}, SAFETENSORS, "--part a"),
+    "a dtype for all": ({"a": {"b": torch.ones(2)}}, replace(DCP, dtype="float16"), "--dtype"),
+    "a prefix that no name has": ({"a": torch.ones(2)}, replace(DCP, strip_prefix="b."), "no name begins with b."),
+    "values that become infinite": (NESTED, replace(TORCH, part="model", dtype="float16"), "float16 cannot hold"),
+    "a name twice": ({"a.b": torch.ones(2), "b": torch.ones(2)}, replace(DCP, strip_prefix="a."), "two values of the name b"),
+    "no dtype of safetensors": ({"a": torch.ones(2, dtype=torch.complex128)}, SAFETENSORS, "a is of torch.complex128"),
+    "nothing": ({}, DCP, "nothing to convert"),
+    "sparse": ({"a": torch.ones(2).to_sparse()}, DCP, "layout torch.sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_converted_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    values, options, said = REFUSED[name]
+    torch.save(values, tmp_path / "a.pt")
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / "b", options)
+    assert said.format(a=tmp_path / "a.pt") in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_what_exists_is_not_touched(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    (tmp_path / "b").write_text("mine")
+    with pytest.raises(ConfigError, match="exists"):
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / "b", DCP)
+    assert (tmp_path / "b").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", Format)
+def test_a_conversion_that_fails_leaves_nothing(to: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "a.pt")
+
+    def fail(self: Checkpoint, name: str) -> torch.Tensor:
+        if name == "b":
+            raise OSError(28, "No space left on device", "/disk/file")
+        return torch.ones(2)
+
+    monkeypatch.setattr("fsdp_compile.formats.torch_file.TorchFile.read_tensor", fail)
+    with pytest.raises(CheckpointError, match=r"cannot write /disk/file: No space left on device"):
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / "b", ConvertOptions(to))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_an_index_is_what_transformers_reads(tmp_path: Path) -> None:
+    torch.save({f"w{n}": torch.full((10,), float(n)) for n in range(5)}, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "b", replace(SAFETENSORS, max_shard_gb=8e-8))
+    index = json.loads((tmp_path / "b" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 200}
+    assert index["weight_map"] == {
+        "w0": "model-00001-of-00003.safetensors",
+        "w1": "model-00001-of-00003.safetensors",
+        "w2": "model-00002-of-00003.safetensors",
+        "w3": "model-00002-of-00003.safetensors",
+        "w4": "model-00003-of-00003.safetensors",
+    }

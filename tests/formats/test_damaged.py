@@ -1,0 +1,295 @@
+"""Files that are not what was written, or were made to do harm: file and cause are named, nothing is executed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import fully_shard
+from fsdp_compile.cli.main import main
+from fsdp_compile.errors import CheckpointError
+from fsdp_compile.formats.convert import convert_checkpoint
+from fsdp_compile.formats.detect import open_checkpoint
+from fsdp_compile.formats.options import ConvertOptions, Format
+from fsdp_compile.formats.verify import Finite, verify_checkpoint
+from tests.formats.samples import save_sharded, save_steps
+from tests.ranks import run_ranks
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of each format."""
+    folder = tmp_path_factory.mktemp("written")
+    save_sharded(folder / "dcp")
+    save_steps(folder / "steps")
+    part = ConvertOptions(Format.TORCH, part="model")
+    convert_checkpoint(folder / "dcp", folder / "model.pt", part)
+    convert_checkpoint(folder / "model.pt", folder / "model.safetensors", ConvertOptions(Format.SAFETENSORS))
+    options = ConvertOptions(Format.SAFETENSORS, max_shard_gb=3e-7)
+    convert_checkpoint(folder / "model.pt", folder / "hf", options)
+    return folder
+
+
+def _truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 9)
+
+
+def _flip(file: Path) -> None:
+    """Changes a byte of the first tensor that a file has."""
+    contents = bytearray(file.read_bytes())
+    # Records of data begin at multiples of 64; the one of a tensor's bytes is named data/0.
+    start = contents.index(b"data/0") + 64 if b"data/0" in contents else len(contents) // 2
+    contents[start - start % 64 + 1] ^= 1
+    file.write_bytes(contents)
+
+
+def _replace(file: Path) -> None:
+    file.write_bytes(b"foreign" * 100)
+
+
+def _harm(file: Path) -> None:
+    torch.save({"weight": torch.ones(2), "harm": Hostile(file.parent / "executed")}, file)
+
+
+def _harm_by_pickle(file: Path) -> None:
+    file.write_bytes(pickle.dumps(Hostile(file.parent / "executed"), protocol=2))
+
+
+def _metadata(file: Path) -> Metadata:
+    return pickle.loads(file.read_bytes())
+
+
+def _harm_in_metadata(file: Path) -> None:
+    metadata = _metadata(file)
+    metadata.planner_data = Hostile(file.parent / "executed")
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def _harm_in_value(file: Path) -> None:
+    metadata = _metadata(file)
+    hostile = io.BytesIO()
+    torch.save(Hostile(file.parent / "executed"), hostile)
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "optimizer.param_groups.first.bias.lr":
+            shard = file.with_name(info.relative_path)
+            info.offset, info.length = shard.stat().st_size, len(hostile.getvalue())
+            with shard.open("ab") as end:
+                end.write(hostile.getvalue())
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def _change_chunks(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def damage(file: Path) -> None:
+        metadata = _metadata(file)
+        change(metadata.state_dict_metadata["model.first.weight"])
+        file.write_bytes(pickle.dumps(metadata))
+
+    return damage
+
+
+def _grow(described: Any) -> None:
+    described.size = torch.Size([10**9, 10**9])
+    described.chunks[:] = [ChunkStorageMetadata(torch.Size([0, 0]), described.size)]
+
+
+def _lose_a_chunk(described: Any) -> None:
+    del described.chunks[-1]
+
+
+def _double_a_chunk(described: Any) -> None:
+    described.chunks.append(ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([1, 1])))
+
+
+def _change_dtype(described: Any) -> None:
+    described.properties.dtype = torch.int32
+
+
+def _lose_a_place(file: Path) -> None:
+    metadata = _metadata(file)
+    lost = next(index for index in metadata.storage_data if index.fqn == "model.first.weight")
+    del metadata.storage_data[lost]
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def _move(file: Path) -> None:
+    metadata = _metadata(file)
+    for info in metadata.storage_data.values():
+        info.relative_path = "../" + info.relative_path
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def _contradict(file: Path) -> None:
+    metadata = _metadata(file)
+    metadata.planner_data["model.scale"] = ("model", "first.weight")
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def _rename_in_index(file: Path) -> None:
+    file.write_text(file.read_text().replace("first.weight", "first.weihgt"))
+
+
+def _forget_in_index(file: Path) -> None:
+    index = json.loads(file.read_text())
+    del index["weight_map"]["first.weight"]
+    file.write_text(json.dumps(index))
+
+
+def _point_elsewhere(file: Path) -> None:
+    file.write_text(file.read_text().replace("model-00001", "../model-00001"))
+
+
+DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
+    "shard, missing": ("dcp", "__1_0.distcp", Path.unlink, "cannot read {file}: No such file or directory"),
+    "shard, cut off": ("dcp", "__1_0.distcp", _truncate, "{file} has "),
+    "shard, flipped": ("dcp", "__0_0.distcp", _flip, "the contents of {file}, bytes "),
+    "shard, foreign": ("dcp", "__2_0.distcp", _replace, "{file} has 700 bytes, and should have "),
+    "metadata, cut off": ("dcp", ".metadata", _truncate, "cannot read {file}: "),
+    "metadata, foreign": ("dcp", ".metadata", _replace, "cannot read {file}: "),
+    "metadata, hostile": ("dcp", ".metadata", _harm_in_metadata, "refers to posix.mkdir, which no checkpoint needs"),
+    "a value, hostile": ("dcp", ".metadata", _harm_in_value, "refers to posix.mkdir, which no checkpoint needs"),
+    "chunks, lost": ("dcp", ".metadata", _change_chunks(_lose_a_chunk), "wrongly: its parts have "),
+    "chunks, twice": ("dcp", ".metadata", _change_chunks(_double_a_chunk), "[0:1, 0:1] overlap"),
+    "chunks, too large": ("dcp", ".metadata", _change_chunks(_grow), "does not say where model.first.weight"),
+    "another dtype": ("dcp", ".metadata", _change_chunks(_change_dtype), "has no torch.int32 of shape "),
+    "a chunk nowhere": ("dcp", ".metadata", _lose_a_place, "does not say where model.first.weight, from ["),
+    "a file elsewhere": ("dcp", ".metadata", _move, "../__"),
+    "a place that is taken": ("dcp", ".metadata", _contradict, "the place of model.scale is "),
+    "step, flipped": ("steps/step-000002", "__0_0.distcp", _flip, "the contents of {file} have changed: its SHA-256"),
+    "step, without file": ("steps/step-000002", "__1_0.distcp", Path.unlink, "cannot read {file}: No such file"),
+    "step, marker cut off": ("steps/step-000002", "complete.json", _truncate, "{file} is damaged: JSONDecodeError"),
+    "torch, cut off": ("model.pt", "", _truncate, "cannot read {file}: "),
+    "torch, flipped": ("model.pt", "", _flip, "the contents of {file} have changed: the checksum of "),
+    "torch, hostile": ("model.pt", "", _harm, "cannot read {file}: it refers to posix.mkdir, which no checkpoint needs"),
+    "a pickle": ("model.pt", "", _harm_by_pickle, "{file} is a pickle, or a file of torch.save before torch 1.6"),
+    "foreign": ("model.pt", "", _replace, "{file} is no checkpoint: it begins with b'foreignfo'"),
+    "no dictionary": ("model.pt", "", lambda file: torch.save([torch.ones(2)], file), "{file} holds a list"),
+    "safetensors, cut off": ("model.safetensors", "", _truncate, "cannot read {file}: "),
+    "index, missing": ("hf", "model.safetensors.index.json", Path.unlink, "3 files of safetensors, and no"),
+    "index, cut off": ("hf", "model.safetensors.index.json", _truncate, "cannot read {file}: JSONDecodeError"),
+    "index, another name": ("hf", "model.safetensors.index.json", _rename_in_index, "has no first.weihgt, which "),
+    "index, no name": ("hf", "model.safetensors.index.json", _forget_in_index, "has first.weight, which {file} does"),
+    "index, elsewhere": ("hf", "model.safetensors.index.json", _point_elsewhere, "refers to ../model-00001-of-00003"),
+    "a shard, missing": ("hf", "model-00002-of-00003.safetensors", Path.unlink, "cannot read {file}: No such file"),
+    "a shard, cut off": ("hf", "model-00002-of-00003.safetensors", _truncate, "cannot read {file}: "),
+}
+"""The checkpoint, its file that is damaged, how, and a part of what is said."""
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_file_and_cause_are_named(
+    name: str, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, inner, damage, said = DAMAGE[name]
+    copied = tmp_path / "copy"
+    shutil.copytree(written, copied)
+    assert main(["checkpoint", "verify", str(copied / checkpoint)]) == 0
+    file = copied / checkpoint / inner
+    damage(file)
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", str(copied / checkpoint)]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert said.format(file=file) in shown.err
+    assert str(copied) in shown.err
+    assert len(shown.err.splitlines()) <= 2
+    assert not list(copied.rglob("executed"))
+
+
+def test_the_hostile_files_would_do_what_they_say(written: Path, tmp_path: Path) -> None:
+    """So that the test before tests something."""
+    shutil.copy(written / "model.pt", tmp_path)
+    _harm(tmp_path / "model.pt")
+    torch.load(tmp_path / "model.pt", weights_only=False)
+    assert (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e5m2], ids=str)
+def test_values_that_are_not_finite_are_found_if_asked_for(value: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    weight = torch.ones(3, 2)
+    weight[1, 1] = value
+    torch.save({"fine": torch.ones(2), "count": torch.tensor(3), "weight": weight.to(dtype)}, tmp_path / "a.pt")
+    verify_checkpoint(tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=rf"weight in {tmp_path}/a.pt has values that are not finite"):
+        verify_checkpoint(tmp_path / "a.pt", Finite.REQUIRE)
+
+
+def _save_local(folder: Path) -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 7), device_id=torch.device("cpu"))
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    state = model.state_dict()
+    dcp.save({"model": state}, checkpoint_id=folder / "dcp")
+    if dist.get_rank() == 0:
+        torch.save(state, folder / "rank0.pt")
+
+
+def test_flat_parameters_of_fsdp1_are_refused_by_name(tmp_path: Path) -> None:
+    run_ranks(_save_local, tmp_path)
+    with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT of FSDP1: model\._flat_param") as caught:
+        open_checkpoint(tmp_path / "dcp")
+    assert "SHARDED_STATE_DICT" in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"ShardedTensor, which no checkpoint needs: a file of one rank's rows"):
+        open_checkpoint(tmp_path / "rank0.pt")
+
+
+def _save_rows(folder: Path) -> None:
+    model = fully_shard(nn.Linear(4, 7))
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), folder / "rank0.pt")
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, DTensor)}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder / "hf"), save_distributed=True))
+
+
+def test_files_of_one_ranks_rows_are_refused_by_name(tmp_path: Path) -> None:
+    run_ranks(_save_rows, tmp_path)
+    with pytest.raises(CheckpointError, match="a file of one rank's rows|weight in .* is a DTensor"):
+        open_checkpoint(tmp_path / "rank0.pt")
+    file = sorted((tmp_path / "hf").iterdir())[0]
+    with pytest.raises(CheckpointError, match="has rows of one rank, and does not say of how many"):
+        open_checkpoint(file)
+
+
+def test_a_shard_by_itself_is_refused(written: Path) -> None:
+    with pytest.raises(CheckpointError, match="is one file of a folder of torch.distributed.checkpoint"):
+        open_checkpoint(written / "dcp" / "__0_0.distcp")
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("none")
+    with pytest.raises(CheckpointError, match=r"has neither \.metadata nor model\.safetensors\.index\.json nor"):
+        open_checkpoint(tmp_path)
+
+
+def test_tensors_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    contents = (tmp_path / "a.safetensors").read_bytes().replace(b'"F32"', b'"F9_"')
+    (tmp_path / "a.safetensors").write_bytes(contents)
+    with pytest.raises(CheckpointError, match=rf"cannot read {tmp_path}/a.safetensors: SafetensorError"):
+        open_checkpoint(tmp_path / "a.safetensors")

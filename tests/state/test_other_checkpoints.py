@@ -1,0 +1,278 @@
+"""Checkpoints of FSDP2, FSDP1, DDP and one process, and safetensors, in and out: every value comes back bit for bit.
+
+With uneven, tied, bfloat16 and frozen parameters, and a number where the other side takes one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn, optim
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_compile import full_tensors, fully_shard, load_from_rank0
+from tests.models.outlines import MixedKinds
+from tests.ranks import run_ranks
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+class WithoutNumber(MixedKinds):
+    """Neither FSDP1 nor FSDP2 takes a 0-d parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 1.5))
+
+
+def _made(kind: type[nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind()
+
+
+def _adamw(model: nn.Module) -> optim.Optimizer:
+    """With state that differs from parameter to parameter, as after two steps."""
+    optimizer = optim.AdamW(model.parameters(), lr=0.05)
+    for _ in range(2):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = parameter.detach() * 0.1
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _plain(kind: type[nn.Module]) -> tuple[nn.Module, optim.Optimizer]:
+    model = _made(kind, seed=0)
+    return model, _adamw(model)
+
+
+def _ours(kind: type[nn.Module], seed: int = 0, mesh: tuple[int, ...] | None = None) -> tuple[nn.Module, optim.Optimizer]:
+    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :]) if mesh else None
+    model = fully_shard(_made(kind, seed), mesh=device_mesh)
+    return model, _adamw(model)
+
+
+def _fsdp2(kind: type[nn.Module], seed: int = 0) -> tuple[nn.Module, optim.Optimizer]:
+    model: Any = _made(kind, seed)
+    fsdp2_fully_shard(model.narrow)  # one dtype per group
+    fsdp2_fully_shard(model)
+    return model, _adamw(model)
+
+
+def _fsdp1(kind: type[nn.Module], *, dtensors: bool) -> tuple[nn.Module, optim.Optimizer]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dtensors else None
+    torch.manual_seed(0)
+    model = kind()
+    whole = FullyShardedDataParallel(
+        model,
+        # One dtype per flat parameter.
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module is getattr(model, "narrow"),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+        device_mesh=mesh,
+    )
+    return whole, _adamw(whole)
+
+
+def _values(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
+    """Every value of model and optimizer, full, by name."""
+    states = copy.deepcopy((get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)))
+    return {"model": states[0], **states[1]}
+
+
+def _assert_same(mine: Any, theirs: Any, where: str = "") -> None:
+    """Bit for bit, in nested dictionaries and lists."""
+    if isinstance(theirs, dict):
+        assert set(mine) == set(theirs), where
+        for key, value in theirs.items():
+            _assert_same(mine[key], value, f"{where}.{key}")
+    elif isinstance(theirs, torch.Tensor):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), where
+        bits = [value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (mine, theirs)]
+        assert torch.equal(*bits), where
+    else:
+        assert mine == theirs, where
+
+
+def _save(model: nn.Module, optimizer: optim.Optimizer, folder: Path) -> None:
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+
+
+def _load(model: nn.Module, optimizer: optim.Optimizer, folder: Path) -> None:
+    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+
+
+def _save_ours(kind: type[nn.Module], folder: Path, mesh: tuple[int, ...]) -> dict[str, Any]:
+    model, optimizer = _ours(kind, mesh=mesh)
+    _save(model, optimizer, folder)
+    return _values(model, optimizer)
+
+
+def _load_ours(kind: type[nn.Module], folder: Path, mesh: tuple[int, ...]) -> dict[str, Any]:
+    model, optimizer = _ours(kind, seed=1, mesh=mesh)
+    _load(model, optimizer, folder)
+    return _values(model, optimizer)
+
+
+MESHES = [(1,), (2,), (3,), (2, 2)]
+
+
+def _world_size(mesh: tuple[int, ...]) -> int:
+    return torch.Size(mesh).numel()
+
+
+@pytest.mark.parametrize("saved_on", MESHES, ids=str)
+def test_a_checkpoint_is_loaded_by_any_number_of_ranks_and_by_replicas(saved_on: tuple[int, ...], tmp_path: Path) -> None:
+    expected = run_ranks(_save_ours, MixedKinds, tmp_path, saved_on, world_size=_world_size(saved_on))[0]
+    assert len(expected["state"]) == 9
+    for loaded_on in MESHES:
+        loaded = run_ranks(_load_ours, MixedKinds, tmp_path, loaded_on, world_size=_world_size(loaded_on))[0]
+        _assert_same(loaded, expected)
+
+
+def _save_fsdp2(folder: Path) -> dict[str, Any]:
+    model, optimizer = _fsdp2(WithoutNumber)
+    _save(model, optimizer, folder)
+    return _values(model, optimizer)
+
+
+def _load_fsdp2(folder: Path) -> dict[str, Any]:
+    model, optimizer = _fsdp2(WithoutNumber, seed=1)
+    _load(model, optimizer, folder)
+    return _values(model, optimizer)
+
+
+def test_fsdp2s_checkpoints_are_loaded_here_and_ours_there(tmp_path: Path) -> None:
+    theirs = run_ranks(_save_fsdp2, tmp_path / "theirs")[0]
+    ours = run_ranks(_save_ours, WithoutNumber, tmp_path / "ours", (3,), world_size=3)[0]
+    _assert_same(run_ranks(_load_ours, WithoutNumber, tmp_path / "theirs", (3,), world_size=3)[0], theirs)
+    _assert_same(run_ranks(_load_fsdp2, tmp_path / "ours")[0], ours)
+
+
+def _save_fsdp1(folder: Path, *, dtensors: bool) -> dict[str, Any]:
+    model, optimizer = _fsdp1(WithoutNumber, dtensors=dtensors)
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    state = model.state_dict()
+    assert any(isinstance(value, DTensor) for value in state.values()) == dtensors
+    dcp.save(
+        {"model": state, "optimizer": FullyShardedDataParallel.optim_state_dict(model, optimizer)}, checkpoint_id=folder
+    )
+    return _values(model, optimizer)
+
+
+@pytest.mark.parametrize("dtensors", [True, False], ids=["DTensor", "ShardedTensor"])
+def test_fsdp1s_sharded_checkpoints_are_loaded(dtensors: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    expected = run_ranks(_save_fsdp1, tmp_path, dtensors=dtensors)[0]
+    _assert_same(run_ranks(_load_ours, WithoutNumber, tmp_path, (3,), world_size=3)[0], expected)
+
+
+def _load_full(kind: type[nn.Module], folder: Path) -> dict[str, Any]:
+    """From files of `torch.save` that rank 0 alone reads."""
+    model, optimizer = _ours(kind, seed=1)
+    is_first = dist.get_rank() == 0
+    load_from_rank0(model, torch.load(folder / "model.pt") if is_first else None)
+    state = torch.load(folder / "optimizer.pt") if is_first else {}
+    set_optimizer_state_dict(model, optimizer, state, options=FROM_RANK_0)
+    return _values(model, optimizer)
+
+
+def _save_full(folder: Path, state: dict[str, Any], of_optimizer: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        torch.save(state, folder / "model.pt")
+        torch.save(of_optimizer, folder / "optimizer.pt")
+
+
+def _save_fsdp1_full(folder: Path) -> dict[str, Any]:
+    model, optimizer = _fsdp1(WithoutNumber, dtensors=False)
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    _save_full(folder, model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer))
+    return _values(model, optimizer)
+
+
+def test_fsdp1s_full_checkpoints_are_loaded(tmp_path: Path) -> None:
+    expected = run_ranks(_save_fsdp1_full, tmp_path)[0]
+    _assert_same(run_ranks(_load_full, WithoutNumber, tmp_path, world_size=3)[0], expected)
+
+
+def _ddp(kind: type[nn.Module]) -> tuple[nn.Module, optim.Optimizer]:
+    model = DistributedDataParallel(_made(kind, seed=0))
+    return model, _adamw(model)
+
+
+def _save_ddp(folder: Path) -> dict[str, Any]:
+    model, optimizer = _ddp(MixedKinds)
+    _save(model, optimizer, folder / "dcp")
+    values = _values(model, optimizer)
+    _save_full(folder, model.module.state_dict(), {key: values[key] for key in ("state", "param_groups")})
+    return values
+
+
+def test_ddps_checkpoints_are_loaded(tmp_path: Path) -> None:
+    expected = run_ranks(_save_ddp, tmp_path)[0]
+    plain = _values(*_plain(MixedKinds))
+    _assert_same(expected, plain)
+    _assert_same(run_ranks(_load_ours, MixedKinds, tmp_path / "dcp", (3,), world_size=3)[0], expected)
+    _assert_same(run_ranks(_load_full, MixedKinds, tmp_path, world_size=3)[0], expected)
+
+
+def _load_plain(folder: Path) -> dict[str, Any]:
+    model, optimizer = _made(MixedKinds, seed=1), None
+    optimizer = _adamw(model)
+    _load(model, optimizer, folder)
+    return _values(model, optimizer)
+
+
+def test_one_process_without_fsdp_loads_ours(tmp_path: Path) -> None:
+    expected = run_ranks(_save_ours, MixedKinds, tmp_path, (3,), world_size=3)[0]
+    _assert_same(run_ranks(_load_plain, tmp_path, world_size=1)[0], expected)
+
+
+def _through_safetensors(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, _ = _ours(MixedKinds)
+    expected = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    # One name for each memory, and the buffers, which `full_tensors` does not give.
+    out = dict(full_tensors(model)) | dict(model.named_buffers())
+    if dist.get_rank() == 0:
+        save_file({name: value for name, value in out.items() if name in expected}, folder / "model.safetensors")
+    dist.barrier()
+    first, _ = _ours(MixedKinds, seed=1)
+    load_from_rank0(first, load_file(folder / "model.safetensors") if dist.get_rank() == 0 else None)
+    into_shards, _ = _ours(MixedKinds, seed=2)
+    state = {name: value for name, value in into_shards.state_dict().items() if name != "tied.weight"}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    for loaded in (first, into_shards):
+        _assert_same(get_model_state_dict(loaded, options=StateDictOptions(full_state_dict=True)), expected)
+
+
+@pytest.mark.optional
+def test_safetensors_go_out_and_come_in(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    run_ranks(_through_safetensors, tmp_path, world_size=3)
