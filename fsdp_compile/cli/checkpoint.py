@@ -108,7 +108,7 @@ def _verify(paths: Sequence[Path], *, require_finite: bool) -> int:
     from fsdp_compile.formats.verify import Finite, verify_checkpoint
 
     status = 0
-    for path in (each for path in paths for each in step_folders(path)):
+    for path in [folder for each in paths for folder in step_folders(each)]:
         try:
             verified = verify_checkpoint(path, Finite.REQUIRE if require_finite else Finite.IGNORE)
         except CheckpointError as error:
@@ -116,8 +116,9 @@ def _verify(paths: Sequence[Path], *, require_finite: bool) -> int:
             status = 1
             continue
         entries = verified.checkpoint.entries
+        size = f"{len(list(tensors(entries)))} tensors, {_size(nbytes(entries))}"
         finite = ", all values finite" if require_finite else ""
-        print(f"{path} is right: {len(list(tensors(entries)))} tensors, {_size(nbytes(entries))}, {verified.compared}{finite}")
+        print(f"{path} is right: {size}, {verified.compared}{finite}")
     return status
 
 
@@ -194,10 +195,11 @@ def _summary(described: dict[str, Any]) -> str:
     for each in described["tensors"]:
         if each["tied_to"] is None:
             sizes[each["dtype"]] = sizes.get(each["dtype"], 0) + each["bytes"]
+    each_size = ", ".join(f"{_size(count)} {dtype}" for dtype, count in sizes.items())
+    counts = f"{len(described['tensors'])} tensors, {len(described['others'])} other values"
     known = [
         f"{described['path']}: {described['description']}",
-        f"{len(described['tensors'])} tensors, {len(described['others'])} other values, {_size(described['bytes'])} "
-        f"({', '.join(f'{_size(count)} {dtype}' for dtype, count in sizes.items())}), {described['files']} files",
+        f"{counts}, {_size(described['bytes'])} ({each_size}), {described['files']} files",
     ]
     if described["world_size"] is not None:
         known.append(f"written by {described['world_size']} ranks")

@@ -42,7 +42,7 @@ def _is_inside(shape: tuple[int, ...], box: Box) -> bool:
     if not len(shape) == len(box.offsets) == len(box.sizes):
         return False
     each = zip(shape, box.offsets, box.sizes, strict=True)
-    return all(0 <= o and 0 <= s and o + s <= length for length, o, s in each)
+    return all(o >= 0 and s >= 0 and o + s <= length for length, o, s in each)
 
 
 def _overlapping(shape: tuple[int, ...], boxes: list[Box]) -> list[tuple[Box, Box]]:

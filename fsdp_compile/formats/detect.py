@@ -67,7 +67,7 @@ def _open_file(path: Path) -> Checkpoint:
     if start.startswith(_PICKLE):
         raise CheckpointError(
             f"{path} is a pickle, or a file of torch.save before torch 1.6",
-            instead="torch.save(torch.load(file, weights_only=True), another), which is read without unpickling it whole",
+            instead="torch.save(torch.load(file, weights_only=True), another)",
         )
     if len(start) == 9 and struct.unpack("<Q", start[:8])[0] <= _LONGEST_HEADER and start[8:] == b"{":
         return SafetensorsFiles(path)

@@ -63,8 +63,9 @@ def check_convert(source: Path, target: Path, options: ConvertOptions) -> None:
     check_exists(source)
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists", where="DST", instead="a name that is free")
-    if not target.absolute().parent.is_dir():
-        raise ConfigError(f"{target.absolute().parent} is no folder", where="DST", instead="a path in a folder that exists")
+    folder = target.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder", where="DST", instead="a path in a folder that exists")
     if not options.max_shard_gb > 0:
         raise ConfigError(f"files of {options.max_shard_gb} GB hold nothing", where="--max-shard-gb", instead="5")
     if options.to is Format.SAFETENSORS:

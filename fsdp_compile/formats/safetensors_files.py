@@ -91,7 +91,7 @@ class SafetensorsFiles(Checkpoint):
             return [self.path / name for name in sorted(set(self._index.values()))]
         found = sorted(file for file in self.path.iterdir() if file.suffix == SUFFIX)
         if len(found) > 1:
-            raise CheckpointError(f"{self.path} has {len(found)} files of safetensors, and no {INDEX} that says of what")
+            raise CheckpointError(f"{self.path} has {len(found)} files of safetensors, and no {INDEX}")
         return found
 
     def _entries(self, file: Path) -> Iterator[Entry]:

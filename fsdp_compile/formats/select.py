@@ -103,11 +103,11 @@ def _renamed(source: Checkpoint, options: ConvertOptions, places: dict[str, Plac
             where=where,
             instead=f"--part {_parts(source)}",
         )
-    if options.strip_prefix and not any(name.startswith(options.strip_prefix) for place in places.values() for name in map(str, place)):
-        raise ConfigError(f"no name begins with {options.strip_prefix}", where="--strip-prefix")
     if where is None:
         return places
     flat = {name: str(place[0]) for name, place in places.items()}
+    if options.strip_prefix and not any(key.startswith(options.strip_prefix) for key in flat.values()):
+        raise ConfigError(f"no name begins with {options.strip_prefix}", where="--strip-prefix")
     return {name: (options.prefix + key.removeprefix(options.strip_prefix),) for name, key in flat.items()}
 
 

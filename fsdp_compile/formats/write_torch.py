@@ -1,7 +1,7 @@
 """Writes a file of `torch.save`, one tensor in memory at a time.
 
-`torch.save` takes all tensors at once. They lie in a scratch file that is mapped into memory, which the system writes to
-disk and drops as it likes: so a conversion takes the disk twice, and memory for one tensor.
+`torch.save` takes all tensors at once. They lie in a scratch file that is mapped into memory, which the system writes
+to disk and drops as it likes: so a conversion takes the disk twice, and memory for one tensor.
 """
 
 from __future__ import annotations

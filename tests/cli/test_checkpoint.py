@@ -97,7 +97,7 @@ def test_an_unknown_option_is_refused_with_the_nearest(file: Path, capsys: pytes
 def test_safetensors_that_are_not_installed_are_named(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp_compile.formats.options.find_spec", lambda name: None)
+    monkeypatch.setattr("fsdp_compile.formats.options.find_spec", lambda _: None)
     command = ["checkpoint", "convert", str(file), str(file.parent / "b"), "--to", "safetensors", "--part", "model"]
     assert main(command) == 2
     assert "pip install 'fsdp-compile[safetensors]'" in capsys.readouterr().err

@@ -215,7 +215,11 @@ REFUSED: dict[str, tuple[object, ConvertOptions, str]] = {
     "a dtype for all": ({"a": {"b": torch.ones(2)}}, replace(DCP, dtype="float16"), "--dtype"),
     "a prefix that no name has": ({"a": torch.ones(2)}, replace(DCP, strip_prefix="b."), "no name begins with b."),
     "values that become infinite": (NESTED, replace(TORCH, part="model", dtype="float16"), "float16 cannot hold"),
-    "a name twice": ({"a.b": torch.ones(2), "b": torch.ones(2)}, replace(DCP, strip_prefix="a."), "two values of the name b"),
+    "a name twice": (
+        {"a.b": torch.ones(2), "b": torch.ones(2)},
+        replace(DCP, strip_prefix="a."),
+        "two values of the name b",
+    ),
     "no dtype of safetensors": ({"a": torch.ones(2, dtype=torch.complex128)}, SAFETENSORS, "a is of torch.complex128"),
     "nothing": ({}, DCP, "nothing to convert"),
     "sparse": ({"a": torch.ones(2).to_sparse()}, DCP, "layout torch.sparse_coo"),

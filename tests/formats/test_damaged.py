@@ -186,7 +186,12 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
     "step, marker cut off": ("steps/step-000002", "complete.json", _truncate, "{file} is damaged: JSONDecodeError"),
     "torch, cut off": ("model.pt", "", _truncate, "cannot read {file}: "),
     "torch, flipped": ("model.pt", "", _flip, "the contents of {file} have changed: the checksum of "),
-    "torch, hostile": ("model.pt", "", _harm, "cannot read {file}: it refers to posix.mkdir, which no checkpoint needs"),
+    "torch, hostile": (
+        "model.pt",
+        "",
+        _harm,
+        "cannot read {file}: it refers to posix.mkdir, which no checkpoint needs",
+    ),
     "a pickle": ("model.pt", "", _harm_by_pickle, "{file} is a pickle, or a file of torch.save before torch 1.6"),
     "foreign": ("model.pt", "", _replace, "{file} is no checkpoint: it begins with b'foreignfo'"),
     "no dictionary": ("model.pt", "", lambda file: torch.save([torch.ones(2)], file), "{file} holds a list"),
@@ -203,9 +208,7 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_file_and_cause_are_named(
-    name: str, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_file_and_cause_are_named(name: str, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, inner, damage, said = DAMAGE[name]
     copied = tmp_path / "copy"
     shutil.copytree(written, copied)
@@ -269,7 +272,7 @@ def _save_rows(folder: Path) -> None:
 
 def test_files_of_one_ranks_rows_are_refused_by_name(tmp_path: Path) -> None:
     run_ranks(_save_rows, tmp_path)
-    with pytest.raises(CheckpointError, match="a file of one rank's rows|weight in .* is a DTensor"):
+    with pytest.raises(CheckpointError, match=r"a file of one rank's rows|weight in .* is a DTensor"):
         open_checkpoint(tmp_path / "rank0.pt")
     file = sorted((tmp_path / "hf").iterdir())[0]
     with pytest.raises(CheckpointError, match="has rows of one rank, and does not say of how many"):
@@ -277,7 +280,7 @@ def test_files_of_one_ranks_rows_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_shard_by_itself_is_refused(written: Path) -> None:
-    with pytest.raises(CheckpointError, match="is one file of a folder of torch.distributed.checkpoint"):
+    with pytest.raises(CheckpointError, match=r"is one file of a folder of torch\.distributed\.checkpoint"):
         open_checkpoint(written / "dcp" / "__0_0.distcp")
 
 

@@ -6,7 +6,6 @@ With uneven, tied, bfloat16 and frozen parameters, and a number where the other 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,7 +67,9 @@ def _plain(kind: type[nn.Module]) -> tuple[nn.Module, optim.Optimizer]:
     return model, _adamw(model)
 
 
-def _ours(kind: type[nn.Module], seed: int = 0, mesh: tuple[int, ...] | None = None) -> tuple[nn.Module, optim.Optimizer]:
+def _ours(
+    kind: type[nn.Module], seed: int = 0, mesh: tuple[int, ...] | None = None
+) -> tuple[nn.Module, optim.Optimizer]:
     device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :]) if mesh else None
     model = fully_shard(_made(kind, seed), mesh=device_mesh)
     return model, _adamw(model)
@@ -84,12 +84,11 @@ def _fsdp2(kind: type[nn.Module], seed: int = 0) -> tuple[nn.Module, optim.Optim
 
 def _fsdp1(kind: type[nn.Module], *, dtensors: bool) -> tuple[nn.Module, optim.Optimizer]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dtensors else None
-    torch.manual_seed(0)
-    model = kind()
+    model: Any = _made(kind, seed=0)
     whole = FullyShardedDataParallel(
         model,
         # One dtype per flat parameter.
-        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module is getattr(model, "narrow"),
+        auto_wrap_policy=CustomPolicy(lambda module: module is model.narrow),
         use_orig_params=True,
         device_id=torch.device("cpu"),
         device_mesh=mesh,
@@ -99,7 +98,9 @@ def _fsdp1(kind: type[nn.Module], *, dtensors: bool) -> tuple[nn.Module, optim.O
 
 def _values(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     """Every value of model and optimizer, full, by name."""
-    states = copy.deepcopy((get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)))
+    states = copy.deepcopy(
+        (get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL))
+    )
     return {"model": states[0], **states[1]}
 
 
@@ -148,7 +149,9 @@ def _world_size(mesh: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("saved_on", MESHES, ids=str)
-def test_a_checkpoint_is_loaded_by_any_number_of_ranks_and_by_replicas(saved_on: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_by_any_number_of_ranks_and_by_replicas(
+    saved_on: tuple[int, ...], tmp_path: Path
+) -> None:
     expected = run_ranks(_save_ours, MixedKinds, tmp_path, saved_on, world_size=_world_size(saved_on))[0]
     assert len(expected["state"]) == 9
     for loaded_on in MESHES:
