@@ -116,7 +116,7 @@ def _verify(paths: Sequence[Path], *, require_finite: bool) -> int:
             status = 1
             continue
         entries = verified.checkpoint.entries
-        size = f"{len(list(tensors(entries)))} tensors, {_size(nbytes(entries))}"
+        size = f"{_count(list(tensors(entries)), 'tensor')}, {_size(nbytes(entries))}"
         finite = ", all values finite" if require_finite else ""
         print(f"{path} is right: {size}, {verified.compared}{finite}")
     return status
@@ -137,7 +137,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     from fsdp_compile.formats.entries import nbytes, tensors
 
     done = convert_checkpoint(arguments.source, arguments.target, options)
-    print(f"wrote {done.path}: {len(list(tensors(done.entries)))} tensors, {_size(nbytes(done.entries))}")
+    print(f"wrote {done.path}: {_count(list(tensors(done.entries)), 'tensor')}, {_size(nbytes(done.entries))}")
     for name in done.left_out:
         print(f"left out: {name}")
     return 0
@@ -153,7 +153,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
         "description": checkpoint.description,
         "world_size": checkpoint.world_size,
         "step": checkpoint.step,
-        "files": len(checkpoint.files()),
+        "files": [path.name for path in checkpoint.files()],
         "bytes": nbytes(checkpoint.entries),
         "tensors": [
             {
@@ -196,20 +196,24 @@ def _summary(described: dict[str, Any]) -> str:
         if each["tied_to"] is None:
             sizes[each["dtype"]] = sizes.get(each["dtype"], 0) + each["bytes"]
     each_size = ", ".join(f"{_size(count)} {dtype}" for dtype, count in sizes.items())
-    counts = f"{len(described['tensors'])} tensors, {len(described['others'])} other values"
+    counts = f"{_count(described['tensors'], 'tensor')}, {_count(described['others'], 'other value')}"
     known = [
         f"{described['path']}: {described['description']}",
-        f"{counts}, {_size(described['bytes'])} ({each_size}), {described['files']} files",
+        f"{counts}, {_size(described['bytes'])} ({each_size}), {_count(described['files'], 'file')}",
     ]
     if described["world_size"] is not None:
-        known.append(f"written by {described['world_size']} ranks")
+        known.append(f"ranks that wrote it: {described['world_size']}")
     if described["step"] is not None:
-        known.append(f"after {described['step']} steps")
+        known.append(f"steps that were done: {described['step']}")
     return "\n".join(known)
 
 
 def _dtype(tensor: dict[str, Any]) -> str:
     return tensor["dtype"] if tensor["tied_to"] is None else f"{tensor['dtype']}, tied to {tensor['tied_to']}"
+
+
+def _count(things: Sequence[object], noun: str) -> str:
+    return f"{len(things)} {noun}" if len(things) == 1 else f"{len(things)} {noun}s"
 
 
 def _size(count: int) -> str:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from fsdp_compile.errors import CheckpointError, FSDPCompileError
 
-_REFUSED = re.compile(r"(?:Unsupported global: GLOBAL|Trying to (?:load|instantiate) unsupported) (\S+)")
+_REFUSED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|unsupported class) ([\w.]+)")
 _SHARDS = ("ShardedTensor", "DTensor", "DeviceMesh")
 
 
@@ -24,7 +24,7 @@ def cause(error: BaseException) -> str:
     text = str(error)
     if refused := _REFUSED.search(text):
         return f"it refers to {refused[1]}, which no checkpoint needs{_hint(refused[1])}"
-    first = next(iter(text.splitlines()), "").strip()
+    first = next(iter(text.splitlines()), "").strip().split(". ")[0]  # torch goes on with advice
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
