@@ -37,6 +37,8 @@ class Converted:
 def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertOptions) -> Converted:
     """Write a checkpoint in another format. It needs no model, no process group, and memory for one tensor.
 
+    The source is compared with its digests and checksums first.
+
     The target is written under another name in its folder, and renamed when it is complete.
 
     Args:
@@ -50,7 +52,9 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
     """
     source, target = Path(source), Path(target)
     check_convert(source, target, options)
-    selection = Selection(open_checkpoint(source), options)
+    checkpoint = open_checkpoint(source)
+    selection = Selection(checkpoint, options)
+    checkpoint.check_files()
     with naming("write", target):
         # Beside the target, and so on the same disk.
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.absolute().parent))

@@ -110,9 +110,9 @@ class DcpFolder(Checkpoint):
             marker = read_marker(self.path)
             for name, digest in marker.files.items():
                 check_contents(self.path / name, digest)
-            named = {stored.path.name for stored in self._all_stored()}
+            named = {METADATA, *(stored.path.name for stored in self._all_stored())}
             if left := named - marker.files.keys():
-                raise CheckpointError(f"{self._metadata_path} refers to {min(left)}, which {MARKER} does not name")
+                raise CheckpointError(f"{self.path / MARKER} does not name {min(left)}")
             compared = "digests and checksums"
         for stored in self._all_stored():
             with naming("read", stored.path), stored.open() as file:

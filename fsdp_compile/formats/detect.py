@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fsdp_compile.formats.options import SUFFIX, check_exists
 from fsdp_compile.formats.safetensors_files import INDEX, SafetensorsFiles
 from fsdp_compile.formats.torch_file import TorchFile
 
+_STEP = re.compile(r"step-[0-9]+")
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80\x02"
 _LONGEST_HEADER = 100_000_000
@@ -40,10 +42,10 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 def step_folders(path: Path) -> list[Path]:
     """The steps in a folder of checkpoints of `fsdp-compile train`, in their order; for any other path, the path."""
-    if path.is_dir() and not (path / METADATA).exists():
-        steps = [each for each in path.glob("step-*") if each.is_dir() and (each / METADATA).exists()]
-        return sorted(steps) or [path]
-    return [path]
+    if not path.is_dir() or (path / METADATA).exists():
+        return [path]
+    steps = [each for each in path.iterdir() if _STEP.fullmatch(each.name) and each.is_dir()]
+    return sorted(steps, key=lambda step: int(step.name.removeprefix("step-"))) or [path]
 
 
 def _open_folder(path: Path) -> Checkpoint:

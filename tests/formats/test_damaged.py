@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,11 +63,15 @@ def _truncate(file: Path) -> None:
 
 
 def _flip(file: Path) -> None:
-    """Changes a byte of the first tensor that a file has."""
+    """Changes a bit of the first tensor that `torch.save` wrote into a file."""
     contents = bytearray(file.read_bytes())
-    # Records of data begin at multiples of 64; the one of a tensor's bytes is named data/0.
-    start = contents.index(b"data/0") + 64 if b"data/0" in contents else len(contents) // 2
-    contents[start - start % 64 + 1] ^= 1
+    start = 0
+    while True:  # through the records of zip files, whose headers have 30 bytes, a name and a filler
+        start = contents.index(b"PK\x03\x04", start + 1)
+        of_name, of_filler = struct.unpack_from("<HH", contents, start + 26)
+        if contents[start + 30 : start + 30 + of_name].endswith(b"data/0"):
+            break
+    contents[start + 30 + of_name + of_filler] ^= 1
     file.write_bytes(contents)
 
 
@@ -185,7 +190,7 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
     "step, without file": ("steps/step-000002", "__1_0.distcp", Path.unlink, "cannot read {file}: No such file"),
     "step, marker cut off": ("steps/step-000002", "complete.json", _truncate, "{file} is damaged: JSONDecodeError"),
     "torch, cut off": ("model.pt", "", _truncate, "cannot read {file}: "),
-    "torch, flipped": ("model.pt", "", _flip, "the contents of {file} have changed: the checksum of "),
+    "torch, flipped": ("model.pt", "", _flip, "the contents of {file} have changed, in archive/data/0"),
     "torch, hostile": (
         "model.pt",
         "",
