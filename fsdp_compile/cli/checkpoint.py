@@ -139,7 +139,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     done = convert_checkpoint(arguments.source, arguments.target, options)
     print(f"wrote {done.path}: {_count(list(tensors(done.entries)), 'tensor')}, {_size(nbytes(done.entries))}")
     for name in done.left_out:
-        print(f"left out: {name}")
+        print(_plain(f"left out: {name}"))
     return 0
 
 
@@ -171,8 +171,8 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _show(checkpoint: Checkpoint) -> None:
     described = _described(checkpoint)
-    rows = [(t["name"], str(t["shape"]), _dtype(t)) for t in described["tensors"]]
-    rows += [(name, "", "no tensor") for name in described["others"]]
+    rows = [(_plain(t["name"]), str(t["shape"]), _plain(_dtype(t))) for t in described["tensors"]]
+    rows += [(_plain(name), "", "no tensor") for name in described["others"]]
     summary = _summary(described)
     if sys.stdout.isatty():
         from rich.console import Console
@@ -225,4 +225,9 @@ def _size(count: int) -> str:
 
 
 def _print_problem(error: CheckpointError) -> None:
-    print(f"fsdp-compile checkpoint: {error}", file=sys.stderr)
+    print(_plain(f"fsdp-compile checkpoint: {error}"), file=sys.stderr)
+
+
+def _plain(text: str) -> str:
+    """A text that does nothing to a terminal, whatever names a file has."""
+    return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +46,13 @@ def read_marker(checkpoint: Path) -> Marker:
     """
     path = checkpoint / MARKER
     try:
+        size_of(path)
         return _parse(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MARKER}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 
@@ -60,7 +63,7 @@ def check_size(path: Path, digest: FileDigest) -> None:
         CheckpointError: It differs, or there is no such file.
     """
     try:
-        size = path.stat().st_size
+        size = size_of(path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if size != digest.size_bytes:
@@ -82,10 +85,25 @@ def check_contents(path: Path, digest: FileDigest) -> None:
         raise CheckpointError(f"the contents of {path} have changed: its SHA-256 is not the one it was written with")
 
 
+def size_of(path: Path) -> int:
+    """The bytes of a file.
+
+    Raises:
+        OSError: There is none.
+        CheckpointError: It is something else, such as a pipe or a device, whose end is never read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is no regular file")
+    return status.st_size
+
+
 def _parse(text: bytes) -> Marker:
     read = json.loads(text)
     files = {name: FileDigest(int(each["size_bytes"]), str(each["sha256"])) for name, each in read["files"].items()}
     for name in files:
-        if name != Path(name).name:
-            raise ValueError(f"{name} is a file elsewhere")
+        if name != Path(name).name or name in {"", ".."}:
+            raise ValueError(f"{reprlib.repr(name)} is a file elsewhere")
+        if not (name.isascii() and name.isprintable()):
+            raise ValueError(f"{reprlib.repr(name)} is no name of a file")
     return Marker(str(read["run"]), int(read["step"]), files)

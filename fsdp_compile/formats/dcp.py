@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from fsdp_compile._torch.checkpoint import METADATA, SafeReader
 from fsdp_compile.errors import CheckpointError
 from fsdp_compile.formats.causes import naming
-from fsdp_compile.formats.complete import MARKER, check_contents, read_marker
+from fsdp_compile.formats.complete import MARKER, check_contents, read_marker, size_of
 from fsdp_compile.formats.coverage import Box, problem_with
 from fsdp_compile.formats.entries import Checkpoint, Entry, Place, TensorInfo, check_names
 from fsdp_compile.formats.file_part import FilePart, check_sums
@@ -72,6 +72,7 @@ class DcpFolder(Checkpoint):
         self.path = path
         self._metadata_path = path / METADATA
         with naming("read", self._metadata_path):
+            size_of(self._metadata_path)
             metadata = SafeReader(path).read_metadata()
             self.entries = tuple(_entries(metadata))
             check_names(path, self.entries)
@@ -161,7 +162,7 @@ class DcpFolder(Checkpoint):
         for stored in self._all_stored():
             if stored.path not in sizes:
                 with naming("read", stored.path):
-                    sizes[stored.path] = stored.path.stat().st_size
+                    sizes[stored.path] = size_of(stored.path)
             if stored.offset + stored.length > sizes[stored.path]:
                 raise CheckpointError(
                     f"{stored.path} has {sizes[stored.path]} bytes, and should have "

@@ -9,6 +9,7 @@ from pathlib import Path
 from fsdp_compile._torch.checkpoint import METADATA
 from fsdp_compile.errors import CheckpointError
 from fsdp_compile.formats.causes import naming
+from fsdp_compile.formats.complete import size_of
 from fsdp_compile.formats.dcp import DcpFolder
 from fsdp_compile.formats.entries import Checkpoint
 from fsdp_compile.formats.options import SUFFIX, check_exists
@@ -62,6 +63,7 @@ def _open_folder(path: Path) -> Checkpoint:
 
 
 def _open_file(path: Path) -> Checkpoint:
+    size_of(path)
     with path.open("rb") as file:
         start = file.read(9)
     if start.startswith(_ZIP):

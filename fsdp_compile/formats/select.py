@@ -72,8 +72,8 @@ def _inside(source: Checkpoint, part: str | None) -> dict[str, Place]:
             raise ConfigError(
                 f"{name} in {source.path} has keys that are numbers, which other formats turn into text",
                 where=str(source.path),
-                instead=f"--part {_parts(source)}; or for an optimizer, save what "
-                "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) gives",
+                instead="for an optimizer, save what torch.distributed.checkpoint.state_dict."
+                "get_optimizer_state_dict(model, optimizer) gives, whose keys are names; or take another --part",
             )
     if part is None:
         return {entry.name: entry.place for entry in source.entries}
