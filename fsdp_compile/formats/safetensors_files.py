@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsdp_compile.errors import CheckpointError
 from fsdp_compile.formats.causes import naming
+from fsdp_compile.formats.complete import size_of
 from fsdp_compile.formats.entries import Checkpoint, Entry, TensorInfo, check_names
 from fsdp_compile.formats.options import SUFFIX, Format, check_safetensors
 
@@ -98,6 +99,7 @@ class SafetensorsFiles(Checkpoint):
         from safetensors import safe_open
 
         with naming("read", file):
+            size_of(file)
             handle = self._open_files.enter_context(safe_open(file, framework="pt"))
             self._handles[file] = handle
             notes = handle.metadata() or {}
