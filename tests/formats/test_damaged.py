@@ -201,13 +201,13 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
     "foreign": ("model.pt", "", _replace, "{file} is no checkpoint: it begins with b'foreignfo'"),
     "no dictionary": ("model.pt", "", lambda file: torch.save([torch.ones(2)], file), "{file} holds a list"),
     "safetensors, cut off": ("model.safetensors", "", _truncate, "cannot read {file}: "),
-    "index, missing": ("hf", "model.safetensors.index.json", Path.unlink, "3 files of safetensors, and no"),
+    "index, missing": ("hf", "model.safetensors.index.json", Path.unlink, "4 files of safetensors, and no"),
     "index, cut off": ("hf", "model.safetensors.index.json", _truncate, "cannot read {file}: JSONDecodeError"),
     "index, another name": ("hf", "model.safetensors.index.json", _rename_in_index, "has no first.weihgt, which "),
     "index, no name": ("hf", "model.safetensors.index.json", _forget_in_index, "has first.weight, which {file} does"),
-    "index, elsewhere": ("hf", "model.safetensors.index.json", _point_elsewhere, "refers to ../model-00001-of-00003"),
-    "a shard, missing": ("hf", "model-00002-of-00003.safetensors", Path.unlink, "cannot read {file}: No such file"),
-    "a shard, cut off": ("hf", "model-00002-of-00003.safetensors", _truncate, "cannot read {file}: "),
+    "index, elsewhere": ("hf", "model.safetensors.index.json", _point_elsewhere, "refers to ../model-00001-of-00004"),
+    "a shard, missing": ("hf", "model-00002-of-00004.safetensors", Path.unlink, "cannot read {file}: No such file"),
+    "a shard, cut off": ("hf", "model-00002-of-00004.safetensors", _truncate, "cannot read {file}: "),
 }
 """The checkpoint, its file that is damaged, how, and a part of what is said."""
 
