@@ -242,6 +242,18 @@ def test_what_cannot_be_converted_is_refused_by_name(name: str, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
+def test_a_flipped_bit_is_not_carried_along(tmp_path: Path) -> None:
+    weight = torch.randn(7, 6)
+    torch.save({"weight": weight}, tmp_path / "a.pt")
+    contents = bytearray((tmp_path / "a.pt").read_bytes())
+    contents[contents.index(bytes(weight.untyped_storage()))] ^= 1
+    (tmp_path / "a.pt").write_bytes(contents)
+    assert not torch.equal(torch.load(tmp_path / "a.pt")["weight"], weight)
+    with pytest.raises(CheckpointError, match=r"the contents of .*a\.pt have changed"):
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / "b", DCP)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
 def test_what_exists_is_not_touched(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "a.pt")
     (tmp_path / "b").write_text("mine")
