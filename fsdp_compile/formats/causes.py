@@ -44,7 +44,7 @@ def naming(what: str, path: Path) -> Iterator[None]:
     except FSDPCompileError:
         raise
     except CheckpointException as error:  # no `Exception`
-        _, (first, *_) = min(error.failures.items())
+        first = error.failures[min(error.failures)][0]
         raise CheckpointError(f"cannot {what} {_named(first, path)}: {cause(first)}") from None
     except Exception as error:  # noqa: BLE001, RUF100  # files of other contents can raise anything
         raise CheckpointError(f"cannot {what} {_named(error, path)}: {cause(error)}") from None
