@@ -72,15 +72,13 @@ def check_sums(file: io.RawIOBase, what: str) -> None:
     Raises:
         CheckpointError: A record differs, or there are none.
     """
-    name = "its list of records"
     try:
         with zipfile.ZipFile(io.BufferedReader(file)) as archive:
             for record in archive.infolist():
                 if record.CRC:
-                    name = record.filename
                     _read(archive, record)
     except (zipfile.BadZipFile, EOFError, NotImplementedError, struct.error) as error:
-        raise CheckpointError(f"the contents of {what} have changed, in {name}: {error}") from None
+        raise CheckpointError(f"the contents of {what} have changed: {error}") from None
 
 
 def _read(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:

@@ -190,7 +190,12 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
     "step, without file": ("steps/step-000002", "__1_0.distcp", Path.unlink, "cannot read {file}: No such file"),
     "step, marker cut off": ("steps/step-000002", "complete.json", _truncate, "{file} is damaged: JSONDecodeError"),
     "torch, cut off": ("model.pt", "", _truncate, "cannot read {file}: "),
-    "torch, flipped": ("model.pt", "", _flip, "the contents of {file} have changed, in archive/data/0"),
+    "torch, flipped": (
+        "model.pt",
+        "",
+        _flip,
+        "the contents of {file} have changed: Bad CRC-32 for file 'archive/data/0'",
+    ),
     "torch, hostile": (
         "model.pt",
         "",
