@@ -1,4 +1,4 @@
-"""`.metadata` of a checkpoint from anywhere: what torch writes is read, and all else is refused, with nothing changed."""
+"""`.metadata` from anywhere: what torch writes is read, all else is refused, and nothing is changed."""
 
 from __future__ import annotations
 

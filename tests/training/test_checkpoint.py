@@ -135,7 +135,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path:
 
 
 def _save_beside(folder: Path, stuck: str) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
-    """Save three times, where a folder cannot be changed; returns the problems of the last two saves, and what is left."""
+    """Save beside a folder that cannot be changed; returns the problems of two saves, and what is left."""
     run = SmallRun(folder)
     run.step_and_save(1, 2, keep=2)
     problems = run.save(2, keep=2)
