@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fsdp_compile import ConfigError, RankMismatchError, fully_shard, units
 from fsdp_compile.comm import exchange
@@ -124,6 +127,34 @@ def _check_first_rank_alone(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_the_first_rank_alone_has_values(shape: tuple[int, ...]) -> None:
     run_ranks(_check_first_rank_alone, shape, world_size=torch.Size(shape).numel())
+
+
+class _Allocated(TorchDispatchMode):
+    """Notes the most elements of a tensor that any operator makes; of a DTensor, those of its local one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
+                self.most = max(self.most, tensor.numel())
+        return made
+
+
+def _allocated() -> int:
+    model = on_meta(lambda: nn.Linear(40, 40)) if dist.get_rank() else nn.Linear(40, 40)
+    with _Allocated() as allocated:
+        fully_shard(model, sync_module_states=True)
+    return allocated.most
+
+
+def test_no_other_rank_allocates_a_full_parameter() -> None:
+    first, other = run_ranks(_allocated)
+    assert first >= 40 * 40
+    assert 40 * 40 // 2 <= other < 40 * 40
 
 
 def _check_bottom_up() -> None:
