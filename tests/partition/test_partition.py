@@ -197,10 +197,9 @@ def test_backward_gathers_each_unit_again_and_reduces_it_once() -> None:
         assert len(frozen["backward reduced"]) == len(trained)
         assert set(frozen["backward reduced"]) == trained
         # The root's unit is one like any other: FSDP2 would keep it for backward.
-        for phase in ("forward", "backward"):
-            gathered = [unit or "head" for unit in bottom_up[f"{phase} gathers"]]
-            assert gathered == stack[f"{phase} gathers"]
-            assert len(bottom_up[f"{phase} reshards"]) == len(gathered)
+        for key in ("forward gathers", "forward reshards", "backward gathers", "backward reshards"):
+            assert bottom_up[key] == ["(root)" if unit == "head" else unit for unit in stack[key]], key
+            assert "(root)" in bottom_up[key], key
 
 
 class _CheckpointedNorm(nn.Module):

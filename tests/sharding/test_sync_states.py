@@ -130,17 +130,17 @@ def test_the_first_rank_alone_has_values(shape: tuple[int, ...]) -> None:
 
 
 class _Allocated(TorchDispatchMode):
-    """Notes the most elements of a tensor that any operator makes; of a DTensor, those of its local one."""
+    """Notes the largest tensor that any operator makes, in bytes; of a DTensor, only what is local is made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = 0
+        self.most_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
-                self.most = max(self.most, tensor.numel())
+                self.most_bytes = max(self.most_bytes, tensor.nbytes)
         return made
 
 
@@ -148,13 +148,14 @@ def _allocated() -> int:
     model = on_meta(lambda: nn.Linear(40, 40)) if dist.get_rank() else nn.Linear(40, 40)
     with _Allocated() as allocated:
         fully_shard(model, sync_module_states=True)
-    return allocated.most
+    return allocated.most_bytes
 
 
 def test_no_other_rank_allocates_a_full_parameter() -> None:
     first, other = run_ranks(_allocated)
-    assert first >= 40 * 40
-    assert 40 * 40 // 2 <= other < 40 * 40
+    full = 40 * 40 * 4
+    assert first >= full
+    assert full // 2 <= other < full
 
 
 def _check_bottom_up() -> None:

@@ -104,7 +104,7 @@ def _input_gradient(param_dtype: torch.dtype | None) -> float:
     return ((mine.grad / world - theirs.grad.chunk(world)[rank]).abs().max() / theirs.grad.abs().max()).item()
 
 
-@pytest.mark.parametrize(("param_dtype", "bound"), [(None, 1e-5), (torch.bfloat16, 5e-2)], ids=["stored", "cast"])
+@pytest.mark.parametrize(("param_dtype", "bound"), [(None, 1e-5), (torch.bfloat16, 1e-1)], ids=["stored", "cast"])
 def test_gradient_of_the_input(param_dtype: torch.dtype | None, bound: float) -> None:
     assert max(run_ranks(_input_gradient, param_dtype)) < bound
 
