@@ -121,12 +121,12 @@ def test_the_options_of_the_last_compile_in_place_count() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy], ids=["deepcopy", "copy"])
 def test_copies_are_plain_and_the_model_is_not(copied: Callable[[nn.Module], nn.Module]) -> None:
     with fake_world(2):
-        model = nn.LSTM(WIDTH, WIDTH)
+        model = nn.Linear(WIDTH, WIDTH)
         _in_place(model)
         other = copied(model)
-        other(torch.ones(3, 2, WIDTH))
+        other(torch.ones(2, WIDTH))
         assert _kinds(other) == {nn.Parameter}
-        model(torch.ones(3, 2, WIDTH))
+        model(torch.ones(2, WIDTH))
         assert _kinds(model) == {DTensor}
 
 
