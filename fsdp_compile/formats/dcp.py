@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp_compile._torch.checkpoint import METADATA, SafeReader
+from fsdp_compile._torch.checkpoint import SafeReader
+from fsdp_compile._torch.dcp_metadata import METADATA
 from fsdp_compile.errors import CheckpointError
 from fsdp_compile.formats.causes import naming
 from fsdp_compile.formats.complete import MARKER, check_contents, read_marker, size_of

@@ -6,7 +6,7 @@ import re
 import struct
 from pathlib import Path
 
-from fsdp_compile._torch.checkpoint import METADATA
+from fsdp_compile._torch.dcp_metadata import METADATA
 from fsdp_compile.errors import CheckpointError
 from fsdp_compile.formats.causes import naming
 from fsdp_compile.formats.complete import size_of
