@@ -45,7 +45,7 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
     convert.add_argument(
         "target", type=Path, metavar="DST", help="a path that is free; of safetensors, one file if it ends so"
     )
-    convert.add_argument("--to", type=Format, choices=list(Format), required=True, help="the format of DST")
+    convert.add_argument("--to", choices=list(Format), required=True, help="the format of DST")
     convert.add_argument("--part", metavar="KEY", help="take this dictionary of the outermost one, such as model")
     convert.add_argument("--strip-prefix", default="", metavar="TEXT", help="remove it from names that begin with it")
     convert.add_argument("--prefix", default="", metavar="TEXT", help="put it before every name, after that")
@@ -124,7 +124,7 @@ def _verify(paths: Sequence[Path], *, require_finite: bool) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     options = ConvertOptions(
-        to=arguments.to,
+        to=Format(arguments.to),
         part=arguments.part,
         strip_prefix=arguments.strip_prefix,
         prefix=arguments.prefix,
