@@ -45,7 +45,7 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
     convert.add_argument(
         "target", type=Path, metavar="DST", help="a path that is free; of safetensors, one file if it ends so"
     )
-    convert.add_argument("--to", choices=list(Format), required=True, help="the format of DST")
+    convert.add_argument("--to", choices=[each.value for each in Format], required=True, help="the format of DST")
     convert.add_argument("--part", metavar="KEY", help="take this dictionary of the outermost one, such as model")
     convert.add_argument("--strip-prefix", default="", metavar="TEXT", help="remove it from names that begin with it")
     convert.add_argument("--prefix", default="", metavar="TEXT", help="put it before every name, after that")

@@ -102,7 +102,7 @@ def _harm_in_value(file: Path) -> None:
     hostile = io.BytesIO()
     torch.save(Hostile(file.parent / "executed"), hostile)
     for index, info in metadata.storage_data.items():
-        if index.fqn == "optimizer.param_groups.first.bias.lr":
+        if index.fqn == "optimizer.param_groups.0.lr":
             shard = file.with_name(info.relative_path)
             info.offset, info.length = shard.stat().st_size, len(hostile.getvalue())
             with shard.open("ab") as end:
