@@ -49,7 +49,7 @@ def _checked(metadata: Any) -> Metadata:
     # Exact types: a class, which unpickles as well as its instances, has attributes too.
     if type(metadata) is not Metadata or type(metadata.storage_data) is not dict:
         raise pickle.UnpicklingError("it is not the metadata of a checkpoint")
-    if not isinstance(metadata.storage_meta, StorageMeta | None):
+    if not isinstance(getattr(metadata, "storage_meta", None), StorageMeta | None):
         raise pickle.UnpicklingError("its storage_meta is of another kind")
     for info in metadata.storage_data.values():
         if type(info) is not _StorageInfo or type(info.relative_path) is not str:
