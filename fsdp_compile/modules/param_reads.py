@@ -16,7 +16,7 @@ from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, with_attributes
 from fsdp_compile.modules.eager_reads import as_parameter, read_eagerly, read_once, registered
-from fsdp_compile.modules.forward import in_block_without_grad, in_forward
+from fsdp_compile.modules.forward import enter_running_forward, in_block_without_grad, in_forward
 from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, swap_in
 
 FLAT = "_fsdp_flat_"
@@ -58,6 +58,8 @@ def read_property(read_of: ParamRead) -> property:
             return read_eagerly(module, name, read_parameter)
         if calls_are_compiled():
             return read_once(module, name, read_parameter)
+        if enter_running_forward():
+            return read_eagerly(module, name, read_parameter)
         return registered(module, name)
 
     def assign(module: nn.Module, value: torch.Tensor) -> None:
