@@ -118,7 +118,8 @@ def enter_assigned_forwards(inputs: Sequence[object]) -> bool:
     """
     models = {group.unit.model for group in _groups(inputs)}
     parts = {part for model in models for unit in model.units for part in unit.root.modules()}
-    return any([enter_own_forward(part) for part in parts if state_of(part) is not None])
+    entered = [part for part in parts if state_of(part) is not None and enter_own_forward(part)]
+    return bool(entered)
 
 
 def compare_initial_values(inputs: Sequence[object]) -> None:

@@ -54,12 +54,10 @@ def read_property(read_of: ParamRead) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         if torch.compiler.is_compiling():
             return read_compiled(module)
-        if in_forward():
+        if in_forward() or (not calls_are_compiled() and enter_running_forward()):
             return read_eagerly(module, name, read_parameter)
         if calls_are_compiled():
             return read_once(module, name, read_parameter)
-        if enter_running_forward():
-            return read_eagerly(module, name, read_parameter)
         return registered(module, name)
 
     def assign(module: nn.Module, value: torch.Tensor) -> None:

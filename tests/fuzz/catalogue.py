@@ -682,8 +682,7 @@ ROWS: Final = (
         "per-sample gradients: `vmap` of `grad` of `functional_call`, after training",
         _LINEAR,
         _CALL,
-        train=_trained()
-        + "params = {n: p.detach() for n, p in model.named_parameters()}\n"
+        train=_trained() + "params = {n: p.detach() for n, p in model.named_parameters()}\n"
         "def of_row(params, row):\n    return loss(torch.func.functional_call(model, params, (row[None], None)))\n"
         "for x, ids in side.shares(4):\n"
         "    for n, g in torch.vmap(torch.func.grad(of_row), (None, 0))(params, x).items():\n"
