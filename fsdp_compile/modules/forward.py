@@ -90,7 +90,7 @@ def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN
     return _trace(self, self._fsdp_original_forward, args, kwargs)
 
 
-def _entering(own: Callable[..., Any]) -> Callable[..., Any]:
+def _entering(own: Callable[..., Any]) -> Any:
     """A forward for a module's instance that calls `own`, in which reads gather."""
 
     # Not one function for all: `own` may call the forward that it has replaced, which may be one of these.
