@@ -544,79 +544,12 @@ ROWS: Final = (
         "model.forward = assigned.__get__(model)\n" + _trained().strip(),
     ),
     Row(
-        "LoRA put around a layer after the first step",
-        _LINEAR,
-        _CALL,
-        before="class Lora(nn.Module):\n    def __init__(self, base, dtype):\n        super().__init__()\n"
-        "        self.base = base.requires_grad_(False)\n        self.a = nn.Parameter(torch.ones(6, 2, dtype=dtype))\n"
-        "        self.b = nn.Parameter(torch.zeros(2, 6, dtype=dtype))\n\n"
-        "    def forward(self, x):\n        return self.base(x) + x @ self.a @ self.b",
-        train=_trained(
-            update="optimizer.step()\nif step == 0:\n    model.m = Lora(model.m, side.dtype)\n"
-            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
-        ),
-    ),
-    Row(
-        "a layer of a `ModuleList` added after the first step",
-        "self.m = nn.ModuleList([nn.Linear(6, 6)])",
-        "for m in self.m:\n    x = m(x)\nreturn self.head(x)",
-        train=_trained(
-            update="optimizer.step()\nif step == 0:\n    torch.manual_seed(1)\n"
-            "    model.m.append(nn.Linear(6, 6).to(side.dtype))\n"
-            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
-        ),
-    ),
-    Row(
-        "an optimizer for each parameter in `register_post_accumulate_grad_hook`, made before the first call",
-        _LINEAR,
-        _CALL,
-        train="own = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}\n"
-        "for p in model.parameters():\n"
-        "    p.register_post_accumulate_grad_hook(lambda p: (own[p].step(), own[p].zero_grad()))\n"
-        "for step in range(3):\n"
-        "    sum(side.scaled(call(x, ids)) for x, ids in side.shares(4)).backward()",
-    ),
-    Row(
         "full values loaded by `load_state_dict` after the first step",
         _LINEAR,
         _CALL,
         train=_trained(
             update="optimizer.step()\nif step == 0:\n"
             "    model.load_state_dict({k: torch.ones(v.shape, dtype=v.dtype) for k, v in model.state_dict().items()})"
-        ),
-    ),
-    Row(
-        "`p.data = ...` between two backwards, as SAM does",
-        _LINEAR,
-        _CALL,
-        train=_trained(
-            update="kept = [p.data.clone() for p in model.parameters()]\n"
-            "with torch.no_grad():\n    for p in model.parameters():\n        p.add_(p.grad, alpha=0.1)\n"
-            "optimizer.zero_grad()\n"
-            "for x, ids in side.shares(4):\n    side.backward(call(x, ids))\n"
-            "for p, old in zip(model.parameters(), kept):\n    p.data = old\noptimizer.step()"
-        ),
-    ),
-    Row(
-        "`p.data.clamp_()` between steps",
-        _LINEAR,
-        _CALL,
-        train=_trained(update="optimizer.step()\nfor p in model.parameters():\n    p.data.clamp_(-0.1, 0.1)"),
-    ),
-    Row(
-        "gradients that are centralized in place",
-        _LINEAR,
-        _CALL,
-        train=_trained(
-            update="for p in model.parameters():\n    p.grad.sub_(p.grad.mean(dim=0, keepdim=True))\noptimizer.step()"
-        ),
-    ),
-    Row(
-        "`p.grad.data = ...` before the update",
-        _LINEAR,
-        _CALL,
-        train=_trained(
-            update="for p in model.parameters():\n    p.grad.data = p.grad.data - p.grad.data.mean()\noptimizer.step()"
         ),
     ),
     Row(
@@ -633,60 +566,6 @@ ROWS: Final = (
             update="side.note('max', torch.tensor(max(p.grad.abs().max().item() for p in model.parameters())))\n"
             "optimizer.step()"
         ),
-    ),
-    Row(
-        "gradients that are clipped by a norm computed by hand",
-        _LINEAR,
-        _CALL,
-        train=_trained(
-            update="norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()\nside.note('norm', norm)\n"
-            "for p in model.parameters():\n    p.grad.mul_(0.1 / (norm + 1e-6))\noptimizer.step()"
-        ),
-    ),
-    Row(
-        "`nn.init.eye_` of a sharded weight",
-        _LINEAR,
-        _CALL,
-        shard="fully_shard(model)",
-        train="nn.init.eye_(model.m.weight)\n" + _trained().strip(),
-    ),
-    Row(
-        "a momentum encoder that the forward updates",
-        "self.m = nn.Linear(6, 6)\nself.t = nn.Linear(6, 6).requires_grad_(False)",
-        "with torch.no_grad():\n    for t, s in zip(self.t.parameters(), self.m.parameters()):\n"
-        "        t.mul_(0.9).add_(s, alpha=0.1)\n    t = self.t(x)\nreturn self.head(self.m(x) - t)",
-    ),
-    Row(
-        "a momentum encoder that is updated between steps",
-        "self.m = nn.Linear(6, 6)\nself.t = nn.Linear(6, 6).requires_grad_(False)",
-        "with torch.no_grad():\n    t = self.t(x)\nreturn self.head(self.m(x) - t)",
-        train=_trained(
-            update="optimizer.step()\nwith torch.no_grad():\n"
-            "    for t, s in zip(model.t.parameters(), model.m.parameters()):\n        t.mul_(0.9).add_(s, alpha=0.1)"
-        ),
-    ),
-    Row(
-        "first-order MAML: a step by hand, a second backward, weights restored by `copy_`",
-        _LINEAR,
-        _CALL,
-        train=_trained(
-            update="kept = [p.detach().clone() for p in model.parameters()]\n"
-            "with torch.no_grad():\n    for p in model.parameters():\n        p -= 0.1 * p.grad\n"
-            "optimizer.zero_grad()\n"
-            "for x, ids in side.shares(4):\n    side.backward(call(x, ids))\n"
-            "with torch.no_grad():\n    for p, old in zip(model.parameters(), kept):\n        p.copy_(old)\n"
-            "optimizer.step()"
-        ),
-    ),
-    Row(
-        "per-sample gradients: `vmap` of `grad` of `functional_call`, after training",
-        _LINEAR,
-        _CALL,
-        train=_trained() + "params = {n: p.detach() for n, p in model.named_parameters()}\n"
-        "def of_row(params, row):\n    return loss(torch.func.functional_call(model, params, (row[None], None)))\n"
-        "for x, ids in side.shares(4):\n"
-        "    for n, g in torch.vmap(torch.func.grad(of_row), (None, 0))(params, x).items():\n"
-        "        side.note_own(n, g)",
     ),
     # Steps.
     Row(
