@@ -164,7 +164,7 @@ def test_nothing_of_the_first_call_in_place_is_kept(make: Callable[[], nn.Module
         batch = torch.ones(2, WIDTH)
         _in_place(model)
         model(batch)
-        kept = [weakref.ref(batch), weakref.ref(model)]
+        kept: list[weakref.ref[Any]] = [weakref.ref(batch), weakref.ref(model)]
         del model, batch
         gc.collect()  # what `module.compile` makes refers to the module
         assert [reference() for reference in kept] == [None, None]
