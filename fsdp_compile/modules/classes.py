@@ -22,7 +22,7 @@ from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
 from fsdp_compile.modules import buffers
 from fsdp_compile.modules.attributes import is_noted, note_attributes
 from fsdp_compile.modules.forward import enter_own_forward, forward
-from fsdp_compile.modules.loaded_params import (keep_ties, keep_views, refuse_other_shapes, refuse_shards_of_other_ranks)
+from fsdp_compile.modules.loaded_params import keep_ties, keep_views, refuse_other_shapes, refuse_shards_of_other_ranks
 from fsdp_compile.modules.param_reads import FLAT, READ_NAMES, ParamRead, get_parameter, named_parameters, read_property
 from fsdp_compile.modules.param_views import give_storages
 from fsdp_compile.runtime import update_in_backward

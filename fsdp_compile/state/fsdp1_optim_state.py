@@ -34,7 +34,7 @@ def full_optim_state_dict(
     model: nn.Module,
     optim: Optimizer,
     optim_input: OptimInput | None = None,
-    rank0_only: bool = True,  # noqa: FBT001, FBT002  FSDP1's
+    rank0_only: bool = True,  # noqa: FBT001, FBT002
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Full state on the host, by name; `{}` on other ranks than the first, unless `rank0_only=False`.

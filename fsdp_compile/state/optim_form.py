@@ -83,7 +83,9 @@ def between_steps(model: nn.Module, form: Form, group: dist.ProcessGroup | None,
     """
     module = unwrap(model)
     assert isinstance(module, nn.Module)
-    refuse_inside_a_step(where, what="an optimizer's state changes inside a step", instead=f"{where} before or after it")
+    refuse_inside_a_step(
+        where, what="an optimizer's state changes inside a step", instead=f"{where} before or after it"
+    )
     units = units_below(module)
     if not units:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`optim_state_dict` and `optim_state_dict_to_load`: an optimizer's state by names, full or sharded, one value at a time.
+"""`optim_state_dict` and `optim_state_dict_to_load`: an optimizer's state by names, full or sharded.
 
 With FSDP1's meaning, but for what it reads from process-wide settings, which are arguments here.
 """
@@ -166,7 +166,9 @@ def _refuse_other_layouts(entries: list[_Entry], form: Form) -> None:
             where = f"{_WHERE}, state {key!r} of {entry.key}"
             if loaded_state.is_of_other_rank(leaf, entry.param.dtensor):
                 raise ConfigError(
-                    "it was saved by another rank, and holds that rank's part", where=where, instead="optim.state_dict()"
+                    "it was saved by another rank, and holds that rank's part",
+                    where=where,
+                    instead="optim.state_dict()",
                 )
             if form.values is Values.FULL and not is_laid_out_like(leaf, entry.param):
                 raise ConfigError(

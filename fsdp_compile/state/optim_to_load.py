@@ -143,7 +143,7 @@ def _problems(name: str, state: Any, target: Target, *, may_be_sharded: bool) ->
             elif param is not None and is_of_other_rank(leaf, param.dtensor):
                 yield f"{title} was saved by another rank, and holds that rank's part"
             elif param is not None and not _can_be_laid_out(leaf, param):
-                yield f"{title} is a DTensor of shape {tuple(leaf.shape)} on {leaf.device_mesh}, and the parameter of {shape}"
+                yield f"{title} is a DTensor of shape {tuple(leaf.shape)} on {leaf.device_mesh}, the parameter {shape}"
         elif is_tensor and leaf.is_meta:
             yield f"{title} is on the meta device"
         elif is_tensor and target.has_states_of_parameters and not _is_scalar(key, leaf) and tuple(leaf.shape) != shape:

@@ -45,7 +45,9 @@ def _check_older_functions() -> None:
             "sharded": fsdp_compile.flatten_sharded_optim_state_dict(shards, model, optimizer),
             "full": fsdp_compile.shard_full_optim_state_dict(full, model, optim=optimizer),
             "full, by input": fsdp_compile.shard_full_optim_state_dict(full, model, groups),
-            "scattered": fsdp_compile.scatter_full_optim_state_dict(of_first if is_first else None, model, None, optimizer),
+            "scattered": fsdp_compile.scatter_full_optim_state_dict(
+                of_first if is_first else None, model, None, optimizer
+            ),
             "scattered, by input": fsdp_compile.scatter_full_optim_state_dict(of_first or None, model, groups),
         }
     for name, state in loadable.items():
@@ -57,13 +59,11 @@ def _check_older_functions() -> None:
         assert_same(found, expected)
     in_order = optim.AdamW(model.parameters(), lr=0.3)
     train(model, in_order)
+    of_order = optim_state_dict(model, in_order)
     with pytest.warns(FutureWarning):
-        by_order = fsdp_compile.shard_full_optim_state_dict(
-            fsdp_compile.full_optim_state_dict(model, in_order, rank0_only=False), model
-        )
-        by_list = fsdp_compile.shard_full_optim_state_dict(
-            optim_state_dict(model, in_order), model, list(model.parameters())
-        )
+        by_order = fsdp_compile.shard_full_optim_state_dict(of_order, model)
+    with pytest.warns(FutureWarning):
+        by_list = fsdp_compile.shard_full_optim_state_dict(of_order, model, list(model.parameters()))
     for state in (by_order, by_list):
         other = optim.AdamW(model.parameters())
         other.load_state_dict(state)
@@ -142,7 +142,9 @@ class _Named(optim.SGD):
         state = super().state_dict()
         return {
             "state": {self.names[number]: held for number, held in state["state"].items()},
-            "param_groups": [{**group, "params": [self.names[n] for n in group["params"]]} for group in state["param_groups"]],
+            "param_groups": [
+                {**group, "params": [self.names[n] for n in group["params"]]} for group in state["param_groups"]
+            ],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

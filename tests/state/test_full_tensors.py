@@ -25,7 +25,6 @@ from tests.models.meta import Tied
 from tests.ranks import run_ranks
 from tests.sharding.test_sync_states import mesh_of, seeded
 
-
 full_tensors_of_models = importlib.import_module("fsdp_compile.state.full_tensors")
 
 

@@ -1,4 +1,4 @@
-"""A sharded model's own `state_dict()` and `load_state_dict()`: names, strictness, shapes, and what they communicate."""
+"""A sharded model's own `state_dict()` and `load_state_dict()`: names, strictness, shapes, collectives."""
 
 from __future__ import annotations
 
