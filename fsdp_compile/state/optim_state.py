@@ -185,7 +185,8 @@ def _described(entries: list[_Entry]) -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in entries:
         if entry.param is not None:
-            found[entry.key] = "there"
+            # The order of keys is that of the gathers.
+            found[entry.key] = f"state of {[key for key, _ in entry.leaves()]}"
             for key, leaf in entry.leaves():
                 name = f"{entry.key}: {key}"
                 found[name] = f"{found[name]}, {_text(leaf)}" if name in found else _text(leaf)
