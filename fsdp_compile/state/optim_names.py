@@ -75,16 +75,16 @@ def name_groups(model: nn.Module, groups: Sequence[Sequence[torch.Tensor]], wher
     for name, parameter in nn.Module.named_parameters(module, remove_duplicate=False):
         first_names[plain_name(name)] = first_name.setdefault(parameter, plain_name(name))
     for number, group in enumerate(groups):
-        for parameter in group:
-            if parameter not in first_name:
+        for tensor in group:
+            if tensor not in first_name:
                 raise ConfigError(
-                    f"the optimizer's group {number} has a parameter of shape {tuple(parameter.shape)} that the model "
+                    f"the optimizer's group {number} has a parameter of shape {tuple(tensor.shape)} that the model "
                     "does not have",
                     where=where,
                     instead="the whole model, and an optimizer of parameters that it has now",
                 )
-    named = tuple(tuple(first_name[parameter] for parameter in group) for group in groups)
-    parameters = {first_name[parameter]: parameter for group in groups for parameter in group}
+    named = tuple(tuple(first_name[tensor] for tensor in group) for group in groups)
+    parameters = {first_name[tensor]: tensor for group in groups for tensor in group}
     return NamedGroups(named, parameters, first_names)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -157,7 +157,8 @@ def _leaves(state: Any) -> Iterator[tuple[Any, Any]]:
 
 def _is_of_torch(state: Any, key: object, leaf: object, target: Target) -> bool:
     """Whether a value is a tensor of torch's optimizer, and no scalar; these hold none in lists or dicts."""
-    if not isinstance(leaf, torch.Tensor) or not isinstance(state, dict) or state.get(key) is not leaf:
+    is_own = isinstance(state, dict) and state.get(key) is leaf
+    if not isinstance(leaf, torch.Tensor) or not is_own:
         return False
     return target.has_states_of_parameters and not (key in SCALARS and leaf.numel() == 1)
 
@@ -172,8 +173,11 @@ def _can_be_laid_out(value: DTensor, param: FSDPParam) -> bool:
     return is_laid_out_like(value, param) or (value.shape == like.shape and value.device_mesh == like.device_mesh)
 
 
-Place = Callable[[Any, FSDPParam | None, object], Any]
-"""Makes something of each value of a parameter's state: given the parameter, if it is sharded, and the value's key."""
+class Place(Protocol):
+    """Makes something of each value of a parameter's state."""
+
+    def __call__(self, leaf: Any, param: FSDPParam | None, key: object) -> Any:
+        """Of a value under `key`, and the parameter, if it is sharded."""
 
 
 def _mapped(state: Mapping[str, Any], place: Place, target: Target) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _check_older_functions() -> None:
     with pytest.warns(FutureWarning, match="optim_input is deprecated"):
         fsdp_compile.shard_full_optim_state_dict(full, model, groups)
     with pytest.warns(FutureWarning), pytest.raises(ConfigError, match=r"optim_input has \['int'\]"):
-        fsdp_compile.shard_full_optim_state_dict(full, model, [1])  # type: ignore[list-item]
+        fsdp_compile.shard_full_optim_state_dict(full, model, [1])  # type: ignore[arg-type]
 
 
 def test_older_functions_give_and_take_what_they_say() -> None:

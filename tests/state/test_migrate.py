@@ -210,7 +210,10 @@ def _check_old_lines() -> None:
     with pytest.warns(FutureWarning):  # torch's own
         FullyShardedDataParallel.set_state_dict_type(plain, StateDictType.FULL_STATE_DICT)
     wrapped = FullyShardedDataParallel(_model(), device_id=torch.device("cpu"), use_orig_params=True)
-    with FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
+    with (
+        pytest.warns(FutureWarning),
+        FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT),
+    ):
         assert not any(isinstance(value, DTensor) for value in wrapped.state_dict().values())
 
 
