@@ -22,7 +22,13 @@ from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
 from fsdp_compile.modules import buffers
 from fsdp_compile.modules.attributes import is_noted, note_attributes
 from fsdp_compile.modules.forward import enter_own_forward, forward
-from fsdp_compile.modules.loaded_params import keep_ties, keep_views, refuse_other_shapes, refuse_shards_of_other_ranks
+from fsdp_compile.modules.loaded_params import (
+    keep_ties,
+    keep_views,
+    refuse_full_values,
+    refuse_other_shapes,
+    refuse_shards_of_other_ranks,
+)
 from fsdp_compile.modules.param_reads import FLAT, READ_NAMES, ParamRead, get_parameter, named_parameters, read_property
 from fsdp_compile.modules.param_views import give_storages
 from fsdp_compile.runtime import update_in_backward
@@ -115,7 +121,7 @@ def swap_class(module: nn.Module) -> None:
     if known is None or known[1:] != key[1:]:
         if key not in _classes:
             # The class of a parametrized module is its own, and `remove_parametrizations` changes it.
-            _classes[key] = _make_class(key, _ClassOfParametrized if is_parametrized(module) else type)
+            _classes[key] = _make_class(key, _over(type(key.base)) if is_parametrized(module) else type(key.base))
         module.__class__ = _classes[key]
 
 
@@ -160,6 +166,13 @@ class _ClassOfParametrized(type):
             instead="torch.nn.utils.parametrize.remove_parametrizations() before fully_shard() or the first compiled "
             "call; for a trained model, on a plain one that has loaded its full state dict",
         )
+
+
+def _over(metaclass: type) -> type:
+    """`_ClassOfParametrized`, for a class that has a metaclass of its own (`abc.ABCMeta`, say)."""
+    if issubclass(_ClassOfParametrized, metaclass):
+        return _ClassOfParametrized
+    return type(_ClassOfParametrized.__name__, (_ClassOfParametrized, metaclass), {})
 
 
 def _make_class(key: ClassKey, kind: type[type]) -> type[nn.Module]:
@@ -252,9 +265,13 @@ def _load_from_state_dict(module: nn.Module, state_dict: Mapping[str, Any], pref
     refuse_shards_of_other_ranks(module, state_dict, prefix)
     before = dict(module._parameters)
     buffers.restore(module)
+    *_, errors = args
+    known = len(errors)
     original_class(module)._load_from_state_dict(module, state_dict, prefix, *args)
     buffers.follow_mode(module)
     keep_ties(module, before)
+    if len(errors) > known:
+        refuse_full_values(module, state_dict, prefix)
 
 
 def _load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """The one attribute that FSDP sets on a module, and the only functions that walk modules for it.
 
 What traced code reads are attributes of the module itself, since Dynamo guards attribute by attribute:
-`_fsdp_flat_<i>`, `_fsdp_unshard_args`, and `_fsdp_own_forward` where an instance has a forward of its own.
+`_fsdp_flat_<i>` and `_fsdp_unshard_args`.
 """
 
 from __future__ import annotations
@@ -169,6 +169,12 @@ def params_in(module: nn.Module, unit: FSDPUnit) -> Iterator[FSDPParam]:
 def is_ignored(root: nn.Module, parameter: nn.Parameter) -> bool:
     """Whether `parameter` is ignored by a call of `fully_shard` in `root`."""
     return any(id(parameter) in call.ignored for m in root.modules() if (call := call_on(m)) is not None)
+
+
+def ignored_parameters() -> set[int]:
+    """`id`s of the parameters that calls of `fully_shard` on models with sharded parameters ignored."""
+    models = {group.unit.model for group in FSDPParamGroup.alive()}
+    return {ignored for model in models for ignored in model.ignored}
 
 
 def is_inside(module: nn.Module) -> bool:
