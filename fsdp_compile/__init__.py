@@ -38,9 +38,18 @@ if TYPE_CHECKING:
     from fsdp_compile.sharding.fully_shard import fully_shard
     from fsdp_compile.sharding.materialize import materialize
     from fsdp_compile.state.ema import EMA
+    from fsdp_compile.state.fsdp1_optim_state import (
+        flatten_sharded_optim_state_dict,
+        full_optim_state_dict,
+        rekey_optim_state_dict,
+        scatter_full_optim_state_dict,
+        shard_full_optim_state_dict,
+        sharded_optim_state_dict,
+    )
     from fsdp_compile.state.full_params import full_params
     from fsdp_compile.state.full_tensors import full_tensors
     from fsdp_compile.state.load_from_rank0 import load_from_rank0
+    from fsdp_compile.state.optim_state import optim_state_dict, optim_state_dict_to_load
 
 __all__ = [
     "EMA",
@@ -62,14 +71,22 @@ __all__ = [
     "clip_grad_norm_",
     "explain",
     "flat_step",
+    "flatten_sharded_optim_state_dict",
     "fsdp",
+    "full_optim_state_dict",
     "full_params",
     "full_tensors",
     "fully_shard",
     "load_from_rank0",
     "materialize",
     "no_sync",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
     "register_comm_hook",
+    "rekey_optim_state_dict",
+    "scatter_full_optim_state_dict",
+    "shard_full_optim_state_dict",
+    "sharded_optim_state_dict",
     "step_in_backward",
     "units",
     "whole_step",
@@ -95,14 +112,22 @@ _HOMES: Final = {
     "clip_grad_norm_": "fsdp_compile.optim.clip",
     "explain": "fsdp_compile.explain.api",
     "flat_step": "fsdp_compile.optim.flat_step",
+    "flatten_sharded_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
     "fsdp": "fsdp_compile.backend",
+    "full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
     "full_params": "fsdp_compile.state.full_params",
     "full_tensors": "fsdp_compile.state.full_tensors",
     "fully_shard": "fsdp_compile.sharding.fully_shard",
     "load_from_rank0": "fsdp_compile.state.load_from_rank0",
     "materialize": "fsdp_compile.sharding.materialize",
     "no_sync": "fsdp_compile.runtime.accumulation",
+    "optim_state_dict": "fsdp_compile.state.optim_state",
+    "optim_state_dict_to_load": "fsdp_compile.state.optim_state",
     "register_comm_hook": "fsdp_compile.sharding.comm_hook",
+    "rekey_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
+    "scatter_full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
+    "shard_full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
+    "sharded_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
     "step_in_backward": "fsdp_compile.optim.step_in_backward",
     "units": "fsdp_compile.runtime.module_state",
     "whole_step": "fsdp_compile.optim.whole_step",

@@ -188,13 +188,18 @@ def overwrite(value: torch.Tensor, mesh: DeviceMesh) -> None:
 
 def share_text(text: str, mesh: DeviceMesh) -> str:
     """The text of the first rank of a mesh, on every rank."""
-    message = torch.tensor(list(text.encode()), dtype=torch.uint8, device=wire_of(mesh))
+    return share_bytes(text.encode(), mesh).decode()
+
+
+def share_bytes(data: bytes, mesh: DeviceMesh) -> bytes:
+    """The bytes of the first rank of a mesh, on every rank."""
+    message = torch.tensor(list(data), dtype=torch.uint8, device=wire_of(mesh))
     length = torch.tensor([message.numel()], device=wire_of(mesh))
     broadcast_from_first_rank(length, mesh)
     if not is_first(mesh):
         message = torch.empty(int(length.item()), dtype=torch.uint8, device=wire_of(mesh))
     broadcast_from_first_rank(message, mesh)
-    return bytes(message.tolist()).decode()
+    return bytes(message.tolist())
 
 
 def is_first(mesh: DeviceMesh) -> bool:

@@ -22,7 +22,13 @@ from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
 from fsdp_compile.modules import buffers
 from fsdp_compile.modules.attributes import is_noted, note_attributes
 from fsdp_compile.modules.forward import enter_own_forward, forward
-from fsdp_compile.modules.loaded_params import keep_ties, keep_views, refuse_full_values, refuse_shards_of_other_ranks
+from fsdp_compile.modules.loaded_params import (
+    keep_ties,
+    keep_views,
+    refuse_full_values,
+    refuse_other_shapes,
+    refuse_shards_of_other_ranks,
+)
 from fsdp_compile.modules.param_reads import FLAT, READ_NAMES, ParamRead, get_parameter, named_parameters, read_property
 from fsdp_compile.modules.param_views import give_storages
 from fsdp_compile.runtime import update_in_backward
@@ -209,6 +215,7 @@ def _members_over(original: type[nn.Module]) -> dict[str, Any]:
         "get_parameter": get_parameter,
         "_save_to_state_dict": _save_to_state_dict,
         "_load_from_state_dict": _load_from_state_dict,
+        "load_state_dict": _load_state_dict,
         "_apply": _apply,
         UNSHARD_ARGS: None,
         "_fsdp_original_class": original,
@@ -265,6 +272,11 @@ def _load_from_state_dict(module: nn.Module, state_dict: Mapping[str, Any], pref
     keep_ties(module, before)
     if len(errors) > known:
         refuse_full_values(module, state_dict, prefix)
+
+
+def _load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    refuse_other_shapes(module, state_dict)
+    return original_class(module).load_state_dict(module, state_dict, *args, **kwargs)
 
 
 def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

@@ -61,6 +61,26 @@ def refuse_shards_of_other_ranks(module: nn.Module, state_dict: Mapping[str, Any
             )
 
 
+def refuse_other_shapes(root: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for all values of other shapes than their parameters: torch would load the others first."""
+    if any(module._load_state_dict_pre_hooks for module in root.modules()):
+        return  # these may give values other names and shapes
+    wrong = []
+    for prefix, module in nn.Module.named_modules(root, remove_duplicate=False):
+        for attribute, param in _params(module):
+            name = f"{prefix}.{attribute}".removeprefix(".")
+            value = state_dict.get(name)
+            is_number = param.spec.shape == () and getattr(value, "shape", None) == (1,)  # which torch takes for 0-d
+            if isinstance(value, torch.Tensor) and tuple(value.shape) != param.spec.shape and not is_number:
+                wrong.append(f"{name} has shape {tuple(value.shape)}, and {param.spec.shape} in the model")
+    if wrong:
+        raise ConfigError(
+            "the state dict does not fit the model: " + "; ".join(wrong),
+            where="load_state_dict()",
+            instead="values of these shapes; leave out those that are to keep their values, with strict=False",
+        )
+
+
 def refuse_full_values(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
     """Raises `ConfigError` for a plain value of a sharded parameter, which torch has refused to copy."""
     # Asked only then: hooks of the module may shard what they find in the state dict.

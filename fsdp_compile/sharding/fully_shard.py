@@ -39,6 +39,7 @@ from fsdp_compile.sharding import adopt, checks, devices
 from fsdp_compile.sharding.allocate import ParamToShard, allocate_flat_params
 from fsdp_compile.sharding.arguments import Arguments, InitFn, PlacementFn, UnitChoices, whole
 from fsdp_compile.sharding.build import ShardingPlan, plan_units
+from fsdp_compile.sharding.fsdp1_methods import refuse_fsdp1_methods
 from fsdp_compile.sharding.materialize import fill_in
 from fsdp_compile.sharding.mixed_precision import any_full_precision, cast_at
 from fsdp_compile.sharding.views import pre_forward
@@ -236,6 +237,7 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
         follow_replaced(param.parameter)
     loaded_state.follow_optimizers()
     refused_inputs.follow_backwards()
+    refuse_fsdp1_methods()
     unshard.count_optimizer_steps()
 
 

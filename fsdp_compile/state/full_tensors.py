@@ -17,8 +17,8 @@ from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 from fsdp_compile.state.outside_of_steps import check, refuse_inside_a_step
 
 _WHERE = "full_tensors()"
-_COMPILED = "_orig_mod"
-"""What torch puts into names where a compiled module is."""
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What torch puts into names where a compiled module is, or one that is checkpointed by its `checkpoint_wrapper`."""
 
 
 def full_tensors(
@@ -69,7 +69,7 @@ def _yield_values(
             continue
         # No variable refers to the full value, so that it is gone when the next one is gathered.
         if is_receiver:
-            yield _plain(name), _full(value, sharded.get(held.get(name)), receivers, cpu_offload=cpu_offload)  # type: ignore[arg-type]
+            yield plain_name(name), _full(value, sharded.get(held.get(name)), receivers, cpu_offload=cpu_offload)  # type: ignore[arg-type]
         else:
             _full(value, sharded.get(held.get(name)), receivers, cpu_offload=cpu_offload)  # type: ignore[arg-type]
 
@@ -83,5 +83,6 @@ def _full(value: torch.Tensor, param: FSDPParam | None, receivers: Receivers, *,
     return whole.detach().cpu() if cpu_offload else whole.detach()
 
 
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+def plain_name(name: str) -> str:
+    """The name in the plain model of a parameter or buffer in one that is compiled or checkpointed in parts."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

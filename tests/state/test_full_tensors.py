@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,16 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FullOptimStateDictConfig
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compile import EMA, ConfigError, MixedPrecision, full_params, full_tensors, fully_shard
-from fsdp_compile.comm import gather
+from fsdp_compile import EMA, ConfigError, MixedPrecision, full_params, full_tensors, fully_shard, optim_state_dict
+from fsdp_compile.comm import exchange, gather
+from fsdp_compile.state import optim_state
 from tests.beside import compile_eagerly
 from tests.models.meta import Tied
 from tests.ranks import run_ranks
 from tests.sharding.test_sync_states import mesh_of, seeded
+
+full_tensors_of_models = importlib.import_module("fsdp_compile.state.full_tensors")
 
 
 def _assert_is_state_dict(found: dict[str, torch.Tensor], reference: nn.Module) -> None:
@@ -134,6 +138,38 @@ def _check_offloaded() -> None:
 
 def test_offloaded_shards() -> None:
     run_ranks(_check_offloaded)
+
+
+def _check_places() -> None:
+    """Where values are put together, with a device that is not the host, as far as shards can tell."""
+    model = fully_shard(seeded(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    device, places = torch.device("cpu", 0), set[torch.device]()
+
+    def gather_at(local: torch.Tensor, spec: Any, receivers: Any, place: torch.device) -> torch.Tensor | None:
+        places.add(place)
+        return gather.gather_full(local, spec, receivers, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "wire_device", lambda *_: device)
+        for module in (full_tensors_of_models, optim_state):
+            patch.setattr(module, "gather_full", gather_at)
+        for offload in (False, True):
+            expected = {torch.device("cpu") if offload else device}
+            dict(full_tensors(model, cpu_offload=offload))
+            assert places == expected
+            places.clear()
+            optim_state_dict(model, optimizer, config=FullOptimStateDictConfig(offload_to_cpu=offload))
+            assert places == expected
+            places.clear()
+
+
+def test_offloaded_values_are_put_together_on_the_host() -> None:
+    run_ranks(_check_places)
 
 
 def _check_refused() -> None:

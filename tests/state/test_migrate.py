@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import full_params, fully_shard, load_from_rank0, materialize, no_sync, units
+from fsdp_compile import ConfigError, full_params, fully_shard, load_from_rank0, materialize, no_sync, units
 from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
 
@@ -162,20 +162,36 @@ def test_arguments_of_fsdp1() -> None:
     run_ranks(_check_arguments_of_fsdp1)
 
 
-def _old_lines(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[type, Callable[[], Any]]]:
-    fsdp = FullyShardedDataParallel
+def _old_lines(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, Callable[[], Any]]]:
+    """Lines of FSDP1 by name, with what is written in their place."""
+    fsdp, full = FullyShardedDataParallel, StateDictType.FULL_STATE_DICT
 
     def state_dict_type() -> None:
-        with fsdp.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        with fsdp.state_dict_type(model, full):
             model.state_dict()
 
+    def summon_full_params() -> None:
+        with fsdp.summon_full_params(model):
+            pass
+
     return {
-        "state_dict_type": (KeyError, state_dict_type),
-        "optim_state_dict": (AttributeError, lambda: fsdp.optim_state_dict(model, optimizer)),
-        "optim_state_dict_to_load": (AttributeError, lambda: fsdp.optim_state_dict_to_load(model, optimizer, {})),
-        "full_optim_state_dict": (IndexError, lambda: fsdp.full_optim_state_dict(model, optimizer)),
-        "scatter_full_optim_state_dict": (IndexError, lambda: fsdp.scatter_full_optim_state_dict({}, model)),
-        "clip_grad_norm_": (AttributeError, lambda: model.clip_grad_norm_(1.0)),  # type: ignore[operator]
+        "state_dict_type": ("get_model_state_dict", state_dict_type),
+        "set_state_dict_type": ("get_model_state_dict", lambda: fsdp.set_state_dict_type(model, full)),
+        "get_state_dict_type": ("get_model_state_dict", lambda: fsdp.get_state_dict_type(model)),
+        "summon_full_params": ("fsdp_compile.full_params", summon_full_params),
+        "optim_state_dict": ("fsdp_compile.optim_state_dict", lambda: fsdp.optim_state_dict(model, optimizer)),
+        "optim_state_dict_to_load": (
+            "fsdp_compile.optim_state_dict_to_load",
+            lambda: fsdp.optim_state_dict_to_load(model, optimizer, {}),
+        ),
+        "full_optim_state_dict": (
+            "fsdp_compile.full_optim_state_dict",
+            lambda: fsdp.full_optim_state_dict(model, optimizer),
+        ),
+        "scatter_full_optim_state_dict": (
+            "fsdp_compile.scatter_full_optim_state_dict",
+            lambda: fsdp.scatter_full_optim_state_dict({}, model),
+        ),
     }
 
 
@@ -183,17 +199,25 @@ def _check_old_lines() -> None:
     model = fully_shard(_model())
     optimizer = _adamw(model)
     _train(model, optimizer)
-    for name, (error, call) in _old_lines(model, optimizer).items():
-        with pytest.raises(error):
-            call()
-        assert name in PAGE.read_text()
-    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-    with FullyShardedDataParallel.summon_full_params(model):
-        assert isinstance(model.get_parameter("0.weight"), DTensor)
-    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    for outer in (model, nn.Sequential(model)):
+        for name, (instead, call) in _old_lines(outer, optimizer).items():
+            with pytest.raises(ConfigError, match=rf"{name}\(\)(.|\n)*{instead}"):
+                call()
+            assert name in PAGE.read_text()
+    with pytest.raises(AttributeError):
+        model.clip_grad_norm_(1.0)  # type: ignore[operator]
+    plain = _model()
+    with pytest.warns(FutureWarning):  # torch's own
+        FullyShardedDataParallel.set_state_dict_type(plain, StateDictType.FULL_STATE_DICT)
+    wrapped = FullyShardedDataParallel(_model(), device_id=torch.device("cpu"), use_orig_params=True)
+    with (
+        pytest.warns(FutureWarning),
+        FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT),
+    ):
+        assert not any(isinstance(value, DTensor) for value in wrapped.state_dict().values())
 
 
-def test_what_fsdp1s_static_methods_do_with_a_sharded_module() -> None:
+def test_fsdp1s_static_methods_refuse_a_sharded_module_with_the_line_to_write() -> None:
     run_ranks(_check_old_lines)
 
 

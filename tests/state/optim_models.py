@@ -1,0 +1,98 @@
+"""Models and optimizers whose state is of every kind, for tests that save and load it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import flat_step, full_tensors, fully_shard, step_in_backward, whole_step
+from tests.beside import compile_eagerly
+from tests.models.outlines import MixedKinds
+from tests.sharding.test_sync_states import mesh_of
+
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "AdamW": lambda groups: optim.AdamW(groups, lr=0.05, amsgrad=True),
+    "flat AdamW": lambda groups: flat_step(optim.AdamW(groups, lr=0.05)),
+    "SGD in backward": lambda groups: step_in_backward(optim.SGD(groups, lr=0.05, momentum=0.9)),
+    "whole Adafactor": lambda groups: whole_step(optim.Adafactor(groups, lr=0.05)),
+}
+
+
+class Kinds(MixedKinds):
+    """Also a parameter that no forward reads, and one that is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Parameter(torch.randn(3, 2))
+        self.ignored = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.ignored
+
+
+def kinds(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return Kinds()
+
+
+def sharded(seed: int = 0, mesh: tuple[int, ...] = (2,)) -> Any:
+    model = kinds(seed)
+    return fully_shard(model, mesh=mesh_of(mesh), ignored_params=[model.ignored])
+
+
+def optimizer_of(model: Any, name: str) -> optim.Optimizer:
+    """Two groups with settings of their own, in another order than the model's."""
+    first = [model.scale, model.frozen, *model.norm.parameters()]
+    known = {id(p) for p in first}
+    others = [p for p in model.parameters() if id(p) not in known]
+    plain = OPTIMIZERS[name]
+    if not isinstance(model.scale, DTensor):  # the same numbers without us
+        plain = lambda groups: type(OPTIMIZERS[name](groups))(groups, **_settings(name))  # noqa: E731
+    return plain([{"params": first, "lr": 0.01}, {"params": others}])
+
+
+def _settings(name: str) -> dict[str, Any]:
+    return {"AdamW": {"lr": 0.05, "amsgrad": True}, "SGD in backward": {"lr": 0.05, "momentum": 0.9}}.get(
+        name, {"lr": 0.05}
+    )
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 2) -> None:
+    called = compile_eagerly(model) if any(isinstance(p, DTensor) for p in model.parameters()) else model
+    for seed in range(steps):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        called(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def all_values(model: Any, optimizer: optim.Optimizer) -> dict[str, Any]:
+    """Every value of model and optimizer, full, by name."""
+    names = {p: name for name, p in model.named_parameters()}
+    found: dict[str, Any] = {f"model {name}": value.clone() for name, value in full_tensors(model)}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            found[f"{key} of {names[parameter]}"] = copy.deepcopy(whole(value))
+    for number, group in enumerate(optimizer.param_groups):
+        settings = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "params"}
+        found[f"group {number}"] = (settings, [names[p] for p in group["params"]])
+    return found
+
+
+def assert_same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert mine[name].dtype == value.dtype, name
+            assert torch.equal(whole(mine[name]), whole(value)), name
+        else:
+            assert mine[name] == value, (name, mine[name], value)
