@@ -6,7 +6,7 @@ import math
 import time
 
 from fsdp_compile.errors import FSDPCompileError, RankMismatchError
-from fsdp_compile.training.checkpoint import load_checkpoint, save_checkpoint
+from fsdp_compile.training.checkpoint import load_checkpoint
 from fsdp_compile.training.config import OnNonFinite
 from fsdp_compile.training.data import Corpus, read_corpus
 from fsdp_compile.training.job import Job, Started
@@ -22,6 +22,7 @@ from fsdp_compile.training.metrics import (
     read_records,
 )
 from fsdp_compile.training.model import generate
+from fsdp_compile.training.saves import BackgroundSaves, BlockingSaves, Saves
 from fsdp_compile.training.state_bytes import StateBytes
 from fsdp_compile.training.trainer import StepResult, Trainer
 from fsdp_compile.training.world import World
@@ -73,6 +74,8 @@ class _Run:
         self.done_steps = 0
         self.skipped_steps = 0
         self.trainer = Trainer(job.config, corpus, world, shard_now=job.done_steps > 0)
+        kind = BackgroundSaves if job.config.async_checkpoints else BlockingSaves
+        self.saves: Saves = kind(job.checkpoints, world, keep=job.config.keep_checkpoints)
         self._introduce(corpus)
 
     def run(self) -> None:
@@ -125,6 +128,7 @@ class _Run:
 
     def _stop_or_skip(self, step: int, what: str) -> None:
         if self.job.config.on_nonfinite is OnNonFinite.STOP:
+            self.saves.wait()
             newest = self.job.checkpoints.newest()
             raise FSDPCompileError(
                 f"step {step} updated nothing: {what}",
@@ -140,17 +144,17 @@ class _Run:
         evaluates = is_last or step % config.eval_every == 0
         if evaluates or step % config.log_every == 0:
             self._measure(step, result, evaluates=evaluates)
+        self.saves.raise_failure()
         if is_last or step % config.checkpoint_every == 0:
             self._save(step)
             self.pace.restart()
 
     def _save(self, step: int) -> None:
-        job, trainer = self.job, self.trainer
+        trainer = self.trainer
         if not trainer.optimizer.state:
             self.display.say(f"no checkpoint of step {step}: every step so far was skipped")
             return
-        keep = job.config.keep_checkpoints
-        save_checkpoint(job.checkpoints, step, trainer.model, trainer.optimizer, self.world, keep=keep)
+        self.saves.save(step, trainer.model, trainer.optimizer)
 
     def _measure(self, step: int, result: StepResult, *, evaluates: bool) -> None:
         record = Record(
@@ -187,6 +191,7 @@ class _Run:
             seed=config.seed,
             device=self.world.device,
         )
+        self.saves.wait()
         if not self.world.is_first:
             return
         if config.sample_bytes:
