@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser("checkpoints", "Time of a save of model and AdamW, beside torch's dcp.save and dcp.async_save.")
     made.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="gloo ranks (default: 2 4)")
     made.add_argument("--rounds", type=int, default=5, metavar="N", help="saves of each contender (default: 5)")
-    made.add_argument("--folder", type=Path, metavar="FOLDER", help="on the disk to be measured (default: a temporary one)")
+    made.add_argument(
+        "--folder", type=Path, metavar="FOLDER", help="on the disk to be measured (default: a temporary one)"
+    )
     arguments = made.parse_args(argv)
     quiet()
     if arguments.smoke:
@@ -121,7 +123,7 @@ def _contenders(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
     def torchs_async(_number: int) -> Callable[[], object]:
         future: Any = dcp.async_save(state(), checkpoint_id=folder / "torch, async")
-        return lambda: future.result()
+        return future.result  # type: ignore[no-any-return]
 
     own = CheckpointFolder(folder / "own", "benchmark")
     background = BackgroundSaves(CheckpointFolder(folder / "own, async", "benchmark"), world, keep=1)

@@ -105,7 +105,9 @@ def _ours(state: dict[str, Any], ranks: int) -> dict[str, Any]:
         return _row("fsdp_compile", ranks, times, [*sent, *results], Path(folder))
 
 
-def _row(contender: str, ranks: int, times: dict[str, float], received: Sequence[bytes], folder: Path) -> dict[str, Any]:
+def _row(
+    contender: str, ranks: int, times: dict[str, float], received: Sequence[bytes], folder: Path
+) -> dict[str, Any]:
     written = sum(path.stat().st_size for path in folder.iterdir())
     sizes = {"received_bytes": sum(map(len, received)), "metadata_bytes": written}
     return {"ranks": ranks, "contender": contender, **times, **sizes}

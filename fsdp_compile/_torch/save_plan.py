@@ -1,8 +1,8 @@
 """Saves of DCP that are planned by each rank for itself: who writes what follows from meshes and placements.
 
 DCP gathers every rank's plan on rank 0, which removes what several ranks hold, checks that nothing overlaps and sends a
-plan to every rank: work that grows with ranks times tensors. Here a rank sends a digest of the layout instead of its plan,
-and instead of where it wrote what, an array of places. The files are DCP's.
+plan to every rank: work that grows with ranks times tensors. Here a rank sends a digest of the layout instead of its
+plan, and instead of where it wrote what, an array of places. The files are DCP's.
 """
 
 from __future__ import annotations
@@ -205,9 +205,9 @@ class PlannedWriter(NamingWriter):
         infos: dict[MetadataIndex, _StorageInfo] = {each.index: each.storage_data for each in written.value()}
         places = [infos[item.index] for item in plan.items]
         file = places[0].relative_path if places else ""
-        offsets, lengths = ((getattr(each, name) for each in places) for name in ("offset", "length"))
+        offsets = array.array("q", [each.offset for each in places])
         made: Future[Any] = Future()
-        made.set_result([Places(file, array.array("q", offsets), array.array("q", lengths))])
+        made.set_result([Places(file, offsets, array.array("q", [each.length for each in places]))])
         return made
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

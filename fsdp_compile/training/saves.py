@@ -71,9 +71,7 @@ class BackgroundSaves:
         """
         self.wait()
         staged = self._buffers.stage(finite_state(model, optimizer, step, self._world))
-        self._running = self._thread.submit(
-            write_checkpoint, self._folder, step, staged, self._apart, keep=self._keep
-        )
+        self._running = self._thread.submit(write_checkpoint, self._folder, step, staged, self._apart, keep=self._keep)
 
     def raise_failure(self) -> None:
         """Raise what went wrong, if the save has ended on all ranks; called between steps.

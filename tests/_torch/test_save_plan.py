@@ -87,7 +87,12 @@ def test_metadata_is_torchs_and_every_chunk_is_written_once(mesh: tuple[int, ...
     own, torchs = (SafeReader(tmp_path / name).read_metadata() for name in ("own", "torch"))
     assert _chunks(own) == _chunks(torchs)
     assert own.planner_data == torchs.planner_data
-    held = {(name, tuple(chunk.offsets)) for name, value in _chunks(torchs).items() if isinstance(value, tuple) for chunk in value[2]}
+    held = {
+        (name, tuple(chunk.offsets))
+        for name, value in _chunks(torchs).items()
+        if isinstance(value, tuple)
+        for chunk in value[2]
+    }
     written = Counter((index.fqn, tuple(index.offset)) for index in own.storage_data if index.offset is not None)
     assert held <= written.keys()
     assert set(written.values()) == {1}
