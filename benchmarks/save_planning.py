@@ -1,7 +1,7 @@
 """What rank 0 does for a save of Llama-3-8B and AdamW beside writing its own shard, by the number of ranks.
 
-One process is rank 0; what the others would send is made beforehand. Timed is what rank 0 does with it: the plans that
-it reads, makes and sends, and the metadata that it writes of where everything is. Sending itself is not in it.
+One process is rank 0; what the others would send is made beforehand. Counted is processor time, for the plans that rank
+0 reads, makes and sends, and for the metadata that it writes of where everything is. Sending itself is not in it.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ def _results(plan: SavePlan, rank: int) -> list[WriteResult]:
 
 @contextmanager
 def _timed(times: dict[str, float], name: str) -> Iterator[None]:
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     yield
-    times[name] = time.perf_counter() - start_s
+    times[name] = time.process_time() - start_s
 
 
 def _seconds(seconds: float) -> str:

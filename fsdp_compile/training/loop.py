@@ -79,6 +79,12 @@ class _Run:
         self._introduce(corpus)
 
     def run(self) -> None:
+        try:
+            self._train()
+        finally:
+            self.saves.close()
+
+    def _train(self) -> None:
         self._begin()
         updated = False
         for step in range(self.done_steps + 1, self.job.config.steps + 1):

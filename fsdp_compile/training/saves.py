@@ -41,6 +41,9 @@ class BlockingSaves:
     def wait(self) -> None:
         """Nothing: `save` has waited."""
 
+    def close(self) -> None:
+        """Nothing: there is no thread."""
+
 
 class BackgroundSaves:
     """Training waits for a copy to the host alone; a thread of each rank writes it. Every rank calls every method.
@@ -97,6 +100,10 @@ class BackgroundSaves:
         running, self._running = self._running, None
         if running is not None:
             running.result()
+
+    def close(self) -> None:
+        """End the thread, after the save that it is at; also where training failed, and other ranks do not come."""
+        self._thread.shutdown()
 
 
 Saves = BlockingSaves | BackgroundSaves

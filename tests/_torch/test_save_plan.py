@@ -110,7 +110,11 @@ def _save_elsewhere(folder: Path) -> bool:
     """One DTensor of two of three ranks, which others know nothing of."""
     part = DeviceMesh("cpu", [0, 2])
     if dist.get_rank() == 1:
-        state = {"a": DTensor.from_local(torch.empty(0), part, [Shard(0)], run_check=False, shape=(4,), stride=(1,))}
+        state = {
+            "a": DTensor.from_local(
+                torch.empty(0), part, [Shard(0)], run_check=False, shape=torch.Size((4,)), stride=(1,)
+            )
+        }
     else:
         state = {"a": DTensor.from_local(torch.full((2,), dist.get_rank()), part, [Shard(0)], run_check=False)}
     return _save(folder, state)
