@@ -53,7 +53,16 @@ class SmallRun:
     def save_in_background(self, step: int, saves: BackgroundSaves) -> None:
         """Begin a save, and overwrite what it saves, as the next step of training does."""
         saves.save(step, self.model, self.optimizer)
-        self.step(-step)
+        self.overwrite()
+
+    @torch.no_grad()
+    def overwrite(self) -> None:
+        """Give all weights and all state another value, in place."""
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                value.fill_(99)
+        for parameter in self.model.parameters():
+            parameter.fill_(99)
 
     def load(self) -> Loaded:
         return load_checkpoint(self.checkpoints, self.model, self.optimizer, self.world)

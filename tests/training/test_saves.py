@@ -42,7 +42,9 @@ def _files(checkpoint: Path) -> dict[str, Any]:
 
 def _save_both_ways(folder: Path) -> None:
     run = SmallRun(folder / "waits")
-    run.step_and_save(1, 2, 3)
+    for step in (1, 2, 3):
+        run.step_and_save(step)
+        run.overwrite()
     run = SmallRun(folder / "goes on")
     saves = run.in_background()
     for step in (1, 2, 3):
@@ -95,8 +97,9 @@ def _go_on_meanwhile(folder: Path) -> list[list[str]]:
         timer.start()
         run.save_in_background(2, saves)
         seen.append([name for name in _names(folder) if name == "step-000001"])
-        saves.wait()
+        saves.close()
         seen.append(_names(folder))
+        saves.wait()
     return seen
 
 
