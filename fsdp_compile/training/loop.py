@@ -22,6 +22,7 @@ from fsdp_compile.training.metrics import (
     read_records,
 )
 from fsdp_compile.training.model import generate
+from fsdp_compile.training.run_lock import lock_run
 from fsdp_compile.training.saves import BackgroundSaves, BlockingSaves, Saves
 from fsdp_compile.training.state_bytes import StateBytes
 from fsdp_compile.training.trainer import StepResult, Trainer
@@ -32,16 +33,18 @@ def train(job: Job, world: World) -> None:
     """Run a job; every rank calls this. Rank 0 shows and writes.
 
     Raises:
+        ConfigError: Another process trains in the run's folder.
         RankMismatchError: Ranks read different text.
         FSDPCompileError: A loss or a gradient is not finite.
         CheckpointError: A checkpoint cannot be written.
     """
-    corpus = _read_same_text(job, world)
     if not world.is_first:
-        _Run(job, world, corpus, Silence()).run()
+        _Run(job, world, _read_same_text(job, world), Silence()).run()
         return
-    with open_display(job.config.steps) as display:
-        _Run(job, world, corpus, display).run()
+    with lock_run(job.folder.path):
+        corpus = _read_same_text(job, world)
+        with open_display(job.config.steps) as display:
+            _Run(job, world, corpus, display).run()
 
 
 class Pace:
@@ -73,6 +76,7 @@ class _Run:
         self.start_s = time.perf_counter()
         self.done_steps = 0
         self.skipped_steps = 0
+        self.said: set[str] = set()
         self.trainer = Trainer(job.config, corpus, world, shard_now=job.done_steps > 0)
         kind = BackgroundSaves if job.config.async_checkpoints else BlockingSaves
         self.saves: Saves = kind(job.checkpoints, world, keep=job.config.keep_checkpoints)
@@ -134,7 +138,7 @@ class _Run:
 
     def _stop_or_skip(self, step: int, what: str) -> None:
         if self.job.config.on_nonfinite is OnNonFinite.STOP:
-            self.saves.wait()
+            self._say_once(self.saves.wait())
             newest = self.job.checkpoints.newest()
             raise FSDPCompileError(
                 f"step {step} updated nothing: {what}",
@@ -150,7 +154,7 @@ class _Run:
         evaluates = is_last or step % config.eval_every == 0
         if evaluates or step % config.log_every == 0:
             self._measure(step, result, evaluates=evaluates)
-        self.saves.raise_failure()
+        self._say_once(self.saves.poll())
         if is_last or step % config.checkpoint_every == 0:
             self._save(step)
             self.pace.restart()
@@ -160,7 +164,13 @@ class _Run:
         if not trainer.optimizer.state:
             self.display.say(f"no checkpoint of step {step}: every step so far was skipped")
             return
-        self.saves.save(step, trainer.model, trainer.optimizer)
+        self._say_once(self.saves.save(step, trainer.model, trainer.optimizer))
+
+    def _say_once(self, problems: tuple[str, ...]) -> None:
+        for problem in problems:
+            if problem not in self.said:  # each later save has it again
+                self.said.add(problem)
+                self.display.say(problem)
 
     def _measure(self, step: int, result: StepResult, *, evaluates: bool) -> None:
         record = Record(
@@ -197,7 +207,7 @@ class _Run:
             seed=config.seed,
             device=self.world.device,
         )
-        self.saves.wait()
+        self._say_once(self.saves.wait())
         if not self.world.is_first:
             return
         if config.sample_bytes:

@@ -22,7 +22,7 @@ class BlockingSaves:
         self._world = world
         self._keep = keep
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
         """Write a checkpoint.
 
         Args:
@@ -30,16 +30,21 @@ class BlockingSaves:
             model: Its parameters are DTensors.
             optimizer: Has stepped at least once.
 
+        Returns:
+            Which older checkpoints cannot be removed and why, one sentence each; the same on all ranks.
+
         Raises:
             CheckpointError: A value is not finite, or a file cannot be written; on all ranks.
         """
-        save_checkpoint(self._folder, step, model, optimizer, self._world, keep=self._keep)
+        return save_checkpoint(self._folder, step, model, optimizer, self._world, keep=self._keep)
 
-    def raise_failure(self) -> None:
-        """Nothing: `save` has raised it."""
+    def poll(self) -> tuple[str, ...]:
+        """Nothing: `save` has said it."""
+        return ()
 
-    def wait(self) -> None:
+    def wait(self) -> tuple[str, ...]:
         """Nothing: `save` has waited."""
+        return ()
 
     def close(self) -> None:
         """Nothing: there is no thread."""
@@ -59,9 +64,9 @@ class BackgroundSaves:
         self._apart = world.apart()
         self._buffers = HostBuffers()
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_use_device, initargs=(world.device,))
-        self._running: Future[None] | None = None
+        self._running: Future[tuple[str, ...]] | None = None
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
         """Begin to write a checkpoint of what there is now; wait for the one before first.
 
         Args:
@@ -69,37 +74,46 @@ class BackgroundSaves:
             model: Its parameters are DTensors.
             optimizer: Has stepped at least once.
 
+        Returns:
+            What `wait` returns, of the checkpoint before.
+
         Raises:
             CheckpointError: A value is not finite, or the checkpoint before could not be written; on all ranks.
         """
-        self.wait()
+        problems = self.wait()
         staged = self._buffers.stage(finite_state(model, optimizer, step, self._world))
         self._running = self._thread.submit(write_checkpoint, self._folder, step, staged, self._apart, keep=self._keep)
+        return problems
 
-    def raise_failure(self) -> None:
-        """Raise what went wrong, if the save has ended on all ranks; called between steps.
+    def poll(self) -> tuple[str, ...]:
+        """Say how the save ended, if it has on all ranks; called between steps.
+
+        Returns:
+            What `wait` returns, or nothing.
 
         Raises:
             CheckpointError: The checkpoint could not be written; on all ranks.
             Exception: Whatever else ended the save of this rank.
         """
         if self._running is None:
-            return
+            return ()
         ended = self._running.done()
         if ended and not isinstance(error := self._running.exception(), CheckpointError | None):
             raise error  # a bug, of this rank alone: the others would wait for it for ever
-        if not self._world.any(torch.tensor(not ended, device=self._world.device)):
-            self.wait()
+        is_running = self._world.any(torch.tensor(not ended, device=self._world.device))
+        return () if is_running else self.wait()
 
-    def wait(self) -> None:
+    def wait(self) -> tuple[str, ...]:
         """Wait until the checkpoint is complete.
+
+        Returns:
+            Which older checkpoints cannot be removed and why, one sentence each; the same on all ranks.
 
         Raises:
             CheckpointError: It could not be written; on all ranks.
         """
         running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        return () if running is None else running.result()
 
     def close(self) -> None:
         """End the thread, after the save that it is at; also where training failed, and other ranks do not come."""
