@@ -123,7 +123,7 @@ def _contenders(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
     def torchs_async(_number: int) -> Callable[[], object]:
         future: Any = dcp.async_save(state(), checkpoint_id=folder / "torch, async")
-        return future.result  # type: ignore[no-any-return]
+        return future.result
 
     own = CheckpointFolder(folder / "own", "benchmark")
     background = BackgroundSaves(CheckpointFolder(folder / "own, async", "benchmark"), world, keep=1)
