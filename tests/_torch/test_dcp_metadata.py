@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "metadata without fields": (_global(DCP, "Metadata") + pickle.EMPTY_TUPLE + pickle.NEWOBJ + b".", NO_METADATA),
     "no pickle": (b"foreign" * 100, "it is no metadata of a checkpoint (KeyError: "),
     "nothing": (b"", "it is no metadata of a checkpoint (EOFError: "),
-    "cut off": (pickle.dumps(_metadata())[:-40], "truncated"),
+    "cut off": (pickle.dumps(_metadata())[:-40], "it is no metadata of a checkpoint (EOFError: "),
     "2^62 bytes": (pickle.BINBYTES8 + (2**62).to_bytes(8, "little") + b"few.", "it is no metadata of a checkpoint"),
     "an index of 2^31": (pickle.LONG_BINGET + b"\xff\xff\xff\x7f.", "Memo value not found"),
 }
