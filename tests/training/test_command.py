@@ -112,9 +112,8 @@ def test_a_rank_that_fails_ends_the_others_and_shows_why(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["--no-async-checkpoints", "--async-checkpoints"])
-def test_a_full_disk_is_the_cause_that_the_launcher_names(how: str, tmp_path: Path) -> None:
-    process = start(tmp_path, DRIVER, "train", *TINY, how, "--ranks", "2", "--out", "run", FULL_AT="3")
+def test_a_full_disk_is_the_cause_that_the_launcher_names(tmp_path: Path) -> None:
+    process = start(tmp_path, DRIVER, "train", *TINY, "--ranks", "2", "--out", "run", FULL_AT="3")
     status, _, err = finish(process)
     assert status == 1
     full = "run/checkpoints/.partial/__1_0.distcp: No space left on device"
