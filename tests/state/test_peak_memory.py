@@ -32,7 +32,8 @@ def check(found: list[dict[str, int]], *, blocks: int, width: int) -> None:
             assert peaks["full_tensors, rank 0"] <= 2 * MESSAGE_BYTES // WORLD_SIZE + NOISE, told
 
 
-@pytest.mark.long
+@pytest.mark.optional
+@pytest.mark.skipif("FSDP_COMPILE_LARGE" not in os.environ, reason="FSDP_COMPILE_LARGE=1 gathers a model of 384 MiB")
 def test_a_full_save_takes_the_model_once(tmp_path: Path) -> None:
     size = {"blocks": 6, "width": 4096}  # units larger than all messages together
     check(measure("tests.state.peak_memory", tmp_path, **size), **size)
