@@ -14,6 +14,8 @@ BENCHMARKS = (
     "overhead",
     "scaling",
     "slow_network",
+    "checkpoints",
+    "save_planning",
     "long_run",
     "gpu.run_all",
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 from fsdp_compile._torch.distributed import fake_store
 
-__all__ = ["fake_store", "fresh_cache", "inductor_config", "sleep_on_device"]
+__all__ = ["StorageInfo", "fake_store", "fresh_cache", "inductor_config", "sleep_on_device"]
 
 
 def sleep_on_device(cycles: int) -> None:

@@ -85,6 +85,9 @@ def _add_option(group: argparse._ArgumentGroup, name: str, kind: Any, default: A
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         # Converted later: argparse names the choices only for text that is none of them.
         settings |= {"choices": [member.value for member in kind]}
+    elif kind is bool:
+        # Both words: a resumed run may change its mind.
+        settings |= {"action": argparse.BooleanOptionalAction}
     elif kind in (int, float):
         settings |= {"type": kind, "metavar": "N" if kind is int else "X"}
     else:

@@ -14,6 +14,7 @@ from torch import nn
 from fsdp_compile._torch.autograd import is_saved_by_autograd
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.comm import exchange
+from fsdp_compile.comm.gather import Receivers, gather_full
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.modules import param_views
@@ -94,13 +95,8 @@ class FullParam:
 
     def _gather(self, local: torch.Tensor) -> torch.Tensor | None:
         spec = self.param.spec
-        if not self.options.rank0_only:
-            full: torch.Tensor | None = exchange.gather(local, spec)
-        elif exchange.is_first_replica(spec):
-            full = exchange.gather_to_first(local, spec)
-        else:
-            full = None
-        return full.cpu() if full is not None and self.options.offload_to_cpu else full
+        device = torch.device("cpu") if self.options.offload_to_cpu else exchange.wire_device(local, spec)
+        return gather_full(local, spec, Receivers.FIRST if self.options.rank0_only else Receivers.ALL, device)
 
     def _some_rank_has_a_gradient(self) -> bool:
         spec = self.param.spec

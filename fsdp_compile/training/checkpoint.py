@@ -18,8 +18,9 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.checkpoint import NamingWriter, SafePlanner, SafeReader
+from fsdp_compile._torch.checkpoint import SafePlanner, SafeReader
 from fsdp_compile._torch.dcp_metadata import METADATA
+from fsdp_compile._torch.save_plan import OwnPlanner, PlannedWriter
 from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.formats.complete import MARKER, FileDigest, check_contents
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
@@ -67,8 +68,24 @@ def save_checkpoint(
         CheckpointError: A value is not finite, or a file cannot be written; on all ranks. Checkpoints that were
             complete are as they were.
     """
+    return write_checkpoint(folder, step, finite_state(model, optimizer, step, world), world, keep=keep)
+
+
+def finite_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, world: World) -> dict[str, Any]:
+    """What a checkpoint holds: nested dictionaries of DTensors, tensors and plain values, not copied.
+
+    Raises:
+        CheckpointError: A value is not finite; on all ranks.
+    """
     state = _state(model, optimizer)
     _refuse_non_finite(state, step, world)
+    return state
+
+
+def write_checkpoint(
+    folder: CheckpointFolder, step: int, state: dict[str, Any], world: World, *, keep: int
+) -> tuple[str, ...]:
+    """Write what `finite_state` gave, or a copy of it; as `save_checkpoint`, over the process group of `world`."""
     try:
         return _write(folder, step, state, world, keep)
     except CheckpointError as error:
@@ -106,8 +123,10 @@ def load_checkpoint(
 
 def _write(folder: CheckpointFolder, step: int, state: dict[str, Any], world: World, keep: int) -> tuple[str, ...]:
     _on_first(world, folder.begin)
+    planner = OwnPlanner(world.rank, world.size)
+    writer = PlannedWriter(folder.partial, planner)
     try:
-        dcp.save(state, storage_writer=NamingWriter(folder.partial))
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=world.group)
     except CheckpointException as error:
         raise _cannot("write a checkpoint", error.failures) from None
     shares = _on_all(world, lambda: _own_digests(folder.partial, world))

@@ -139,6 +139,10 @@ class TrainConfig:
     eval_batches: int = option(4, "batches of held-out text per held-out loss", at_least=1, on_resume=OnResume.FIXED)
     checkpoint_every: int = option(50, "steps between two checkpoints", at_least=1)
     keep_checkpoints: int = option(2, "newest checkpoints of the run that are kept", at_least=1)
+    async_checkpoints: bool = option(
+        default=False,
+        about="go on training while checkpoints are written, from a copy of parameters and AdamW state on the host",
+    )
     prompt: str = option("def ", "text that the sample at the end continues")
     sample_bytes: int = option(256, "length in bytes of the sample at the end; 0 for none", at_least=0)
     temperature: float = option(0.6, "randomness of the sample: 0 takes the likeliest byte", at_least=0)

@@ -6,7 +6,7 @@ import math
 import time
 
 from fsdp_compile.errors import FSDPCompileError, RankMismatchError
-from fsdp_compile.training.checkpoint import load_checkpoint, save_checkpoint
+from fsdp_compile.training.checkpoint import load_checkpoint
 from fsdp_compile.training.config import OnNonFinite
 from fsdp_compile.training.data import Corpus, read_corpus
 from fsdp_compile.training.job import Job, Started
@@ -23,6 +23,7 @@ from fsdp_compile.training.metrics import (
 )
 from fsdp_compile.training.model import generate
 from fsdp_compile.training.run_lock import lock_run
+from fsdp_compile.training.saves import BackgroundSaves, BlockingSaves, Saves
 from fsdp_compile.training.state_bytes import StateBytes
 from fsdp_compile.training.trainer import StepResult, Trainer
 from fsdp_compile.training.world import World
@@ -77,9 +78,17 @@ class _Run:
         self.skipped_steps = 0
         self.said: set[str] = set()
         self.trainer = Trainer(job.config, corpus, world, shard_now=job.done_steps > 0)
+        kind = BackgroundSaves if job.config.async_checkpoints else BlockingSaves
+        self.saves: Saves = kind(job.checkpoints, world, keep=job.config.keep_checkpoints)
         self._introduce(corpus)
 
     def run(self) -> None:
+        try:
+            self._train()
+        finally:
+            self.saves.close()
+
+    def _train(self) -> None:
         self._begin()
         updated = False
         for step in range(self.done_steps + 1, self.job.config.steps + 1):
@@ -129,6 +138,7 @@ class _Run:
 
     def _stop_or_skip(self, step: int, what: str) -> None:
         if self.job.config.on_nonfinite is OnNonFinite.STOP:
+            self._say_once(self.saves.wait())
             newest = self.job.checkpoints.newest()
             raise FSDPCompileError(
                 f"step {step} updated nothing: {what}",
@@ -144,17 +154,19 @@ class _Run:
         evaluates = is_last or step % config.eval_every == 0
         if evaluates or step % config.log_every == 0:
             self._measure(step, result, evaluates=evaluates)
+        self._say_once(self.saves.poll())
         if is_last or step % config.checkpoint_every == 0:
             self._save(step)
             self.pace.restart()
 
     def _save(self, step: int) -> None:
-        job, trainer = self.job, self.trainer
+        trainer = self.trainer
         if not trainer.optimizer.state:
             self.display.say(f"no checkpoint of step {step}: every step so far was skipped")
             return
-        keep = job.config.keep_checkpoints
-        problems = save_checkpoint(job.checkpoints, step, trainer.model, trainer.optimizer, self.world, keep=keep)
+        self._say_once(self.saves.save(step, trainer.model, trainer.optimizer))
+
+    def _say_once(self, problems: tuple[str, ...]) -> None:
         for problem in problems:
             if problem not in self.said:  # each later save has it again
                 self.said.add(problem)
@@ -195,6 +207,7 @@ class _Run:
             seed=config.seed,
             device=self.world.device,
         )
+        self._say_once(self.saves.wait())
         if not self.world.is_first:
             return
         if config.sample_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +20,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks as one of them sees them. All its collectives must be called by every rank."""
+    """The ranks as one of them sees them. All its collectives must be called by every rank.
+
+    Attributes:
+        device: From which collectives send.
+        group: Of these very ranks; `None` for the default group.
+    """
 
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
@@ -33,30 +40,34 @@ class World:
     def mean(self, value: Tensor) -> float:
         """The mean over ranks of a 0-d tensor on `device`."""
         total = value.detach().float().clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.group)
         return total.item() / self.size
 
     def any(self, value: Tensor) -> bool:
         """Whether a 0-d tensor on `device` is true on any rank."""
         found = value.detach().int()
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return bool(found.item())
 
     def from_first(self, value: T) -> T:
         """The value of rank 0; any picklable object."""
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, group=self.group, device=self.device)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in rank order."""
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        dist.barrier()
+        dist.barrier(group=self.group)
+
+    def apart(self) -> World:
+        """The same ranks over a gloo group of their own, whose collectives never meet those of another thread."""
+        return dataclasses.replace(self, device=torch.device("cpu"), group=dist.new_group(backend="gloo"))
 
 
 @contextmanager

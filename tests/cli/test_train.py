@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_compile.cli.main import main
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
-from fsdp_compile.training.config import TrainConfig
+from fsdp_compile.training.config import TrainConfig, flag
 from fsdp_compile.training.job import RunFolder, Started
 
 
@@ -115,7 +115,7 @@ def test_help_names_every_option_with_its_default_and_unit(capsys: pytest.Captur
     assert caught.value.code == 0
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     for name, value in json.loads(json.dumps(TrainConfig().to_dict())).items():
-        assert f"--{name.replace('_', '-')} " in text
+        assert re.search(rf" {flag(name)}[ ,]", text)
         assert value is None or f"(default: {value})" in text or f"(default: {value!r})" in text
     for words in ("optimizer steps in all", "tokens (bytes of text) per sequence", "sequences per step", "in bytes"):
         assert words in text

@@ -17,15 +17,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
 WORLD_SIZE = 4
+PROGRAM = "tests.sharding.peak_memory"
 ENOUGH_FOR_PYTHON = 12 * MIB
 """Graphs, guards and code of the second model; the first one of the process is not measured."""
 
 
-def measure(folder: Path, *, blocks: int, width: int) -> list[dict[str, int]]:
+def measure(program: str, folder: Path, *, blocks: int, width: int) -> list[dict[str, int]]:
     """Peaks and share of each rank, in bytes, measured in processes of their own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment["MALLOC_MMAP_THRESHOLD_"] = str(MIB)  # so that freed units go back to the kernel, which counts
-    command = [sys.executable, "-m", "tests.sharding.peak_memory"]
+    command = [sys.executable, "-m", program]
     ranks = [
         subprocess.Popen([*command, *map(str, (rank, WORLD_SIZE, folder, blocks, width))], cwd=ROOT, env=environment)
         for rank in range(WORLD_SIZE)
@@ -52,11 +53,11 @@ def check(found: list[dict[str, int]], *, blocks: int, width: int) -> None:
 @pytest.mark.long
 def test_no_rank_ever_holds_the_model(tmp_path: Path) -> None:
     size = {"blocks": 8, "width": 2048}
-    check(measure(tmp_path, **size), **size)
+    check(measure(PROGRAM, tmp_path, **size), **size)
 
 
 @pytest.mark.optional
 @pytest.mark.skipif("FSDP_COMPILE_LARGE" not in os.environ, reason="FSDP_COMPILE_LARGE=1 trains a model of 2 GiB")
 def test_no_rank_ever_holds_a_model_of_2_gib(tmp_path: Path) -> None:
     size = {"blocks": 32, "width": 4096}
-    check(measure(tmp_path, **size), **size)
+    check(measure(PROGRAM, tmp_path, **size), **size)

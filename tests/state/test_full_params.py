@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, full_params, fully_shard, units
 from fsdp_compile.comm import exchange
+from fsdp_compile.layout.spec import UnshardSpec
 from tests.models.meta import Tied, tokens
 from tests.ranks import run_ranks
 
@@ -302,27 +302,26 @@ def test_a_look_between_forward_and_backward_is_harmless() -> None:
     run_ranks(_check_between)
 
 
-def _offloaded() -> tuple[int, list[str]]:
-    """How many parameters there are, and what happens: each is gathered, then moved, before the next is gathered."""
+def _devices(*, offload_to_cpu: bool) -> tuple[int, list[str]]:
+    """How many parameters there are, and on which device each is gathered where ranks communicate on "meta"."""
     model, _ = _pair()
-    events: list[str] = []
+    devices: list[str] = []
 
-    def note(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            events.append(name)
-            return call(*args, **kwargs)
-
-        return noted
+    def gather(_local: torch.Tensor, spec: UnshardSpec, _receivers: object, device: torch.device) -> torch.Tensor:
+        devices.append(device.type)
+        return torch.zeros(spec.shape)
 
     with (
-        mock.patch.object(exchange, "gather", note("gather", exchange.gather)),
-        mock.patch.object(torch.Tensor, "cpu", note("move", torch.Tensor.cpu)),
-        full_params(model, offload_to_cpu=True),
+        mock.patch("fsdp_compile.state.full_params.gather_full", gather),
+        mock.patch.object(exchange, "wire_device", return_value=torch.device("meta")),
+        full_params(model, writeback=False, offload_to_cpu=offload_to_cpu),
     ):
         pass
-    return len(list(model.parameters())), events
+    return len(list(model.parameters())), devices
 
 
-def test_offloaded_parameters_are_moved_to_the_host_one_by_one() -> None:
-    for count, events in run_ranks(_offloaded):
-        assert events == ["gather", "move"] * count
+def test_offloaded_parameters_are_gathered_on_the_host() -> None:
+    """Message by message: `test_peak_memory.py` counts what is held meanwhile."""
+    for offload_to_cpu, device in ((True, "cpu"), (False, "meta")):
+        for count, devices in run_ranks(_devices, offload_to_cpu=offload_to_cpu):
+            assert devices == [device] * count

@@ -4,6 +4,7 @@
 
 Ranks are forked from this process, which imports torch once. They save after every step, and write each step that was
 saved into a file; then all are killed at one time. New ranks must find that step, or the one after it, bit for bit.
+With `--background` a thread saves, while the next step overwrites what is saved.
 
 A rank that ends before it is killed is a failure, and no rank outlives this process's `main`.
 """
@@ -27,10 +28,26 @@ from tests.training.small_run import SmallRun
 
 def _save_for_ever(folder: Path, log: Path) -> None:
     run = SmallRun(folder)
+    _save_again_and_again(run, log, run.step_and_save)
+
+
+def _save_in_background_for_ever(folder: Path, log: Path) -> None:
+    run = SmallRun(folder)
+    saves = run.in_background()
+
+    def save(step: int) -> None:
+        run.step(step)
+        run.save_in_background(step, saves)
+        saves.wait()
+
+    _save_again_and_again(run, log, save)
+
+
+def _save_again_and_again(run: SmallRun, log: Path, save: Callable[[int], None]) -> None:
     step = run.load().step if run.checkpoints.newest() else 0
     while True:
         step += 1
-        run.step_and_save(step)
+        save(step)
         if run.world.is_first:
             aside = log.with_suffix(".aside")
             aside.write_text(str(step))
@@ -121,14 +138,16 @@ def main() -> int:
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--background", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dice = random.Random(arguments.seed)
     folder, log = arguments.folder, arguments.folder.with_suffix(".log")
+    save_for_ever = _save_in_background_for_ever if arguments.background else _save_for_ever
     interrupted = 0
     for kill in range(arguments.kills):
         before = log.read_text() if log.exists() else ""
-        with Ranks(arguments.ranks, 2 * kill, _save_for_ever, folder, log) as ranks:
+        with Ranks(arguments.ranks, 2 * kill, save_for_ever, folder, log) as ranks:
             while not log.exists() or log.read_text() == before:
                 ranks.check_running()
                 time.sleep(0.005)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import fully_shard
 from fsdp_compile.training.checkpoint import Loaded, load_checkpoint, save_checkpoint
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
+from fsdp_compile.training.saves import BackgroundSaves
 from fsdp_compile.training.world import World
 
 RUN = "this run"
@@ -45,6 +46,23 @@ class SmallRun:
         for step in steps:
             self.step(step)
             self.save(step, keep=keep)
+
+    def in_background(self, *, keep: int = 2) -> BackgroundSaves:
+        return BackgroundSaves(self.checkpoints, self.world, keep=keep)
+
+    def save_in_background(self, step: int, saves: BackgroundSaves) -> None:
+        """Begin a save, and overwrite what it saves, as the next step of training does."""
+        saves.save(step, self.model, self.optimizer)
+        self.overwrite()
+
+    @torch.no_grad()
+    def overwrite(self) -> None:
+        """Give all weights and all state another value, in place."""
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                value.fill_(99)
+        for parameter in self.model.parameters():
+            parameter.fill_(99)
 
     def load(self) -> Loaded:
         return load_checkpoint(self.checkpoints, self.model, self.optimizer, self.world)

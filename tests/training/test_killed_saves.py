@@ -14,8 +14,10 @@ PROGRAM = ("-m", "tests.training.killed_saves")
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.long)])
-def test_a_kill_at_any_point_of_a_save_loses_nothing(kills: int, tmp_path: Path) -> None:
-    process = start(tmp_path, *PROGRAM, str(tmp_path / "checkpoints"), "--kills", str(kills), "--seed", str(kills))
+@pytest.mark.parametrize("how", [(), ("--background",)], ids=["at once", "in the background"])
+def test_a_kill_at_any_point_of_a_save_loses_nothing(kills: int, how: tuple[str, ...], tmp_path: Path) -> None:
+    program = (*PROGRAM, str(tmp_path / "checkpoints"), "--kills", str(kills), "--seed", str(kills), *how)
+    process = start(tmp_path, *program)
     status, out, err = finish(process)
     assert status == 0, out + err
     assert out.startswith(f"{kills} kills, ")
