@@ -281,7 +281,7 @@ def _check_groups() -> None:
     optim_state_dict_to_load(model, part, state, load_directly=True)
     assert part.param_groups[0]["lr"] == 0.025
     assert list(part.state) == [model.first.weight]
-    with_new = optim.AdamW([{"params": [model.unread], "lr": 7.0}, {"params": [model.scale]}])
+    with_new = optim.AdamW([{"params": [model.unread], "lr": 7.0}, {"params": [model.scale]}])  # type: ignore[arg-type]
     without = {"state": {"scale": state["state"]["scale"]}, "param_groups": [state["param_groups"][0]]}
     optim_state_dict_to_load(model, with_new, without, load_directly=True)
     assert [group["lr"] for group in with_new.param_groups] == [7.0, 0.005]
