@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ class DcpFolder(Checkpoint):
         """Unpickle with `weights_only`."""
         stored = self._values[name]
         with naming(f"read {name} in", stored.path), stored.open() as file:
-            return torch.load(file, weights_only=True, map_location="cpu")
+            return torch.load(cast(IO[bytes], file), weights_only=True, map_location="cpu")
 
     def check_files(self) -> str:
         """Compare files with `complete.json`, and each chunk with its checksums."""
@@ -124,7 +124,7 @@ class DcpFolder(Checkpoint):
     def _read_chunk(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         path = chunk.stored.path
         with naming(f"read {name} in", path), chunk.stored.open() as file:
-            value = torch.load(file, weights_only=True, map_location="cpu")
+            value = torch.load(cast(IO[bytes], file), weights_only=True, map_location="cpu")
             if not isinstance(value, Tensor) or value.shape != chunk.box.sizes or value.dtype != dtype:
                 raise CheckpointError(f"{path} has no {dtype} of shape {list(chunk.box.sizes)} for {name}")
             return value.detach().contiguous()

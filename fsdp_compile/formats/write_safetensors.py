@@ -52,7 +52,7 @@ def write_safetensors(values: Values, target: Path, max_shard_bytes: float) -> N
     if len(shards) == 1:
         _write_file(values, kept, tied, target / SINGLE)
         return
-    index = {}
+    index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}{SUFFIX}"
         _write_file(values, shard, tied, target / name)

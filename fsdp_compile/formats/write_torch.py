@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def write_torch(values: Values, target: Path) -> None:
     try:
         placed = _mapped(values, scratch)
         with NamingWriter(target.parent).fs.create_stream(target, "wb") as stream:
-            torch.save(nested(placed), stream)
+            torch.save(nested(placed), cast(IO[bytes], stream))
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -66,4 +66,4 @@ class _Memory:
         start = self._used
         self._used += -(-info.nbytes // _ALIGNMENT) * _ALIGNMENT
         storage = self._storage[start : start + info.nbytes]
-        return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape)
+        return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape)  # type: ignore[call-overload]

@@ -68,9 +68,9 @@ def test_the_steps_of_a_run_are_shown_and_verified(tmp_path: Path, capsys: pytes
     assert second.startswith(f"{tmp_path}/step-000002 is right: ")
     (tmp_path / "step-000001" / "__0_0.distcp").write_bytes(b"")
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
-    shown = capsys.readouterr()
-    assert f"{tmp_path}/step-000001/__0_0.distcp has 0 bytes" in shown.err
-    assert shown.out.startswith(f"{tmp_path}/step-000002 is right: ")
+    after = capsys.readouterr()
+    assert f"{tmp_path}/step-000001/__0_0.distcp has 0 bytes" in after.err
+    assert after.out.startswith(f"{tmp_path}/step-000002 is right: ")
 
 
 def test_convert_says_what_it_wrote_and_left_out(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -239,6 +239,7 @@ def _save_ddp(folder: Path) -> dict[str, Any]:
     model, optimizer = _ddp(MixedKinds)
     _save(model, optimizer, folder / "dcp")
     values = _values(model, optimizer)
+    assert isinstance(model.module, nn.Module)
     _save_full(folder, model.module.state_dict(), {key: values[key] for key in ("state", "param_groups")})
     return values
 
