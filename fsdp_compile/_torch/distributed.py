@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,6 +16,46 @@ from torch._C._distributed_c10d import _register_process_group, _resolve_process
 
 collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the collectives of a group may take; the shortest time, if devices differ."""
+    found = []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):  # a backend without options
+            found.append(group._get_backend(device).options._timeout)
+    return min(found, default=dist.default_pg_timeout)
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Sets how long the collectives of a group may take from now on."""
+    for device in group._device_types:
+        group._get_backend(device).set_timeout(timeout)
+
+
+def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """The largest number of all ranks of a group at each place; they call this together, and wait for each other.
+
+    Args:
+        numbers: Of 64 bits.
+        group: One that is used for nothing else: collectives of another order may be under way in others.
+    """
+    if "gloo" in str(dist.get_backend_config(group)):
+        return _reduced(numbers, group, torch.device("cpu"))
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    # On a stream of its own: this waits for the other ranks' hosts, and not for what their devices have queued.
+    with torch.Stream(device):
+        return _reduced(numbers, group, device)
+
+
+def _reduced(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    values = torch.tensor(numbers, dtype=torch.int64, device=device)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    # Past the dispatcher, where modes and profilers of the user's would count a collective that the program has not.
+    group._get_backend(device).allreduce([values], options).wait()
+    return values.tolist()
 
 
 def fake_store() -> dist.Store:
@@ -45,14 +86,16 @@ def resolve_group(name: str) -> dist.ProcessGroup | None:
 _SERIAL_GLOO = "fsdp_serial_gloo"
 
 
-def serial_gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+def serial_gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
     """A second gloo group of some ranks whose collectives run one after the other, on one thread."""
     if _SERIAL_GLOO not in dist.Backend.backend_list:
         dist.Backend.register_backend(_SERIAL_GLOO, _make_serial_gloo, devices=["cpu"])
     # Gloo runs the collectives of a group on two threads, and with several in flight it corrupts its heap now and then
     # (`docs/versions.md`). The number of threads can only be set on the backend itself: `new_group` does not pass
     # options on to gloo. Collectives still overlap with computation.
-    made = dist.new_group(list(ranks), backend=f"cpu:{_SERIAL_GLOO}", use_local_synchronization=True)
+    made = dist.new_group(
+        list(ranks), timeout=timeout, backend=f"cpu:{_SERIAL_GLOO}", use_local_synchronization=True
+    )
     assert isinstance(made, dist.ProcessGroup)
     return made
 

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile._torch.dynamo import calls_are_compiled, is_on_stack, skip_code
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.modules.casts import Arguments, cast_inputs, cast_output
 from fsdp_compile.modules.eager_reads import check_reads, hide_values, reads, show_values
 from fsdp_compile.modules.stored_shards import refusal_of_shards
+from fsdp_compile.runtime import read_order
 from fsdp_compile.runtime.module_state import state_of
 
 _depth = threading.local()
@@ -74,6 +76,8 @@ def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     else:
         if _depth.value == 1 and reads.__dict__:
             check_reads()
+        if _depth.value == 1 and backward_in_progress() == -1:  # else at the end of that
+            read_order.compare()
         return output
     finally:
         _depth.value -= 1
@@ -156,6 +160,7 @@ def leave_method(frame: types.FrameType) -> None:
         _first_call.frame = None
         try:
             check_reads()
+            read_order.compare()
         finally:
             reads.__dict__.clear()
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import ViewPlace, local_tensor
+from fsdp_compile.comm.groups import RankStore
 from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
 from fsdp_compile.ops.comm_hook import Registered
 from fsdp_compile.runtime.grad_state import GradState
@@ -111,6 +112,21 @@ class FSDPParam:
         return self.sharded_size, strides, self.spec.offset
 
 
+@dataclasses.dataclass(frozen=True)
+class ComparedAs:
+    """How ranks compare what they gather and reduce of a parameter group (`runtime/read_order.py`).
+
+    Attributes:
+        number: The same on all ranks, and of no other parameter group of the same ranks.
+        shard: Where the ranks of the shard group meet; `None` for one rank.
+        replicate: Where the replicas meet; `None` if there are none.
+    """
+
+    number: int
+    shard: RankStore | None
+    replicate: RankStore | None
+
+
 class FSDPParamGroup:
     """The parameters of one unit that share a dtype and trainability, in one 1-D buffer per rank.
 
@@ -120,6 +136,7 @@ class FSDPParamGroup:
         grads: Changed by `gradients`, `accumulation` and `kernels` alone.
         unsharded: Unsharded values between calls; changed by `unshard` alone.
         update_state: Of updates in backward; changed by `update_in_backward` alone.
+        compared: `None` if no other rank has parts of it, or none that is a process.
     """
 
     # Compiled code sees the buffer under other identities; only its address tells which group it is.
@@ -132,6 +149,7 @@ class FSDPParamGroup:
         self.grads = GradState([param.spec for param in self.params])
         self.unsharded = UnshardedState()
         self.update_state = UpdateState()
+        self.compared: ComparedAs | None = None
         if flat_param.device.type != "meta":
             FSDPParamGroup._by_address[flat_param.data_ptr()] = self
 
@@ -202,6 +220,7 @@ class ModelState:
         layout_version: Changes with the layout of parameters and the modules that have them: view checks are stale
             then.
         queued_in_backward: The backward pass whose end `post_backward_final_callback` was queued for.
+        compared_in_backward: The backward pass at whose end ranks compare what they did.
         pre_forward: Called with the outermost module of each forward before it starts.
         before_first_forward: Called once: ranks compare what they have sharded.
         ignored: `id`s of parameters that calls of `fully_shard` on it ignored.
@@ -214,6 +233,7 @@ class ModelState:
         self.units: tuple[FSDPUnit, ...] = ()
         self.layout_version = 0
         self.queued_in_backward: int | None = None
+        self.compared_in_backward: int | None = None
         self.pre_forward = pre_forward
         self.before_first_forward: list[Callable[[], None]] = []
         self.ignored: set[int] = set()
@@ -285,6 +305,7 @@ class FSDPUnit:
         backward_prefetch: The same in backward.
         sharded_by_backend: Whether a compile made it, with the options of that compile.
         compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
+        number: Of the units that its ranks have sharded over their group, the same on all of them.
     """
 
     root_ref: weakref.ref[nn.Module]
@@ -303,6 +324,7 @@ class FSDPUnit:
     other_roots: tuple[weakref.ref[nn.Module], ...] = ()
     root_names: tuple[str, ...] = ()
     compiled_regions: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
+    number: int | None = None
 
     def prefetched(self, field: Literal["forward_prefetch", "backward_prefetch"]) -> Iterator[FSDPUnit]:
         """The units of one of these two fields that are not deleted."""
