@@ -28,7 +28,6 @@ from fsdp_compile.ir.text.plan import format_plan
 from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.passes.base import GraphPass
 
-
 _GRAPH_FOLDER = re.compile(r"graph(\d+)-")
 
 

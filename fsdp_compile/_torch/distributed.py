@@ -23,14 +23,15 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     found = []
     for device in group._device_types:
         with contextlib.suppress(RuntimeError):  # a backend without options
-            found.append(group._get_backend(device).options._timeout)
+            backend: Any = group._get_backend(device)
+            # TORCH_DISTRIBUTED_DEBUG=DETAIL puts something around it.
+            found.append(getattr(backend, "wrapped_pg", backend).options._timeout)
     return min(found, default=dist.default_pg_timeout)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Sets how long the collectives of a group may take from now on."""
-    for device in group._device_types:
-        group._get_backend(device).set_timeout(timeout)
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
@@ -93,9 +94,7 @@ def serial_gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessG
     # Gloo runs the collectives of a group on two threads, and with several in flight it corrupts its heap now and then
     # (`docs/versions.md`). The number of threads can only be set on the backend itself: `new_group` does not pass
     # options on to gloo. Collectives still overlap with computation.
-    made = dist.new_group(
-        list(ranks), timeout=timeout, backend=f"cpu:{_SERIAL_GLOO}", use_local_synchronization=True
-    )
+    made = dist.new_group(list(ranks), timeout=timeout, backend=f"cpu:{_SERIAL_GLOO}", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
 

@@ -1,8 +1,8 @@
 """How a rank that fails tells the others why, and how these find out who has failed where nobody could tell them.
 
-A rank that ends by an error that nothing catches leaves it in the store of the world. Ranks that wait for others through
-the store look there all the while. One that waits in a collective cannot: once that has failed, or has taken longer than
-the user's timeout, it looks for the error, and if there is none, asks which ranks still answer.
+A rank that ends by an error that nothing catches leaves it in the store of the world. Ranks that wait for others
+through the store look there all the while. One that waits in a collective cannot: once that has failed, or has taken
+longer than the user's timeout, it looks for the error, and if there is none, asks which ranks still answer.
 """
 
 from __future__ import annotations

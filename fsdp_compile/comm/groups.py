@@ -241,7 +241,7 @@ def mesh_once(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
         world = dist.group.WORLD
         assert world is not None
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "fsdp"))
-        for group in mesh.get_all_groups():
+        for group in mesh.get_all_groups() if _has_processes(world) else ():
             set_timeout(group, _timeout())
         known = registry.meshes[device_type, shape] = (weakref.ref(world), mesh)
     return known[1]

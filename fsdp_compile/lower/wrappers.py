@@ -17,7 +17,7 @@ from fsdp_compile.layout.spec import Update
 from fsdp_compile.lower.agreement import in_order
 from fsdp_compile.modules.forward import in_forward
 from fsdp_compile.runtime import update_in_backward
-from fsdp_compile.runtime.read_order import LARGEST_DIGEST, Done, compare, in_graph, note_all
+from fsdp_compile.runtime.read_order import LARGEST_DIGEST, Done, compare_after_forward, in_graph, note_all
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.runtime.unshard import is_outdated, unshard_again
 from fsdp_compile.sharding.views import check_inside_graph
@@ -96,7 +96,7 @@ def note_order(compiled: Compiled, step: StepGraph, digests: Mapping[str, int]) 
     """Wraps a compiled graph so that ranks compare for which parameter groups it communicates.
 
     Args:
-        compiled: Layers share it: its collectives are the same on all ranks, and what they are for is known at the call.
+        compiled: Its collectives are the same on all ranks; layers share it, so what they are for is known at the call.
         step: The graph.
         digests: What stands for its collectives, by the alias of their process group.
     """
@@ -126,8 +126,8 @@ def note_order(compiled: Compiled, step: StepGraph, digests: Mapping[str, int]) 
             refuse_lost_ranks(error, doing)
             raise
         # A compiled function enters it without the model's own `__call__`, at whose end ranks compare.
-        if is_forward and not in_forward() and backward_in_progress() == -1:
-            compare()
+        if is_forward and not in_forward():
+            compare_after_forward()
         return result
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile._torch.dynamo import calls_are_compiled, is_on_stack, skip_code
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
@@ -76,8 +75,8 @@ def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     else:
         if _depth.value == 1 and reads.__dict__:
             check_reads()
-        if _depth.value == 1 and backward_in_progress() == -1:  # else at the end of that
-            read_order.compare()
+        if _depth.value == 1:
+            read_order.compare_after_forward()
         return output
     finally:
         _depth.value -= 1
@@ -160,7 +159,7 @@ def leave_method(frame: types.FrameType) -> None:
         _first_call.frame = None
         try:
             check_reads()
-            read_order.compare()
+            read_order.compare_after_forward()
         finally:
             reads.__dict__.clear()
 

@@ -50,13 +50,20 @@ def note_all(group: FSDPParamGroup, in_shard_group: int, in_replicate_group: int
     if compared is None:
         return
     if compared.shard is not None:
-        compared.shard.notes += (in_shard_group, compared.number)
+        compared.shard.notes.extend((in_shard_group, compared.number))
     if compared.replicate is not None and in_replicate_group is not None:
-        compared.replicate.notes += (in_replicate_group, compared.number)
+        compared.replicate.notes.extend((in_replicate_group, compared.number))
     backward = backward_in_progress()
-    if backward != -1 and group.unit.model.compared_in_backward != backward:
+    if backward not in (-1, group.unit.model.compared_in_backward):
         group.unit.model.compared_in_backward = backward
         after_this_backward(compare)
+
+
+@torch.compiler.disable
+def compare_after_forward() -> None:
+    """As `compare`, unless the forward runs again in a backward, at whose end ranks compare."""
+    if backward_in_progress() == -1:
+        compare()
 
 
 @torch.compiler.disable

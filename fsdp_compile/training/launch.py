@@ -17,10 +17,22 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsdp_compile.comm.failures import explained, tell
-from fsdp_compile.errors import RankFailedError
+from fsdp_compile.errors import (
+    CheckpointError,
+    ConfigError,
+    FSDPCompileError,
+    RankFailedError,
+    RankMismatchError,
+    UnsupportedModelError,
+)
 from fsdp_compile.training.job import Job
 from fsdp_compile.training.loop import train
 from fsdp_compile.training.world import join_world
+
+_SAY_ALL = {
+    each.__name__ for each in (FSDPCompileError, CheckpointError, ConfigError, RankMismatchError, UnsupportedModelError)
+}
+"""Errors of ours whose text says what to do: a traceback would show our own lines."""
 
 
 class Interrupted(Exception):  # noqa: N818 (it is not an error)
@@ -116,4 +128,6 @@ def _root_cause(error: ChildFailedError, reports: Path) -> str:
     name, _, text = message["message"].partition(": ")
     if name == RankFailedError.__name__:  # which names the rank that failed first
         return f"{text}\n(as rank {rank} found; all ranks were ended)"
+    if name in _SAY_ALL:
+        return f"rank {rank} has ended all ranks:\n{name}: {text}"
     return f"rank {rank} failed, the other ranks were ended:\n{message['extraInfo']['py_callstack']}"

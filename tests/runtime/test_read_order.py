@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ class Picks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))
 
     def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
         for number in order:
@@ -59,19 +58,14 @@ def _refusal(model: Picks, run: Any) -> str:
     return str(caught.value)
 
 
-def _other_order(way: str, mesh_shape: tuple[int, ...], *, grad: bool) -> str:
-    """The last rank runs the first two layers the other way round, after a step in which all did the same."""
-    model = _model(way, mesh=init_device_mesh("cpu", mesh_shape))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    _train(model, optimizer)
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    order = (1, 0, 2) if is_last else (0, 1, 2)
+def _other_order(way: str, *, grad: bool) -> str:
+    """Rank 1 runs the first two layers the other way round, after a step in which both did the same."""
+    model = _model(way)
+    _train(model, torch.optim.SGD(model.parameters(), 0.1))
 
     def forward() -> None:
         with torch.set_grad_enabled(grad):
-            model(torch.ones(2, 8), order)
-        if mesh_shape[0] == 2 and len(mesh_shape) == 2:  # the other shard group has mixed nothing in its forward
-            _train(model, optimizer)
+            model(torch.ones(2, 8), (1, 0, 2) if dist.get_rank() == 1 else (0, 1, 2))
 
     return _refusal(model, forward)
 
@@ -80,7 +74,7 @@ def _other_order(way: str, mesh_shape: tuple[int, ...], *, grad: bool) -> str:
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("way", ["compiled", "uncompiled"])
 def test_another_layer_of_the_same_shape_is_named_on_every_rank(way: str, *, grad: bool) -> None:
-    messages = run_ranks(_other_order, way, (2,), grad=grad, timeout_s=100)
+    messages = run_ranks(_other_order, way, grad=grad, timeout_s=100)
     assert messages[0] == messages[1]
     assert "rank 0 and rank 1 gather or reduce different parameters" in messages[0]
     zero, one = messages[0].split("where: ")[1].split("instead:")[0].split(" on rank 0, ")
@@ -156,12 +150,26 @@ def test_models_that_share_a_graph_are_told_apart() -> None:
     assert len(set(run_ranks(_function, timeout_s=100))) == 1
 
 
-def _whole_world() -> list[str]:
-    return [_other_order("compiled", (2, 2), grad=True)]
+def _other_replicas(way: str) -> str:
+    """The ranks of each shard group run the same layers, and the second replica others than the first."""
+    model = _model(way, mesh=init_device_mesh("cpu", (2, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    _train(model, optimizer)
+    order = (1, 0, 2) if dist.get_rank() >= 2 else (0, 1, 2)
+
+    def evaluate() -> None:
+        with torch.no_grad():  # which communicates within each shard group alone
+            model(torch.ones(2, 8), order)
+
+    evaluate()
+    return _refusal(model, lambda: model(torch.ones(2, 8), order).sum().backward())
 
 
-def test_replicas_are_compared_too() -> None:
-    assert len(run_ranks(_whole_world, world_size=4, timeout_s=100)) == 4
+@pytest.mark.parametrize("way", ["compiled", "uncompiled"])
+def test_replicas_are_compared_in_backward(way: str) -> None:
+    messages = run_ranks(_other_replicas, way, world_size=4, timeout_s=100)
+    assert "rank 0 and rank 2 gather or reduce different parameters" in messages[0]
+    assert "rank 1 and rank 3" in messages[3]
 
 
 def _same_everywhere(way: str) -> float:
@@ -183,14 +191,3 @@ def _same_everywhere(way: str) -> float:
 def test_orders_that_change_alike_pass(way: str) -> None:
     first, second = run_ranks(_same_everywhere, way, timeout_s=100)
     assert first == second
-
-
-def _comes_too_late() -> str:
-    model = _model("uncompiled")
-    model(torch.ones(2, 8), (0, 1, 2))
-    if dist.get_rank() == 1:
-        time.sleep(6)
-        return ""
-    with pytest.raises(fsdp_compile.RankFailedError) as caught:
-        model(torch.ones(2, 8), (0, 1, 2))
-    return str(caught.value)
