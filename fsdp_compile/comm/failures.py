@@ -27,7 +27,7 @@ _ANSWER_S = 3.0
 _PAUSE_S = 0.05
 _READ_S = 0.5
 """How long a rank that holds the store goes on for others to read why it ends: more than the pauses between looks."""
-_OF_COMMUNICATION = re.compile(r"gloo|Connection (closed|reset|refused)|Timed out waiting|NCCL|c10d|Broken pipe")
+_OF_COMMUNICATION = re.compile(r"gloo/|Connection (closed|reset|refused)|Timed out waiting|NCCL error|Broken pipe")
 """What errors of collectives say; torch gives those of gloo no type of their own."""
 
 

@@ -62,11 +62,13 @@ def in_order(records: Iterable[Record]) -> list[Record]:
 
 
 def _collectives(step: StepGraph) -> dict[str, list[str]]:
-    """The lines of a graph's collectives, by group."""
+    """The lines of a graph's collectives, by group; of groups whose ranks are processes."""
     starts = [node for node in step.graph.nodes if node.meta.get("fsdp") and require(node).role in _STARTS]
     found: dict[str, list[str]] = {}
     for node in starts:
-        found.setdefault(group_of(node), []).append(_line(node))
+        alias = group_of(node)
+        if groups.rank_store(alias) is not None:
+            found.setdefault(alias, []).append(_line(node))
     return found
 
 
