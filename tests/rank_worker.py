@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -130,6 +132,33 @@ def _leave_group() -> None:
         dist.destroy_process_group()
     # A world that was not complete counts as well, on the ranks that waited for it: the next one must have one name.
     dist.distributed_c10d._world.group_count = 0
+    _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clears DTensor's caches: they hold meshes, which hold groups, whose threads wake a hundred times a second."""
+    from torch.distributed.tensor import DTensor, _redistribute
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor."):
+            _clear_caches(module)
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    for module, clear in (
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+    ):
+        getattr(module, clear, lambda: None)()  # not in every version
+    gc.collect()  # meshes refer to themselves
+
+
+def _clear_caches(namespace: Any) -> None:
+    """Clears `functools.cache`s of the functions of a module, and of the methods of its classes."""
+    for value in list(vars(namespace).values()):
+        function = getattr(value, "__func__", value)
+        if isinstance(function, functools._lru_cache_wrapper):
+            function.cache_clear()
+        elif isinstance(value, type) and isinstance(namespace, ModuleType) and value.__module__ == namespace.__name__:
+            _clear_caches(value)
 
 
 def _run(task: Task) -> Outcome:

@@ -234,6 +234,7 @@ for module in sys.argv[2:]:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each import needs a process of its own")
 def test_a_module_that_uses_our_operators_can_be_imported_first() -> None:
     """It registers them by what it imports; without circles, a module that uses imported names alone cannot fail."""

@@ -147,6 +147,7 @@ for line in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_explain_is_the_function_in_whatever_order_modules_are_imported() -> None:
     assert _run(EACH_IN_A_FORK, *IMPORTS_OF_EXPLAIN.strip().splitlines()) == ""
 

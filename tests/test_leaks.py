@@ -164,6 +164,7 @@ def _drop_models() -> tuple[list[dict[str, int]], list[dict[str, int]], list[str
     return opened, alive, left
 
 
+@pytest.mark.long
 @linux_only
 def test_many_models_leave_nothing_behind() -> None:
     for opened, alive, left in run_ranks(_drop_models, world_size=2):

@@ -319,6 +319,11 @@ def let_size_vary(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)  # type: ignore[no-untyped-call, unused-ignore]
 
 
+def keep_sizes_fixed(tensor: torch.Tensor) -> None:
+    """Asks Dynamo to trace no size of a tensor as a symbol, as it never does for parameters."""
+    torch._dynamo.mark_static(tensor)  # type: ignore[no-untyped-call, unused-ignore]
+
+
 def symbol_of(size: int | torch.SymInt) -> sympy.Symbol | None:
     """The symbol that was made for a size, even if it turned out to have one value only."""
     made = size.node._expr if isinstance(size, torch.SymInt) else None

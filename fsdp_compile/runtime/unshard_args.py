@@ -12,6 +12,7 @@ import dataclasses
 import torch
 from torch import nn
 
+from fsdp_compile._torch.dynamo import keep_sizes_fixed
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.runtime.units import FSDPParamGroup
 
@@ -62,6 +63,9 @@ def refresh_unshard_args(group: FSDPParamGroup) -> None:
     partial_grad = group.grads.partial_reduce_output.value if is_reduced else None
     unsharded = group.unsharded.params
     is_default = is_reduced and unsharded_grad is None and partial_grad is None and unsharded is None
+    for tensor in (accumulator, unsharded_grad, partial_grad, *(() if unsharded is None else unsharded.values.values())):
+        if tensor is not None:
+            keep_sizes_fixed(tensor)  # also with `dynamic=True`
     for param in group.params:
         args: UnshardArgs | None = None
         if not is_default:

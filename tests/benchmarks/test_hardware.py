@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import models
 from benchmarks.contenders import Setup
 from benchmarks.hardware import plan_of, timed, told
 
 
+@pytest.mark.long
 def test_the_planner_hears_of_the_link_and_of_measured_operators() -> None:
     task = models.llama(models.SMOKE)
     informed = told(Setup(task.block), bytes_per_s=1e6, latency_us=50.0)

@@ -129,7 +129,9 @@ def _check_all(how: Run) -> None:
         _check(make, how)
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED], ids=lambda how: how.value)
+@pytest.mark.parametrize(
+    "how", [pytest.param(Run.PLAIN, marks=pytest.mark.long), Run.SHARDED], ids=lambda how: how.value
+)
 def test_functions_read_as_in_one_process(how: Run) -> None:
     """Branches that are not taken give zeros, as plain `torch.compile` does, and not `None`."""
     run_ranks(_check_all, how, world_size=2)

@@ -81,6 +81,7 @@ def test_nothing_is_traced_again() -> None:
         assert plan.at(world_size=8).world_size == 8
 
 
+@pytest.mark.long
 def test_a_process_can_explain_as_often_as_it_likes() -> None:
     limit = torch._dynamo.config.recompile_limit
     assert all(len(_explain(ranks).graphs) == 2 for ranks in range(2, limit + 3))

@@ -89,6 +89,7 @@ def test_formulas_are_the_numbers_of_the_plan_there(plan: Plan) -> None:
     assert formulas.flops.free_symbols == {BATCH, SEQUENCE}
 
 
+@pytest.mark.long
 def test_peaks_as_formulas_hold_in_ranks_and_sizes_while_the_order_stays() -> None:
     plan = _explain(4, 64, OPEN, prefetch=1)
     formulas = plan.formulas()

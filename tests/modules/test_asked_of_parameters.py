@@ -70,7 +70,7 @@ def _check_answers(names: list[str], how: Run) -> None:
             pair.step(width=WIDTH)
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED, Run.EAGER])
+@pytest.mark.parametrize("how", [Run.PLAIN, pytest.param(Run.SHARDED, marks=pytest.mark.long), Run.EAGER])
 def test_questions_are_answered_as_in_one_process(how: Run) -> None:
     run_ranks(_check_answers, [name for name in QUESTIONS if how is not Run.EAGER or name not in COMPILED], how)
 

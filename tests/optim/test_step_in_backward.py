@@ -109,6 +109,7 @@ def test_gradients_are_freed_unit_by_unit(options: dict[str, Any]) -> None:
         assert after.held == [sum(sizes)], "a step after backward holds all of them"
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 def test_inductor_keeps_updates_in_their_place() -> None:
     with _one_rank():

@@ -76,11 +76,13 @@ def test_bisection_names_the_pass_that_a_difference_comes_from(planted: ParityEr
     assert PLANTED_PASS in str(planted.report)
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_ends_the_check_with_its_traceback() -> None:
     with pytest.raises(RankFailedError, match=r"(?s)rank 1 of 2 failed.*raises_on_one_rank.*planted in a batch"):
         check_parity(make_model, raises_on_one_rank)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_ends_the_check() -> None:
     with pytest.raises(RankFailedError, match="rank 1 of 2 was ended by SIGKILL"):
         check_parity(make_model, dies_on_one_rank, timeout_s=600)

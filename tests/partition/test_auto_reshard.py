@@ -114,6 +114,7 @@ def test_a_larger_budget_keeps_more_and_is_kept() -> None:
     assert much.step_us < little.step_us
 
 
+@pytest.mark.long
 def test_a_plan_for_another_link_chooses_anew() -> None:
     slow = _plan(reshard_after_forward="auto")
     fast = slow.at(gb_per_s=1e6)

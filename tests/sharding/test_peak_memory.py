@@ -49,6 +49,7 @@ def check(found: list[dict[str, int]], *, blocks: int, width: int) -> None:
         assert rank["trained"] <= rank["share"] + 2 * unit + unit + ENOUGH_FOR_PYTHON, told
 
 
+@pytest.mark.long
 def test_no_rank_ever_holds_the_model(tmp_path: Path) -> None:
     size = {"blocks": 8, "width": 2048}
     check(measure(tmp_path, **size), **size)

@@ -158,7 +158,9 @@ def _load(name: str, folder: Path, expected: dict[str, Any]) -> None:
             torch.testing.assert_close(value, expected["next"][key], rtol=bound, atol=bound, msg=key)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", ["AdamW", *(pytest.param(name, marks=pytest.mark.long) for name in OPTIMIZERS if name != "AdamW")]
+)
 def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_by_three(name: str, tmp_path: Path) -> None:
     expected = run_ranks(_save, name, tmp_path, world_size=2)[0]
     for world_size in (1, 2, 3):

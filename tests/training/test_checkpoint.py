@@ -61,6 +61,7 @@ def test_new_checkpoints_take_the_places_of_the_oldest(tmp_path: Path) -> None:
     assert run_ranks(_save, tmp_path, 1, 2) == [["step-000002", "step-000003", "step-000004"]] * 2
 
 
+@pytest.mark.long
 def test_another_number_of_ranks_can_go_on(tmp_path: Path) -> None:
     run_ranks(_save, tmp_path, 2)
     for ranks in (1, 3, 4):

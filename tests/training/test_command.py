@@ -99,6 +99,7 @@ def test_an_interrupted_run_leaves_nothing_but_a_checkpoint_to_go_on_from(
             assert mine[name] == pytest.approx(theirs[name], abs=1e-6), (mine["step"], name)
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_ends_the_others_and_shows_why(tmp_path: Path) -> None:
     process = start(tmp_path, DRIVER, "train", *TINY, "--ranks", "2", "--out", "run", FAIL_AT="3")
     status, _, err = finish(process)

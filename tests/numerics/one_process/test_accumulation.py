@@ -58,13 +58,19 @@ STRATEGIES = ("full", "zero2")
 """Those of which microbatches keep something; all are in test_strategies.py."""
 
 
-def make_pair(strategy: str = "full", make: Callable[[], nn.Module] = Stack, *, shard: bool = True) -> Pair:
+def make_pair(
+    strategy: str = "full",
+    make: Callable[[], nn.Module] = Stack,
+    *,
+    shard: bool = True,
+    dynamic: bool | None = None,
+) -> Pair:
     torch.manual_seed(0)
     model = make()
     reference = copy.deepcopy(model)
     if shard:
         fully_shard(model, reshard_after_forward=strategy != "zero2")
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"}, dynamic=dynamic)
     return Pair(model, compiled, reference)  # type: ignore[arg-type]
 
 
@@ -98,6 +104,35 @@ def test_no_sync_holds_gradients_until_the_next_synchronizing_backward(strategy:
         assert max(found) < CLOSE
         assert all(held)
         assert recompiles == 0
+
+
+class ReadTwice(nn.Module):
+    """Adds two gradients of one parameter in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bi,oi->bo", x + x @ self.weight, self.weight).tanh()
+
+
+def _with_open_sizes() -> list[float]:
+    pair = make_pair(make=ReadTwice, dynamic=True)
+    found = []
+    for step in range(2):
+        first, last = batches(2, 4 * dist.get_world_size(), seed=step)
+        with no_sync(pair.compiled):
+            pair.backward(first)
+        pair.backward(last)
+        found.append(pair.difference())
+        pair.step()
+    return found
+
+
+def test_accumulated_gradients_are_no_open_sizes() -> None:
+    for found in run_ranks(_with_open_sizes):
+        assert max(found) < CLOSE
 
 
 def _gradients_before_no_sync() -> tuple[bool, float]:

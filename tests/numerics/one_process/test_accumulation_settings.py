@@ -119,6 +119,7 @@ def _inductor() -> float:
     return _train(_pair(make=Slim, options={"lower": "inductor"}, reshard_after_forward=False))
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 def test_under_inductor() -> None:
     """Unreduced gradients and kept parameters are inputs of kernels."""

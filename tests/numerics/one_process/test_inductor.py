@@ -66,8 +66,9 @@ def _train_llama(optimizer_made: Literal["before", "after"]) -> tuple[list[float
     return losses, max((p.full_tensor() - q).abs().max().item() for p, q in pairs) / RATE  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 @pytest.mark.core
-@pytest.mark.parametrize("optimizer_made", [pytest.param("before", marks=pytest.mark.long), "after"])
+@pytest.mark.parametrize("optimizer_made", ["before", "after"])
 def test_llama_trains_as_in_one_process(optimizer_made: Literal["before", "after"]) -> None:
     for losses, update in run_ranks(_train_llama, optimizer_made, timeout_s=500):
         assert max(losses) < 1e-5

@@ -71,6 +71,7 @@ def _collectives(options: dict[str, Any]) -> tuple[list[int], set[str]]:
     return [len(graph.collectives) for graph in plan.graphs], served
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_tiny_units_share_collectives_by_default_and_the_report_says_so() -> None:
     apart, units = _collectives({"bucket_mb": 0})

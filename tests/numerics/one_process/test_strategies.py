@@ -192,6 +192,7 @@ def test_every_mesh_with_integer_reshard_is_verified() -> None:
                 assert complaints(graph(phase, model=model, world=world)) == []
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_kept_parameters_train_as_in_one_process() -> None:
     for found in run_ranks(_train_kept, world_size=4):
