@@ -13,19 +13,19 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import ViewPlace, local_tensor
-from fsdp_compile.comm.groups import RankStore
 from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
 from fsdp_compile.ops.comm_hook import Registered
 from fsdp_compile.runtime.grad_state import GradState
 from fsdp_compile.runtime.group_state import (
     CommSettings,
+    ComparedAs,
     ParamState,
     ReduceGroup,
     UnitPolicy,
@@ -33,33 +33,7 @@ from fsdp_compile.runtime.group_state import (
     UpdateState,
     WrapSource,
 )
-
-
-class ModuleRefs(Sequence[tuple[nn.Module, str]]):
-    """Every (module, attribute) that registers a parameter; modules that are deleted are left out."""
-
-    def __init__(self, refs: Iterable[tuple[nn.Module, str]]) -> None:
-        self._refs = [(weakref.ref(module), attribute) for module, attribute in refs]
-
-    def append(self, module: nn.Module, attribute: str) -> None:
-        """Adds one more."""
-        self._refs.append((weakref.ref(module), attribute))
-
-    def __iter__(self) -> Iterator[tuple[nn.Module, str]]:
-        for reference, attribute in self._refs:
-            module = reference()
-            if module is not None:
-                yield module, attribute
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[nn.Module, str]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[tuple[nn.Module, str]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        return list(self)[index]
+from fsdp_compile.runtime.module_refs import ModuleRefs
 
 
 @dataclasses.dataclass(eq=False)
@@ -110,21 +84,6 @@ class FSDPParam:
         """Its place in a contiguous tensor that is laid out like the flat parameter."""
         strides = tuple(math.prod(self.sharded_size[dim + 1 :]) for dim in range(len(self.sharded_size)))
         return self.sharded_size, strides, self.spec.offset
-
-
-@dataclasses.dataclass(frozen=True)
-class ComparedAs:
-    """How ranks compare what they gather and reduce of a parameter group (`runtime/read_order.py`).
-
-    Attributes:
-        number: The same on all ranks, and of no other parameter group of the same ranks.
-        shard: Where the ranks of the shard group meet; `None` for one rank.
-        replicate: Where the replicas meet; `None` if there are none.
-    """
-
-    number: int
-    shard: RankStore | None
-    replicate: RankStore | None
 
 
 class FSDPParamGroup:

@@ -63,7 +63,12 @@ def refresh_unshard_args(group: FSDPParamGroup) -> None:
     partial_grad = group.grads.partial_reduce_output.value if is_reduced else None
     unsharded = group.unsharded.params
     is_default = is_reduced and unsharded_grad is None and partial_grad is None and unsharded is None
-    for tensor in (accumulator, unsharded_grad, partial_grad, *(() if unsharded is None else unsharded.values.values())):
+    for tensor in (
+        accumulator,
+        unsharded_grad,
+        partial_grad,
+        *(() if unsharded is None else unsharded.values.values()),
+    ):
         if tensor is not None:
             keep_sizes_fixed(tensor)  # also with `dynamic=True`
     for param in group.params:

@@ -21,8 +21,10 @@ from fsdp_compile.layout.flat_layout import local_part, local_shape
 from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.modules.classes import gather_params, rebuild_specs
 from fsdp_compile.runtime import post_backward, replaced_params, update_in_backward
+from fsdp_compile.runtime.group_state import ComparedAs
+from fsdp_compile.runtime.module_refs import ModuleRefs
 from fsdp_compile.runtime.reduce_group import reduce_alias
-from fsdp_compile.runtime.units import ComparedAs, FSDPParam, FSDPParamGroup, FSDPUnit, ModuleRefs, UnitPolicy, titles
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, UnitPolicy, titles
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from fsdp_compile.sharding.arguments import PlacementFn
 
