@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,10 +21,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long the collectives of a group may take; the shortest time, if devices differ."""
     found = []
     for device in group._device_types:
-        with contextlib.suppress(RuntimeError):  # a backend without options
-            backend: Any = group._get_backend(device)
-            # TORCH_DISTRIBUTED_DEBUG=DETAIL puts something around it.
-            found.append(getattr(backend, "wrapped_pg", backend).options._timeout)
+        backend: Any = group._get_backend(device)
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL puts something around it.
+        options = getattr(backend, "wrapped_pg", backend).options
+        if options is not None:  # that of the fake backend
+            found.append(options._timeout)
     return min(found, default=dist.default_pg_timeout)
 
 
