@@ -19,7 +19,7 @@ collectives = torch.ops._c10d_functional
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long the collectives of a group may take; the shortest time, if devices differ."""
-    found = []
+    found: list[timedelta] = []
     for device in group._device_types:
         backend: Any = group._get_backend(device)
         # TORCH_DISTRIBUTED_DEBUG=DETAIL puts something around it.
@@ -46,16 +46,18 @@ def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     # On a stream of its own: this waits for the other ranks' hosts, and not for what their devices have queued.
-    with torch.Stream(device):
+    own: Any = torch.Stream(device)
+    with own:
         return _reduced(numbers, group, device)
 
 
 def _reduced(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
     values = torch.tensor(numbers, dtype=torch.int64, device=device)
-    options = dist.AllreduceOptions()
+    options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     # Past the dispatcher, where modes and profilers of the user's would count a collective that the program has not.
-    group._get_backend(device).allreduce([values], options).wait()
+    backend: Any = group._get_backend(device)
+    backend.allreduce([values], options).wait()
     return values.tolist()
 
 
