@@ -8,7 +8,6 @@ from typing import Any
 from torch import fx
 
 from fsdp_compile._torch.dynamo import list_mode_options
-from fsdp_compile.capture.adopt import adopt_before_calls
 from fsdp_compile.capture.beside import watch_wrappers_and_optimizers
 from fsdp_compile.capture.first_call import trace_again
 from fsdp_compile.capture.functions import take_reads_out
@@ -101,5 +100,4 @@ def fsdp(
 
 
 watch_compiles(fsdp, _plain_models)
-watch_wrappers_and_optimizers(fsdp)
-adopt_before_calls(fsdp)
+watch_wrappers_and_optimizers(fsdp, _plain_models)

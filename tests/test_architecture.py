@@ -48,7 +48,6 @@ GRAPHS = {"ir", "cost", "planner", "verify", "options", "partition", "passes", "
 TRAINING = {"runtime", "modules", "sharding", "state", "optim"}
 SHARED_BY_A_PROCESS = {
     "backend.py": {"_plain_models"},  # Dynamo watches compiles of the process
-    "capture/watch_compiles.py": {"_first_calls"},  # modules that torch.compile has wrapped, until they are called
     "comm/groups.py": {"registry"},  # torch's own names of groups are the process's
     "modules/classes.py": {"_classes"},  # a cache: the same class for the same reads
     "ops/comm_hook.py": {"_registered"},  # graphs name hooks

@@ -15,12 +15,17 @@ from fsdp_compile._torch.tensors import plain_torch_functions
 _GRAD: Any = torch.Tensor.grad  # a descriptor: what `.grad` is, whatever a subclass says
 
 
+class HookOfPlain:
+    """Base of gradient hooks that a plain parameter does not pass on to the sharded one."""
+
+
 def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Gives `new` the gradient hooks that users registered on `old`."""
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)
     for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
-        new.register_post_accumulate_grad_hook(hook)
+        if not isinstance(hook, HookOfPlain):
+            new.register_post_accumulate_grad_hook(hook)
 
 
 def backward_in_progress() -> int:
@@ -65,24 +70,21 @@ def waits_for_other_gradients(hook: Callable[..., Any]) -> bool:
 
 
 def before_each_backward(check: Callable[[Sequence[object]], None]) -> None:
-    """Calls `check` with what `backward(inputs=...)` and `autograd.grad()` are asked for, before they run."""
+    """Calls `check` with each sequence that a backward is given before it runs.
+
+    What `backward(inputs=...)` and `autograd.grad()` are asked for is one of them; others are outputs and gradients.
+    """
     # There is no hook for it: the engine does not touch an input that it cannot reach.
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
 
+    # Which argument is which differs between versions of torch.
     @functools.wraps(run)
-    def checked(
-        outputs: Any,
-        gradients: Any,
-        retain_graph: Any,
-        create_graph: Any,
-        inputs: Sequence[object],
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
-        if inputs:
-            check(inputs)
-        return run(outputs, gradients, retain_graph, create_graph, inputs, *args, **kw)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, tuple | list):
+                check(given)
+        return run(*args, **kwargs)
 
     autograd._engine_run_backward = checked
 

@@ -16,24 +16,13 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-__all__ = ["NamingWriter", "SafePlanner", "SafeReader"]
+from fsdp_compile._torch.dcp_metadata import METADATA, read_metadata
 
-METADATA = ".metadata"
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {*dcp_metadata.__all__, "_MEM_FORMAT_ENCODING"},
-    "torch.distributed.checkpoint.filesystem": {_StorageInfo.__name__},
-    "torch.serialization": {"_get_layout"},  # looks a name up in a table
-    "torch": {"Size"},  # and dtypes
-    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},  # the same in Python 3.13
-    "collections": {"OrderedDict"},
-}
-"""What the pickle of a `Metadata` consists of, by module: none of it does anything but hold values."""
+__all__ = ["NamingWriter", "SafePlanner", "SafeReader"]
 
 
 class SafeReader(FileSystemReader):
@@ -47,12 +36,11 @@ class SafeReader(FileSystemReader):
         """What is in the checkpoint.
 
         Raises:
-            pickle.UnpicklingError: The file refers to something that no metadata needs.
-            Exception: Whatever else a file of other contents makes of unpickling.
+            OSError: Its `.metadata` cannot be read.
+            pickle.UnpicklingError: That file is anything else than the metadata of a checkpoint.
         """
         if self._metadata is None:
-            with (Path(self.path) / METADATA).open("rb") as file:
-                self._metadata = _checked(_MetadataUnpickler(file).load())
+            self._metadata = read_metadata(Path(self.path) / METADATA)
             # As torch's reader does.
             self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
             self._metadata.storage_meta.load_id = self.load_id
@@ -120,23 +108,3 @@ class _Stream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
-
-
-def _checked(metadata: object) -> Metadata:
-    """The metadata, if its shards are files of its own folder."""
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise pickle.UnpicklingError("it is not the metadata of a checkpoint")
-    for info in metadata.storage_data.values():
-        name = info.relative_path
-        if name != Path(name).name:
-            raise pickle.UnpicklingError(f"it refers to {name}, a file elsewhere")
-    return metadata

@@ -1,7 +1,8 @@
 """Tells of modules that are compiled: wrapped by `torch.compile(module)`, or in place by `module.compile()`.
 
 torch tells of neither. Of the first there is a trace, since `torch.compile` registers the module as a child of the one
-that it returns. `nn.Module.compile` is replaced by a function that calls the original and then tells.
+that it returns, in that one's `__init__`. `nn.Module.compile` is replaced by a function that calls the original and
+then tells.
 """
 
 from __future__ import annotations
@@ -13,22 +14,27 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from fsdp_compile._torch.dynamo import OptimizedModule, calls_under_way
+from fsdp_compile._torch.dynamo import OptimizedModule, backend_in, calls_under_way
 
 
 def after_each_compile_of_a_module(
-    wrapped: Callable[[OptimizedModule], None], in_place: Callable[[nn.Module, Mapping[str, Any]], None]
+    backend: object,
+    wrapped: Callable[[OptimizedModule, nn.Module], None],
+    in_place: Callable[[nn.Module, Mapping[str, Any]], None],
 ) -> None:
-    """Tells of each module that is compiled from now on, whatever the backend.
+    """Tells of each module that is compiled from now on.
 
     Args:
-        wrapped: Called with what `torch.compile(module)` is about to return, which does not know its backend yet.
-        in_place: Called with a module that `module.compile(...)` has compiled, or is about to, and the arguments.
+        backend: The function that Dynamo calls.
+        wrapped: Called with what `torch.compile(module)` is about to return, and the module, if it is for `backend`.
+        in_place: Called with a module that `module.compile(...)` has compiled, or is about to, and the arguments, for
+            every backend: it takes the place of an earlier one.
     """
 
     def registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if isinstance(module, OptimizedModule) and name == "_orig_mod" and child is not None:
-            wrapped(module)
+        is_wrapper = isinstance(module, OptimizedModule) and name == "_orig_mod" and child is not None
+        if is_wrapper and backend_in(_context_of(module)) is backend:  # type: ignore[arg-type]
+            wrapped(module, child)  # type: ignore[arg-type]
 
     original = nn.Module.compile
 
@@ -42,3 +48,11 @@ def after_each_compile_of_a_module(
     # The first compile of a process may import this package, and is under way then.
     for variables in calls_under_way(original.__code__):
         in_place(variables["self"], variables["kwargs"])
+
+
+def _context_of(compiled: OptimizedModule) -> object:
+    """What a module that may still be in its `__init__` is compiled with."""
+    made = (
+        call["dynamo_ctx"] for call in calls_under_way(OptimizedModule.__init__.__code__) if call["self"] is compiled
+    )
+    return vars(compiled).get("dynamo_ctx") or next(made, None)

@@ -202,7 +202,12 @@ def is_in_eager_cond() -> bool:
 
 def backend_of(compiled: OptimizedModule) -> object:
     """The function that was given to `torch.compile`, or found by the given name."""
-    return _given_backend(getattr(compiled.dynamo_ctx, "callback", None)).function
+    return backend_in(compiled.dynamo_ctx)
+
+
+def backend_in(context: object) -> object:
+    """The function that a context of `torch.compile` compiles with; `None` if it compiles nothing."""
+    return _given_backend(getattr(context, "callback", None)).function
 
 
 def options_of(compiled: OptimizedModule) -> Mapping[str, Any] | None:
@@ -230,7 +235,6 @@ class FrameToCompile:
     """A frame that Dynamo is about to compile.
 
     Attributes:
-        backend: The function that was given to `torch.compile`, or found by the given name.
         options: Of the backend, as they were given to `torch.compile`.
         code: What it runs.
         starts: The module whose forward the frame is, if it is one.
@@ -240,7 +244,6 @@ class FrameToCompile:
             code to Python; "" if the frame is within the limits.
     """
 
-    backend: object
     options: Mapping[str, Any] | None
     code: types.CodeType
     starts: nn.Module | None
@@ -249,16 +252,22 @@ class FrameToCompile:
     limit: str
 
 
-def before_each_compile(call: Callable[[FrameToCompile], None]) -> None:
+def before_each_compile(backend: object, call: Callable[[FrameToCompile], None]) -> None:
     """Calls a function with each frame before Dynamo compiles it, also if it then finds that it cannot or will not.
 
     An exception of the function ends the compile and reaches the caller of the compiled code.
+
+    Args:
+        backend: The function that was given to `torch.compile`, or found by the given name; frames that are compiled
+            with others are not described.
+        call: The function.
     """
 
     def describe() -> str:
         frame = next((f for f in stack() if f.f_code.co_name == _COMPILE and _is_of_dynamo(f)), None)
-        if frame is not None:
-            call(_frame_to_compile(frame.f_locals))
+        given = None if frame is None else frame.f_locals
+        if given is not None and _given_backend(given["compiler_fn"]).function is backend:
+            call(_frame_to_compile(given))
         return ""  # a user context, of which there is none
 
     # Callbacks at the start of a compile would not tell of frames past the recompile limit, and a reset forgets them.
@@ -277,11 +286,9 @@ def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
     forwards = (
         value for value in held if isinstance(value, nn.Module) and getattr(value.forward, "__code__", None) is code
     )
-    backend = _given_backend(given["compiler_fn"])
     exceeded, limit = exceeds_recompile_limit(given["cache_size"], given["compile_id"])
     return FrameToCompile(
-        backend.function,
-        backend.options,
+        _given_backend(given["compiler_fn"]).options,
         code,
         next(forwards, None),
         frozenset(code.co_names),

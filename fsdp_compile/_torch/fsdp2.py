@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from torch import nn
@@ -16,6 +16,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from fsdp_compile._torch.composable import APPLIED
 
+_GROUPS, _GROUP = "_fsdp_param_groups", "_fsdp_param_group"
+"""Attribute of FSDP2's state of a module; the second up to 2.11."""
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """Attributes that FSDP2 sets on every module below a call, for Dynamo."""
 _COLLECTIVES: dict[str, tuple[str, Any]] = {
@@ -34,6 +36,45 @@ _SETTINGS: tuple[tuple[str, Any, str, bool], ...] = (
     ("reduce_scatter_max_input_buffers", 1, "set_reduce_scatter_max_input_buffers", True),
 )
 """Attribute of FSDP2's parameter group, what it is by default, the method that sets it, and whether that recurses."""
+_OF_STATE = (
+    "_auto_reshard_after_forward",
+    "_is_root",
+    "_modules",
+    "_mp_policy",
+    "_post_forward_hook_handle",
+    "_pre_forward_hook_handle",
+    "_state_ctx",
+    "_states_to_backward_prefetch",
+    "_states_to_forward_prefetch",
+    "_training_state",
+)
+_OF_CONTEXT = ("all_states", "is_last_backward", "iter_forward_root", "post_optim_event")
+_OF_GROUP = (
+    "_all_gather_comm",
+    "_module_to_pre_load_state_dict_hook_handle",
+    "_module_to_pre_save_state_dict_hook_handle",
+    "_partial_reduce_output",
+    "_reduce_scatter_comm",
+    "_training_state",
+    "all_reduce_grads",
+    "comm_ctx",
+    "fsdp_params",
+    "mesh_info",
+    "offload_policy",
+    "post_forward_mesh_info",
+    "pre_backward",
+    "reduce_grads",
+    "reshard",
+    "wait_for_unshard",
+)
+_OF_PARAM = (
+    "_module_info",
+    "_post_load_hook_handle",
+    "fsdp_placement",
+    "is_dtensor",
+    "unsharded_accumulated_grad",
+)
+"""Attributes that are read here without asking whether there are any: a torch may lack them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +116,16 @@ class WrappedCall:
 
     def __init__(self, state: Any) -> None:
         self._state = state
-        self.modules: tuple[nn.Module, ...] = tuple(state._modules)
+        self.modules: tuple[nn.Module, ...] = tuple(getattr(state, "_modules", ()))
+
+    def missing_names(self) -> list[str]:
+        """Attributes of torch's objects that this torch does not have, and without which nothing else works."""
+        missing = _missing([self._state], [*_OF_STATE, *([] if hasattr(self._state, _GROUP) else [_GROUPS])])
+        if not missing:
+            missing = _missing([self._state._state_ctx], _OF_CONTEXT) + _missing(self._groups, _OF_GROUP)
+        if not missing:
+            missing = _missing([param for group in self._groups for param in group.fsdp_params], _OF_PARAM)
+        return missing
 
     @property
     def is_fully_shard(self) -> bool:
@@ -209,10 +259,9 @@ class WrappedCall:
 
     @property
     def _groups(self) -> list[Any]:
-        # A private name, which is another one up to 2.11.
-        groups = getattr(self._state, "_fsdp_param_groups", None)
+        groups = getattr(self._state, _GROUPS, None)
         if groups is None:
-            groups = [self._state._fsdp_param_group]
+            groups = [getattr(self._state, _GROUP)]
         return [group for group in groups if group is not None]
 
 
@@ -226,6 +275,11 @@ def original_class(module: nn.Module) -> type | None:
     """The class of a module before FSDP2 replaced it; `None` if it was replaced once more since."""
     bases = type(module).__bases__
     return bases[1] if len(bases) == 2 and bases[0] is FSDPModule else None
+
+
+def _missing(objects: Iterable[object], names: Iterable[str]) -> list[str]:
+    found = (f"{type(each).__name__}.{name}" for each in objects for name in names if not hasattr(each, name))
+    return list(dict.fromkeys(found))
 
 
 def _settings_of(group: Any) -> Iterator[Setting]:

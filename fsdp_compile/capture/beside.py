@@ -16,10 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile._torch.distributed import names_ignored_by_ddp
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_of
+from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.runtime.module_state import stored_parameters
+from fsdp_compile.runtime.module_state import ignored_parameters, stored_parameters
 from fsdp_compile.runtime.replaced_params import current
-from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
+from fsdp_compile.runtime.units import FSDPParamGroup, sharded_parameters
 
 _WHOLE = (
     "torch.compile(model, backend='fsdp') of the whole model, or fully_shard(model) before its parts are compiled, "
@@ -35,12 +36,13 @@ def refuse_wrappers_around(called: Iterable[nn.Module]) -> None:
             raise _remove(module, module.module)
 
 
-def refuse_plain_rest(called: Iterable[nn.Module], compiled: nn.Module) -> None:
-    """Refuses to shard a part of a model whose rest is plain, trained, and compiled nowhere.
+def refuse_plain_rest(called: Iterable[nn.Module], compiled: nn.Module, plain: PlainModels) -> None:
+    """Refuses to shard a part of a model whose rest is plain, trained, and not compiled for this backend.
 
     Args:
         called: Modules that are being called, outermost first.
         compiled: The outermost compiled one, which is about to be sharded.
+        plain: Knows which other parts are compiled, and will be sharded at their first call.
 
     Raises:
         UnsupportedModelError: If a module around it has other parameters that need gradients.
@@ -51,7 +53,8 @@ def refuse_plain_rest(called: Iterable[nn.Module], compiled: nn.Module) -> None:
         parts = list(around.modules())
         if isinstance(around, OptimizedModule) or compiled not in parts:
             continue
-        inside = {id(p) for part in parts if part is compiled or _is_compiled(part) for p in stored_parameters(part)}
+        own = [part for part in parts if part is compiled or plain.is_compiled(part)]
+        inside = {id(parameter) for part in own for parameter in stored_parameters(part)} | ignored_parameters()
         for name, parameter in nn.Module.named_parameters(around):
             if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in inside:
                 raise UnsupportedModelError(
@@ -62,19 +65,28 @@ def refuse_plain_rest(called: Iterable[nn.Module], compiled: nn.Module) -> None:
                 )
 
 
-def watch_wrappers_and_optimizers(backend: object) -> None:
-    """Refuses DDP and FSDP1 around models of the backend, and optimizers of models that it has sharded in part."""
+def watch_wrappers_and_optimizers(backend: object, plain: PlainModels) -> None:
+    """Refuses DDP and FSDP1 around models of the backend, and optimizers of models that it has sharded in part.
+
+    Args:
+        backend: The function that Dynamo calls.
+        plain: From here, models that DDP or FSDP1 averages are removed.
+    """
     checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def registered(module: nn.Module, _name: str, child: nn.Module | None) -> None:
-        is_around = isinstance(module, Wrapper) and child is not None and _has_model_of(backend, child)
-        if is_around and child is not None and not _leaves_out_shards(module, child):
+        if not isinstance(module, Wrapper) or child is None:
+            return
+        if _has_model_of(backend, child) and not _leaves_out_shards(module, child):
             raise _remove(module, child)
+        plain.remove(child)
 
     def before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         if optimizer not in checked:
-            _refuse_plain_beside_sharded(optimizer)
-            checked.add(optimizer)
+            trained = [p for p in _parameters_of(optimizer) if p.grad is not None]
+            _refuse_plain_beside_sharded(optimizer, trained)
+            if trained:  # there are none yet before the first call of a closure
+                checked.add(optimizer)
 
     register_module_module_registration_hook(registered)
     register_optimizer_step_pre_hook(before_step)
@@ -96,37 +108,31 @@ def _leaves_out_shards(wrapper: nn.Module, child: nn.Module) -> bool:
     """Whether a DDP was told to ignore the sharded parameters in it, and there are some."""
     if not isinstance(wrapper, DistributedDataParallel):
         return False
-    units, ignored = _sharded_parameters(), names_ignored_by_ddp(child)
-    sharded = {name for name, p in nn.Module.named_parameters(child, remove_duplicate=False) if id(p) in units}
+    every, ignored = sharded_parameters(), names_ignored_by_ddp(child)
+    sharded = {name for name, p in nn.Module.named_parameters(child, remove_duplicate=False) if p in every}
     return bool(sharded) and sharded <= ignored
 
 
 def _has_model_of(backend: object, root: nn.Module) -> bool:
-    sharded = _sharded_parameters()
+    sharded = sharded_parameters()
     return any(
         (isinstance(part, OptimizedModule) and backend_of(part) is backend)
-        or any(id(parameter) in sharded for parameter in part._parameters.values())
+        or any(parameter in sharded for parameter in part._parameters.values())
         for part in root.modules()
     )
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
-
-
-def _sharded_parameters() -> dict[int, FSDPUnit]:
-    return {id(param.parameter): group.unit for group in FSDPParamGroup.alive() for param in group.params}
-
-
-def _refuse_plain_beside_sharded(optimizer: Optimizer) -> None:
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     # An optimizer that was made before gets the sharded parameters in this very step, maybe after this hook.
-    held = [current(p) for group in optimizer.param_groups for p in group["params"]]
-    trained = [p for p in held if p.grad is not None]
+    return [current(p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _refuse_plain_beside_sharded(optimizer: Optimizer, trained: list[torch.Tensor]) -> None:
     plain = {id(p) for p in trained if not isinstance(p, DTensor)}
     if not plain or len(plain) == len(trained):
         return
-    units = _sharded_parameters()
-    own = [units[id(p)] for p in trained if id(p) in units]
+    ids = {id(p) for p in trained}
+    own = [group.unit for group in FSDPParamGroup.alive() if any(id(param.parameter) in ids for param in group.params)]
     # Where `fully_shard` was called by the user, it has been said what is sharded.
     by_backend = next((unit for unit in own if unit.sharded_by_backend), None)
     if by_backend is None or plain <= {i for unit in own for i in unit.model.ignored}:

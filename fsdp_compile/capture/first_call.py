@@ -50,18 +50,11 @@ def modules_on_the_stack() -> list[nn.Module]:
     return [called for called in modules_being_called() if called is not None][::-1]
 
 
-def check_before_compiled_calls(module: nn.Module) -> None:
-    """Has the parameters of a module that was just sharded checked before each call of its compiled form.
+def check_compiled_calls(compiled: OptimizedModule, module: nn.Module) -> None:
+    """Has the parameters of a module that was sharded after its compile checked before each call of its compiled form.
 
     Dynamo compiles the call of torch's own containers whole, and so the code that checks them in other forwards.
     """
-    for called in modules_being_called():
-        if isinstance(called, OptimizedModule) and called._orig_mod is module:
-            check_compiled_calls(called, module)
-
-
-def check_compiled_calls(compiled: OptimizedModule, module: nn.Module) -> None:
-    """Has the parameters of a module that was just sharded checked before each call of its compiled form."""
     if (original_class(module).forward.__module__ or "").startswith("torch.nn."):
         check_before_calls(compiled, module)
 

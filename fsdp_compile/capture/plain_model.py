@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.autograd import outside_of_transforms
 from fsdp_compile._torch.dynamo import source_prefixes
+from fsdp_compile.capture.before_first_call import Found
 from fsdp_compile.capture.beside import refuse_plain_rest, refuse_wrappers_around
 from fsdp_compile.capture.first_call import (
-    check_before_compiled_calls,
     compiled_modules,
     modules_on_the_stack,
     modules_on_the_way,
@@ -31,7 +31,7 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.eager_reads import GatheredParameter
 from fsdp_compile.modules.param_views import is_swapped_in
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.runtime.module_state import is_ignored, is_sharded, stored_parameters, units
+from fsdp_compile.runtime.module_state import ignored_parameters, is_ignored, is_sharded, stored_parameters, units
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.sharding import initial_values
@@ -44,7 +44,11 @@ from fsdp_compile.sharding.wrappers import refuse_wrappers
 def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FSDPOptions, plain: PlainModels) -> bool:
     """Shards each module whose plain parameters are inputs of a Dynamo graph; `options.sharding` goes to `fully_shard`.
 
-    What is sharded is removed from `plain`.
+    Args:
+        gm: The graph.
+        inputs: Its inputs.
+        options: Of the compile.
+        plain: Knows which modules are compiled and not sharded yet.
 
     Returns:
         Whether anything was sharded, so that the frame has to be traced again.
@@ -68,39 +72,40 @@ def shard_plain_models(gm: fx.GraphModule, inputs: Sequence[object], options: FS
             raise added_later(_name_in(module, value))
         refuse_registry_reads(placeholder)
         _shard(module, options, plain)
-        check_before_compiled_calls(module)
         sharded = True
     return sharded
 
 
-def shard_before_forward(module: nn.Module, options: FSDPOptions, plain: PlainModels) -> bool:
-    """Shards a module that is about to be called, as `shard_plain_models` does; returns whether there was anything.
+def shard_before_forward(module: nn.Module, options: FSDPOptions, plain: PlainModels) -> Found:
+    """Shards a module that is about to be called, as `shard_plain_models` does, if it is plain.
 
     Raises:
         ConfigError, UnsupportedModelError: As `shard_plain_models`.
         RankMismatchError: If ranks have different values.
     """
+    if is_sharded(module):
+        return Found.NOTHING
     parameters = list(stored_parameters(module))
     # What torch's `fully_shard` has sharded is taken over, before its own hooks run.
-    if is_sharded(module) or is_any_wrapped(module) or any(is_swapped_in(p) for p in parameters):
-        return False
-    ignored = {i for group in FSDPParamGroup.alive() for i in group.unit.model.ignored}
+    if is_any_wrapped(module) or any(is_swapped_in(p) for p in parameters):
+        return Found.VALUES
+    ignored = ignored_parameters()
     if not any(_is_plain(p) and id(p) not in ignored for p in parameters):
-        return False
+        is_own = all(isinstance(p, nn.Parameter) for p in parameters)
+        return Found.NOTHING if is_own else Found.VALUES
     with outside_of_transforms():
         _shard(module, options, plain)
         for model in dict.fromkeys(unit.model for unit in units(module)):
             initial_values.compare(model)
-    return True
+    return Found.SHARDED
 
 
 def _shard(module: nn.Module, options: FSDPOptions, plain: PlainModels) -> None:
     refuse_meta(module)
     called = modules_on_the_stack()
     refuse_wrappers_around(called)
-    refuse_plain_rest(called, module)
+    refuse_plain_rest(called, module, plain)
     refuse_inside_lbfgs(module)
-    plain.remove(module)
     before = set(units(module))
     fully_shard(module, **options.sharding)
     for unit in units(module):

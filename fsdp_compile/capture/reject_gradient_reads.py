@@ -11,7 +11,10 @@ read the parameters:
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
+import re
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -24,6 +27,7 @@ from fsdp_compile.ops.unshard import UNSHARD
 _TORCHS_LAYERS = "torch.nn.modules."
 _HAVE_A_FUNCTION_GRAD = ("autograd", "func")
 """Modules of torch whose `grad` computes gradients."""
+_GRAD = re.compile(r"\.\s*grad\b")
 
 
 def refuse_gradient_reads(gm: fx.GraphModule) -> None:
@@ -68,17 +72,34 @@ def _is_of_torchs_layer(read: fx.Node) -> bool:
 
 def _reads_gradient(frame: Frame) -> bool:
     """Whether the function of a frame has `x.grad` for its value, as far as its source is known."""
-    lines = linecache.getlines(frame.file)
-    if not any(".grad" in line for line in lines):
+    source = "".join(linecache.getlines(frame.file))
+    if not _GRAD.search(source):
         return False
-    functions = [
-        node
-        for node in ast.walk(ast.parse("".join(lines)))
+    around = [function for function in _functions(source) if function.first_line <= frame.line <= function.last_line]
+    innermost = min(around, key=lambda function: function.last_line - function.first_line, default=None)
+    return innermost is not None and innermost.reads_gradient
+
+
+class _Function(NamedTuple):
+    first_line: int
+    last_line: int
+    reads_gradient: bool
+
+
+@functools.lru_cache(maxsize=16)
+def _functions(source: str) -> tuple[_Function, ...]:
+    """The functions of a file; recompiles ask for the same one again and again."""
+    return tuple(
+        _Function(node.lineno, node.end_lineno or node.lineno, _has_gradient(node))
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        and node.lineno <= frame.line <= (node.end_lineno or node.lineno)
-    ]
-    innermost = min(functions, key=lambda node: (node.end_lineno or node.lineno) - node.lineno, default=None)
-    return innermost is not None and any(map(_is_gradient, ast.walk(innermost)))
+    )
+
+
+def _has_gradient(function: ast.AST) -> bool:
+    inside = list(ast.walk(function))
+    called = {node.func for node in inside if isinstance(node, ast.Call)}
+    return any(_is_gradient(node) for node in inside if node not in called)
 
 
 def _is_gradient(node: ast.AST) -> bool:

@@ -1,25 +1,29 @@
-"""Refuses models that a compiled function calls and that never reach the backend, before each rank trains its own copy.
+"""Refuses compiled models that never reach the backend, before each rank trains its own copy.
 
 Where Dynamo runs a function in Python, it compiles what user code that function calls, and `watch_compiles` finds the
-models there. Modules of torch's own are not found so: an `nn.LSTM` in a closure, say. So before Dynamo compiles a frame
-for this backend, the plain parameters of all modules that the frame can reach get a hook that refuses their gradients.
-What is sharded loses it again.
+models there. Modules of torch's own are not found so: an `nn.LSTM` in a closure, say. Nor is a model that is compiled
+itself, if a script calls the plain one, or another method of what `torch.compile` has returned. So the plain parameters
+of all modules that are compiled, or that a frame can reach which Dynamo is about to compile for this backend, get a
+hook that refuses their gradients. The sharded ones in their place have none.
 """
 
 from __future__ import annotations
 
+import enum
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compile._torch.autograd import HookOfPlain
 from fsdp_compile._torch.dynamo import FrameToCompile, graph_break_reasons
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.runtime.module_state import stored_parameters, units_below
-from fsdp_compile.runtime.units import FSDPParamGroup
+from fsdp_compile.runtime.module_state import ignored_parameters, stored_parameters, units_below
+from fsdp_compile.runtime.replaced_params import ReplacedParameter
 
 _INSTEAD = (
     "fsdp_compile.fully_shard(model) before the function's first call; or compile the model and not the function: "
@@ -27,21 +31,43 @@ _INSTEAD = (
 )
 
 
+class Why(enum.Enum):
+    """Why the plain parameters of a module refuse gradients."""
+
+    COMPILED = "compiled"
+    """It is compiled itself, and waits for its first call."""
+    REACHED = "reached"
+    """A compiled function can reach it."""
+
+
 class PlainModels:
-    """The modules whose plain parameters refuse gradients, since compiled code reaches them."""
+    """The modules whose plain parameters refuse gradients, since compiled code reaches them, or should."""
 
     def __init__(self) -> None:
         # By module and `id`: a weak reference to a parameter would keep it from being swapped.
         self._hooks: weakref.WeakKeyDictionary[nn.Module, dict[int, RemovableHandle]] = weakref.WeakKeyDictionary()
+        self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def add(self, root: nn.Module) -> None:
+    def add(self, root: nn.Module, why: Why) -> None:
         """Adds a module, unless parts of it are sharded: its other parameters are ignored ones, or checked with it."""
+        if why is Why.COMPILED:
+            self._compiled.add(root)
         if root in self._hooks or _is_sharded(root):
             return
         self._hooks[root] = {
-            id(parameter): parameter.register_post_accumulate_grad_hook(_refusal(type(root).__name__, name))
+            id(parameter): parameter.register_post_accumulate_grad_hook(_Refusal(type(root).__name__, name, why))
             for name, parameter in _trained(root)
         }
+
+    def is_compiled(self, module: nn.Module) -> bool:
+        """Whether a module was compiled itself, for this backend."""
+        return module in self._compiled
+
+    def discard(self, root: nn.Module) -> None:
+        """Removes a module, which is compiled for another backend now."""
+        self._compiled.discard(root)
+        for handle in self._hooks.pop(root, {}).values():
+            handle.remove()
 
     def refuse_past_limit(self, root: nn.Module, frame: FrameToCompile) -> None:
         """Refuses a plain model in a frame that Dynamo leaves to Python from now on, without telling of later calls.
@@ -63,9 +89,10 @@ class PlainModels:
         )
 
     def remove(self, root: nn.Module) -> None:
-        """Removes the parameters of a module that is about to be sharded."""
+        """Removes the parameters of a module, which another data parallelism averages."""
+        inside = {id(parameter) for parameter in stored_parameters(root)}
         for hooks in self._hooks.values():
-            for each in hooks.keys() & {id(parameter) for parameter in stored_parameters(root)}:
+            for each in hooks.keys() & inside:
                 hooks.pop(each).remove()
 
 
@@ -76,29 +103,47 @@ def _is_sharded(root: nn.Module) -> bool:
 
 def _trained(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The plain parameters of a module that get gradients."""
+    # A part of a sharded model may be compiled alone, and not know what a module above it ignores.
+    ignored = ignored_parameters()
     for name, parameter in nn.Module.named_parameters(root):
-        # A part of a sharded model may be compiled alone, and not know what a module above it ignores.
-        if parameter.requires_grad and parameter.is_leaf and not _is_ignored(parameter):
+        if isinstance(parameter, UninitializedParameter) or id(parameter) in ignored:
+            continue
+        if parameter.requires_grad and parameter.is_leaf:
             yield name, parameter
 
 
-def _is_ignored(parameter: torch.Tensor) -> bool:
-    return any(id(parameter) in group.unit.model.ignored for group in FSDPParamGroup.alive())
+class _Refusal(HookOfPlain):
+    """Refuses the gradient of a plain parameter."""
 
+    def __init__(self, model: str, name: str, why: Why) -> None:
+        self._where = f"{model}, parameter {name}, in backward"
+        self._why = why
 
-def _refusal(model: str, name: str) -> Callable[[torch.Tensor], None]:
-    def refuse(parameter: torch.Tensor) -> None:
-        # The user has called `fully_shard` since; hooks move to the DTensor.
-        if isinstance(parameter, DTensor) or _is_ignored(parameter):
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Raises `UnsupportedModelError`, unless the parameter was sharded since, or ignored by a `fully_shard`."""
+        # A graph from before that sends its gradient here: it is passed on to the sharded one.
+        if isinstance(parameter, ReplacedParameter) or id(parameter) in ignored_parameters():
             return
+        if self._why is Why.COMPILED:
+            raise UnsupportedModelError(
+                "this model is compiled, and gets gradients before the first call of its compiled form, which would "
+                "shard it: they are averaged by no rank",
+                where=self._where,
+                instead=_CALL_IT,
+            )
         raise UnsupportedModelError(
             "a compiled function calls this model, which never reached the backend, so it is not sharded and its "
             f"gradients are averaged by no rank: Dynamo runs the call in Python{_because()}",
-            where=f"{model}, parameter {name}, in backward",
+            where=self._where,
             instead=_INSTEAD,
         )
 
-    return refuse
+
+_CALL_IT = (
+    "loss = compiled(...), a call of what torch.compile() returned, whose other methods (compiled.training_step(...)) "
+    "are those of the plain model; compiled in place, model(...) or self(...), and not a part of it; or "
+    "fsdp_compile.fully_shard(model), with which every call trains it sharded"
+)
 
 
 def _because() -> str:

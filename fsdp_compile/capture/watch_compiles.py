@@ -9,40 +9,36 @@ Python before Dynamo compiles a frame inside of that call. What a compiled funct
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from fsdp_compile._torch.compiled_modules import after_each_compile_of_a_module
 from fsdp_compile._torch.dynamo import (
     FrameToCompile,
     OptimizedModule,
-    backend_of,
     before_each_compile,
     call_of,
     graph_break_reasons,
     options_of,
-    skip_code,
 )
 from fsdp_compile.capture.adopt import adopt_reached
+from fsdp_compile.capture.before_first_call import BeforeFirstCall, Found, remove_hook
 from fsdp_compile.capture.beside import refuse_wrappers_around
 from fsdp_compile.capture.first_call import check_compiled_calls, compiled_modules, modules_on_the_stack
 from fsdp_compile.capture.plain_model import shard_before_forward
-from fsdp_compile.capture.unreached import PlainModels
+from fsdp_compile.capture.unreached import PlainModels, Why
 from fsdp_compile.modules.classes import original_class
-from fsdp_compile.modules.forward import in_forward, in_forward_until_return
+from fsdp_compile.modules.forward import in_forward, in_forward_during, in_forward_until_return
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.runtime.module_state import is_sharded
 from fsdp_compile.sharding.checks import refuse_meta
 from fsdp_compile.sharding.views import refuse_removed
 from fsdp_compile.sharding.wrappers import refuse_wrappers
-
-_first_calls: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], object]] = weakref.WeakKeyDictionary()
-"""What is to be done when a compiled module is called first. Its copies are not compiled, and not in here."""
 
 
 def watch_compiles(backend: object, plain: PlainModels) -> None:
@@ -52,11 +48,11 @@ def watch_compiles(backend: object, plain: PlainModels) -> None:
 
     Args:
         backend: The function that Dynamo calls.
-        plain: Where modules are added that compiled code reaches and that are not sharded yet.
+        plain: Where modules are added that are compiled, or that compiled code reaches, and that are not sharded yet.
     """
     watch = _Watch(backend, plain)
-    after_each_compile_of_a_module(watch.wrapped, watch.compiled_in_place)
-    before_each_compile(watch.before_compile)
+    after_each_compile_of_a_module(backend, watch.wrapped, watch.compiled_in_place)
+    before_each_compile(backend, watch.before_compile)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,73 +60,53 @@ class _Watch:
     backend: object
     plain: PlainModels
 
-    def wrapped(self, compiled: OptimizedModule) -> None:
-        _before_first_call(compiled, self._shard_wrapped)
-
-    def _shard_wrapped(self, compiled: nn.Module) -> None:
-        assert isinstance(compiled, OptimizedModule)
-        if backend_of(compiled) is not self.backend:
+    def wrapped(self, compiled: OptimizedModule, module: nn.Module) -> None:
+        if original_class(module) is not type(module):  # of a sharded model: its forward checks what it reads
             return
-        if shard_before_forward(compiled._orig_mod, FSDPOptions.from_dict(options_of(compiled)), self.plain):
-            check_compiled_calls(compiled, compiled._orig_mod)
+        self.plain.add(module, Why.COMPILED)
+        BeforeFirstCall(compiled, self._shard_wrapped)
+
+    def _shard_wrapped(self, compiled: OptimizedModule) -> Found:
+        module = compiled._orig_mod
+        adopt_reached([module])
+        found = shard_before_forward(module, FSDPOptions.from_dict(options_of(compiled)), self.plain)
+        if is_sharded(module):  # maybe by the call of another wrapper
+            check_compiled_calls(compiled, module)
+        return found
 
     def compiled_in_place(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
+        remove_hook(module)
         if arguments.get("backend") not in ("fsdp", self.backend) or arguments.get("disable"):
+            self.plain.discard(module)
             return
-        options = arguments.get("options")
-        _before_first_call(module, lambda called: self._shard_during_call(called, options))
+        self.plain.add(module, Why.COMPILED)
+        BeforeFirstCall(module, functools.partial(self._shard_in_place, options=arguments.get("options")))
+
+    def _shard_in_place(self, module: nn.Module, options: Mapping[str, Any] | None) -> Found:
+        found = shard_before_forward(module, FSDPOptions.from_dict(options), self.plain)
+        if found is Found.SHARDED:
+            # Its forward was chosen before: it is not the one that makes reads gather.
+            in_forward_during(module, call_of(module))
+        return found
 
     def before_compile(self, frame: FrameToCompile) -> None:
-        if frame.backend is not self.backend:
-            return
         refuse_wrappers_around(modules_on_the_stack())
         called = list(dict.fromkeys(compiled_modules()))
-        adopt_reached(dict.fromkeys((*called, *_modules_in(frame))), frame.starts)
+        held = list(dict.fromkeys(_modules_in(frame)))
+        adopt_reached(dict.fromkeys((*called, *held)), frame.starts)
         for module in called:
             refuse_wrappers(module)
-            if self._shard_during_call(module, frame.options):
+            if shard_before_forward(module, FSDPOptions.from_dict(frame.options), self.plain) is Found.SHARDED:
+                in_forward_until_return(call_of(module))
                 _warn_of_python(module, frame)
-        for module in dict.fromkeys(_modules_in(frame)):
+        for module in held:
             refuse_wrappers(module)
             refuse_meta(module)
             if not in_forward():  # which may put values in the place of parameters for a while
                 refuse_removed(module)
-            self.plain.add(module)
+            self.plain.add(module, Why.REACHED)
             if frame.limit:
                 self.plain.refuse_past_limit(module, frame)
-
-    def _shard_during_call(self, module: nn.Module, options: Mapping[str, Any] | None) -> bool:
-        """Shards a plain module whose call has begun; returns whether there was anything to shard."""
-        if not shard_before_forward(module, FSDPOptions.from_dict(options), self.plain):
-            return False
-        # Its forward was chosen before: it is not the one that makes reads gather.
-        in_forward_until_return(call_of(module))
-        return True
-
-
-def _before_first_call(caller: nn.Module, shard: Callable[[nn.Module], object]) -> None:
-    if caller not in _first_calls:
-        caller.register_forward_pre_hook(first_call, prepend=True)
-    _first_calls[caller] = shard
-
-
-def first_call(caller: nn.Module, _args: Any) -> None:
-    """A forward pre-hook of compiled modules: shards at the first call, and removes itself."""
-    # Inside of other compiled code nothing is called by itself: the backend gets what that code reads.
-    if not torch.compiler.is_compiling():
-        _first_call(caller)
-
-
-@torch.compiler.disable
-def _first_call(caller: nn.Module) -> None:
-    for key in [key for key, hook in caller._forward_pre_hooks.items() if hook is first_call]:
-        del caller._forward_pre_hooks[key]
-    shard = _first_calls.pop(caller, None)
-    if shard is not None:
-        shard(caller)
-
-
-skip_code(first_call.__code__)
 
 
 def _warn_of_python(module: nn.Module, frame: FrameToCompile) -> None:

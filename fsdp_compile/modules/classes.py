@@ -115,7 +115,7 @@ def swap_class(module: nn.Module) -> None:
     if known is None or known[1:] != key[1:]:
         if key not in _classes:
             # The class of a parametrized module is its own, and `remove_parametrizations` changes it.
-            _classes[key] = _make_class(key, _ClassOfParametrized if is_parametrized(module) else type)
+            _classes[key] = _make_class(key, _over(type(key.base)) if is_parametrized(module) else type(key.base))
         module.__class__ = _classes[key]
 
 
@@ -160,6 +160,13 @@ class _ClassOfParametrized(type):
             instead="torch.nn.utils.parametrize.remove_parametrizations() before fully_shard() or the first compiled "
             "call; for a trained model, on a plain one that has loaded its full state dict",
         )
+
+
+def _over(metaclass: type) -> type:
+    """`_ClassOfParametrized`, for a class that has a metaclass of its own (`abc.ABCMeta`, say)."""
+    if issubclass(_ClassOfParametrized, metaclass):
+        return _ClassOfParametrized
+    return type(_ClassOfParametrized.__name__, (_ClassOfParametrized, metaclass), {})
 
 
 def _make_class(key: ClassKey, kind: type[type]) -> type[nn.Module]:

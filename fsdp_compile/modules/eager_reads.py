@@ -50,6 +50,14 @@ class GatheredParameter(nn.Parameter):
         if of is not None and not is_compiling_a_frame() and _has_gradient(of):  # compilers ask all inputs
             raise _refusal_of_gradient(_title_of(self))
 
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        of: _Sharded | None = self.__dict__.get(_GATHERED_FROM)
+        if value is not None or (of is not None and _waits(of)):
+            raise _refusal_of_written_gradient(_title_of(self))
+        if of is not None:
+            of.param.parameter.grad = None
+
 
 class _Read(NamedTuple):
     """A gathered parameter, its version when it was made, and its name for errors."""
@@ -110,8 +118,12 @@ def gathered_from(gathered: torch.Tensor, group: FSDPParamGroup, param: FSDPPara
 
 
 def _has_gradient(of: _Sharded) -> bool:
-    grads = of.group.grads
-    return of.param.parameter.grad is not None or bool(grads.unsharded_accumulated_grad or grads.partial_reduce_output)
+    return of.param.parameter.grad is not None or _waits(of)
+
+
+def _waits(of: _Sharded) -> bool:
+    """Whether gradients of the unit wait for the rest of their reduction."""
+    return bool(of.group.grads.unsharded_accumulated_grad or of.group.grads.partial_reduce_output)
 
 
 Gather = Callable[[nn.Module], torch.Tensor]
@@ -256,6 +268,15 @@ def _refusal(name: str) -> UnsupportedModelError:
         "a forward changes a gathered parameter in place, which would be lost",
         where=name,
         instead="do it between steps, or under torch.no_grad() on the parameter that parameters() gives",
+    )
+
+
+def _refusal_of_written_gradient(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "a forward assigns to the .grad of a parameter: a gathered parameter has none, but None clears that of the "
+        "sharded one, unless it waits for the rest of its reduction",
+        where=name,
+        instead="assign between steps: outside of forwards, parameters() gives sharded parameters and their gradients",
     )
 
 

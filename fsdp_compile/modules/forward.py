@@ -44,6 +44,25 @@ def in_forward_until_return(frame: types.FrameType | None) -> None:
     _first_call.frame = frame
 
 
+def in_forward_during(module: nn.Module, frame: types.FrameType | None) -> None:
+    """Counts as inside a forward until the running call of `module` returns, whose forward pre-hooks run now.
+
+    Unlike `in_forward_until_return` alone, it does not keep the frame of the call, and with it what the call was given.
+    """
+    in_forward_until_return(frame)
+    running = [frame]
+
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        if running and getattr(_first_call, "frame", None) is running[0]:
+            _first_call.frame = None
+        running.clear()
+        if output is not None:  # else the call may have failed, and torch is going through these hooks
+            handle.remove()
+
+    skip_code(leave.__code__)
+    handle = module.register_forward_hook(leave, always_call=True)
+
+
 def _begin_outermost() -> None:
     # Reads of a call that an exception has ended may be left.
     reads.__dict__.clear()
@@ -178,7 +197,10 @@ _show_values = torch.compiler.disable(show_values)
 
 
 def check_before_calls(caller: nn.Module, module: nn.Module) -> None:
-    """Has the parameters of a sharded module checked before each call of `caller`, which enters its compiled code."""
+    """Has the parameters of a sharded module checked before each call of `caller`, which enters its compiled code.
+
+    The first of these calls has begun already.
+    """
     shown: list[tuple[nn.Module, str]] = []
 
     def before_call(_caller: nn.Module, _args: Any) -> None:
@@ -194,6 +216,7 @@ def check_before_calls(caller: nn.Module, module: nn.Module) -> None:
         skip_code(hook.__code__)
     caller.register_forward_pre_hook(before_call)
     caller.register_forward_hook(after_call, always_call=True)
+    before_call(caller, ())
 
 
 # Dynamo must not compile these frames by themselves: run eagerly they raise the depth that eager reads check, and the

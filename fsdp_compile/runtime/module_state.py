@@ -171,6 +171,12 @@ def is_ignored(root: nn.Module, parameter: nn.Parameter) -> bool:
     return any(id(parameter) in call.ignored for m in root.modules() if (call := call_on(m)) is not None)
 
 
+def ignored_parameters() -> set[int]:
+    """`id`s of the parameters that calls of `fully_shard` on models with sharded parameters ignored."""
+    models = {group.unit.model for group in FSDPParamGroup.alive()}
+    return {ignored for model in models for ignored in model.ignored}
+
+
 def is_inside(module: nn.Module) -> bool:
     """Whether a module above `module` is sharded, too."""
     own = call_on(module)

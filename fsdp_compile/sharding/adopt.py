@@ -99,6 +99,8 @@ def plan(root: nn.Module, starting: nn.Module | None) -> list[AdoptedCall]:
     calls = wrapped_calls(root)
     if not calls:
         return []
+    for call in calls:
+        _refuse_other_torch(call)
     names = {id(module): name for name, module in root.named_modules()}
     titles = {call: ", ".join(_title(names.get(id(module), "")) for module in call.modules) for call in calls}
     for call, title in titles.items():
@@ -140,6 +142,16 @@ def refuse_arguments(function: Callable[..., object], given: Mapping[str, object
                 instead=f"fully_shard(model) alone, which keeps units, meshes and policies; or {name}= in the calls of "
                 f"{_FSDP2}",
             )
+
+
+def _refuse_other_torch(call: WrappedCall) -> None:
+    missing = call.missing_names()
+    if missing:
+        raise ConfigError(
+            f"what {_FSDP2} makes of a model looks otherwise in torch {torch.__version__}: no {', '.join(missing)}",
+            where=_FSDP2,
+            instead="fsdp_compile.fully_shard() in its place, with the same arguments; or a torch of docs/versions.md",
+        )
 
 
 def _title(name: str) -> str:

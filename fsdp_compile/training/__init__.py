@@ -14,6 +14,7 @@ The way of one run:
 | `nonfinite.py` | which unit's gradient was the first that is not finite |
 | `state_bytes.py` | bytes of training state of a rank and of an unsharded one |
 | `checkpoint_folder.py`, `checkpoint.py` | which checkpoints are complete and kept; how ranks write and load them |
+| `run_lock.py` | one run at a time in a folder |
 | `metrics.py` | what a run leaves in its folder, and what it shows |
 | `loop.py` | the run itself |
 """

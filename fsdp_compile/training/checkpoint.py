@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.checkpoint import METADATA, NamingWriter, SafePlanner, SafeReader
+from fsdp_compile._torch.checkpoint import NamingWriter, SafePlanner, SafeReader
+from fsdp_compile._torch.dcp_metadata import METADATA
 from fsdp_compile.errors import CheckpointError, ConfigError
-from fsdp_compile.training.checkpoint_folder import CheckpointFolder, FileDigest, check_contents, step_of
+from fsdp_compile.training.checkpoint_folder import MARKER, CheckpointFolder, FileDigest, check_contents, step_of
 from fsdp_compile.training.world import World
 
 T = TypeVar("T")
@@ -46,7 +48,7 @@ def save_checkpoint(
     world: World,
     *,
     keep: int,
-) -> None:
+) -> tuple[str, ...]:
     """Write a checkpoint; every rank calls this and writes its own shards.
 
     Args:
@@ -55,7 +57,10 @@ def save_checkpoint(
         model: Its parameters are DTensors.
         optimizer: Has stepped at least once.
         world: This rank.
-        keep: How many checkpoints of the run there may be; older ones are removed when this one is complete.
+        keep: How many good checkpoints of the run there may be; older ones are removed when this one is complete.
+
+    Returns:
+        Which of these cannot be removed and why, one sentence each; the same on all ranks.
 
     Raises:
         CheckpointError: A value is not finite, or a file cannot be written; on all ranks. Checkpoints that were
@@ -64,11 +69,10 @@ def save_checkpoint(
     state = _state(model, optimizer)
     _refuse_non_finite(state, step, world)
     try:
-        _write(folder, step, state, world, keep)
+        return _write(folder, step, state, world, keep)
     except CheckpointError as error:
-        if world.is_first:
-            folder.abandon()
-        newest = folder.newest()
+        _on_first(world, folder.abandon)  # the others wait: with the first rank that ends, a launcher ends all
+        newest = _on_first(world, folder.newest)
         instead = f"go on from {newest}, which is complete" if newest else None
         raise CheckpointError(error.what, where=f"step {step}", instead=instead) from None
 
@@ -99,7 +103,7 @@ def load_checkpoint(
     )
 
 
-def _write(folder: CheckpointFolder, step: int, state: dict[str, Any], world: World, keep: int) -> None:
+def _write(folder: CheckpointFolder, step: int, state: dict[str, Any], world: World, keep: int) -> tuple[str, ...]:
     _on_first(world, folder.begin)
     try:
         dcp.save(state, storage_writer=NamingWriter(folder.partial))
@@ -107,7 +111,7 @@ def _write(folder: CheckpointFolder, step: int, state: dict[str, Any], world: Wo
         raise _cannot("write a checkpoint", error.failures) from None
     shares = _on_all(world, lambda: _own_digests(folder.partial, world))
     files = {name: digest for share in shares for name, digest in share.items()}
-    _on_first(world, lambda: folder.finish(step, files, keep=keep))
+    return _on_first(world, lambda: folder.finish(step, files, keep=keep))
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -157,22 +161,18 @@ def _verified(folder: CheckpointFolder, checkpoint: Path, world: World) -> SafeR
             check_contents(checkpoint / name, files[name])
 
     def check_metadata() -> None:
+        files = folder.read_marker(checkpoint).files
+        if METADATA not in files:
+            raise CheckpointError(f"{checkpoint / MARKER} is damaged: it does not name {METADATA}")
         try:
             named = {info.relative_path for info in reader.read_metadata().storage_data.values()}
-        except Exception as error:  # noqa: BLE001, RUF100  # a pickle can raise anything
+        except (OSError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"cannot read {checkpoint / METADATA}: {_text(error)}") from None
-        if left := named - folder.read_marker(checkpoint).files.keys():
+        if left := named - files.keys():
             raise CheckpointError(f"{checkpoint / METADATA} refers to {min(left)}, which is no part of the checkpoint")
 
-    for check in (check_contents_of_share, check_metadata):
-        problem = None
-        try:
-            check()
-        except CheckpointError as error:
-            problem = error.what
-        for each in world.gather(problem):
-            if each is not None:
-                raise CheckpointError(each)
+    _on_all(world, check_contents_of_share)
+    _on_all(world, check_metadata)
     return reader
 
 
@@ -186,21 +186,24 @@ def _load(reader: SafeReader, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _on_all(world: World, call: Callable[[], T]) -> list[T]:
-    """Call something on every rank; where it cannot read or write a file on one of them, all raise."""
-    outcome: tuple[T, None] | tuple[None, OSError]
+    """Call something on every rank; where it cannot write a file on one of them, or finds a problem, all raise."""
+    outcome: tuple[T, None] | tuple[None, str]
     try:
         outcome = call(), None
+    except CheckpointError as error:
+        outcome = None, error.what
     except OSError as error:
-        outcome = None, error
+        outcome = None, f"rank {world.rank} cannot write a checkpoint: {_text(error)}"
     outcomes = world.gather(outcome)
-    failures = {rank: (error,) for rank, (_, error) in enumerate(outcomes) if error is not None}
-    if failures:
-        raise _cannot("write a checkpoint", failures)
+    for _, problem in outcomes:
+        if problem is not None:
+            raise CheckpointError(problem)
     return [value for value, _ in outcomes]  # type: ignore[misc]
 
 
-def _on_first(world: World, call: Callable[[], None]) -> None:
-    _on_all(world, call if world.is_first else lambda: None)
+def _on_first(world: World, call: Callable[[], T]) -> T:
+    """Call something on rank 0, while the others wait; what it returns or raises is the same on all."""
+    return _on_all(world, call if world.is_first else lambda: None)[0]  # type: ignore[return-value]
 
 
 def _cannot(what: str, failures: Mapping[int, Sequence[Any]]) -> CheckpointError:

@@ -3,7 +3,7 @@
 checkpoints/step-000050                  complete: the file below says so, and the others are as it says
 checkpoints/step-000050/complete.json    written last: the run, the step, the size and SHA-256 of every other file
 checkpoints/.partial                     being written, or left over from a run that was interrupted while writing
-checkpoints/.discarded                   being removed, or left over as well
+checkpoints/.discarded-step-000040       being removed, or left over as well
 checkpoints/step-000060.aside            damaged, or not the run's own, where the run wrote one of that name
 
 Everything else in the folder is the user's, and stays.
@@ -15,17 +15,27 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import Enum, auto
 from pathlib import Path
 
 from fsdp_compile.errors import CheckpointError
 
 MARKER = "complete.json"
-_NAME = re.compile(r"step-(\d{6,})")
+_NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,})")  # as `finish` writes them: a copy may have more zeros
 _PARTIAL = ".partial"
-_DISCARDED = ".discarded"
+_DISCARDED = ".discarded-"
+
+
+class Check(Enum):
+    """How much of a checkpoint is compared with what was written."""
+
+    SIZES = auto()  # takes no time
+    CONTENTS = auto()  # reads everything
 
 
 @dataclass(frozen=True)
@@ -76,18 +86,19 @@ class CheckpointFolder:
 
     def candidates(self) -> list[Path]:
         """Folders that are named like checkpoints, most steps first."""
-        found = [path for path in self.path.glob("step-*") if step_of(path) is not None and path.is_dir()]
+        found = [path for path in self.path.glob("step-*") if step_of(path) is not None and _is_folder(path)]
         return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 
-    def newest(self) -> Path | None:
-        """The checkpoint of the most steps that is complete as far as names and sizes tell, if there is one."""
-        return next((path for path in self.candidates() if self.problem_with(path) is None), None)
+    def newest(self, check: Check = Check.SIZES) -> Path | None:
+        """The checkpoint of the most steps that has no problem, if there is one."""
+        return next((path for path in self.candidates() if self.problem_with(path, check) is None), None)
 
-    def problem_with(self, checkpoint: Path) -> str | None:
-        """What is wrong with a checkpoint as far as names and sizes tell, None for nothing."""
+    def problem_with(self, checkpoint: Path, check: Check = Check.SIZES) -> str | None:
+        """What is wrong with a checkpoint, None for nothing."""
+        compare = check_size if check is Check.SIZES else check_contents
         try:
             for name, digest in self.read_marker(checkpoint).files.items():
-                check_size(checkpoint / name, digest)
+                compare(checkpoint / name, digest)
         except CheckpointError as error:
             return error.what
         return None
@@ -100,12 +111,13 @@ class CheckpointFolder:
         """
         path = checkpoint / MARKER
         try:
+            _size_of(path)
             marker = _parse(path.read_bytes())
         except FileNotFoundError:
             raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MARKER}") from None
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
         if marker.run != self.run:
             raise CheckpointError(f"{checkpoint} is a checkpoint of another run")
@@ -115,26 +127,32 @@ class CheckpointFolder:
 
     def begin(self) -> None:
         """Make an empty folder to write to."""
-        shutil.rmtree(self.path / _DISCARDED, ignore_errors=True)
-        shutil.rmtree(self.partial, ignore_errors=True)
+        for path in self.path.glob(f"{_DISCARDED}step-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        if self.partial.is_dir() and not self.partial.is_symlink():
+            shutil.rmtree(self.partial)
+        else:
+            self.partial.unlink(missing_ok=True)
         self.partial.mkdir(parents=True)
 
-    def finish(self, step: int, files: Mapping[str, FileDigest], *, keep: int) -> None:
-        """Complete what was written, then remove older checkpoints of the run but the newest `keep` in all."""
+    def finish(self, step: int, files: Mapping[str, FileDigest], *, keep: int) -> tuple[str, ...]:
+        """Complete what was written, then remove older checkpoints of the run but the newest `keep` in all.
+
+        Returns:
+            Which of them cannot be removed and why, one sentence each.
+        """
         _write(self.partial / MARKER, json.dumps(asdict(Marker(self.run, step, files)), indent=1))
         _sync(self.partial)
         complete = self.path / f"step-{step:06d}"
         if self._is_own(complete):
-            self._discard(complete)
+            shutil.rmtree(_renamed(complete, f"{_DISCARDED}{complete.name}"), ignore_errors=True)
         elif os.path.lexists(complete):
             _set_aside(complete)
         # A rename is atomic: all of the new folder is there, or nothing.
         self.partial.rename(complete)
         _sync(self.path)
         # Only now, so that there is a complete checkpoint at any time.
-        own = [path for path in self.candidates() if self._is_own(path) and (step_of(path) or 0) <= step]
-        for path in own[keep:]:
-            self._discard(path)
+        return self._remove_older(step, keep)
 
     def abandon(self) -> None:
         """Remove what was written of a checkpoint that cannot be completed, so that a full disk has room."""
@@ -146,19 +164,30 @@ class CheckpointFolder:
             if (step_of(path) or 0) > step and self._is_own(path):
                 _set_aside(path)
 
+    def _remove_older(self, step: int, keep: int) -> tuple[str, ...]:
+        """Remove the run's own checkpoints of up to `step` steps that are older than the newest `keep` good ones."""
+        problems = []
+        good = 0
+        for path in self.candidates():
+            if (step_of(path) or 0) > step or not self._is_own(path):
+                continue
+            if good == keep:
+                try:
+                    # Renamed first: at no time a checkpoint is there in part.
+                    shutil.rmtree(_renamed(path, f"{_DISCARDED}{path.name}"))
+                except OSError as error:  # the run can go on
+                    problems.append(f"cannot remove {path}: {error.strerror}")
+            elif self.problem_with(path) is None:
+                good += 1
+        return tuple(problems)
+
     def _is_own(self, checkpoint: Path) -> bool:
         """Whether the run wrote a checkpoint, and all that is in it."""
         try:
-            marker = self.read_marker(checkpoint)
-        except CheckpointError:
+            known = {MARKER, *self.read_marker(checkpoint).files}
+            return not checkpoint.is_symlink() and {path.name for path in checkpoint.iterdir()} <= known
+        except (CheckpointError, OSError):
             return False
-        return not checkpoint.is_symlink() and {path.name for path in checkpoint.iterdir()} <= {MARKER, *marker.files}
-
-    def _discard(self, checkpoint: Path) -> None:
-        """Remove a checkpoint; at no time it is there in part."""
-        aside = self.path / _DISCARDED
-        checkpoint.rename(aside)
-        shutil.rmtree(aside)
 
 
 def check_size(path: Path, digest: FileDigest) -> None:
@@ -168,7 +197,7 @@ def check_size(path: Path, digest: FileDigest) -> None:
         CheckpointError: It differs, or there is no such file.
     """
     try:
-        size = path.stat().st_size
+        size = _size_of(path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if size != digest.size_bytes:
@@ -190,12 +219,34 @@ def check_contents(path: Path, digest: FileDigest) -> None:
         raise CheckpointError(f"the contents of {path} have changed: its SHA-256 is not the one it was written with")
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # it may not be seen
+        return False
+
+
+def _size_of(path: Path) -> int:
+    """The bytes of a file.
+
+    Raises:
+        OSError: There is none.
+        CheckpointError: It is something else, such as a pipe or a device, whose end is never read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is no regular file")
+    return status.st_size
+
+
 def _parse(text: bytes) -> Marker:
     read = json.loads(text)
     files = {name: FileDigest(int(each["size_bytes"]), str(each["sha256"])) for name, each in read["files"].items()}
     for name in files:
-        if name != Path(name).name:
-            raise ValueError(f"{name} is a file elsewhere")
+        if name != Path(name).name or name in {"", ".."}:
+            raise ValueError(f"{reprlib.repr(name)} is a file elsewhere")
+        if not (name.isascii() and name.isprintable()):
+            raise ValueError(f"{reprlib.repr(name)} is no name of a file")
     return Marker(str(read["run"]), int(read["step"]), files)
 
 
@@ -219,9 +270,13 @@ def _sync(folder: Path) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Give a file or folder a name that is free."""
-    number, aside = 1, path.with_name(f"{path.name}.aside")
-    while os.path.lexists(aside):
+    _renamed(path, f"{path.name}.aside")
+
+
+def _renamed(path: Path, name: str) -> Path:
+    """Rename a file or folder; where another has the name, a number is added."""
+    number, free = 1, path.with_name(name)
+    while os.path.lexists(free):
         number += 1
-        aside = path.with_name(f"{path.name}.aside-{number}")
-    path.rename(aside)
+        free = path.with_name(f"{name}-{number}")
+    return path.rename(free)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.training.checkpoint_folder import CheckpointFolder, step_of
+from fsdp_compile.training.checkpoint_folder import Check, CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement
 
@@ -86,9 +86,22 @@ class RunFolder:
             raise ConfigError(f"there is no run in {self.path}", where="--resume", instead="the --out folder of a run")
         try:
             written: dict[str, Any] = json.loads(self.config.read_text())
+            if "options" in written and "run" not in written:
+                raise _of_an_earlier_version(self)
             return Started(TrainConfig.from_dict(written["options"]), written["text_fingerprint"], written["run"])
-        except (ValueError, KeyError) as error:
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.config}: {error.strerror}", where="--resume") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{self.config} is damaged: {error}", where="--resume", instead="a new run") from error
+
+
+def _of_an_earlier_version(folder: RunFolder) -> ConfigError:
+    return ConfigError(
+        f"the run in {folder.path} was started by an earlier version of fsdp_compile, whose checkpoints say neither "
+        "which run wrote them nor what must be in their files",
+        where="--resume",
+        instead=f"a new run, or that version; torch.distributed.checkpoint reads {folder.checkpoints} as well",
+    )
 
 
 def new_folder(out: Path | None) -> RunFolder:
@@ -202,13 +215,7 @@ def resumed_job(options: Mapping[str, Any], path: Path | None, placement: Placem
     config = started.config.resumed_with(options)
     _check_share(config, placement)
     checkpoints = CheckpointFolder(folder.checkpoints, started.run)
-    checkpoint = checkpoints.newest()
-    if checkpoint is None:
-        problems = [str(checkpoints.problem_with(path)) for path in checkpoints.candidates()]
-        raise ConfigError(
-            "; ".join([f"{folder.path} holds no complete checkpoint", *problems]), where="--resume", instead="a new run"
-        )
-    done_steps = step_of(checkpoint) or 0
+    done_steps = _done_steps(checkpoints, config.steps)
     if done_steps >= config.steps:
         raise ConfigError(
             f"the run in {folder.path} has already done its {config.steps} steps",
@@ -228,6 +235,27 @@ def resumed_job(options: Mapping[str, Any], path: Path | None, placement: Placem
         ranks=placement.ranks,
         device=device.resolve(placement.local_ranks),
     )
+
+
+def _done_steps(checkpoints: CheckpointFolder, steps: int) -> int:
+    """Steps of the checkpoint that a run of so many steps goes on from.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    check = Check.SIZES  # ranks compare the contents of what they load
+    checkpoint = checkpoints.newest(check)
+    if checkpoint is not None and (step_of(checkpoint) or 0) >= steps:
+        check = Check.CONTENTS  # no rank loads it if the run is done
+        checkpoint = checkpoints.newest(check)
+    if checkpoint is None:
+        problems = [str(checkpoints.problem_with(path, check)) for path in checkpoints.candidates()]
+        raise ConfigError(
+            "; ".join([f"{checkpoints.path.parent} holds no complete checkpoint", *problems]),
+            where="--resume",
+            instead="a new run",
+        )
+    return step_of(checkpoint) or 0
 
 
 def _check_share(config: TrainConfig, placement: Placement) -> None:

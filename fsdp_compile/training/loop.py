@@ -22,6 +22,7 @@ from fsdp_compile.training.metrics import (
     read_records,
 )
 from fsdp_compile.training.model import generate
+from fsdp_compile.training.run_lock import lock_run
 from fsdp_compile.training.state_bytes import StateBytes
 from fsdp_compile.training.trainer import StepResult, Trainer
 from fsdp_compile.training.world import World
@@ -31,16 +32,18 @@ def train(job: Job, world: World) -> None:
     """Run a job; every rank calls this. Rank 0 shows and writes.
 
     Raises:
+        ConfigError: Another process trains in the run's folder.
         RankMismatchError: Ranks read different text.
         FSDPCompileError: A loss or a gradient is not finite.
         CheckpointError: A checkpoint cannot be written.
     """
-    corpus = _read_same_text(job, world)
     if not world.is_first:
-        _Run(job, world, corpus, Silence()).run()
+        _Run(job, world, _read_same_text(job, world), Silence()).run()
         return
-    with open_display(job.config.steps) as display:
-        _Run(job, world, corpus, display).run()
+    with lock_run(job.folder.path):
+        corpus = _read_same_text(job, world)
+        with open_display(job.config.steps) as display:
+            _Run(job, world, corpus, display).run()
 
 
 class Pace:
@@ -72,6 +75,7 @@ class _Run:
         self.start_s = time.perf_counter()
         self.done_steps = 0
         self.skipped_steps = 0
+        self.said: set[str] = set()
         self.trainer = Trainer(job.config, corpus, world, shard_now=job.done_steps > 0)
         self._introduce(corpus)
 
@@ -150,7 +154,11 @@ class _Run:
             self.display.say(f"no checkpoint of step {step}: every step so far was skipped")
             return
         keep = job.config.keep_checkpoints
-        save_checkpoint(job.checkpoints, step, trainer.model, trainer.optimizer, self.world, keep=keep)
+        problems = save_checkpoint(job.checkpoints, step, trainer.model, trainer.optimizer, self.world, keep=keep)
+        for problem in problems:
+            if problem not in self.said:  # each later save has it again
+                self.said.add(problem)
+                self.display.say(problem)
 
     def _measure(self, step: int, result: StepResult, *, evaluates: bool) -> None:
         record = Record(

@@ -124,6 +124,10 @@ def _blocks_alone(form: str) -> str:
         model.head = compile_eagerly(model.head)
     elif form == "head-in-place":
         parts.append(model.head)
+    elif form == "head-for-another-backend":
+        model.head = torch.compile(model.head, backend="eager")  # type: ignore[assignment]
+    elif form == "head-in-place-for-another-backend":
+        model.head.compile(backend="eager")
     elif form == "sharded":
         fully_shard(model)
     for part in parts:
@@ -141,8 +145,9 @@ def _blocks_alone(form: str) -> str:
 
 
 @pytest.mark.core
-def test_blocks_that_are_compiled_alone_are_refused() -> None:
-    for message in run_ranks(_blocks_alone, "alone"):
+@pytest.mark.parametrize("form", ["alone", "head-for-another-backend", "head-in-place-for-another-backend"])
+def test_blocks_that_are_compiled_alone_are_refused(form: str) -> None:
+    for message in run_ranks(_blocks_alone, form):
         assert message.startswith(f"{UnsupportedModelError.__name__}: only a part of a model is compiled")
         assert "Stack, parameter head." in message
         assert "of the whole model" in message
@@ -159,21 +164,32 @@ def test_an_optimizer_of_sharded_and_plain_parts_is_refused() -> None:
         assert "SGD: 2 of " in message
 
 
-def _one_part_in_a_function() -> str:
+def _one_part_in_a_function(*, closure: bool) -> str:
     """No module contains both parts; the plain one is never compiled."""
     torch.manual_seed(0)
     body, head = Stack(), nn.Linear(5, 3)
     before = copy.deepcopy(head)
     compiled = compile_eagerly(body)
     optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
-    head(compiled(torch.ones(2, WIDTH))).sum().backward()
+
+    def compute() -> float:
+        head(compiled(torch.ones(2, WIDTH))).sum().backward()
+        return 0.0
+
+    if closure:  # before it is called, there are no gradients yet
+        with torch.no_grad():
+            compiled(torch.ones(2, WIDTH))
+        optimizer.step(compute)
+        return _refusal(lambda: optimizer.step(compute))
+    compute()
     message = _refusal(optimizer.step)
     assert torch.equal(head.weight, before.weight)
     return message
 
 
-def test_a_plain_model_beside_a_compiled_one_is_refused() -> None:
-    for message in run_ranks(_one_part_in_a_function):
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_plain_model_beside_a_compiled_one_is_refused(closure: bool) -> None:  # noqa: FBT001
+    for message in run_ranks(_one_part_in_a_function, closure=closure):
         assert "others that no rank averages" in message
 
 

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+import fsdp_compile
 from fsdp_compile import UnsupportedModelError, fully_shard
-from tests.beside import Run, compile_eagerly
+from fsdp_compile.capture import reject_gradient_reads
+from tests.beside import Beside, Run, compile_eagerly
 from tests.fake_world import fake_world
+from tests.ranks import run_ranks
 
 
 class _Model(nn.Module):
@@ -124,6 +127,40 @@ def test_functions_that_compute_gradients_are_not_refused() -> None:
         assert all(p.grad is not None for p in model.parameters())
 
 
+class _NamesThemGrad(_Model):
+    """Calls functions whose names begin with `grad`, or are it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(4))
+        self.gradient = 2.0
+
+    def grad(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.own
+
+    def grad_norm(self) -> torch.Tensor:
+        return self.own.norm()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.grad(x) + self.own) * self.grad_norm() * self.gradient
+
+
+def test_names_of_functions_are_no_gradients() -> None:
+    with fake_world(2):
+        model: Any = fully_shard(_NamesThemGrad())
+        compile_eagerly(model)(torch.ones(2, 4)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_file_is_parsed_once() -> None:
+    reject_gradient_reads._functions.cache_clear()
+    with fake_world(2):
+        for _ in range(3):
+            model: Any = fully_shard(_Model())
+            compile_eagerly(model)(torch.ones(2, 4))
+    assert reject_gradient_reads._functions.cache_info().misses == 1
+
+
 def test_a_step_that_reads_gradients_of_inputs_is_not_refused() -> None:
     with fake_world(2):
         model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
@@ -146,3 +183,38 @@ def test_other_reads_in_compiled_code_are_not_refused() -> None:
         loss = compile_eagerly(penalized)(torch.ones(2, 4))
         loss.backward()
         assert all(p.grad is not None for p in model.parameters())
+
+
+class _ClearsItsGradient(_Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first.weight.grad = None
+        return super().forward(x)
+
+
+def _accumulates(how: Run) -> None:
+    """Of one parameter, the last backward's gradients are all that there is."""
+    pair = Beside(_ClearsItsGradient, how)
+    for _ in range(2):
+        pair.backward(width=4)
+    pair.compare()
+
+
+def test_a_forward_may_clear_a_gradient() -> None:
+    run_ranks(_accumulates, Run.EAGER)
+
+
+class _SetsAGradient(_Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first.weight.grad = torch.zeros(4, 4)
+        return super().forward(x)
+
+
+def test_other_writes_of_gradients_in_a_forward_are_refused() -> None:
+    with fake_world(2):
+        with pytest.raises(UnsupportedModelError, match=r"assigns to the \.grad of a parameter"):
+            fully_shard(_SetsAGradient())(torch.ones(2, 4))
+        waiting: Any = fully_shard(_ClearsItsGradient())
+        with fsdp_compile.no_sync(waiting):
+            waiting(torch.ones(2, 4)).sum().backward()
+            with pytest.raises(UnsupportedModelError, match="waits for the rest of its reduction"):
+                waiting(torch.ones(2, 4))

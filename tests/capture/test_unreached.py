@@ -318,3 +318,89 @@ def test_a_model_on_meta_that_gets_a_real_batch(form: str) -> None:
     with fake_world(2), pytest.raises(ConfigError, match="on the meta device and has no value yet") as caught:
         call(torch.ones(2, WIDTH))
     assert "fsdp_compile.materialize(model)" in (caught.value.instead or "")
+
+
+class _Task(nn.Module):
+    """A training task, as frameworks have, whose other methods do not call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Stack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).sum()
+
+
+def _wrapped(task: _Task) -> Any:
+    return compile_eagerly(task)
+
+
+def _task_in_place(task: _Task) -> Any:
+    task.compile(backend="fsdp", options={"lower": "eager"})
+    return task
+
+
+def _inside_of_another_backend(task: _Task) -> Any:
+    for block in task.net.blocks:
+        block.compile(backend="fsdp", options={"lower": "eager"})
+    task.training_step = torch.compile(task.training_step, backend="aot_eager")  # type: ignore[method-assign]
+    return task
+
+
+TASKS: dict[str, Callable[[_Task], Any]] = {
+    "wrapped": _wrapped,
+    "in-place": _task_in_place,
+    "inside-of-another-backend": _inside_of_another_backend,
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("form", TASKS)
+def test_a_compiled_model_that_trains_by_other_calls_is_refused(form: str) -> None:
+    task = _Task()
+    compiled = TASKS[form](task)
+    with pytest.raises(UnsupportedModelError, match="gets gradients before the first call") as caught:
+        compiled.training_step(torch.ones(2, WIDTH)).backward()
+    assert "parameter " in (caught.value.where or "")
+    assert "those of the plain model" in (caught.value.instead or "")
+    assert "or fsdp_compile.fully_shard(model)" in (caught.value.instead or "")
+
+
+def _trained_by_another_method(form: str) -> None:
+    """What the refusal advises, and what is no reason for it."""
+    torch.manual_seed(0)
+    task = _Task()
+    reference = copy.deepcopy(task.net)
+    compiled: Any = compile_eagerly(task)
+    step = lambda x: compiled.net(x.flatten(0, 1))  # noqa: E731
+    if form == "fully_shard":
+        fully_shard(task)
+    elif form == "called":
+        compiled(torch.ones(2, WIDTH))
+    _train(step, task.net, nn.Sequential(nn.Flatten(0, 1), reference))
+
+
+@pytest.mark.parametrize("form", ["fully_shard", "called"])
+def test_every_call_of_a_sharded_model_trains_it(form: str) -> None:
+    run_ranks(_trained_by_another_method, form)
+
+
+def test_a_compiled_model_that_ddp_averages_instead_is_not_refused() -> None:
+    """As scripts do that catch a refusal."""
+    with fake_world(2):
+        model = Stack()
+        compiled = compile_eagerly(model)
+        torch.nn.parallel.DistributedDataParallel(model)(torch.ones(2, WIDTH)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        del compiled
+
+
+def test_a_model_that_is_compiled_first_and_sharded_then_has_no_hooks_of_the_compile() -> None:
+    with fake_world(2):
+        model = Stack()
+        compile_eagerly(model)
+        fully_shard(model)
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
-"""Parametrizations that are added to sharded modules, or removed from them, are refused by name."""
+"""Parametrized modules train as in one process; to add or remove parametrizations later is refused by name."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +11,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from fsdp_compile import FSDPCompileError, fully_shard
-from tests.beside import compile_eagerly
+from tests.beside import Beside, Run, compile_eagerly
 from tests.fake_world import fake_world
+from tests.ranks import run_ranks
 
 FORMS: dict[str, Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]]] = {
     "module": compile_eagerly,
@@ -66,3 +68,42 @@ def test_a_weight_norm_of_the_older_kind(form: str) -> None:
     message = _refusal(form, nn.utils.weight_norm, _Model())
     assert "computed from sharded ones" in message
     assert "where: Linear, weight" in message
+
+
+class _Counted(abc.ABCMeta):
+    """A metaclass of a user's own."""
+
+    def __call__(cls, *args: object, **kwargs: object) -> object:
+        made = super().__call__(*args, **kwargs)
+        made.was_made = True
+        return made
+
+
+class _Abstract(nn.Linear, abc.ABC):
+    """`abc.ABC` brings a metaclass along."""
+
+
+class _OfAMetaclass(nn.Linear, metaclass=_Counted):
+    """Has one of a user's."""
+
+
+def _parametrized(layer: type[nn.Linear]) -> nn.Module:
+    model = _Model()
+    model.layer = layer(6, 6)
+    parametrizations.weight_norm(model.layer)
+    return model
+
+
+def _train(layer: type[nn.Linear], how: Run) -> None:
+    pair = Beside(lambda: _parametrized(layer), how)
+    pair.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for _ in range(3):
+        pair.step()
+    with pytest.raises(FSDPCompileError, match="a parametrization is removed from a sharded module"):
+        parametrize.remove_parametrizations(pair.model.layer, "weight")
+
+
+@pytest.mark.parametrize("how", [Run.PLAIN, Run.EAGER])
+@pytest.mark.parametrize("layer", [nn.Linear, _Abstract, _OfAMetaclass])
+def test_it_trains_whatever_the_metaclass(layer: type[nn.Linear], how: Run) -> None:
+    run_ranks(_train, layer, how)

@@ -1,19 +1,31 @@
-"""`python -m tests.mutations [--row R ...]`: whether tests catch the faults that `listed.toml` names, as a table."""
+"""`python -m tests.mutations [--row R ...]`: whether tests catch the faults that `listed.toml` names, as a table.
+
+With `--missing`, the covered rows that it names no fault for.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
+from tests.mutations.missing import without_mutation
 from tests.mutations.mutation import listed
 from tests.mutations.run import Verdict, copied_tree, judge, passes
 
 
 def main() -> int:
-    """Prints a line per mutation; the exit status is 1 if a test missed one."""
+    """Prints a line per mutation; the exit status is 1 if a test missed one, or if a covered row is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--row", action="append", default=[], help="an id of docs/coverage.md; may be given repeatedly")
-    rows = set(parser.parse_args().row)
+    parser.add_argument("--missing", action="store_true", help="list covered rows without a mutation, and run nothing")
+    arguments = parser.parse_args()
+    if arguments.missing:
+        missing = without_mutation()
+        for row in missing:
+            print(f"| {row.id} | {row.text} | {', '.join(row.tests)} |")
+        print(f"{len(missing)} covered rows have no mutation")
+        return 1 if missing else 0
+    rows = set(arguments.row)
     chosen = [each for each in listed() if not rows or rows & set(each.rows.split())]
     missed = 0
     with copied_tree() as tree:

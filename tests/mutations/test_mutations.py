@@ -1,4 +1,4 @@
-"""Each listed mutation still fits the code, and is caught by a test that its rows name."""
+"""Each covered row has a mutation; each still fits the code, and is caught by a test that its rows name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 
 import pytest
 
+from tests.mutations.missing import without_mutation
 from tests.mutations.mutation import ROOT, Mutation, listed
 from tests.mutations.run import Verdict, copied_tree, judge
 from tests.test_coverage import rows
@@ -13,6 +14,10 @@ from tests.test_coverage import rows
 
 def _title(mutation: Mutation) -> str:
     return f"{mutation.rows.replace(' ', '+')}-{mutation.file}"
+
+
+def test_every_covered_row_has_a_mutation() -> None:
+    assert [row.id for row in without_mutation()] == [], "python -m tests.mutations --missing"
 
 
 @pytest.mark.parametrize("mutation", listed(), ids=_title)

@@ -124,6 +124,25 @@ def test_gradients_below_the_norm_keep_their_bits() -> None:
     run_ranks(_below)
 
 
+def _nan_between_gradients() -> bool:
+    """Overwrites what lies between the gradients in their memory; whether norm and gradients are those of before."""
+    model, reference = _trained(full_shard)
+    gradients = [local_of(p.grad) for p, _ in _with_gradients(model, reference)]  # type: ignore[arg-type]
+    kept = [gradient.clone() for gradient in gradients]
+    (memory,) = {g.untyped_storage().data_ptr(): g.untyped_storage() for g in gradients}.values()
+    everything = torch.empty(0).set_(memory)  # type: ignore[call-overload]
+    everything.fill_(math.nan)
+    for gradient, value in zip(gradients, kept, strict=True):
+        gradient.copy_(value)
+    norm = fsdp_compile.clip_grad_norm_(model, 1e6)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 1e6))
+    return bool(everything.isnan().any())
+
+
+def test_padding_between_gradients_does_not_count() -> None:
+    assert all(run_ranks(_nan_between_gradients, world_size=2)), "there is some"
+
+
 def _mixed(norm_type: float) -> tuple[float, float, float, torch.dtype]:
     """Plain gradients of this rank's own beside sharded ones, in two dtypes."""
     torch.manual_seed(0)
@@ -198,7 +217,7 @@ def _lonely_gradient() -> list[float]:
 
 def test_a_rank_without_gradients_joins() -> None:
     norm = math.sqrt(2 * WIDTH * 4)
-    for found in run_ranks(_lonely_gradient, world_size=2):
+    for found in run_ranks(_lonely_gradient, world_size=2, timeout_s=60):
         assert found == pytest.approx([norm, 2.0])
 
 

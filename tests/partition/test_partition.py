@@ -142,11 +142,24 @@ def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
 
 
 def _all_sent() -> tuple[Sent, ...]:
-    return sent(StackOfThree, bucket_mb=0), sent(Checkpointed, prefetch=1), sent(Frozen, prefetch=0)
+    return (
+        sent(StackOfThree, bucket_mb=0),
+        sent(Checkpointed, prefetch=1),
+        sent(Frozen, prefetch=0),
+        sent(_bottom_up, bucket_mb=0),
+    )
+
+
+def _bottom_up() -> nn.Module:
+    """The head is a parameter of the root's unit."""
+    model = StackOfThree()
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
 
 
 def test_one_graph_of_each_phase_has_one_flat_parameter_and_one_gradient_for_each_unit() -> None:
-    for stack, _, _ in run_ranks(_all_sent):
+    for stack, *_ in run_ranks(_all_sent):
         every = ["blocks.0", "blocks.1", "blocks.2", "head"]
         assert (stack["forward graphs"], stack["backward graphs"]) == (["forward"], ["backward"])
         assert sorted(stack["forward flats"]) == every
@@ -168,7 +181,7 @@ def test_an_inference_graph_gathers_each_unit_and_frees_it_before_its_end() -> N
 
 
 def test_backward_gathers_each_unit_again_and_reduces_it_once() -> None:
-    for stack, checkpointed, frozen in run_ranks(_all_sent):
+    for stack, checkpointed, frozen, bottom_up in run_ranks(_all_sent):
         for seen, blocks in ((stack, ["blocks.0", "blocks.1", "blocks.2"]), (checkpointed, ["blocks.0", "blocks.1"])):
             assert seen["forward gathers"] == [*blocks, "head"]
             assert seen["backward gathers"] == ["head", *reversed(blocks)]
@@ -183,6 +196,10 @@ def test_backward_gathers_each_unit_again_and_reduces_it_once() -> None:
         trained = {name for name, p in Frozen().named_parameters() if p.requires_grad and name != "unused"}
         assert len(frozen["backward reduced"]) == len(trained)
         assert set(frozen["backward reduced"]) == trained
+        # The root's unit is one like any other: FSDP2 would keep it for backward.
+        for key in ("forward gathers", "forward reshards", "backward gathers", "backward reshards"):
+            assert bottom_up[key] == ["(root)" if unit == "head" else unit for unit in stack[key]], key
+            assert "(root)" in bottom_up[key], key
 
 
 class _CheckpointedNorm(nn.Module):

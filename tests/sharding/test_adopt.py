@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsdp_compile
 from fsdp_compile import ConfigError, FSDPCompileError, ShardedModule, fully_shard, units
+from fsdp_compile._torch import fsdp2 as torch_fsdp2
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.runtime.group_state import ReduceGroup
 from fsdp_compile.sharding.allocate import allocate_flat_params
@@ -629,3 +632,41 @@ def test_what_methods_have_set_is_set_for_the_same_units() -> None:
     assert [list(unit.prefetched("forward_prefetch")) for unit in (root, *blocks)] == [[], blocks[1:], []]
     assert [list(unit.prefetched("backward_prefetch")) for unit in (root, *blocks)] == [[], [], blocks[:1]]
     assert root.model.post_optim_event is event
+
+
+def _without(name: str, model: Any) -> None:
+    """Takes an attribute away from what torch has made, as another torch may not have it."""
+    state = model._get_fsdp_state()
+    (group,) = state._fsdp_param_groups
+    owners = [state, state._state_ctx, group, *group.fsdp_params]
+    for owner in owners:
+        vars(owner).pop(name, None)
+
+
+NAMES = ("_mp_policy", "_state_ctx", "is_last_backward", "reduce_grads", "_all_gather_comm", "_module_info")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_torch_that_names_its_attributes_otherwise_is_refused(name: str) -> None:
+    with fake_world(2):
+        model = fsdp2(Stack(), mesh=_mesh(2))
+        _without(name, model)
+        before = [(place, id(p), type(p)) for place, p in model.named_parameters()]
+        message = _refusal(lambda: fully_shard(model))
+        assert f"looks otherwise in torch {torch.__version__}: no " in message
+        assert f".{name}" in message
+        assert "fsdp_compile.fully_shard() in its place" in message
+        assert [(place, id(p), type(p)) for place, p in model.named_parameters()] == before
+
+
+def test_every_attribute_that_is_read_is_asked_for_first() -> None:
+    """Those of torch's state, parameter groups and parameters, as the source names them."""
+    tree = ast.parse(inspect.getsource(torch_fsdp2))
+    read = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("group", "param", "self._state", "state")
+    }
+    listed = {*torch_fsdp2._OF_STATE, *torch_fsdp2._OF_GROUP, *torch_fsdp2._OF_PARAM}
+    ours = {"_unsharded_param", "parameter", "module_refs"}  # asked for where it is read; of our own `WrappedParam`
+    assert read - listed == ours

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fsdp_compile import ConfigError, RankMismatchError, fully_shard, units
 from fsdp_compile.comm import exchange
@@ -124,6 +127,35 @@ def _check_first_rank_alone(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_the_first_rank_alone_has_values(shape: tuple[int, ...]) -> None:
     run_ranks(_check_first_rank_alone, shape, world_size=torch.Size(shape).numel())
+
+
+class _Allocated(TorchDispatchMode):
+    """Notes the largest tensor that any operator makes, in bytes; of a DTensor, only what is local is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
+                self.most_bytes = max(self.most_bytes, tensor.nbytes)
+        return made
+
+
+def _allocated() -> int:
+    model = on_meta(lambda: nn.Linear(40, 40)) if dist.get_rank() else nn.Linear(40, 40)
+    with _Allocated() as allocated:
+        fully_shard(model, sync_module_states=True)
+    return allocated.most_bytes
+
+
+def test_no_other_rank_allocates_a_full_parameter() -> None:
+    first, other = run_ranks(_allocated)
+    full = 40 * 40 * 4
+    assert first >= full
+    assert full // 2 <= other < full
 
 
 def _check_bottom_up() -> None:

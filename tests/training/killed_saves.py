@@ -4,6 +4,8 @@
 
 Ranks are forked from this process, which imports torch once. They save after every step, and write each step that was
 saved into a file; then all are killed at one time. New ranks must find that step, or the one after it, bit for bit.
+
+A rank that ends before it is killed is a failure, and no rank outlives this process's `main`.
 """
 
 from __future__ import annotations
@@ -44,29 +46,72 @@ def _load(folder: Path, log: Path) -> None:
     assert run.seen() == {float(loaded.step)}
 
 
-def _fork(ranks: int, number: int, call: Callable[[Path, Path], None], folder: Path, log: Path) -> list[int]:
-    """Process ids of new ranks that call something."""
-    pids = []
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                store = f"file://{folder}.store-{number}"
-                dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-                call(folder, log)
-            except BaseException as error:  # noqa: BLE001, RUF100  # this process must not go on as its parent
-                print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
-                os._exit(1)
-            os._exit(0)
-        pids.append(pid)
-    return pids
+class EarlyEndError(RuntimeError):
+    """A rank was not there to be killed."""
 
 
-def _kill(pids: list[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        os.waitpid(pid, 0)
+class Ranks:
+    """Processes that call something, each a rank of one group.
+
+    Attributes:
+        living: Process ids of those that were not waited for yet, and their ranks.
+    """
+
+    def __init__(self, size: int, number: int, call: Callable[[Path, Path], None], folder: Path, log: Path) -> None:
+        store = f"file://{folder}.store-{number}"
+        self.living = {_fork(rank, size, store, call, folder, log): rank for rank in range(size)}
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._send(signal.SIGKILL)
+        self.statuses()
+
+    def kill(self) -> None:
+        """End all at one time; raises where one has ended by itself."""
+        self._send(signal.SIGSTOP)  # or else one could see that another is gone, and end by itself
+        self._send(signal.SIGKILL)
+        for rank, status in self._wait(0):
+            if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
+                raise EarlyEndError(f"rank {rank} ended by itself: {_how(status)}")
+
+    def check_running(self) -> None:
+        """Raise where one has ended."""
+        for rank, status in self._wait(os.WNOHANG):
+            raise EarlyEndError(f"rank {rank} ended by itself: {_how(status)}")
+
+    def statuses(self) -> list[int]:
+        """Wait until all have ended."""
+        return [status for _, status in self._wait(0)]
+
+    def _send(self, number: signal.Signals) -> None:
+        for pid in self.living:
+            os.kill(pid, number)
+
+    def _wait(self, options: int) -> list[tuple[int, int]]:
+        """Ranks that have ended, with what `waitpid` says of them."""
+        ended = [(pid, status) for pid, status in (os.waitpid(pid, options) for pid in self.living) if pid]
+        return [(self.living.pop(pid), status) for pid, status in ended]
+
+
+def _fork(rank: int, size: int, store: str, call: Callable[[Path, Path], None], folder: Path, log: Path) -> int:
+    """The process id of a new rank that calls something."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+        call(folder, log)
+    except BaseException as error:  # noqa: BLE001, RUF100  # this process must not go on as its parent
+        print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def _how(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 
 def main() -> int:
@@ -83,14 +128,15 @@ def main() -> int:
     interrupted = 0
     for kill in range(arguments.kills):
         before = log.read_text() if log.exists() else ""
-        pids = _fork(arguments.ranks, 2 * kill, _save_for_ever, folder, log)
-        while not log.exists() or log.read_text() == before:
-            time.sleep(0.005)
-        time.sleep(dice.uniform(0, 0.1))  # a few saves: every point of one is as likely
-        _kill(pids)
-        interrupted += (folder / ".partial").exists() or (folder / ".discarded").exists()
-        loads = _fork(arguments.ranks, 2 * kill + 1, _load, folder, log)
-        failed = [status for _, status in (os.waitpid(pid, 0) for pid in loads) if status]
+        with Ranks(arguments.ranks, 2 * kill, _save_for_ever, folder, log) as ranks:
+            while not log.exists() or log.read_text() == before:
+                ranks.check_running()
+                time.sleep(0.005)
+            time.sleep(dice.uniform(0, 0.1))  # a few saves: every point of one is as likely
+            ranks.kill()
+        interrupted += any(folder.glob(".partial")) or any(folder.glob(".discarded-*"))
+        with Ranks(arguments.ranks, 2 * kill + 1, _load, folder, log) as ranks:
+            failed = any(ranks.statuses())
         if failed:
             print(f"kill {kill} left {sorted(path.name for path in folder.iterdir())}, {log.read_text()} was saved")
             return 1

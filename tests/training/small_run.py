@@ -38,8 +38,8 @@ class SmallRun:
             for parameter in self.model.parameters():
                 parameter.fill_(step)
 
-    def save(self, step: int, *, keep: int = 2) -> None:
-        save_checkpoint(self.checkpoints, step, self.model, self.optimizer, self.world, keep=keep)
+    def save(self, step: int, *, keep: int = 2) -> tuple[str, ...]:
+        return save_checkpoint(self.checkpoints, step, self.model, self.optimizer, self.world, keep=keep)
 
     def step_and_save(self, *steps: int, keep: int = 2) -> None:
         for step in steps:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fsdp_compile.errors import CheckpointError, ConfigError
-from fsdp_compile.training.checkpoint_folder import MARKER
+from fsdp_compile.training.checkpoint_folder import MARKER, CheckpointFolder
 from tests.ranks import run_ranks
 from tests.training.small_run import SmallRun
 
@@ -111,6 +114,98 @@ def test_only_what_the_run_wrote_is_removed(tmp_path: Path) -> None:
     left = ["step-000001", "step-000001-copy", "step-000003", "step-000006", "step-000006.aside", "step-best"]
     assert run_ranks(_save, tmp_path, 5, 6) == [left] * 2
     assert run_ranks(_load, tmp_path) == [(6, {6.0}, ())] * 2
+
+
+def test_a_damaged_checkpoint_takes_no_place_of_a_good_one(tmp_path: Path) -> None:
+    run_ranks(_save, tmp_path, 1, 2, 3, keep=2)
+    (tmp_path / "step-000003" / "__0_0.distcp").write_bytes(b"cut off")
+    assert run_ranks(_save, tmp_path, 4, keep=2) == [["step-000002", "step-000003", "step-000004"]] * 2
+    # With two good ones it is one of those that are too old.
+    assert run_ranks(_save, tmp_path, 5, keep=2) == [["step-000004", "step-000005"]] * 2
+
+
+@pytest.mark.parametrize("stuck", ["step-000001", ".discarded-step-000001"])  # it cannot be renamed, or not be removed
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path: Path, stuck: str) -> None:
+    left = sorted([stuck, "step-000002", "step-000003"])
+    problem = f"cannot remove {tmp_path}/step-000001: {os.strerror(errno.EACCES)}"
+    first, second = run_ranks(_save_beside, tmp_path, stuck)
+    assert first == second == ((), (problem,), left)
+    assert run_ranks(_load, tmp_path) == [(3, {3.0}, ())] * 2
+    # What could not be removed is tried again.
+    assert run_ranks(_save, tmp_path, 4) == [["step-000004"]] * 2
+
+
+def _save_beside(folder: Path, stuck: str) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
+    """Save beside a folder that cannot be changed; returns the problems of two saves, and what is left."""
+    run = SmallRun(folder)
+    run.step_and_save(1, 2, keep=2)
+    problems = run.save(2, keep=2)
+    run.step(3)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((Path, "rename"), (shutil, "rmtree")):
+            patch.setattr(owner, name, _refusing(getattr(owner, name), stuck))
+        return problems, run.save(3, keep=2), _names(folder)
+
+
+def _refusing(call: Callable[..., Any], stuck: str) -> Callable[..., Any]:
+    """A function that changes files, but not one of this name."""
+
+    def change(path: Path, *arguments: Any, **options: Any) -> Any:
+        if Path(path).name == stuck:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), stuck)
+        return call(path, *arguments, **options)
+
+    return change
+
+
+def test_a_failed_save_is_tidied_up_before_any_rank_goes_on(tmp_path: Path) -> None:
+    assert run_ranks(_fail_and_look, tmp_path) == [[], []]
+
+
+def _fail_and_look(folder: Path) -> list[str]:
+    """What a rank finds where a save has failed that takes its time to remove what it has written."""
+    run = SmallRun(folder)
+    run.step(1)
+    abandon = CheckpointFolder.abandon
+
+    def abandon_slowly(self: CheckpointFolder) -> None:
+        time.sleep(0.5)
+        abandon(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointFolder, "abandon", abandon_slowly)
+        patch.setattr("fsdp_compile.training.checkpoint_folder.os.fsync", _fail)
+        with pytest.raises(CheckpointError):
+            run.save(1)
+        return _names(folder)
+
+
+def _fail(_: int) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "pipe"])
+def test_what_is_in_the_place_of_an_unfinished_checkpoint_is_removed(tmp_path: Path, kind: str) -> None:
+    folder, other = tmp_path / "checkpoints", tmp_path / "other"
+    folder.mkdir()
+    other.mkdir()
+    (other / "note").write_text("the user's")
+    partial = folder / ".partial"
+    {"file": partial.touch, "link": lambda: partial.symlink_to(other), "pipe": lambda: os.mkfifo(partial)}[kind]()
+    assert run_ranks(_save, folder, 1, world_size=1) == [["step-000001"]]
+    assert (other / "note").exists()
+
+
+def test_a_checkpoint_that_is_a_link_is_loaded_and_stays(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    run_ranks(_save, folder, 1, 2, keep=2)
+    (folder / "step-000002").rename(elsewhere)
+    (folder / "step-000002").symlink_to(elsewhere)
+    (folder / "step-000009").symlink_to(tmp_path / "nowhere")
+    assert run_ranks(_load, folder) == [(2, {2.0}, ())] * 2
+    left = ["step-000002", "step-000003", "step-000009"]
+    assert run_ranks(_save, folder, 3) == [left] * 2
+    assert (elsewhere / MARKER).exists()
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -102,6 +102,51 @@ def _rename_run(file: Path) -> None:
     file.write_text(file.read_text().replace(RUN, "another run"))
 
 
+def _write_marker(text: str) -> Callable[[Path], None]:
+    def write(file: Path) -> None:
+        file.write_text(text)
+
+    return write
+
+
+def _name_in_marker(name: str) -> Callable[[Path], None]:
+    def add(file: Path) -> None:
+        marker = json.loads(file.read_text())
+        marker["files"][name] = marker["files"][METADATA]
+        file.write_text(json.dumps(marker))
+
+    return add
+
+
+def _forget_metadata(file: Path) -> None:
+    marker = json.loads(file.read_text())
+    del marker["files"][METADATA]
+    file.write_text(json.dumps(marker))
+
+
+def _make_pipe(file: Path) -> None:
+    """In which nobody writes, so that it is read for ever."""
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _make_empty_pipe(file: Path) -> None:
+    """That is as long as the marker says."""
+    file.write_bytes(b"")
+    _agree(file)
+    _make_pipe(file)
+
+
+def _make_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _link_to_zeros(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "missing": (SHARD, Path.unlink, "cannot read {file}: No such file or directory"),
     "truncated": (SHARD, _truncate, "{file} has {size} bytes instead of "),
@@ -115,6 +160,28 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "file elsewhere": (METADATA, _point_elsewhere, "it refers to ../step-000001/__0_0.distcp, a file elsewhere"),
     "no marker": (MARKER, Path.unlink, "{folder} is no complete checkpoint: it has no complete.json"),
     "truncated marker": (MARKER, _truncate, "{file} is damaged: JSONDecodeError: "),
+    "deep marker": (MARKER, _write_marker("[" * 100_000), "{file} is damaged: RecursionError: "),
+    "infinite marker": (
+        MARKER,
+        _write_marker('{"run": "", "step": 1e999, "files": {}}'),
+        "{file} is damaged: OverflowError",
+    ),
+    "marker of a list": (MARKER, _write_marker("[]"), "{file} is damaged: TypeError"),
+    "NUL in a name": (MARKER, _name_in_marker("a\0b"), "{file} is damaged: ValueError: 'a\\x00b' is no name of a file"),
+    "line feed in a name": (
+        MARKER,
+        _name_in_marker("a\nb"),
+        "{file} is damaged: ValueError: 'a\\nb' is no name of a file",
+    ),
+    "no name": (MARKER, _name_in_marker(""), "{file} is damaged: ValueError: '' is a file elsewhere"),
+    "folder above": (MARKER, _name_in_marker(".."), "{file} is damaged: ValueError: '..' is a file elsewhere"),
+    "metadata not named": (MARKER, _forget_metadata, "{file} is damaged: it does not name .metadata"),
+    "pipe as marker": (MARKER, _make_pipe, "{file} is no regular file"),
+    "zeros as marker": (MARKER, _link_to_zeros, "{file} is no regular file"),
+    "folder as marker": (MARKER, _make_folder, "{file} is no regular file"),
+    "pipe as shard": (SHARD, _make_empty_pipe, "{file} is no regular file"),
+    "folder as shard": (SHARD, _make_folder, "{file} is no regular file"),
+    "folder as metadata": (METADATA, _make_folder, "{file} is no regular file"),
     "another run's": (MARKER, _rename_run, "{folder} is a checkpoint of another run"),
 }
 """The file that is damaged, how, and a part of what is said."""

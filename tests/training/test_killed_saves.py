@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.training.command import ROOT
+from tests.training.command import finish, session_of, start
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked, which takes no time")
+PROGRAM = ("-m", "tests.training.killed_saves")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked, which takes no time")
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.long)])
 def test_a_kill_at_any_point_of_a_save_loses_nothing(kills: int, tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "tests.training.killed_saves", str(tmp_path / "checkpoints")]
-    done = subprocess.run(
-        [*program, "--kills", str(kills), "--seed", str(kills)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith(f"{kills} kills, ")
+    process = start(tmp_path, *PROGRAM, str(tmp_path / "checkpoints"), "--kills", str(kills), "--seed", str(kills))
+    status, out, err = finish(process)
+    assert status == 0, out + err
+    assert out.startswith(f"{kills} kills, ")
+    assert session_of(process) == []
+
+
+def test_ranks_that_end_by_themselves_are_no_kills(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_bytes(b"a file, in which nothing can be saved")
+    process = start(tmp_path, *PROGRAM, str(tmp_path / "checkpoints"), "--kills", "1")
+    status, out, err = finish(process)
+    assert status == 1
+    assert f"CheckpointError: rank 0 cannot write a checkpoint: {tmp_path}/checkpoints/.partial: Not a directory" in out
+    assert "ended by itself: exit code 1" in err
+    assert session_of(process) == []

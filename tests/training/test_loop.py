@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import io
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.errors import FSDPCompileError, RankMismatchError
+from fsdp_compile.errors import ConfigError, FSDPCompileError, RankMismatchError
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.job import Job, RunFolder
 from fsdp_compile.training.loop import train
 from fsdp_compile.training.metrics import held_out_losses, read_records
+from fsdp_compile.training.run_lock import lock_run
 from fsdp_compile.training.trainer import Trainer
 from fsdp_compile.training.world import DeviceKind, World
 from tests.ranks import run_ranks
@@ -179,6 +182,33 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) 
     assert "resumed after step 2\n" in shown
     assert [record.step for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     assert _checkpoints(tmp_path) == ["step-000003", "step-000003.aside", "step-000004"]
+
+
+def test_an_old_checkpoint_that_stays_is_told_once(tmp_path: Path) -> None:
+    (shown,) = run_ranks(_train_beside_a_stuck_checkpoint, tmp_path, world_size=1)
+    stuck = tmp_path / "run" / "checkpoints" / "step-000001"
+    assert shown.count(f"cannot remove {stuck}: Permission denied\n") == 1
+    assert "after 4 steps" in shown
+    assert _checkpoints(tmp_path) == ["step-000001", "step-000004"]
+
+
+def _train_beside_a_stuck_checkpoint(folder: Path) -> str:
+    rename = Path.rename
+
+    def change(self: Path, target: Path) -> Path:
+        if self.name == "step-000001":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return rename(self, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", change)
+        return _train(folder, {"steps": 4, "checkpoint_every": 1, "keep_checkpoints": 1})
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    with lock_run(tmp_path / "run"), pytest.raises(ConfigError, match="another process trains in "):
+        run_ranks(_train, tmp_path, {}, world_size=1)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock"]
 
 
 def test_ranks_that_read_other_text_are_told_apart(tmp_path: Path) -> None:

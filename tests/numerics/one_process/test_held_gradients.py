@@ -264,8 +264,11 @@ def test_kept_parameters_are_taken_and_never_out_of_date() -> None:
         assert stays > 0
 
 
-def _gathers_of_unshard() -> list[int]:
-    """All-gathers up to each call of `unshard()`: nothing is there, they run, all has arrived, all is freed."""
+def _gathers_of_unshard() -> tuple[list[int], bool]:
+    """All-gathers up to each call of `unshard()`: nothing is there, they run, all has arrived, all is freed.
+
+    And whether a forward has waited for those that nobody waited for.
+    """
     model: Any = fully_shard(Block())
     counts = []
     with mock.patch.object(unshard, "_gathered", wraps=unshard._gathered) as gathered:
@@ -278,11 +281,16 @@ def _gathers_of_unshard() -> list[int]:
         model.reshard()
         model.unshard()
         counts.append(gathered.call_count)
-    return counts
+    model.reshard()
+    model.unshard(async_op=True)
+    model(torch.ones(2, 32))
+    groups = [group for unit in units(model) for group in unit.param_groups]
+    return counts, all(group.unsharded.params is not None for group in groups)
 
 
 def test_unshard_gathers_nothing_that_is_there_or_on_its_way() -> None:
-    for first, running, arrived, again in run_ranks(_gathers_of_unshard):
+    for (first, running, arrived, again), has_waited in run_ranks(_gathers_of_unshard):
+        assert has_waited
         assert first > 0
         assert running == arrived == first
         assert again == 2 * first

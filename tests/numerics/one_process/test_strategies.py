@@ -24,6 +24,7 @@ from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.verify.check import complaints
 from tests.models.graphs import MODELS
 from tests.models.kinds import Checkpointed, Frozen, OddShapes, Slim, Stack, Tied
+from tests.models.unusual import SeveralDtypes
 from tests.numerics.one_process.pair import (
     EPS,
     LEARNING_RATE,
@@ -202,10 +203,10 @@ def test_kept_parameters_train_as_in_one_process() -> None:
 
 
 def _train_kept() -> dict[str, Differences]:
-    """Padding, tied and frozen parameters, recomputation."""
+    """Padding, tied and frozen parameters, recomputation, several dtypes in one unit."""
     return {
         make.__name__: train_pair(make, prepare=lambda m: fully_shard(m, reshard_after_forward=2), steps=2)
-        for make in (OddShapes, Tied, Frozen, Checkpointed)
+        for make in (OddShapes, Tied, Frozen, Checkpointed, SeveralDtypes)
     }
 
 
