@@ -12,7 +12,12 @@ from fsdp_compile.capture.beside import watch_wrappers_and_optimizers
 from fsdp_compile.capture.first_call import trace_again
 from fsdp_compile.capture.functions import take_reads_out
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
-from fsdp_compile.capture.plain_model import compare_initial_values, refuse_unused_sharding, shard_plain_models
+from fsdp_compile.capture.plain_model import (
+    compare_initial_values,
+    enter_assigned_forwards,
+    refuse_unused_sharding,
+    shard_plain_models,
+)
 from fsdp_compile.capture.reject_functional_call import refuse_functional_call
 from fsdp_compile.capture.reject_gradient_reads import refuse_gradient_reads
 from fsdp_compile.capture.reject_mutation import refuse_updates
@@ -61,6 +66,8 @@ def fsdp(
         )
     # This graph reads plain parameters; the frame's next trace reads the flat ones.
     if shard_plain_models(gm, example_inputs, checked, _plain_models):
+        raise trace_again()
+    if enter_assigned_forwards(example_inputs):
         raise trace_again()
     compare_initial_values(example_inputs)
     refuse_unused_sharding(example_inputs, checked)

@@ -10,13 +10,19 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
+from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
 __all__ = ["METADATA", "read_metadata"]
 
@@ -43,7 +49,7 @@ def _checked(metadata: Any) -> Metadata:
     # Exact types: a class, which unpickles as well as its instances, has attributes too.
     if type(metadata) is not Metadata or type(metadata.storage_data) is not dict:
         raise pickle.UnpicklingError("it is not the metadata of a checkpoint")
-    if not isinstance(metadata.storage_meta, StorageMeta | None):
+    if not isinstance(getattr(metadata, "storage_meta", None), StorageMeta | None):
         raise pickle.UnpicklingError("its storage_meta is of another kind")
     for info in metadata.storage_data.values():
         if type(info) is not _StorageInfo or type(info.relative_path) is not str:
@@ -51,7 +57,19 @@ def _checked(metadata: Any) -> Metadata:
         name = info.relative_path
         if name != Path(name).name:
             raise pickle.UnpicklingError(f"it refers to {name}, a file elsewhere")
+    for name, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata) and not _is_covered(tensor):
+            raise pickle.UnpicklingError(f"it does not have all of {name}")
     return metadata
+
+
+def _is_covered(tensor: TensorStorageMetadata) -> bool:
+    """Whether the chunks of a tensor are as large as it is; where there is none, a load leaves values as they are."""
+    for chunk in tensor.chunks:
+        for offset, size, whole in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True):
+            if not 0 <= offset <= offset + size <= whole:
+                return False
+    return sum(prod(chunk.sizes) for chunk in tensor.chunks) == prod(tensor.size)
 
 
 def _layout(name: object) -> torch.layout:

@@ -29,9 +29,17 @@ from fsdp_compile.capture.reject_registry_reads import refuse_registry_reads
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.eager_reads import GatheredParameter
+from fsdp_compile.modules.forward import enter_own_forward
 from fsdp_compile.modules.param_views import is_swapped_in
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.runtime.module_state import ignored_parameters, is_ignored, is_sharded, stored_parameters, units
+from fsdp_compile.runtime.module_state import (
+    ignored_parameters,
+    is_ignored,
+    is_sharded,
+    state_of,
+    stored_parameters,
+    units,
+)
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.sharding import initial_values
@@ -111,6 +119,19 @@ def _shard(module: nn.Module, options: FSDPOptions, plain: PlainModels) -> None:
     for unit in units(module):
         unit.sharded_by_backend |= unit not in before
     refuse_missed_casts(module)
+
+
+def enter_assigned_forwards(inputs: Sequence[object]) -> bool:
+    """Makes reads gather in forwards that were assigned to modules after they were sharded.
+
+    Returns:
+        Whether there were any among the modules of the models that a graph reads, so that its frame has to be traced
+        again: each call of such a forward is to check the parameters first.
+    """
+    models = {group.unit.model for group in _groups(inputs)}
+    parts = {part for model in models for unit in model.units for part in unit.root.modules()}
+    entered = [part for part in parts if state_of(part) is not None and enter_own_forward(part)]
+    return bool(entered)
 
 
 def compare_initial_values(inputs: Sequence[object]) -> None:

@@ -22,7 +22,7 @@ from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
 from fsdp_compile.modules import buffers
 from fsdp_compile.modules.attributes import is_noted, note_attributes
 from fsdp_compile.modules.forward import enter_own_forward, forward
-from fsdp_compile.modules.loaded_params import keep_ties, keep_views, refuse_shards_of_other_ranks
+from fsdp_compile.modules.loaded_params import keep_ties, keep_views, refuse_full_values, refuse_shards_of_other_ranks
 from fsdp_compile.modules.param_reads import FLAT, READ_NAMES, ParamRead, get_parameter, named_parameters, read_property
 from fsdp_compile.modules.param_views import give_storages
 from fsdp_compile.runtime import update_in_backward
@@ -258,9 +258,13 @@ def _load_from_state_dict(module: nn.Module, state_dict: Mapping[str, Any], pref
     refuse_shards_of_other_ranks(module, state_dict, prefix)
     before = dict(module._parameters)
     buffers.restore(module)
+    *_, errors = args
+    known = len(errors)
     original_class(module)._load_from_state_dict(module, state_dict, prefix, *args)
     buffers.follow_mode(module)
     keep_ties(module, before)
+    if len(errors) > known:
+        refuse_full_values(module, state_dict, prefix)
 
 
 def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

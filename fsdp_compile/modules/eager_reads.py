@@ -44,7 +44,7 @@ class GatheredParameter(nn.Parameter):
         raise _refusal(f"{_title_of(self)}, by `.data = ...`")
 
     @property
-    def grad(self) -> None:  # type: ignore[override]
+    def grad(self) -> None:
         """None, if the sharded parameter has no gradient either."""
         of: _Sharded | None = self.__dict__.get(_GATHERED_FROM)
         if of is not None and not is_compiling_a_frame() and _has_gradient(of):  # compilers ask all inputs

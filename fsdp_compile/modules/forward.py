@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_compile._torch.dynamo import calls_are_compiled, is_on_stack, skip_code
+from fsdp_compile._torch.dynamo import call_of, calls_are_compiled, is_on_stack, modules_being_called, skip_code
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.modules.casts import Arguments, cast_inputs, cast_output
@@ -20,8 +24,6 @@ from fsdp_compile.runtime.module_state import state_of
 
 _depth = threading.local()
 _first_call = threading.local()
-_OWN_FORWARD = "_fsdp_own_forward"
-"""Attribute of a module: the forward that the user assigned to the instance."""
 
 
 def in_forward() -> bool:
@@ -110,19 +112,52 @@ def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN
     return _trace(self, self._fsdp_original_forward, args, kwargs)
 
 
-def _own_forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
-    if not torch.compiler.is_compiling():
-        return run_eagerly(self, args, kwargs, own=True)
-    return _trace(self, self._fsdp_own_forward, args, kwargs)
+def _entering(own: Callable[..., Any]) -> Any:
+    """A forward for a module's instance that calls `own`, in which reads gather."""
+
+    # Not one function for all: `own` may call the forward that it has replaced, which may be one of these.
+    def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
+        if not torch.compiler.is_compiling():
+            return run_eagerly(self, args, kwargs, own)
+        return _trace(self, own, args, kwargs)
+
+    functools.update_wrapper(forward, own)
+    del forward.__wrapped__  # type: ignore[attr-defined]  # it is bound, and this is not
+    with contextlib.suppress(TypeError, ValueError):  # of callables without a signature
+        forward.__signature__ = _with_self(inspect.signature(own))  # type: ignore[attr-defined]
+    return forward
 
 
-def enter_own_forward(module: nn.Module) -> None:
-    """Makes reads gather in a forward that the user assigned to the instance, which hides the class's."""
+def _with_self(signature: inspect.Signature) -> inspect.Signature:
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[itself, *signature.parameters.values()])
+
+
+def enter_own_forward(module: nn.Module) -> bool:
+    """Makes reads gather in a forward that the user assigned to the instance, which hides the class's.
+
+    Returns:
+        Whether there is one in which they did not yet.
+    """
     own = module.__dict__.get("forward")
-    if own is None or getattr(own, "__func__", None) is _own_forward:
-        return
-    object.__setattr__(module, _OWN_FORWARD, own)
-    object.__setattr__(module, "forward", types.MethodType(_own_forward, module))
+    if own is None or getattr(own, "__code__", None) is _ENTERING:
+        return False
+    object.__setattr__(module, "forward", types.MethodType(_entering(own), module))
+    return True
+
+
+def enter_running_forward() -> bool:
+    """Enters a forward that was assigned to a module after it was sharded, if one runs now; returns whether one does.
+
+    Assigning it calls nothing of this package: the first read in its first call is where it is noticed.
+    """
+    called = [module for module in modules_being_called() if module is not None and state_of(module) is not None]
+    entered = [module for module in called if enter_own_forward(module)]
+    frame = call_of(entered[-1]) if entered else None
+    if frame is None:
+        return False
+    enter_method(entered[-1], frame)
+    return True
 
 
 def _trace(self, forward, args, kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
@@ -133,8 +168,10 @@ def _trace(self, forward, args, kwargs):  # type: ignore[no-untyped-def]  # noqa
     return cast_output(casts, (args, kwargs), forward(*cast_args, **cast_kwargs))
 
 
-def run_eagerly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool = False) -> Any:
-    """Runs a forward eagerly, the class's or the instance's own; compiled graphs may start around or below it."""
+def run_eagerly(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any] | None = None
+) -> Any:
+    """Runs a forward eagerly, the class's or the instance's `own`; compiled graphs may start around or below it."""
     outermost = not in_forward()
     # Once per step: modules below it are checked with it.
     shown = []
@@ -146,9 +183,8 @@ def run_eagerly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, o
     given: Arguments = (args, kwargs)
     if casts is not None:
         args, kwargs = torch.compiler.disable(cast_inputs)(casts, module, given)
-    if own:
-        called = getattr(module, _OWN_FORWARD)
-    else:
+    called = own
+    if called is None:
         called = module._fsdp_outermost_forward if outermost else module._fsdp_original_forward
     try:
         output = call_in_forward(called, args, kwargs)
@@ -221,5 +257,7 @@ def check_before_calls(caller: nn.Module, module: nn.Module) -> None:
 
 # Dynamo must not compile these frames by themselves: run eagerly they raise the depth that eager reads check, and the
 # user's forward below them is compiled. Inlined from another frame, `forward` is traced like any function.
-for _function in (call_in_forward, enter_method, forward, _own_forward, refusal_of_shards, run_eagerly):
-    skip_code(_function.__code__)
+_ENTERING = _entering(nn.Module.forward).__code__
+_functions = (call_in_forward, enter_running_forward, enter_method, forward, refusal_of_shards, run_eagerly)
+for _code in (_ENTERING, *(function.__code__ for function in _functions)):
+    skip_code(_code)

@@ -61,6 +61,20 @@ def refuse_shards_of_other_ranks(module: nn.Module, state_dict: Mapping[str, Any
             )
 
 
+def refuse_full_values(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Raises `ConfigError` for a plain value of a sharded parameter, which torch has refused to copy."""
+    # Asked only then: hooks of the module may shard what they find in the state dict.
+    for attribute, param in _params(module):
+        value = state_dict.get(prefix + attribute)
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == param.dtensor.shape:
+            raise ConfigError(
+                "the state dict holds full values, and the parameters of the model are sharded",
+                where=f"load_state_dict(), {prefix}{attribute}",
+                instead="fsdp_compile.load_from_rank0(model, state); or model.load_state_dict(state) before the model "
+                "is sharded, and inside of `with fsdp_compile.full_params(model):`",
+            )
+
+
 def _params(module: nn.Module) -> Iterator[tuple[str, FSDPParam]]:
     """The sharded parameters of a module itself that it has not removed, by attribute."""
     for attribute, read in reads_of(module).items():

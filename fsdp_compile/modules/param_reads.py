@@ -16,7 +16,7 @@ from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, with_attributes
 from fsdp_compile.modules.eager_reads import as_parameter, read_eagerly, read_once, registered
-from fsdp_compile.modules.forward import in_block_without_grad, in_forward
+from fsdp_compile.modules.forward import enter_running_forward, in_block_without_grad, in_forward
 from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, swap_in
 
 FLAT = "_fsdp_flat_"
@@ -54,7 +54,7 @@ def read_property(read_of: ParamRead) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         if torch.compiler.is_compiling():
             return read_compiled(module)
-        if in_forward():
+        if in_forward() or (not calls_are_compiled() and enter_running_forward()):
             return read_eagerly(module, name, read_parameter)
         if calls_are_compiled():
             return read_once(module, name, read_parameter)

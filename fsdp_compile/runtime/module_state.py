@@ -1,7 +1,7 @@
 """The one attribute that FSDP sets on a module, and the only functions that walk modules for it.
 
 What traced code reads are attributes of the module itself, since Dynamo guards attribute by attribute:
-`_fsdp_flat_<i>`, `_fsdp_unshard_args`, and `_fsdp_own_forward` where an instance has a forward of its own.
+`_fsdp_flat_<i>` and `_fsdp_unshard_args`.
 """
 
 from __future__ import annotations

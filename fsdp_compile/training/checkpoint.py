@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -203,7 +203,8 @@ def _on_all(world: World, call: Callable[[], T]) -> list[T]:
 
 def _on_first(world: World, call: Callable[[], T]) -> T:
     """Call something on rank 0, while the others wait; what it returns or raises is the same on all."""
-    return _on_all(world, call if world.is_first else lambda: None)[0]  # type: ignore[return-value]
+    first, *_ = _on_all(world, lambda: call() if world.is_first else None)
+    return cast(T, first)
 
 
 def _cannot(what: str, failures: Mapping[int, Sequence[Any]]) -> CheckpointError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def test_no_position_of_an_argument_is_assumed(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", run)
     before_each_backward(seen.append)
-    followed = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    followed: Any = torch.autograd._engine_run_backward
     assert followed((1,), wanted=[2], keep=True) == 3
     assert followed("outputs") == 3
     assert seen == [(1,), [2]]
@@ -37,4 +39,4 @@ def test_hooks_of_users_move_and_those_of_plain_parameters_do_not() -> None:
     move_hooks(old, new)
     new.sum().backward()
     assert [each is new for each in called] == [True]
-    assert len(new._post_accumulate_grad_hooks) == 1  # type: ignore[attr-defined]
+    assert len(new._post_accumulate_grad_hooks) == 1

@@ -101,10 +101,16 @@ class Reduced:
         return self.reduced
 
 
-def _with(change: Callable[[Metadata], None]) -> bytes:
+def _with(change: Callable[[Metadata], object]) -> bytes:
     metadata = _metadata()
     change(metadata)
     return pickle.dumps(metadata)
+
+
+def _chunks(metadata: Metadata) -> list[ChunkStorageMetadata]:
+    tensor = metadata.state_dict_metadata["torch.float32"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    return tensor.chunks
 
 
 def _build(what: bytes, state: object) -> bytes:
@@ -169,6 +175,16 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a file elsewhere": (
         _with(lambda m: setattr(m, "storage_data", {"weight": _StorageInfo("../other", 0, 1)})),
         "it refers to ../other, a file elsewhere",
+    ),
+    "a chunk missing": (_with(lambda m: _chunks(m).pop()), "it does not have all of torch.float32"),
+    "no chunks": (_with(lambda m: _chunks(m).clear()), "it does not have all of torch.float32"),
+    "a negative chunk": (
+        _with(lambda m: setattr(_chunks(m)[0], "sizes", torch.Size([-2, -6]))),
+        "it does not have all of torch.float32",
+    ),
+    "a chunk outside": (
+        _with(lambda m: setattr(_chunks(m)[0], "offsets", torch.Size([3, 0]))),
+        "it does not have all of torch.float32",
     ),
     "no layout": (
         _global("torch.serialization", "_get_layout") + pickle.dumps(("torch.load",), 2)[2:-1] + b"R.",

@@ -160,10 +160,11 @@ def test_a_lazy_model_is_refused_when_it_is_called_and_not_before(form: str) -> 
 @pytest.mark.parametrize("make", [Stack, lambda: nn.Linear(WIDTH, WIDTH)], ids=["class", "of-torch"])
 def test_nothing_of_the_first_call_in_place_is_kept(make: Callable[[], nn.Module]) -> None:
     with fake_world(2), torch.no_grad():
-        model, batch = make(), torch.ones(2, WIDTH)
+        model: nn.Module = make()
+        batch = torch.ones(2, WIDTH)
         _in_place(model)
         model(batch)
-        kept = [weakref.ref(batch), weakref.ref(model)]
+        kept: list[weakref.ref[Any]] = [weakref.ref(batch), weakref.ref(model)]
         del model, batch
         gc.collect()  # what `module.compile` makes refers to the module
         assert [reference() for reference in kept] == [None, None]

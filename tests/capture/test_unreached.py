@@ -403,4 +403,4 @@ def test_a_model_that_is_compiled_first_and_sharded_then_has_no_hooks_of_the_com
         model = Stack()
         compile_eagerly(model)
         fully_shard(model)
-        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())  # type: ignore[attr-defined]
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())

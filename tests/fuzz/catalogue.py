@@ -530,6 +530,43 @@ ROWS: Final = (
         + _trained(update="optimizer.step()\naveraged.update_parameters(model)").strip()
         + "\nfor name, p in averaged.module.named_parameters():\n    side.note(name, p)",
     ),
+    # What scripts do by hand with parameters and gradients.
+    Row(
+        "a forward assigned to the sharded model, which takes its head's weight, not compiled",
+        _LINEAR,
+        _CALL,
+        shard="fully_shard(model)",
+        compiled=_UNCOMPILED,
+        train="def assigned(self, x, ids):\n"
+        "    w = self.head.weight\n"
+        "    w = w.full_tensor() if hasattr(w, 'full_tensor') else w\n"
+        "    return F.linear(self.m(x), w, self.head.bias)\n"
+        "model.forward = assigned.__get__(model)\n" + _trained().strip(),
+    ),
+    Row(
+        "full values loaded by `load_state_dict` after the first step",
+        _LINEAR,
+        _CALL,
+        train=_trained(
+            update="optimizer.step()\nif step == 0:\n"
+            "    model.load_state_dict({k: torch.ones(v.shape, dtype=v.dtype) for k, v in model.state_dict().items()})"
+        ),
+    ),
+    Row(
+        "`weight[i].zero_()` between steps",
+        _LINEAR,
+        _CALL,
+        train=_trained(update="optimizer.step()\nwith torch.no_grad():\n    model.m.weight[5].zero_()"),
+    ),
+    Row(
+        "the largest gradient by `p.grad.abs().max().item()`",
+        _LINEAR,
+        _CALL,
+        train=_trained(
+            update="side.note('max', torch.tensor(max(p.grad.abs().max().item() for p in model.parameters())))\n"
+            "optimizer.step()"
+        ),
+    ),
     # Steps.
     Row(
         "a compiled step that clips",

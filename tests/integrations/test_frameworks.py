@@ -88,6 +88,13 @@ def test_lightning_trainer(tmp_path: Path, precision: str) -> None:
     assert resumed == found[9:]
 
 
+def test_distributed_config(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.distributed")
+    # The same bits as FSDP2's, by which transformers has sharded the model.
+    expected = _run("with_distributed_config", tmp_path, "fsdp2")
+    assert _run("with_distributed_config", tmp_path, "fsdp") == expected
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_torchtitan(tmp_path: Path, dtype: str) -> None:
     for module in ("torchtitan", "triton", "tyro", "spmd_types"):  # torchtitan imports the others without naming them

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_compile import ConfigError, fully_shard
+from fsdp_compile import ConfigError, full_params, fully_shard
 from tests.beside import Beside, Run
 from tests.models.outlines import Odd
 from tests.ranks import run_ranks
@@ -176,3 +176,23 @@ def _check_state_of_another_rank() -> None:
 
 def test_a_state_dict_that_rank_0_alone_has_saved_is_refused_on_others() -> None:
     run_ranks(_check_state_of_another_rank)
+
+
+def _check_full_values() -> None:
+    model = fully_shard(_mlp())
+    before = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+    full = {name: torch.ones_like(value) for name, value in before.items()}
+    with pytest.raises(ConfigError, match="holds full values") as raised:
+        model.load_state_dict(full)
+    assert "0.weight" in str(raised.value.where)
+    assert "load_from_rank0" in str(raised.value.instead)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.full_tensor(), before[name], rtol=0, atol=0)
+    with full_params(model):
+        model.load_state_dict(full)
+    for value in model.state_dict().values():
+        assert bool((value.full_tensor() == 1).all())
+
+
+def test_full_values_are_refused_where_shards_are_expected() -> None:
+    run_ranks(_check_full_values)

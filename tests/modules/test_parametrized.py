@@ -99,6 +99,7 @@ def _train(layer: type[nn.Linear], how: Run) -> None:
     pair.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     for _ in range(3):
         pair.step()
+    assert isinstance(pair.model.layer, nn.Module)
     with pytest.raises(FSDPCompileError, match="a parametrization is removed from a sharded module"):
         parametrize.remove_parametrizations(pair.model.layer, "weight")
 

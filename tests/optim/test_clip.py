@@ -130,7 +130,7 @@ def _nan_between_gradients() -> bool:
     gradients = [local_of(p.grad) for p, _ in _with_gradients(model, reference)]  # type: ignore[arg-type]
     kept = [gradient.clone() for gradient in gradients]
     (memory,) = {g.untyped_storage().data_ptr(): g.untyped_storage() for g in gradients}.values()
-    everything = torch.empty(0).set_(memory)  # type: ignore[call-overload]
+    everything = torch.empty(0).set_(memory)
     everything.fill_(math.nan)
     for gradient, value in zip(gradients, kept, strict=True):
         gradient.copy_(value)

@@ -649,7 +649,7 @@ NAMES = ("_mp_policy", "_state_ctx", "is_last_backward", "reduce_grads", "_all_g
 @pytest.mark.parametrize("name", NAMES)
 def test_a_torch_that_names_its_attributes_otherwise_is_refused(name: str) -> None:
     with fake_world(2):
-        model = fsdp2(Stack(), mesh=_mesh(2))
+        model: nn.Module = fsdp2(Stack(), mesh=_mesh(2))  # type: ignore[assignment]
         _without(name, model)
         before = [(place, id(p), type(p)) for place, p in model.named_parameters()]
         message = _refusal(lambda: fully_shard(model))

@@ -191,7 +191,12 @@ def test_what_is_in_the_place_of_an_unfinished_checkpoint_is_removed(tmp_path: P
     other.mkdir()
     (other / "note").write_text("the user's")
     partial = folder / ".partial"
-    {"file": partial.touch, "link": lambda: partial.symlink_to(other), "pipe": lambda: os.mkfifo(partial)}[kind]()
+    make: dict[str, Callable[[], None]] = {
+        "file": partial.touch,
+        "link": lambda: partial.symlink_to(other),
+        "pipe": lambda: os.mkfifo(partial),
+    }
+    make[kind]()
     assert run_ranks(_save, folder, 1, world_size=1) == [["step-000001"]]
     assert (other / "note").exists()
 

@@ -1,0 +1,55 @@
+"""A transformers model that `from_pretrained` shards while it loads: as it is, by FSDP2, or taken over."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+from tests.integrations.programs.report import report
+
+FOLDER = Path("a_small_llama")
+
+
+def _save() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(FOLDER)
+
+
+def main(how: str) -> None:
+    """Trains four steps, takes over before the third, and reports losses, gradient norms, what `generate` makes."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if rank == 0:
+        _save()
+    dist.barrier()
+    model = LlamaForCausalLM.from_pretrained(FOLDER, distributed_config=DistributedConfig(fsdp_size=2))
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    found = []
+    for step in range(4):
+        if how == "fsdp" and step == 2:
+            model.compile(backend="fsdp", options={"lower": "eager"})
+        rows = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(step)).chunk(2)[rank]
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({"loss": loss.item(), "norm": norm.item()})
+    model.save_pretrained(FOLDER / "trained")
+    dist.barrier()
+    again = LlamaForCausalLM.from_pretrained(FOLDER / "trained")
+    report([*found, {name: p.norm().item() for name, p in again.named_parameters()}])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
