@@ -14,6 +14,7 @@ one of the two is asked for.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from fsdp_compile.ir.text.diff import diff_graphs, format_diff
 from fsdp_compile.ir.text.plan import format_plan
 from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.passes.base import GraphPass
+
+_GRAPH_FOLDER = re.compile(r"graph(\d+)-")
 
 
 class Watcher:
@@ -67,7 +70,9 @@ class Watcher:
 
 def _new_graph_folder(folder: Path, phase: str) -> Path:
     """The next numbered folder: forward and backward of one compile have consecutive numbers."""
-    number = len(list(folder.glob("graph*-*"))) if folder.exists() else 0
+    # Behind the last one, and not as many as there are: somebody may have deleted some.
+    numbers = [int(match[1]) for path in folder.glob("graph*-*") if (match := _GRAPH_FOLDER.match(path.name))]
+    number = max(numbers, default=-1) + 1
     made = folder / f"graph{number:02d}-{phase}"
     made.mkdir(parents=True)
     return made

@@ -77,6 +77,14 @@ torch.compile(model, backend="fsdp", options={"lower": "eager"})(torch.ones(2, 4
 """
 
 
+def test_a_folder_with_gaps_is_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "graph03-forward").mkdir()
+    (tmp_path / "graph-notes").mkdir()
+    run_ranks(_train_once, str(tmp_path))
+    new = {"graph04-forward", "graph05-backward"}
+    assert {path.name for path in tmp_path.iterdir()} == {"graph03-forward", "graph-notes"} | new
+
+
 def test_structured_trace_has_the_graphs(tmp_path: Path) -> None:
     import os
 

@@ -17,6 +17,50 @@ collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the collectives of a group may take; the shortest time, if devices differ."""
+    found: list[timedelta] = []
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL puts something around it.
+        options = getattr(backend, "wrapped_pg", backend).options
+        if options is not None:  # that of the fake backend
+            found.append(options._timeout)
+    return min(found, default=dist.default_pg_timeout)
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Sets how long the collectives of a group may take from now on."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """The largest number of all ranks of a group at each place; they call this together, and wait for each other.
+
+    Args:
+        numbers: Of 64 bits.
+        group: One that is used for nothing else: collectives of another order may be under way in others.
+    """
+    if "gloo" in str(dist.get_backend_config(group)):
+        return _reduced(numbers, group, torch.device("cpu"))
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    # On a stream of its own: this waits for the other ranks' hosts, and not for what their devices have queued.
+    own: Any = torch.Stream(device)
+    with own:
+        return _reduced(numbers, group, device)
+
+
+def _reduced(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    values = torch.tensor(numbers, dtype=torch.int64, device=device)
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    # Past the dispatcher, where modes and profilers of the user's would count a collective that the program has not.
+    backend: Any = group._get_backend(device)
+    backend.allreduce([values], options).wait()
+    return values.tolist()
+
+
 def fake_store() -> dist.Store:
     """The store of a default group of backend "fake", whose other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
@@ -45,14 +89,14 @@ def resolve_group(name: str) -> dist.ProcessGroup | None:
 _SERIAL_GLOO = "fsdp_serial_gloo"
 
 
-def serial_gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+def serial_gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
     """A second gloo group of some ranks whose collectives run one after the other, on one thread."""
     if _SERIAL_GLOO not in dist.Backend.backend_list:
         dist.Backend.register_backend(_SERIAL_GLOO, _make_serial_gloo, devices=["cpu"])
     # Gloo runs the collectives of a group on two threads, and with several in flight it corrupts its heap now and then
     # (`docs/versions.md`). The number of threads can only be set on the backend itself: `new_group` does not pass
     # options on to gloo. Collectives still overlap with computation.
-    made = dist.new_group(list(ranks), backend=f"cpu:{_SERIAL_GLOO}", use_local_synchronization=True)
+    made = dist.new_group(list(ranks), timeout=timeout, backend=f"cpu:{_SERIAL_GLOO}", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,7 +14,7 @@ from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.training.checkpoint_folder import step_of
 from fsdp_compile.training.config import TrainConfig, flag
 from fsdp_compile.training.job import Job, new_job, resumed_job
-from fsdp_compile.training.placement import DeviceKind, Placement
+from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement
 
 NAME = "train"
 ABOUT = "Train a small language model on real text over several processes, each holding its share of it."
@@ -36,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[kind.value for kind in DeviceKind],
         default=DeviceKind.AUTO.value,
         help="cpu uses gloo, cuda uses NCCL (default: cuda where every local rank has a GPU)",
+    )
+    run.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="SECONDS",
+        help="how long ranks wait for one that is stopped, stuck or cut off before all end (default: %(default)g)",
     )
     run.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the run (default: runs/<time>)")
     run.add_argument(
@@ -100,11 +107,11 @@ def _job(arguments: argparse.Namespace, placement: Placement) -> Job:
     options = {field.name: given[field.name] for field in fields(TrainConfig) if field.name in given}
     device = DeviceKind(arguments.device)
     if arguments.resume is None:
-        return new_job(options, arguments.out, placement, device)
+        return replace(new_job(options, arguments.out, placement, device), timeout_s=arguments.timeout)
     if arguments.out is not None:
         raise ConfigError("a resumed run stays in its folder", where="--out", instead="--resume FOLDER alone")
     folder = None if arguments.resume is _NEWEST else Path(arguments.resume)
-    return resumed_job(options, folder, placement, device)
+    return replace(resumed_job(options, folder, placement, device), timeout_s=arguments.timeout)
 
 
 def _how_to_go_on(job: Job) -> str:

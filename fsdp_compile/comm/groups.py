@@ -12,13 +12,22 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compile._torch.distributed import default_store, register_group_alias, resolve_group, serial_gloo_group
+from fsdp_compile._torch.distributed import (
+    default_store,
+    register_group_alias,
+    resolve_group,
+    serial_gloo_group,
+    set_timeout,
+    timeout_of,
+)
+from fsdp_compile.comm.rendezvous import Rendezvous
 from fsdp_compile.errors import ConfigError
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -36,6 +45,9 @@ class RankStore:
         rank: The number of this one in the group.
         agreed: Digests of what this rank has compared with the others, and of refusals, in that order.
         sharding_calls: Numbers for the calls that shard over the group.
+        units: Numbers for the units that are sharded over it.
+        notes: What this rank has used the group for since its ranks compared (`comm/read_order.py`).
+        comparisons: Numbers for these comparisons.
     """
 
     prefix: str
@@ -43,27 +55,34 @@ class RankStore:
     rank: int
     agreed: list[str] = dataclasses.field(default_factory=list)
     sharding_calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    units: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    notes: list[int] = dataclasses.field(default_factory=list)
+    comparisons: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @classmethod
     def of(cls, name: str, group: dist.ProcessGroup) -> RankStore:
         """A new one for a group; all of its ranks call this together, so that they count alike."""
-        ranks = tuple(dist.get_process_group_ranks(group))
+        return cls.of_ranks(name, tuple(dist.get_process_group_ranks(group)))
+
+    @classmethod
+    def of_ranks(cls, name: str, ranks: tuple[int, ...]) -> RankStore:
+        """As `of`, for ranks that have no group yet."""
         prefix = f"fsdp_compile/{name}/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
+        rank = ranks.index(dist.get_rank())
         # Worlds of one store may follow each other: each rank counts how often it was in this group.
-        count = default_store().add(f"{prefix}/worlds/{group.rank()}", 1)
-        return cls(f"{prefix}/{count}", ranks, group.rank())
+        count = default_store().add(f"{prefix}/worlds/{rank}", 1)
+        return cls(f"{prefix}/{count}", ranks, rank)
 
     @property
     def timeout_s(self) -> float:
-        """How long the world's store waits for a key: as long as its collectives, unless the user made it."""
-        store = default_store()
-        while isinstance(store, dist.PrefixStore):  # has a timeout of its own, which says nothing
-            store = store.underlying_store
-        return store.timeout.total_seconds()  # type: ignore[attr-defined]
+        """How long to wait for other ranks: as long as the world's collectives may take."""
+        return _timeout().total_seconds()
 
-    def store(self) -> dist.Store:
-        """The store of the world, with this prefix."""
-        return dist.PrefixStore(self.prefix, default_store())
+    def rendezvous(self, wanted: str = "compile its next collectives") -> Rendezvous:
+        """Through which the ranks compare texts, or wait for each other to do what is `wanted`."""
+        store = default_store()
+        prefixed = dist.PrefixStore(self.prefix, store)
+        return Rendezvous(prefixed, self.prefix, self.ranks, self.rank, self.timeout_s, store, wanted)
 
 
 _WeakGroup = weakref.ref[dist.ProcessGroup]
@@ -101,6 +120,8 @@ class _Registry:
         """Drops entries of worlds that were destroyed; their names may be used again."""
         for name in [name for name, known in self.aliases.items() if not known.is_alive(name)]:
             del self.aliases[name]
+        for key in [key for key, made in self.made.items() if not _is_alive(made())]:
+            del self.made[key]
         for key in [key for key, (world, _) in self.meshes.items() if world() is not dist.group.WORLD]:
             del self.meshes[key]
 
@@ -135,28 +156,53 @@ def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
     # One collective at a time: see `serial_gloo_group`.
+    timeout = min(_timeout(), timeout_of(group))
     if _is_gloo(group):
-        return _made_once(f"{role} on gloo", ranks, serial_gloo_group)
+        return _made_once(f"{role} on gloo", ranks, timeout, serial_gloo_group)
     # Collectives of one group wait for each other, so all-gathers would wait for reductions.
-    return group if role != "reduce" else _made_once(role, ranks, _new_group)
+    return group if role != "reduce" else _made_once(role, ranks, timeout, _new_group)
+
+
+def _timeout() -> timedelta:
+    """What the user gave the world: groups that torch makes of it have torch's own default, of 30 minutes on gloo."""
+    world = dist.group.WORLD
+    assert world is not None
+    return timeout_of(world)
 
 
 def _made_once(
-    purpose: str, ranks: tuple[int, ...], make: Callable[[Sequence[int]], dist.ProcessGroup]
+    purpose: str,
+    ranks: tuple[int, ...],
+    timeout: timedelta,
+    make: Callable[[Sequence[int], timedelta], dist.ProcessGroup],
 ) -> dist.ProcessGroup:
     """The group of some ranks for a purpose; they call this together if there is none in this world yet."""
     known = registry.made.get((purpose, ranks))
     found = None if known is None else known()
-    if found is None or resolve_group(found.group_name) is not found:  # destroyed, by itself or with its world
-        found = make(ranks)
+    if found is None or not _is_alive(found):
+        # Making it waits inside of torch, where a rank would not hear that another one has failed.
+        assert dist.group.WORLD is not None
+        if _has_processes(dist.group.WORLD):
+            RankStore.of_ranks(f"making {purpose}", ranks).rendezvous("make a process group").meet(0)
+        found = make(ranks, timeout)
         registry.made[purpose, ranks] = weakref.ref(found)
     return found
 
 
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    made = dist.new_group(list(ranks), use_local_synchronization=True)
+def _is_alive(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group was not destroyed, by itself or with its world."""
+    return group is not None and resolve_group(group.group_name) is group
+
+
+def _new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+    made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def comparing_group(place: RankStore) -> dist.ProcessGroup:
+    """A group of some ranks that only compare in it: collectives of others may be in another order, or missing."""
+    return _made_once("compare", place.ranks, _timeout(), _new_group)
 
 
 def rank_store(name: str) -> RankStore | None:
@@ -184,7 +230,7 @@ def run_of(group: dist.ProcessGroup, length: int) -> dist.ProcessGroup:
     """The group of this rank's run of `length` neighbours in `group`; all ranks of `group` must call this together."""
     ranks = dist.get_process_group_ranks(group)
     begin = ranks.index(dist.get_rank()) // length * length
-    return _made_once("run", tuple(ranks[begin : begin + length]), _new_group)
+    return _made_once("run", tuple(ranks[begin : begin + length]), min(_timeout(), timeout_of(group)), _new_group)
 
 
 def mesh_once(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
@@ -195,6 +241,8 @@ def mesh_once(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
         world = dist.group.WORLD
         assert world is not None
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "fsdp"))
+        for group in mesh.get_all_groups() if _has_processes(world) else ():
+            set_timeout(group, _timeout())
         known = registry.meshes[device_type, shape] = (weakref.ref(world), mesh)
     return known[1]
 

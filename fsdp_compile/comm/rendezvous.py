@@ -22,6 +22,7 @@ import time
 
 import torch.distributed as dist
 
+from fsdp_compile.comm.failures import failed_elsewhere
 from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 0.1
@@ -70,6 +71,8 @@ class Rendezvous:
         ranks: The group's ranks, by their numbers in the world.
         rank: The number of this one in the group.
         timeout_s: How long to wait for others in a round.
+        world: The store in which a rank leaves the error that ends it, if there is one.
+        wanted: What the ranks wait for each other to do.
     """
 
     store: dist.Store
@@ -77,12 +80,14 @@ class Rendezvous:
     ranks: tuple[int, ...]
     rank: int
     timeout_s: float
+    world: dist.Store | None = None
+    wanted: str = "compile its next collectives"
 
-    def compare(self, number: int, digest: str, text: str) -> Difference | None:
+    def compare(self, number: int | str, digest: str, text: str) -> Difference | None:
         """One round: every rank compares with the group's first rank, and none returns before all have.
 
         Args:
-            number: Of the round, the same on all ranks.
+            number: Of the round, or its name; the same on all ranks.
             digest: What has to be the same on all ranks.
             text: What to show if it is not.
 
@@ -101,9 +106,13 @@ class Rendezvous:
         except RuntimeError as error:  # torch's errors of stores
             raise RankFailedError(
                 f"the store through which ranks meet does not answer: {error}",
-                where=f"rank {self.ranks[self.rank]}, while ranks compared what they compile",
+                where=f"rank {self.ranks[self.rank]}, which waited for all ranks to {self.wanted}",
                 instead="see why the process ended that holds the store, rank 0 or the launcher: this is what followed",
             ) from error
+
+    def meet(self, number: int | str) -> None:
+        """One round without a text: no rank returns before all have come; raises as `compare`."""
+        self.compare(number, "", "")
 
     def tell(self, error: FSDPCompileError) -> None:
         """Ends all waiting of the group, now and later, with an error of this or another group; the first one stays."""
@@ -155,6 +164,11 @@ class Rendezvous:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _refuse_failed(self) -> None:
+        if self.world is not None:
+            where = f"rank {self.ranks[self.rank]}, which waited for all ranks to {self.wanted}"
+            error = failed_elsewhere(self.world, where)
+            if error is not None:
+                raise error
         if self.store.check(["failed"]):
             parts = json.loads(self.store.get("failed"))
             raise _KINDS[parts.pop("kind")](parts.pop("what"), **parts)
@@ -167,8 +181,8 @@ class Rendezvous:
         absent = [r for number, r in enumerate(self.ranks) if not self.store.check([f"{at}here/{number}"])]
         named = ", ".join(map(str, absent))
         return RankFailedError(
-            f"rank {named} did not compile its next collectives within {self.timeout_s:g} s",
-            where=f"rank {self.ranks[self.rank]} has compiled its own, and waits for ranks {self.ranks} to compare",
+            f"rank {named} did not {self.wanted} within {self.timeout_s:g} s",
+            where=f"rank {self.ranks[self.rank]} is there, and waits for ranks {self.ranks}",
             instead="see on that rank whether it died, is stuck, or does not run a module that this one runs: what is "
             "done inside of `if rank == 0:` (an evaluation, say) has to be done on every rank, and a module that has "
             "no rows on one rank has to be called there all the same, with an empty tensor",

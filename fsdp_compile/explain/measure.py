@@ -47,7 +47,7 @@ def measured(
         rounds: Runs of each operator, of which the median counts.
 
     Raises:
-        ConfigError: If the plan is of a model that has run.
+        ConfigError: If the plan is of a model that has run, or the cache is damaged.
     """
     if plan.traced is None:
         raise ConfigError(
@@ -81,7 +81,7 @@ def _nodes(plan: PlanData) -> dict[str, fx.Node]:
 def _cached(nodes: Mapping[str, fx.Node], path: Path, device: torch.device, rounds: int) -> Times:
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
-        every = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        every = _read(path) if path.exists() else {}
         known = every.setdefault(_setting(device), {})
         missing = {signature: node for signature, node in nodes.items() if signature not in known}
         if missing:
@@ -90,6 +90,19 @@ def _cached(nodes: Mapping[str, fx.Node], path: Path, device: torch.device, roun
             written.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n", encoding="utf-8")
             written.replace(path)
         return {signature: known[signature] for signature in nodes if signature in known}
+
+
+def _read(path: Path) -> dict[str, dict[str, float]]:
+    """The times in a cache, by setting; raises `ConfigError` for a file that is none."""
+    try:
+        every = json.loads(path.read_text(encoding="utf-8"))
+        return {str(of): {str(name): float(us) for name, us in times.items()} for of, times in every.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the file is no cache of measured times, or was cut off: {error}",
+            where=f"measured(cache={str(path)!r})",
+            instead="delete the file, and the times are measured again; or another path",
+        ) from error
 
 
 def _setting(device: torch.device) -> str:

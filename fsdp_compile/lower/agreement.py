@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile.comm import groups
-from fsdp_compile.comm.rendezvous import Difference, RefusedElsewhereError, Rendezvous, digest_of
+from fsdp_compile.comm.rendezvous import Difference, RefusedElsewhereError, digest_of
 from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchError
 from fsdp_compile.ir.graph import EXCHANGES, Record, Role, StepGraph, require, role_of
 
@@ -37,13 +37,11 @@ def agree(step: StepGraph) -> None:
         RefusedElsewhereError: If a rank has refused to compile as many orders; all may try again.
         RankFailedError: If a rank does not compile as many orders in time, or the store fails.
     """
-    starts = [node for node in step.graph.nodes if node.meta.get("fsdp") and require(node).role in _STARTS]
-    for alias in dict.fromkeys(group_of(node) for node in starts):
+    for alias, mine in _collectives(step).items():
         place = groups.rank_store(alias)
         if place is None:
             continue
-        mine = [_line(node) for node in starts if group_of(node) == alias]
-        digest = digest_of("\n".join(_numbered(mine)))
+        digest = _digest(mine)
         if digest not in place.agreed:
             place.agreed.append(digest)
             try:
@@ -51,6 +49,31 @@ def agree(step: StepGraph) -> None:
             except RefusedElsewhereError:
                 place.agreed[-1] = _REFUSED  # a refusal counts as an order, on all ranks
                 raise
+
+
+def digests(step: StepGraph) -> dict[str, int]:
+    """For each group on which a transformed graph communicates, a number that stands for its collectives on it."""
+    return {alias: int(_digest(lines)[:14], 16) for alias, lines in _collectives(step).items()}
+
+
+def in_order(records: Iterable[Record]) -> list[Record]:
+    """Parameter groups in an order that is the same for all layers, and on all ranks, that share a graph."""
+    return sorted(records, key=lambda record: _natural(record.parameters[0]))
+
+
+def _collectives(step: StepGraph) -> dict[str, list[str]]:
+    """The lines of a graph's collectives, by group; of groups whose ranks are processes."""
+    starts = [node for node in step.graph.nodes if node.meta.get("fsdp") and require(node).role in _STARTS]
+    found: dict[str, list[str]] = {}
+    for node in starts:
+        alias = group_of(node)
+        if groups.rank_store(alias) is not None:
+            found.setdefault(alias, []).append(_line(node))
+    return found
+
+
+def _digest(lines: list[str]) -> str:
+    return digest_of("\n".join(_numbered(lines)))
 
 
 def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
@@ -69,11 +92,11 @@ def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
         if any(digest != _REFUSED for digest in place.agreed):
             continue
         place.agreed.append(_REFUSED)
-        _rendezvous(place).refuse(len(place.agreed), error)
+        place.rendezvous().refuse(len(place.agreed), error)
 
 
 def _compare(place: groups.RankStore, number: int, digest: str, mine: list[str]) -> None:
-    room = _rendezvous(place)
+    room = place.rendezvous()
     try:
         difference = room.compare(number, digest, "\n".join(mine))
         if difference is not None:
@@ -83,12 +106,8 @@ def _compare(place: groups.RankStore, number: int, digest: str, mine: list[str])
     except FSDPCompileError as error:
         # An error ends the comparisons of all groups of this rank, and so on: no rank waits for one that has failed.
         for each in groups.rank_stores():
-            _rendezvous(each).tell(error)
+            each.rendezvous().tell(error)
         raise
-
-
-def _rendezvous(place: groups.RankStore) -> Rendezvous:
-    return Rendezvous(place.store(), place.prefix, place.ranks, place.rank, place.timeout_s)
 
 
 def group_of(node: fx.Node) -> str:

@@ -13,6 +13,7 @@ from fsdp_compile.capture.functions import refuse_hidden_reads
 from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
+from fsdp_compile.lower.agreement import digests
 from fsdp_compile.lower.gradient_outputs import grad_outputs, note_grad_outputs
 from fsdp_compile.lower.wrappers import (
     Compiled,
@@ -21,6 +22,7 @@ from fsdp_compile.lower.wrappers import (
     count_reads,
     flat_inputs,
     host_copies_from,
+    note_order,
     read_again,
     refuse_batched_gradients,
     runs_optimizers,
@@ -58,6 +60,7 @@ class Region:
         keep: Chooses what stays unsharded from forward to backward where that was left open.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         again: Parameter groups that are updated in backward, and that backward reads as forward does.
+        digests: What stands for the collectives of each transformed graph, by process group.
     """
 
     flats: Mapping[int, Record]
@@ -67,6 +70,7 @@ class Region:
     refuse: Callable[[FSDPCompileError], None] = _refuse_silently
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
     again: frozenset[FlatKey] = frozenset()
+    digests: dict[Phase, dict[str, int]] = dataclasses.field(default_factory=dict)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
@@ -106,6 +110,7 @@ class Region:
         # Only when all are transformed: a rank whose second graph is refused must not have announced the first.
         for step in steps:
             self.announce(step)
+            self.digests[step.phase] = digests(step)
         return steps
 
     def inference(self, gm: fx.GraphModule) -> None:
@@ -135,4 +140,5 @@ class Region:
             compiled = count_reads(compiled, step, self.again)
         if noted:
             compiled = refuse_batched_gradients(compiled, step)
+        compiled = note_order(compiled, step, self.digests.get(phase, {}))
         return check_inputs(compiled, inputs) if inputs else compiled

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fsdp_compile._torch.autograd import backward_in_progress, below_autograd
 from fsdp_compile._torch.tensors import is_batched
+from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.layout.spec import Update
+from fsdp_compile.lower.agreement import in_order
 from fsdp_compile.modules.forward import in_forward
 from fsdp_compile.runtime import update_in_backward
+from fsdp_compile.runtime.read_order import LARGEST_DIGEST, Done, compare_after_forward, in_graph, note_all
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.runtime.unshard import is_outdated, unshard_again
 from fsdp_compile.sharding.views import check_inside_graph
@@ -78,6 +81,57 @@ def _replace_stale(args: list[Any], flat: FSDPParamGroup, at: FlatInput) -> None
         assert flat.unsharded.params is not None
         for offset, position in at.kept:
             args[position] = flat.unsharded.params.values[offset]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Noted:
+    """A parameter group among the inputs of a graph, and what to note for it in each of its process groups, if any."""
+
+    position: int
+    in_shard_group: int
+    in_replicate_group: int | None
+
+
+def note_order(compiled: Compiled, step: StepGraph, digests: Mapping[str, int]) -> Compiled:
+    """Wraps a compiled graph so that ranks compare for which parameter groups it communicates.
+
+    Args:
+        compiled: Its collectives are the same on all ranks; layers share it, so what they are for is known at the call.
+        step: The graph.
+        digests: What stands for its collectives, by the alias of their process group.
+    """
+    placeholders = step.graph.find_nodes(op="placeholder")
+    position_of = {require(node): i for i, node in enumerate(placeholders) if role_of(node) is Role.FLAT}
+    is_forward = step.phase is Phase.FORWARD
+    done = Done.READ if is_forward else Done.REDUCED
+    noted = []
+    for record in in_order(position_of):
+        spec = record.specs[0]
+        over_shards = sum(digests.get(alias, 0) for alias in (spec.group, spec.reduce_group, spec.post_forward_group))
+        over_replicas = digests.get(spec.replicate_group)
+        in_replicate_group = None if over_replicas is None else in_graph(over_replicas, done)
+        noted.append(_Noted(position_of[record], in_graph(over_shards % LARGEST_DIGEST, done), in_replicate_group))
+
+    units = ", ".join(dict.fromkeys(record.unit for record in position_of))
+    doing = f"in a compiled {step.phase.value} of unit {units}"
+
+    def run(args: list[Any]) -> Any:
+        for each in noted:
+            flat = FSDPParamGroup.of(args[each.position])
+            if flat is not None:  # else a copy by saved-tensor hooks, of unknown owner
+                note_all(flat, each.in_shard_group, each.in_replicate_group)
+        try:
+            result = compiled(args)
+        except RuntimeError as error:
+            refuse_lost_ranks(error, doing)
+            raise
+        # A compiled function enters it without the model's own `__call__`, at whose end ranks compare.
+        if is_forward and not in_forward():
+            compare_after_forward()
+        return result
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run if noted else compiled
 
 
 def read_again(forward: StepGraph, backward: StepGraph) -> frozenset[FlatKey]:

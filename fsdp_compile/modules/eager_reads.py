@@ -16,10 +16,13 @@ from torch import nn
 
 from fsdp_compile._torch.dynamo import calls_are_compiled, is_compiling_a_frame
 from fsdp_compile._torch.tensors import plain_torch_functions
+from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.modules.uncounted_writes import may_write, written_by
+from fsdp_compile.runtime import read_order
 from fsdp_compile.runtime.module_state import reads_of
+from fsdp_compile.runtime.read_order import Done
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 from fsdp_compile.runtime.unshard import version_of_param
 from fsdp_compile.runtime.unshard_args import swap_in, swapped_value
@@ -169,8 +172,13 @@ class _Kept(NamedTuple):
 
 def _gathered(module: nn.Module, name: str, gather: Gather) -> tuple[torch.Tensor, _Read]:
     read = reads_of(module)[name]
-    with profiled(Range.ALL_GATHER, [read.group.unit.name]):
-        gathered = gather(module)
+    read_order.note(read.group, Done.READ, read.param.spec.offset)
+    try:
+        with profiled(Range.ALL_GATHER, [read.group.unit.name]):
+            gathered = gather(module)
+    except RuntimeError as error:
+        refuse_lost_ranks(error, f"gathering {read.group.unit.parameter_name(read.param)}")
+        raise
     gathered_from(gathered, read.group, read.param)
     return gathered, note_read(gathered)
 

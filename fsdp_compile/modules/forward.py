@@ -19,6 +19,7 @@ from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.modules.casts import Arguments, cast_inputs, cast_output
 from fsdp_compile.modules.eager_reads import check_reads, hide_values, reads, show_values
 from fsdp_compile.modules.stored_shards import refusal_of_shards
+from fsdp_compile.runtime import read_order
 from fsdp_compile.runtime.module_state import state_of
 
 _depth = threading.local()
@@ -95,6 +96,8 @@ def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     else:
         if _depth.value == 1 and reads.__dict__:
             check_reads()
+        if _depth.value == 1:
+            read_order.compare_after_forward()
         return output
     finally:
         _depth.value -= 1
@@ -211,6 +214,7 @@ def leave_method(frame: types.FrameType) -> None:
         _first_call.frame = None
         try:
             check_reads()
+            read_order.compare_after_forward()
         finally:
             reads.__dict__.clear()
 

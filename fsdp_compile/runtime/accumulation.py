@@ -13,8 +13,9 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.ops.unshard import sum_over_replicas, sum_over_shards
-from fsdp_compile.runtime import gradients, module_state, update_in_backward
+from fsdp_compile.runtime import gradients, module_state, read_order, update_in_backward
 from fsdp_compile.runtime.group_state import CommSettings
+from fsdp_compile.runtime.read_order import Done
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 from fsdp_compile.runtime.unshard_args import grad_placement_of, refresh_unshard_args
 
@@ -111,9 +112,11 @@ def _reduce_rest(group: FSDPParamGroup) -> None:
     spec = group.params[0].spec
     full = group.grads.unsharded_accumulated_grad.drain() if placement is not GradPlacement.UNREDUCED else None
     if full is not None:
+        read_order.note(group, Done.REDUCED_REST)
         group.grads.partial_reduce_output.add(sum_over_shards(full.value, spec), full.offsets)
     summed = group.grads.partial_reduce_output.drain() if placement is GradPlacement.REDUCED else None
     if summed is not None:
+        read_order.note(group, Done.REDUCED_REST)
         gradient = sum_over_replicas(summed.value, spec).to(group.flat_param)
         gradients.accumulate_sharded_grads(group, gradient, summed.offsets)
     if full is not None or summed is not None:

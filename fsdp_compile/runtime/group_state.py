@@ -1,4 +1,4 @@
-"""Settings of a unit, and the states of a parameter group: unsharded values and updates in backward."""
+"""Settings of a unit, and the states of a parameter group: unsharded values, updates in backward, comparisons."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_compile.comm.groups import RankStore
 from fsdp_compile.comm.mesh import MeshPlacement
 from fsdp_compile.config.policy import MixedPrecision, Offload
 from fsdp_compile.errors import InvariantError
@@ -147,6 +148,21 @@ class UnshardedState:
             # The all-gather would write into memory that is used for something else by then.
             raise InvariantError("parameters were freed while their all-gather runs")
         self.params = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedAs:
+    """How ranks compare what they gather and reduce of a parameter group (`runtime/read_order.py`).
+
+    Attributes:
+        number: The same on all ranks, and of no other parameter group of the same ranks.
+        shard: Where the ranks of the shard group meet; `None` for one rank.
+        replicate: Where the replicas meet; `None` if there are none.
+    """
+
+    number: int
+    shard: RankStore | None
+    replicate: RankStore | None
 
 
 @dataclasses.dataclass

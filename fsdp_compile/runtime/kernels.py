@@ -9,12 +9,14 @@ import torch
 
 from fsdp_compile._torch.autograd import has_gradient_hooks, is_accumulated_in_this_backward
 from fsdp_compile._torch.dynamo import skip_code
+from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
-from fsdp_compile.layout.spec import GradPlacement, Update, parse
+from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, Update, parse
 from fsdp_compile.ops.embedding import reduced_rows
 from fsdp_compile.ops.unshard import reduced_gradient
-from fsdp_compile.runtime import gradients, post_backward, update_in_backward
+from fsdp_compile.runtime import gradients, post_backward, read_order, update_in_backward
+from fsdp_compile.runtime.read_order import Done
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 
@@ -60,11 +62,22 @@ def _reduce_grad(
     owner = FSDPParamGroup.of(flat)
     if owner is not None:
         gradients.mark_produced(owner, [read.offset], read.grad_placement)
+        _note_reduction(owner, read)
         unsharded_accumulated_grad, partial_reduce_output = consume_accumulated(
             owner, [read.offset], unsharded_accumulated_grad, partial_reduce_output
         )
-    with profiled(Range.REDUCE, [] if owner is None else [owner.unit.name]):
-        return reduced_gradient(flat, grad, read, unsharded_accumulated_grad, partial_reduce_output)
+    unit = "" if owner is None else owner.unit.name
+    try:
+        with profiled(Range.REDUCE, [unit]):
+            return reduced_gradient(flat, grad, read, unsharded_accumulated_grad, partial_reduce_output)
+    except RuntimeError as error:
+        refuse_lost_ranks(error, f"reducing a gradient of unit {unit or '(root)'}")
+        raise
+
+
+def _note_reduction(owner: FSDPParamGroup, read: UnshardSpec) -> None:
+    if read.grad_placement is not GradPlacement.UNREDUCED:
+        read_order.note(owner, Done.REDUCED, read.offset)
 
 
 @torch.library.impl("fsdp::reduce_rows", "CompositeExplicitAutograd", lib=_LIBRARY)
@@ -81,6 +94,7 @@ def _reduce_rows(
     owner = FSDPParamGroup.of(flat)
     if owner is not None:
         gradients.mark_produced(owner, [read.offset], read.grad_placement)
+        _note_reduction(owner, read)
     with profiled(Range.REDUCE, [] if owner is None else [owner.unit.name]):
         return reduced_rows(flat, grad, ids, spec, padding_idx, scale_grad_by_freq)
 

@@ -19,7 +19,7 @@ from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
 from fsdp_compile._torch.tensors import make_dtensor, views_of
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.layout.spec import GradPlacement
-from fsdp_compile.runtime import accumulation, gradients, unshard, update_in_backward
+from fsdp_compile.runtime import accumulation, gradients, read_order, unshard, update_in_backward
 from fsdp_compile.runtime.module_state import reads_of
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, ModelState
 
@@ -41,6 +41,7 @@ def post_backward_final_callback(model: ModelState) -> None:
     """Reduces and writes gradients that are left at the end of a backward."""
     with profiled(Range.ROOT_POST_BACKWARD):
         _finish_backward(model)
+    read_order.compare()  # what was left to reduce
 
 
 def _finish_backward(model: ModelState) -> None:

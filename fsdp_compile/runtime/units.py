@@ -13,7 +13,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from fsdp_compile.ops.comm_hook import Registered
 from fsdp_compile.runtime.grad_state import GradState
 from fsdp_compile.runtime.group_state import (
     CommSettings,
+    ComparedAs,
     ParamState,
     ReduceGroup,
     UnitPolicy,
@@ -32,33 +33,7 @@ from fsdp_compile.runtime.group_state import (
     UpdateState,
     WrapSource,
 )
-
-
-class ModuleRefs(Sequence[tuple[nn.Module, str]]):
-    """Every (module, attribute) that registers a parameter; modules that are deleted are left out."""
-
-    def __init__(self, refs: Iterable[tuple[nn.Module, str]]) -> None:
-        self._refs = [(weakref.ref(module), attribute) for module, attribute in refs]
-
-    def append(self, module: nn.Module, attribute: str) -> None:
-        """Adds one more."""
-        self._refs.append((weakref.ref(module), attribute))
-
-    def __iter__(self) -> Iterator[tuple[nn.Module, str]]:
-        for reference, attribute in self._refs:
-            module = reference()
-            if module is not None:
-                yield module, attribute
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[nn.Module, str]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[tuple[nn.Module, str]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        return list(self)[index]
+from fsdp_compile.runtime.module_refs import ModuleRefs
 
 
 @dataclasses.dataclass(eq=False)
@@ -120,6 +95,7 @@ class FSDPParamGroup:
         grads: Changed by `gradients`, `accumulation` and `kernels` alone.
         unsharded: Unsharded values between calls; changed by `unshard` alone.
         update_state: Of updates in backward; changed by `update_in_backward` alone.
+        compared: `None` if no other rank has parts of it, or none that is a process.
     """
 
     # Compiled code sees the buffer under other identities; only its address tells which group it is.
@@ -132,6 +108,7 @@ class FSDPParamGroup:
         self.grads = GradState([param.spec for param in self.params])
         self.unsharded = UnshardedState()
         self.update_state = UpdateState()
+        self.compared: ComparedAs | None = None
         if flat_param.device.type != "meta":
             FSDPParamGroup._by_address[flat_param.data_ptr()] = self
 
@@ -202,6 +179,7 @@ class ModelState:
         layout_version: Changes with the layout of parameters and the modules that have them: view checks are stale
             then.
         queued_in_backward: The backward pass whose end `post_backward_final_callback` was queued for.
+        compared_in_backward: The backward pass at whose end ranks compare what they did.
         pre_forward: Called with the outermost module of each forward before it starts.
         before_first_forward: Called once: ranks compare what they have sharded.
         ignored: `id`s of parameters that calls of `fully_shard` on it ignored.
@@ -214,6 +192,7 @@ class ModelState:
         self.units: tuple[FSDPUnit, ...] = ()
         self.layout_version = 0
         self.queued_in_backward: int | None = None
+        self.compared_in_backward: int | None = None
         self.pre_forward = pre_forward
         self.before_first_forward: list[Callable[[], None]] = []
         self.ignored: set[int] = set()
@@ -285,6 +264,7 @@ class FSDPUnit:
         backward_prefetch: The same in backward.
         sharded_by_backend: Whether a compile made it, with the options of that compile.
         compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
+        number: Of the units that its ranks have sharded over their group, the same on all of them.
     """
 
     root_ref: weakref.ref[nn.Module]
@@ -303,6 +283,7 @@ class FSDPUnit:
     other_roots: tuple[weakref.ref[nn.Module], ...] = ()
     root_names: tuple[str, ...] = ()
     compiled_regions: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
+    number: int | None = None
 
     def prefetched(self, field: Literal["forward_prefetch", "backward_prefetch"]) -> Iterator[FSDPUnit]:
         """The units of one of these two fields that are not deleted."""

@@ -17,8 +17,9 @@ from fsdp_compile.layout.messages import EagerBuilder, full_parameter
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops import quantize
-from fsdp_compile.runtime import update_in_backward
+from fsdp_compile.runtime import read_order, update_in_backward
 from fsdp_compile.runtime.group_state import PendingAllGather, UnshardedParams
+from fsdp_compile.runtime.read_order import Done
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, ModelState
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 
@@ -111,6 +112,7 @@ def post_backward(groups: Iterable[FSDPParamGroup]) -> None:
 
 
 def _start_all_gather(group: FSDPParamGroup) -> None:
+    read_order.note(group, Done.UNSHARDED)
     with profiled(Range.ALL_GATHER, [group.unit.name]):
         group.unsharded.start(_start(group))
 

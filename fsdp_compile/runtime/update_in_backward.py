@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.layout.spec import Update
+from fsdp_compile.runtime import read_order
 
 if TYPE_CHECKING:
     from fsdp_compile.runtime.units import FSDPParamGroup
@@ -157,6 +158,8 @@ def run(group: FSDPParamGroup) -> None:
     group.update_state.has_new_grads = False
     trained = [param.parameter for param in group.params if param.parameter.grad is not None]
     updaters = dict.fromkeys(updater for p in trained if (updater := updater_of(p)) is not None)
+    if updaters:
+        read_order.compare()  # before numbers change
     for updater in updaters:
         updater.update(group)
     if updaters:

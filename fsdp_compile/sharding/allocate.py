@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd, move_hooks
 from fsdp_compile._torch.tensors import local_tensor, new_dtensor, set_local_tensor
-from fsdp_compile.comm.groups import GroupRole, alias_of, run_of
+from fsdp_compile.comm.groups import GroupRole, alias_of, rank_store, run_of
 from fsdp_compile.config.policy import compute_device, host_buffer, refuse_device
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout import flat_layout
@@ -21,8 +21,10 @@ from fsdp_compile.layout.flat_layout import local_part, local_shape
 from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.modules.classes import gather_params, rebuild_specs
 from fsdp_compile.runtime import post_backward, replaced_params, update_in_backward
+from fsdp_compile.runtime.group_state import ComparedAs
+from fsdp_compile.runtime.module_refs import ModuleRefs
 from fsdp_compile.runtime.reduce_group import reduce_alias
-from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, ModuleRefs, UnitPolicy, titles
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, UnitPolicy, titles
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from fsdp_compile.sharding.arguments import PlacementFn
 
@@ -70,10 +72,29 @@ def allocate_flat_params(unit: FSDPUnit, members: Sequence[ParamToShard]) -> Non
     kinds = [list(alike) for _, alike in itertools.groupby(sorted(members, key=key), key)]
     order = {id(m): i for i, m in enumerate(members)}
     unit.param_groups = [_param_group(unit, sorted(alike, key=lambda m: order[id(m)])) for alike in kinds]
+    _number(unit)
     gather_params(unit.param_groups)
     for flat in unit.param_groups:
         refresh_unshard_args(flat)
     follow_updaters(unit)
+
+
+def _number(unit: FSDPUnit) -> None:
+    """Numbers the parameter groups of a unit, so that ranks can compare what they gather."""
+    # Units, and not groups, are counted: a rank may be the only one that makes groups anew.
+    spec = unit.param_groups[0].params[0].spec
+    shard, replicate = (rank_store(name) if name else None for name in (spec.group, spec.replicate_group))
+    counted = shard or replicate
+    if counted is None:
+        return
+    if unit.number is None:
+        unit.number = next(counted.units)
+    for place, flat in enumerate(unit.param_groups):
+        flat.compared = ComparedAs(unit.number * _MOST_GROUPS + place, shard, replicate)
+
+
+_MOST_GROUPS = 2**16
+"""More parameter groups than a unit has."""
 
 
 def follow_updaters(unit: FSDPUnit) -> None:

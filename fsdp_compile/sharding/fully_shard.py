@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 
+from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy
 from fsdp_compile.modules.attributes import follow_replaced
 from fsdp_compile.modules.classes import gather_on_read, give_methods, rebuild_specs
@@ -44,6 +45,7 @@ from fsdp_compile.sharding.materialize import fill_in
 from fsdp_compile.sharding.mixed_precision import any_full_precision, cast_at
 from fsdp_compile.sharding.views import pre_forward
 
+tell_of_uncaught_errors()
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 

@@ -154,9 +154,19 @@ def compare(model: ModelState) -> None:
     Raises:
         RankMismatchError: On all ranks, if two of them were sharded with different values.
     """
+    if model.before_first_forward:
+        _meet(model)
     while model.before_first_forward:
         model.before_first_forward[0]()
         del model.before_first_forward[0]
+
+
+def _meet(model: ModelState) -> None:
+    """Waits for the other ranks through the store, where this rank hears of one that fails in its first compile."""
+    compared = [group.compared for unit in model.units for group in unit.param_groups if group.compared is not None]
+    places = [place for each in compared for place in (each.shard, each.replicate) if place is not None]
+    for place in dict.fromkeys(places):
+        place.rendezvous("begin its first forward").meet(f"first/{next(place.comparisons)}")
 
 
 def _saved_buffers(root: nn.Module, apart: set[nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:

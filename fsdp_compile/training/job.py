@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.training.checkpoint_folder import Check, CheckpointFolder, step_of
 from fsdp_compile.training.config import TrainConfig
-from fsdp_compile.training.placement import DeviceKind, Placement
+from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement
 
 RUNS = Path("runs")
 
@@ -142,6 +143,10 @@ class Job:
         run: What tells the run from others.
         done_steps: Steps of the newest checkpoint that is complete as far as names and sizes tell; 0 for a new run.
         ranks: Number of ranks on all hosts.
+        timeout_s: How long a rank waits for others before all of them end.
+
+    Raises:
+        ConfigError: The timeout is no positive number.
     """
 
     config: TrainConfig
@@ -150,6 +155,13 @@ class Job:
     done_steps: int
     ranks: int
     device: DeviceKind
+    timeout_s: float = TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(
+                f"{self.timeout_s:g} is out of bounds", where="--timeout", instead="seconds, a number above 0"
+            )
 
     @property
     def checkpoints(self) -> CheckpointFolder:

@@ -16,10 +16,23 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fsdp_compile.errors import RankFailedError
+from fsdp_compile.comm.failures import explained, tell
+from fsdp_compile.errors import (
+    CheckpointError,
+    ConfigError,
+    FSDPCompileError,
+    RankFailedError,
+    RankMismatchError,
+    UnsupportedModelError,
+)
 from fsdp_compile.training.job import Job
 from fsdp_compile.training.loop import train
 from fsdp_compile.training.world import join_world
+
+_SAY_ALL = {
+    each.__name__ for each in (FSDPCompileError, CheckpointError, ConfigError, RankMismatchError, UnsupportedModelError)
+}
+"""Errors of ours whose text says what to do: a traceback would show our own lines."""
 
 
 class Interrupted(Exception):  # noqa: N818 (it is not an error)
@@ -76,8 +89,13 @@ def join(job: Job) -> None:
 def _run_rank(job: Job) -> None:
     # The kernel then ends a rank at once, also inside a collective, where Python's handler would not run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with join_world(job.device) as world:
-        train(world.from_first(job), world)
+    with join_world(job.device, job.timeout_s) as world:
+        try:
+            with explained("in training"):
+                train(world.from_first(job), world)
+        except Exception as error:
+            tell(error)  # torch's launcher catches it
+            raise
 
 
 @contextmanager
@@ -93,7 +111,11 @@ def _silent_launcher() -> Iterator[None]:
 
 def _root_cause(error: ChildFailedError, reports: Path) -> str:
     """Which rank failed first, and how."""
-    rank, failure = error.get_first_failure()
+    # Of several ranks that are dead when the launcher looks, a signal that it has not sent is the cause.
+    killed = [
+        found for found in error.failures.items() if found[1].exitcode < 0 and found[1].exitcode != -signal.SIGTERM
+    ]
+    rank, failure = killed[0] if killed else error.get_first_failure()
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {failure.signal_name()}, the other ranks with it"
     # The launcher names the first rank that it found dead, which may be one that lost its connection to the failed
@@ -103,4 +125,9 @@ def _root_cause(error: ChildFailedError, reports: Path) -> str:
         return f"rank {rank} ended with exit code {failure.exitcode}, the other ranks with it"
     message = json.loads(written[0].read_text())["message"]
     rank = int(written[0].parent.name)
+    name, _, text = message["message"].partition(": ")
+    if name == RankFailedError.__name__:  # which names the rank that failed first
+        return f"{text}\n(as rank {rank} found; all ranks were ended)"
+    if name in _SAY_ALL:
+        return f"rank {rank} has ended all ranks:\n{name}: {text}"
     return f"rank {rank} failed, the other ranks were ended:\n{message['extraInfo']['py_callstack']}"

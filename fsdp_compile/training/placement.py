@@ -10,6 +10,8 @@ from enum import StrEnum
 from fsdp_compile.errors import ConfigError
 
 RANKS_WITHOUT_GPU = 2
+TIMEOUT_S = 60.0
+"""How long ranks wait for each other unless the user says otherwise."""
 
 
 class DeviceKind(StrEnum):

@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_compile.training.placement import DeviceKind
+from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind
 
 T = TypeVar("T")
 
@@ -71,23 +72,27 @@ class World:
 
 
 @contextmanager
-def join_world(kind: DeviceKind, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
+def join_world(
+    kind: DeviceKind, timeout_s: float = TIMEOUT_S, environment: Mapping[str, str] = os.environ
+) -> Iterator[World]:
     """Join the process group that an elastic launcher's variables describe, and leave it when all went well.
 
     Args:
         kind: CPU joins through gloo, CUDA through NCCL with the GPU of this local rank.
+        timeout_s: How long this rank waits for others.
         environment: Has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Yields:
         This rank.
     """
+    timeout = timedelta(seconds=timeout_s)
     if kind is DeviceKind.CUDA:
         device = torch.device("cuda", int(environment["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, timeout=timeout)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
     # Not after an error: other ranks would report lost connections before this one has reported its error.
     dist.destroy_process_group()

@@ -105,6 +105,15 @@ def test_times_are_measured_once_and_kept_in_a_file(plan: Plan, tmp_path: Path) 
         measured(dataclasses.replace(plan, traced=None))
 
 
+@pytest.mark.parametrize("text", ['{"cpu, 1 thr', "", "[1, 2]", '{"cpu": 3}', '{"cpu": {"aten.a": "x"}}'])
+def test_a_damaged_file_is_named(plan: Plan, text: str, tmp_path: Path) -> None:
+    cache = tmp_path / "times.json"
+    cache.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"no cache of measured times, or was cut off(?s:.)*times\.json"):
+        measured(plan, cache=cache, rounds=1)
+    assert cache.read_text(encoding="utf-8") == text
+
+
 def _measure(folder: str) -> dict[str, float]:
     """What a rank gets; the ranks but the first one would measure other times."""
     model, x = on_meta(Stack)

@@ -5,12 +5,15 @@ Ranks are spawned, so each imports this file before it trains and has the same t
     PAUSE_AT=3      every rank stops in step 3 until somebody ends it
     FAIL_AT=3       rank 1 raises in step 3
     FULL_AT=3       the disk of rank 1 is full from step 3 on
+    KILL_AT=3       rank 1 is killed in step 3
+    STOP_AT=3       rank 1 is stopped in step 3
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -23,6 +26,7 @@ from fsdp_compile.training.trainer import StepResult, Trainer
 PAUSE_AT = int(os.environ.get("PAUSE_AT", "0"))
 FAIL_AT = int(os.environ.get("FAIL_AT", "0"))
 FULL_AT = int(os.environ.get("FULL_AT", "0"))
+SIGNALS = {int(os.environ.get("KILL_AT", "0")): signal.SIGKILL, int(os.environ.get("STOP_AT", "0")): signal.SIGSTOP}
 
 torch.compile = functools.partial(torch.compile, options={"lower": "eager"})
 _step = Trainer.step
@@ -36,6 +40,8 @@ def _troubled_step(self: Trainer, step: int) -> StepResult:
         time.sleep(600)
     if step == FAIL_AT and self.world.rank == 1:
         raise RuntimeError("trouble on demand")
+    if step in SIGNALS and self.world.rank == 1:
+        os.kill(os.getpid(), SIGNALS[step])
     if step == FULL_AT:
         Path.mkdir = _mkdir_on_a_full_disk  # type: ignore[method-assign]
     return _step(self, step)

@@ -112,6 +112,28 @@ def test_a_rank_that_fails_ends_the_others_and_shows_why(tmp_path: Path) -> None
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "said"), [("KILL_AT", "rank 1 was ended by SIGKILL"), ("STOP_AT", "rank 1 does not answer")]
+)
+def test_a_rank_that_is_killed_or_stopped_is_blamed(fault: str, said: str, tmp_path: Path) -> None:
+    timeout = ["--timeout", "5"]
+    process = start(tmp_path, DRIVER, "train", *TINY, *timeout, "--ranks", "2", "--out", "run", **{fault: "3"})
+    status, _, err = finish(process)
+    assert status == 1
+    assert session_of(process) == []
+    assert said in err
+    assert "rank 0 failed" not in err
+    assert _checkpoints(tmp_path / "run") == ["step-000002"]
+
+
+@pytest.mark.parametrize("given", ["0", "nan", "inf"])
+def test_a_timeout_is_a_number_of_seconds(given: str, tmp_path: Path) -> None:
+    status, _, err = finish(start(tmp_path, DRIVER, "train", *TINY, "--timeout", given))
+    assert status == 2
+    assert "--timeout" in err
+
+
+@pytest.mark.long
 def test_a_full_disk_is_the_cause_that_the_launcher_names(tmp_path: Path) -> None:
     process = start(tmp_path, DRIVER, "train", *TINY, "--ranks", "2", "--out", "run", FULL_AT="3")
     status, _, err = finish(process)

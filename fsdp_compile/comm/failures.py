@@ -1,0 +1,143 @@
+"""How a rank that fails tells the others why, and how these find out who has failed where nobody could tell them.
+
+A rank that ends by an error that nothing catches leaves it in the store of the world. Ranks that wait for others
+through the store look there all the while. One that waits in a collective cannot: once that has failed, or has taken
+longer than the user's timeout, it looks for the error, and if there is none, asks which ranks still answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+import time
+import types
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from fsdp_compile._torch.distributed import default_store
+from fsdp_compile.errors import FSDPCompileError, RankFailedError
+
+_FAILED = "fsdp_compile/failed"
+_ANSWERS = "fsdp_compile/answers"
+_ANSWER_S = 3.0
+"""How long the other ranks have to answer: they find out at about the same time."""
+_PAUSE_S = 0.05
+_READ_S = 0.5
+"""How long a rank that holds the store goes on for others to read why it ends: more than the pauses between looks."""
+_OF_COMMUNICATION = re.compile(r"gloo/|Connection (closed|reset|refused)|Timed out waiting|NCCL error|Broken pipe")
+"""What errors of collectives say; torch gives those of gloo no type of their own."""
+
+
+@functools.cache
+def tell_of_uncaught_errors() -> None:
+    """Makes this process, if it ends by an error that nothing catches, tell the other ranks of it."""
+    before = sys.excepthook
+
+    def told(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        before(kind, error, trace)
+        tell(error)
+
+    sys.excepthook = told
+
+
+def tell(error: BaseException) -> None:
+    """Tells all ranks of the world that this one ends, and why; what was told first stays."""
+    if not dist.is_initialized() or _is_of_communication(error):  # that is another rank's failure
+        return
+    what = error.what if isinstance(error, RankFailedError) else f"rank {dist.get_rank()} failed: {_first_lines(error)}"
+    with contextlib.suppress(RuntimeError):  # if the store fails, no rank can be told
+        store = default_store()
+        if not store.check([_FAILED]):
+            store.set(_FAILED, what)
+        if dist.get_rank() == 0:
+            time.sleep(_READ_S)
+
+
+def failed_elsewhere(store: dist.Store, waiting: str) -> RankFailedError | None:
+    """What another rank has told in the store of the world, if any has; `waiting` says what this rank does."""
+    if not store.check([_FAILED]):
+        return None
+    return RankFailedError(
+        store.get(_FAILED).decode(),
+        where=waiting,
+        instead="see what that rank has printed: it failed first, and this rank waited for it",
+    )
+
+
+@contextlib.contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Turns errors of collectives into one that names the rank that failed first; `doing` says what this rank does.
+
+    Raises:
+        RankFailedError: If a collective in the block fails.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        refuse_lost_ranks(error, doing)
+        raise
+
+
+def refuse_lost_ranks(error: RuntimeError, doing: str) -> None:
+    """Raises `RankFailedError`, which names the rank that failed first, in the place of an error of a collective."""
+    if dist.is_initialized() and _is_of_communication(error):
+        raise _explain(error, doing) from error
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    if isinstance(error, FSDPCompileError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or _OF_COMMUNICATION.search(str(error)) is not None
+
+
+def _explain(error: RuntimeError, doing: str) -> RankFailedError:
+    where = f"rank {dist.get_rank()}, {doing}"
+    said = str(error).strip().splitlines()[0]
+    try:
+        told, absent = _ask()
+    except RuntimeError as lost:
+        return RankFailedError(
+            f"the store through which ranks meet does not answer ({lost}), after a collective failed: {said}",
+            where=where,
+            instead="see why the process ended that holds the store, rank 0 or the launcher: this is what followed",
+        )
+    if told is not None:
+        return failed_elsewhere(default_store(), where) or told
+    if absent:
+        named = ", ".join(map(str, absent))
+        return RankFailedError(
+            f"rank {named} does not answer: it was ended, is stopped or stuck, or is cut off; a collective failed "
+            f"here: {said}",
+            where=where,
+            instead="see what became of that rank; the timeout of init_process_group() says how long others wait",
+        )
+    return RankFailedError(
+        f"a collective failed, and all ranks still answer: {said}",
+        where=where,
+        instead="see whether each rank runs the same modules in the same order, and whether the network lost a link",
+    )
+
+
+def _ask() -> tuple[RankFailedError | None, list[int]]:
+    """What a rank has told, or the ranks that do not answer."""
+    store, rank = default_store(), dist.get_rank()
+    others = [each for each in range(dist.get_world_size()) if each != rank]
+    store.set(f"{_ANSWERS}/{rank}", "")
+    deadline_s = time.monotonic() + _ANSWER_S
+    told, absent = None, others
+    while absent and told is None and time.monotonic() < deadline_s:
+        time.sleep(_PAUSE_S)
+        absent = [each for each in absent if not store.check([f"{_ANSWERS}/{each}"])]
+        told = failed_elsewhere(store, "")
+    if not absent and told is None:
+        time.sleep(_PAUSE_S)
+        told = failed_elsewhere(store, "")
+    return told, absent
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    return "\n".join(lines[:20])

@@ -1,0 +1,98 @@
+"""Ranks find out which of them has failed: by what it has left in the store, or since it does not answer."""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_compile import RankFailedError, RankMismatchError
+from fsdp_compile.comm import failures
+from fsdp_compile.comm.groups import RankStore
+from tests.ranks import run_ranks
+
+LOST = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
+
+
+def _told() -> str:
+    """Rank 1 ends by an error, which rank 0 hears of while it waits, and when a collective fails."""
+    place = RankStore.of_ranks("a test", (0, 1))
+    if dist.get_rank() == 1:
+        failures.tell(ValueError("a broken row"))
+        failures.tell(ValueError("what followed"))
+        return ""
+    with pytest.raises(RankFailedError) as waiting:
+        place.rendezvous("come").meet(0)
+    with pytest.raises(RankFailedError) as failed:
+        failures.refuse_lost_ranks(RuntimeError(LOST), "gathering a.weight")
+    assert failed.value.what == waiting.value.what
+    return str(failed.value)
+
+
+def test_what_a_rank_has_told_is_said_by_those_that_wait() -> None:
+    said, _ = run_ranks(_told, timeout_s=60)
+    assert said.startswith("rank 1 failed: ValueError: a broken row\n  where: rank 0, gathering a.weight\n")
+
+
+def _does_not_answer() -> str:
+    with mock.patch.object(failures, "_ANSWER_S", 0.3):
+        if dist.get_rank() == 1:
+            return ""
+        with pytest.raises(RankFailedError) as caught:
+            failures.refuse_lost_ranks(RuntimeError(LOST), "in a compiled forward of unit layers.0")
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    said, _ = run_ranks(_does_not_answer, timeout_s=60)
+    assert said.startswith("rank 1 does not answer")
+    assert "Connection closed by peer" in said
+    assert "where: rank 0, in a compiled forward of unit layers.0" in said
+
+
+def _all_answer() -> str:
+    with pytest.raises(RankFailedError) as caught:
+        failures.refuse_lost_ranks(RuntimeError(LOST), "anywhere")
+    return str(caught.value)
+
+
+def test_no_rank_is_blamed_where_all_answer() -> None:
+    for said in run_ranks(_all_answer, timeout_s=60):
+        assert said.startswith("a collective failed, and all ranks still answer: ")
+
+
+def _other_errors() -> bool:
+    failures.refuse_lost_ranks(RuntimeError("The size of tensor a must match"), "anywhere")
+    failures.refuse_lost_ranks(RankMismatchError("Connection closed"), "anywhere")
+    failures.tell(RuntimeError(LOST))  # which is another rank's failure
+    return failures.failed_elsewhere(dist.distributed_c10d._get_default_store(), "") is None
+
+
+def test_other_errors_are_left_alone() -> None:
+    assert run_ranks(_other_errors, timeout_s=60) == [True, True]
+
+
+def test_an_error_that_nothing_catches_is_printed_as_before() -> None:
+    with mock.patch.object(sys, "excepthook") as before:
+        failures.tell_of_uncaught_errors.__wrapped__()
+        error = ValueError("no world was started")
+        sys.excepthook(ValueError, error, None)
+        before.assert_called_once_with(ValueError, error, None)
+
+
+def test_collectives_of_gloo_say_what_is_looked_for() -> None:
+    """The texts are torch's: another version may have others."""
+    (said, _) = run_ranks(_closed, timeout_s=20)
+    assert failures._OF_COMMUNICATION.search(said)
+
+
+def _closed() -> str:
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(1))
+    return str(caught.value)

@@ -1,0 +1,58 @@
+"""Process groups that are made here wait as long as the user said, and not torch's 30 minutes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile import fully_shard
+from fsdp_compile._torch.distributed import timeout_of
+from fsdp_compile.comm import groups
+from fsdp_compile.comm.exchange import group_named
+from tests.ranks import run_ranks
+
+TIMEOUT_S = 77.0
+
+
+def _timeouts(settings: dict[str, Any], mesh_shape: tuple[int, ...] | None) -> dict[str, float]:
+    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape)
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh, **settings)
+    model(torch.ones(2, 8)).sum().backward()
+    used = {name: group_named(name) for name in groups.registry.aliases}
+    made = {purpose: made() for (purpose, _), made in groups.registry.made.items()}
+    in_meshes = [group for _, mesh in groups.registry.meshes.values() for group in mesh.get_all_groups()]
+    meshes = {f"mesh {number}": group for number, group in enumerate(in_meshes)}
+    waits = {str(place.ranks): place.timeout_s for place in groups.rank_stores()}
+    every = {name: timeout_of(group) for name, group in (used | made | meshes).items() if group is not None}
+    return waits | {name: each.total_seconds() for name, each in every.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "mesh_shape", "ranks", "expected"),
+    [
+        ({"separate_reduce_group": True}, (2,), 2, {"fsdp.shard.0", "fsdp.reduce.0", "compare"}),
+        ({"reshard_after_forward": 2}, (4,), 4, {"fsdp.shard.0", "fsdp.post_forward.0", "compare", "run"}),
+        ({}, (2, 2), 4, {"fsdp.shard.0", "fsdp.replicate.0", "compare"}),
+        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, None, 4, {"fsdp.shard.0", "mesh 0", "mesh 1"}),
+    ],
+)
+def test_every_group_has_the_timeout_of_the_world(
+    settings: dict[str, Any],
+    mesh_shape: tuple[int, ...] | None,
+    ranks: int,
+    expected: set[str],
+) -> None:
+    for found in run_ranks(_hosts_of_two, settings, mesh_shape, world_size=ranks, timeout_s=TIMEOUT_S):
+        assert expected <= found.keys()
+        assert set(found.values()) == {TIMEOUT_S}
+
+
+def _hosts_of_two(settings: dict[str, Any], mesh_shape: tuple[int, ...] | None) -> dict[str, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        return _timeouts(settings, mesh_shape)
