@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("program.py")
-TIMEOUT_S = 5.0
+TIMEOUT_S = 10.0
+"""Of all groups: ranks that a busy machine starts seconds apart wait for each other as long."""
 ALLOWED_S = 150.0
 """Torch's own timeout is 30 minutes; starting the program, which a busy machine takes its time for, is included."""
 
@@ -64,9 +65,9 @@ def _healthy_rank(fault: str, way: str) -> str:
 FAULTS = {
     "raises first": r"rank 1 failed: ValueError: a row of this rank's data is broken",
     "raises later": r"rank 1 failed: ValueError: a row of this rank's data is broken",
-    "killed first": r"rank 1 (does not answer|did not make a process group within 5 s)",
+    "killed first": r"rank 1 (does not answer|did not make a process group within 10 s)",
     "killed later": r"rank 1 does not answer",
-    "stopped first": r"rank 1 (does not answer|did not make a process group within 5 s)",
+    "stopped first": r"rank 1 (does not answer|did not make a process group within 10 s)",
     "stopped later": r"rank 1 does not answer",
 }
 COMPILED = {
@@ -74,10 +75,13 @@ COMPILED = {
     "broken fake": r"rank 1 failed: (?s:.)*this fake implementation is broken",
     "leaves a step out": r"rank 1 (does not answer|did not)",
 }
+ALWAYS = [("raises later", "uncompiled"), ("killed later", "compiled")]
 CASES = [*((fault, "compiled") for fault in (*FAULTS, *COMPILED)), *((fault, "uncompiled") for fault in FAULTS)]
 
 
-@pytest.mark.parametrize(("fault", "way"), CASES)
+@pytest.mark.parametrize(
+    ("fault", "way"), [pytest.param(*case, marks=[] if case in ALWAYS else [pytest.mark.long]) for case in CASES]
+)
 def test_the_other_rank_is_blamed_within_the_timeout(fault: str, way: str) -> None:
     out = _healthy_rank(fault, way)
     assert re.search((FAULTS | COMPILED)[fault], out), out
