@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import nn
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
@@ -52,13 +53,14 @@ def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
 
 
 def _reduced(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    values = torch.tensor(numbers, dtype=torch.int64, device=device)
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
-    # Past the dispatcher, where modes and profilers of the user's would count a collective that the program has not.
     backend: Any = group._get_backend(device)
-    backend.allreduce([values], options).wait()
-    return values.tolist()
+    with temporarily_clear_interpreter_stack():  # inside of `torch.func.grad` every new tensor would be a wrapper
+        values = torch.tensor(numbers, dtype=torch.int64, device=device)
+        # Past the dispatcher, where modes and profilers of the user's would count a collective the program has not.
+        backend.allreduce([values], options).wait()
+        return values.tolist()
 
 
 def fake_store() -> dist.Store:

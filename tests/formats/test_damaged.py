@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,9 +180,9 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
     "metadata, foreign": ("dcp", ".metadata", _replace, "cannot read {file}: "),
     "metadata, hostile": ("dcp", ".metadata", _harm_in_metadata, "refers to posix.mkdir, which no checkpoint needs"),
     "a value, hostile": ("dcp", ".metadata", _harm_in_value, "refers to posix.mkdir, which no checkpoint needs"),
-    "chunks, lost": ("dcp", ".metadata", _change_chunks(_lose_a_chunk), "wrongly: its parts have "),
-    "chunks, twice": ("dcp", ".metadata", _change_chunks(_double_a_chunk), "[0:1, 0:1] overlap"),
-    "chunks, too large": ("dcp", ".metadata", _change_chunks(_grow), "does not say where model.first.weight"),
+    "chunks, lost": ("dcp", ".metadata", _change_chunks(_lose_a_chunk), "does not have all of model.first.weight"),
+    "chunks, twice": ("dcp", ".metadata", _change_chunks(_double_a_chunk), "does not have all of model.first.weight"),
+    "chunks, too large": ("dcp", ".metadata", _change_chunks(_grow), "bytes for model.first.weight[0:1000000000, "),
     "another dtype": ("dcp", ".metadata", _change_chunks(_change_dtype), "has no torch.int32 of shape "),
     "a chunk nowhere": ("dcp", ".metadata", _lose_a_place, "does not say where model.first.weight, from ["),
     "a file elsewhere": ("dcp", ".metadata", _move, "../__"),
@@ -256,7 +257,9 @@ def test_values_that_are_not_finite_are_found_if_asked_for(value: float, dtype: 
 
 def _save_local(folder: Path) -> None:
     model = FullyShardedDataParallel(nn.Linear(4, 7), device_id=torch.device("cpu"))
-    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
     state = model.state_dict()
     dcp.save({"model": state}, checkpoint_id=folder / "dcp")
     if dist.get_rank() == 0:
