@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
-from tests.beside import Beside, Run, close, loss_of
+from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
 
@@ -42,11 +42,13 @@ def _steps_before(pair: Beside, count: int) -> None:
 
 
 def _check_optimizer(kind: str, before: int, how: Run) -> None:
-    pair = Beside(Small, how if how is Run.PLAIN or not before else Run.UNSHARDED)
+    pair = Beside(Small, Run.UNSHARDED if before else how)
     pair.optimize(OPTIMIZERS[kind])
     _steps_before(pair, before)
     if before and how is Run.EAGER:
         fully_shard(pair.model)
+    elif before:  # once a model is compiled, its gradients outside of compiled calls are refused
+        pair.compiled = compile_eagerly(pair.model)
     held = [p for group in pair.optimizers[0][0].param_groups for p in group["params"]]
     for _ in range(3):
         pair.step()
