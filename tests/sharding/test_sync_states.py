@@ -140,7 +140,7 @@ class _Allocated(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
-                self.most_bytes = max(self.most_bytes, tensor.nbytes)
+                self.most_bytes = max(self.most_bytes, tensor.untyped_storage().nbytes())
         return made
 
 
