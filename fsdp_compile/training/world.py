@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_compile._torch.distributed import timeout_of
 from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind
 
 T = TypeVar("T")
@@ -68,7 +69,10 @@ class World:
 
     def apart(self) -> World:
         """The same ranks over a gloo group of their own, whose collectives never meet those of another thread."""
-        return dataclasses.replace(self, device=torch.device("cpu"), group=dist.new_group(backend="gloo"))
+        assert dist.group.WORLD is not None
+        # Torch would give it 30 minutes, whatever the world has.
+        made = dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
+        return dataclasses.replace(self, device=torch.device("cpu"), group=made)
 
 
 @contextmanager

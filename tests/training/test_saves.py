@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compile._torch.checkpoint import SafeReader
+from fsdp_compile._torch.distributed import timeout_of
 from fsdp_compile.errors import CheckpointError
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder
 from fsdp_compile.training.saves import BackgroundSaves
@@ -216,3 +217,13 @@ def test_a_copy_overwrites_the_one_before() -> None:
     state["b"].clear()
     assert buffers.stage(state)["b"] == []
     assert set(buffers._buffers) == {("a",)}
+
+
+def _timeout_of_saves(folder: Path) -> float:
+    saves = SmallRun(folder).in_background()
+    assert saves._apart.group is not None
+    return timeout_of(saves._apart.group).total_seconds()
+
+
+def test_threads_wait_for_each_other_as_long_as_training_does(tmp_path: Path) -> None:
+    assert run_ranks(_timeout_of_saves, tmp_path, timeout_s=77.0) == [77.0, 77.0]
