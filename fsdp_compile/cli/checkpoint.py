@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fsdp_compile.config.choices import DTYPES
 from fsdp_compile.errors import CheckpointError
-from fsdp_compile.formats.options import ConvertOptions, Format, Others, check_convert, check_exists
+from fsdp_compile.formats.options import SHARD_GB, ConvertOptions, Format, Others, check_convert, check_exists
 
 if TYPE_CHECKING:
     from fsdp_compile.formats.entries import Checkpoint
@@ -53,9 +53,8 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
     convert.add_argument(
         "--max-shard-gb",
         type=float,
-        default=5.0,
         metavar="GB",
-        help="1e9 bytes that a file of a folder of safetensors may have (default: 5)",
+        help=f"1e9 bytes that a file of a folder of safetensors may have (default: {SHARD_GB:g})",
     )
     convert.add_argument(
         "--drop-others",

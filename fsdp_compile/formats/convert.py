@@ -11,7 +11,7 @@ from pathlib import Path
 from fsdp_compile.formats.causes import naming
 from fsdp_compile.formats.detect import open_checkpoint
 from fsdp_compile.formats.entries import Entry
-from fsdp_compile.formats.options import ConvertOptions, Format, check_convert
+from fsdp_compile.formats.options import SHARD_GB, ConvertOptions, Format, check_convert
 from fsdp_compile.formats.select import Selection
 from fsdp_compile.formats.write_dcp import write_dcp
 from fsdp_compile.formats.write_safetensors import write_safetensors
@@ -75,7 +75,8 @@ def _write(selection: Selection, path: Path, options: ConvertOptions) -> None:
         case Format.TORCH:
             write_torch(selection, path)
         case Format.SAFETENSORS:
-            write_safetensors(selection, path, options.max_shard_gb * _GB)
+            most_gb = SHARD_GB if options.max_shard_gb is None else options.max_shard_gb
+            write_safetensors(selection, path, most_gb * _GB)
 
 
 def _sync(path: Path) -> None:

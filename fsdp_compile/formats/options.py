@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 from fsdp_compile.errors import ConfigError
 
@@ -31,6 +32,10 @@ class Others(StrEnum):
     DROP = "drop"
 
 
+SHARD_GB: Final = 5.0
+"""1e9 bytes that a file of a folder of safetensors may have unless the user says otherwise."""
+
+
 @dataclass(frozen=True)
 class ConvertOptions:
     """What is taken of a checkpoint, under which names, and how it is written.
@@ -41,7 +46,8 @@ class ConvertOptions:
         strip_prefix: What is removed from the names that begin with it.
         prefix: What is put before every name, after that.
         dtype: The name of the dtype that floating-point tensors are cast to; None for their own.
-        max_shard_gb: How many 1e9 bytes a file of a folder of safetensors may have; one tensor may have more.
+        max_shard_gb: How many 1e9 bytes a file of a folder of safetensors may have; one tensor may have more. None for
+            `SHARD_GB`.
         others: For safetensors, which hold tensors alone.
     """
 
@@ -50,7 +56,7 @@ class ConvertOptions:
     strip_prefix: str = ""
     prefix: str = ""
     dtype: str | None = None
-    max_shard_gb: float = 5.0
+    max_shard_gb: float | None = None
     others: Others = Others.REFUSE
 
 
@@ -66,13 +72,25 @@ def check_convert(source: Path, target: Path, options: ConvertOptions) -> None:
     folder = target.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder", where="DST", instead="a path in a folder that exists")
-    if not options.max_shard_gb > 0:
-        raise ConfigError(f"files of {options.max_shard_gb} GB hold nothing", where="--max-shard-gb", instead="5")
+    _check_shards(target, options)
     if options.to is Format.SAFETENSORS:
         check_safetensors(target)
     elif options.others is Others.DROP:
         raise ConfigError(
             f"{options.to} has a place for values that are no tensors", where="--drop-others", instead="leave it out"
+        )
+
+
+def _check_shards(target: Path, options: ConvertOptions) -> None:
+    if options.max_shard_gb is None:
+        return
+    if not options.max_shard_gb > 0:
+        raise ConfigError(f"files of {options.max_shard_gb} GB hold nothing", where="--max-shard-gb", instead="5")
+    if options.to is not Format.SAFETENSORS or target.suffix == SUFFIX:
+        raise ConfigError(
+            "only a folder of safetensors is divided into files of some size",
+            where="--max-shard-gb",
+            instead=f"--to {Format.SAFETENSORS} and a DST that does not end in {SUFFIX}, or leave it out",
         )
 
 

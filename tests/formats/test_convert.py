@@ -256,6 +256,14 @@ def test_a_flipped_bit_is_not_carried_along(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
+@pytest.mark.parametrize(("to", "name"), [(DCP, "b"), (TORCH, "b.pt"), (SAFETENSORS, "b.safetensors")])
+def test_a_size_of_files_is_refused_where_there_is_one_file(to: ConvertOptions, name: str, tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match=r"only a folder of safetensors is divided(?s:.)*--max-shard-gb"):
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / name, replace(to, max_shard_gb=1.0))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
 def test_what_exists_is_not_touched(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "a.pt")
     (tmp_path / "b").write_text("mine")
