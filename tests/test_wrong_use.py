@@ -211,6 +211,16 @@ def test_a_parameter_added_after_sharding() -> None:
 
 
 @pytest.mark.usefixtures("world")
+def test_a_parameter_added_after_sharding_that_a_function_reads() -> None:
+    """Without a call of the model, before which its parameters are looked through."""
+    model: Any = fully_shard(nn.Linear(6, 6))
+    model.extra = nn.Parameter(torch.ones(6))
+    error = _refusal(lambda: _compiled(lambda x: x * model.extra)(torch.ones(2, 6)))
+    assert type(error) is ConfigError
+    _says(error, "added to a module after it was sharded", "extra", "ignored_params")
+
+
+@pytest.mark.usefixtures("world")
 def test_a_parameter_that_belongs_to_no_module() -> None:
     loose = nn.Parameter(torch.ones(3))
     error = _refusal(lambda: _compiled(lambda x: x * loose)(torch.ones(3)))

@@ -60,7 +60,7 @@ def _assert_rule(graph: GraphPlan, rule: Ahead) -> None:
     gathers = _of(graph, Kind.GATHER)
     assert len(gathers) == 3
     reductions = {c.unit: c for c in _of(graph, Kind.REDUCE)}
-    for before, after in itertools.pairwise(gathers):
+    for i, (before, after) in enumerate(itertools.pairwise(gathers)):
         start, need = _index(after.start), _index(after.wait)
         messages = len(after.messages)
         match rule:
@@ -68,6 +68,7 @@ def _assert_rule(graph: GraphPlan, rule: Ahead) -> None:
                 assert need - start == messages + 1
             case Ahead.BEFORE_COMPUTE:
                 assert _index(before.start) < start < _index(before.wait)
+                assert all(_index(earlier.wait) < start for earlier in gathers[:i]), "one gather is ahead, and not two"
             case Ahead.AFTER_COMPUTE:
                 assert _index(before.reshard) < start < _index(reductions[before.unit].start)
                 assert start < need
