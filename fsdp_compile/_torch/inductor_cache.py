@@ -25,7 +25,7 @@ def looks_into_cache() -> bool:
 
 
 def compiled_graphs() -> int:
-    """How many graphs this process has compiled rather than loaded, since Dynamo was reset."""
+    """How many graphs this process has compiled so far, rather than loaded."""
     counted = counters["inductor"]
     return int(counted["fxgraph_cache_miss"] + counted["fxgraph_cache_bypass"])
 

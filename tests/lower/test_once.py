@@ -33,10 +33,10 @@ _GRAPH = "a graph"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of Inductor's files, which does not exist yet."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "disk" / "cache"))
     once._say.cache_clear()
     folders._check_locks.cache_clear()
-    return tmp_path / "cache"
+    return tmp_path / "disk" / "cache"
 
 
 def _lock_file(folder: Path) -> Path:
@@ -154,17 +154,16 @@ def test_a_user_who_has_turned_inductors_cache_off_waits_for_nobody(folder: Path
 
 
 @contextlib.contextmanager
-def _mounted(folder: Path, options: str) -> Iterator[None]:
-    folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], check=False, capture_output=True
-    )
+def _mounted(disk: Path, options: str) -> Iterator[None]:
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(disk)]
+    made = subprocess.run(command, check=False, capture_output=True)
     if made.returncode != 0:
         pytest.skip("needs the right to mount")
     try:
         yield
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def _compiles_elsewhere(folder: Path, caplog: pytest.LogCaptureFixture) -> str:
@@ -184,7 +183,7 @@ def _compiles_elsewhere(folder: Path, caplog: pytest.LogCaptureFixture) -> str:
 def test_a_folder_that_cannot_be_written(
     folder: Path, options: str, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with _mounted(folder, options):
+    with _mounted(folder.parent, options):
         assert cause in _compiles_elsewhere(folder, caplog)
 
 
@@ -198,14 +197,14 @@ def test_a_disk_that_is_nearly_full(
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
 def test_a_folder_in_which_others_may_write(folder: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     folder.chmod(mode)
     assert "others may write" in _compiles_elsewhere(folder, caplog)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="giving a folder away takes root")
 def test_a_folder_of_another_user(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     os.chown(folder, 12345, -1)
     assert "belongs to another user" in _compiles_elsewhere(folder, caplog)
 
@@ -228,6 +227,7 @@ def test_a_new_folder_is_the_users_alone(folder: Path) -> None:
 def _compiled_and_loss(folder: str) -> tuple[int, float]:
     """How many graphs this rank has compiled with an Inductor folder, and the loss of its second step."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    before = compiled_graphs()
     model = Slim()
     compiled = torch.compile(model, backend="fsdp", options={"bucket_mb": 0})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -236,7 +236,7 @@ def _compiled_and_loss(folder: str) -> tuple[int, float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return compiled_graphs(), loss.item()
+    return compiled_graphs() - before, loss.item()
 
 
 @pytest.mark.inductor
