@@ -67,14 +67,15 @@ def compile_once(graph: str, lower: Callable[[], T]) -> T:
 
 
 def _wait(lock: FileLock) -> None:
-    """Returns when nobody holds the lock any more, or the user's timeout has passed."""
-    timeout_s = world_timeout_s()
+    """Returns when nobody holds the lock any more, or after half of the user's timeout."""
+    # Half: ranks of other hosts may wait in a collective already, and this one would only begin to compile.
+    timeout_s = world_timeout_s() / 2
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         with suppress(Timeout), lock.acquire(timeout=_LOOK_S, poll_interval=_PAUSE_S):
             return
         refuse_failed_elsewhere("which waited for another process of its host to compile a graph that both need")
-    _say(f"compiles a graph itself, which another process has been compiling for {timeout_s:g} s: {lock.lock_file}")
+    _say(f"compiles a graph that another process has not done within {timeout_s:g} s: {lock.lock_file} is held")
 
 
 @functools.cache

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compile._torch.inductor_cache import cache_folder, compiled_graphs
+from fsdp_compile.comm.failures import tell
+from fsdp_compile.errors import RankFailedError
 from fsdp_compile.lower import cache_folder as folders
 from fsdp_compile.lower import once
 from fsdp_compile.lower.cache_folder import LEAST_BYTES, LOCKS, UnusableFolderError, check_folder
@@ -138,12 +140,41 @@ def test_an_error_of_the_first_one_is_its_own(folder: Path) -> None:
 def test_nobody_waits_longer_than_the_users_timeout(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(once, "world_timeout_s", lambda: 0.3)
+    monkeypatch.setattr(once, "world_timeout_s", lambda: 0.6)
     with _held_by_another_process(folder):
         for _ in range(2):
             assert compile_once(_GRAPH, lambda: "compiled") == "compiled"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]  # once
-    assert "another process has been compiling for 0.3 s" in caplog.text
+    assert "another process has not done within 0.3 s" in caplog.text
+
+
+def test_a_rank_that_waits_hears_of_a_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(waiting: str) -> None:
+        raise RankFailedError("rank 1 failed: of its own", where=waiting)
+
+    monkeypatch.setattr(once, "refuse_failed_elsewhere", refuse)
+    with _held_by_another_process(folder), pytest.raises(RankFailedError, match="of its own"):
+        compile_once(_GRAPH, lambda: "compiled")
+
+
+def _told_while_waiting(folder: str) -> str:
+    """Rank 1 tells that it fails, while rank 0 waits for a process that never ends."""
+    if dist.get_rank() == 1:
+        tell(ValueError("of rank 1"))
+        return ""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    try:
+        compile_once(_GRAPH, lambda: "compiled")
+    except RankFailedError as error:
+        return str(error)
+    return "compiled"
+
+
+def test_what_a_rank_has_told_ends_the_wait_of_another(folder: Path) -> None:
+    with _held_by_another_process(folder):
+        said = run_ranks(_told_while_waiting, str(folder), timeout_s=60)[0]
+    assert "rank 1 failed: ValueError: of rank 1" in said
+    assert "waited for another process of its host to compile" in said
 
 
 def test_a_user_who_has_turned_inductors_cache_off_waits_for_nobody(folder: Path) -> None:
@@ -210,10 +241,10 @@ def test_a_folder_of_another_user(folder: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_a_file_system_without_locks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_args: object, **_kwargs: object) -> None:
+    def no_locks(*_args: object, **_kwargs: object) -> None:
         raise NotImplementedError("FileSystem does not appear to support flock")
 
-    monkeypatch.setattr(folders.FileLock, "acquire", refuse)
+    monkeypatch.setattr(folders.FileLock, "acquire", no_locks)
     with pytest.raises(UnusableFolderError, match="does not appear to support flock"):
         check_folder(folder)
 
