@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import CustomPartitionerFn, compile_fx, compile_fx_inner, functorch_config
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.lower.once import compile_once
 from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.wrappers import Compiled
 
 _KEEP_OUR_ORDER = {
     "reorder_for_peak_memory": False,
@@ -47,9 +50,28 @@ def compile_with_inductor(
         phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
         if not region.steps:
             region.inference(gm)
-        return region.finish(gm, phase, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
+
+        def lower() -> Compiled:
+            return compile_once(
+                _text(gm, example_inputs, patches), lambda: compile_fx_inner(gm, example_inputs, **kwargs)
+            )
+
+        return region.finish(gm, phase, lower)
 
     patches = {**_KEEP_OUR_ORDER, **settings, "custom_partitioner_fn": _Partitioner(region)}
     # AOTAutograd's cache would return graphs of other passes and options: its key knows neither.
     with functorch_config.patch(enable_autograd_cache=False):
         return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
+
+
+def _text(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> str:
+    """What a compiled graph depends on: the same on ranks that may share it, and other than that of other graphs."""
+    kept = {name: value for name, value in settings.items() if name != "custom_partitioner_fn"}
+    described = [_described(value) for value in inputs]
+    return "\n".join([str(sorted(kept.items())), *described, gm.code])
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):  # ranks that use devices of their own compile for them
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+    return str(value)
