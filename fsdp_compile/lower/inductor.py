@@ -9,12 +9,16 @@ from torch import fx
 
 from fsdp_compile._torch.dynamo import CustomPartitionerFn, compile_fx, compile_fx_inner, functorch_config
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.wrappers import Compiled
+from fsdp_compile.lower.written_order import compare, planned_calls
 
 _KEEP_OUR_ORDER = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
+    **KEEP_CALLS_IN_ORDER,
 }
 FREE_AT_LAST_USE: Final = {"allow_buffer_reuse": False}
 """Keeps to the estimate of memory: a buffer that Inductor reuses is not free between its two uses."""
@@ -47,7 +51,14 @@ def compile_with_inductor(
         phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
         if not region.steps:
             region.inference(gm)
-        return region.finish(gm, phase, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
+
+        def compile_graph() -> Compiled:
+            planned = planned_calls(gm.graph)  # Inductor changes the graph
+            compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+            compare(planned, getattr(compiled, "source_code", ""), phase.value)
+            return compiled
+
+        return region.finish(gm, phase, compile_graph)
 
     patches = {**_KEEP_OUR_ORDER, **settings, "custom_partitioner_fn": _Partitioner(region)}
     # AOTAutograd's cache would return graphs of other passes and options: its key knows neither.
