@@ -14,7 +14,7 @@ from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.wrappers import Compiled
 from fsdp_compile.lower.written_order import compare, planned_calls
 
-_KEEP_OUR_ORDER = {
+KEEP_OUR_ORDER = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
@@ -60,7 +60,7 @@ def compile_with_inductor(
 
         return region.finish(gm, phase, compile_graph)
 
-    patches = {**_KEEP_OUR_ORDER, **settings, "custom_partitioner_fn": _Partitioner(region)}
+    patches = {**KEEP_OUR_ORDER, **settings, "custom_partitioner_fn": _Partitioner(region)}
     # AOTAutograd's cache would return graphs of other passes and options: its key knows neither.
     with functorch_config.patch(enable_autograd_cache=False):
         return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
