@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fsdp_compile.lower.inductor
 from fsdp_compile import fully_shard
 from fsdp_compile.explain.trace.stand_in import hollow, hollow_flats
-from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
 from tests.cuda.llama import SMALL, Llama, Sizes
 from tests.cuda.pretended_gpu import SM_90, Architecture, pretended_gpu
 from tests.fake_world import fake_world
@@ -141,27 +141,34 @@ def _caller() -> Callable[..., Any]:
 
 
 def _moved(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
-    """Puts a graph on `cuda:0`, device constants and fake values; returns its inputs there."""
+    """Puts a graph on `cuda:0`, but for shards on the host; returns its inputs there, and their mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
     from torch.utils._pytree import tree_map
 
+    gpu = torch.device("cuda", 0)
+
     def on_gpu(value: Any) -> Any:
-        return torch.device("cuda", 0) if isinstance(value, torch.device) and value.type == "cpu" else value
+        return gpu if isinstance(value, torch.device) and value.type == "cpu" else value
 
     for node in gm.graph.nodes:
         node.args, node.kwargs = tree_map(on_gpu, node.args), tree_map(on_gpu, node.kwargs)
+        if role_of(node) is Role.OFFLOAD_IN:
+            node.update_arg(1, "cuda")
     gm.recompile()
     mode = FakeTensorMode()
+    fakes = list(inputs)
     with mode:
-        fakes = [
-            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="cuda:0")
-            if isinstance(v, torch.Tensor)
-            else v
-            for v in inputs
-        ]
+        for at, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
+            if isinstance(value, torch.Tensor):
+                device = torch.device("cpu") if _is_on_host(node) else gpu
+                fakes[at] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
     return fakes, mode
+
+
+def _is_on_host(node: fx.Node) -> bool:
+    return role_of(node) is Role.FLAT and bool(require(node).specs[0].compute)
 
 
 @contextlib.contextmanager
