@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ def calls_operator(node: Any) -> bool:
 
 def run_in_order(calls: Sequence[Any]) -> None:
     """Makes each node depend on the one before it, for its place alone: no memory is held longer for it."""
-    for before, after in zip(calls, calls[1:], strict=False):
+    for before, after in itertools.pairwise(calls):
         made, waiting = (next(iter(node.get_buffer_names())) for node in (before, after))
         after.add_fake_dep(WeakDep(made, mutating_buf=waiting, is_fake=True))
 

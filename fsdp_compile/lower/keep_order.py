@@ -44,6 +44,7 @@ class FixCalls(_SchedulerPass):
     """Before fusion: lets calls of operators depend on each other in their order."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
+        """Returns the nodes as they are, with more dependencies."""
         if nodes:
             run_in_order([node for node in nodes if calls_operator(node)])
             note_dependencies(nodes)
@@ -54,6 +55,7 @@ class PlaceLate(_SchedulerPass):
     """After fusion: puts each kernel where its last part was, or right before its first reader."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
+        """Returns the nodes in their new order."""
         users = users_of(nodes)
         place: dict[Any, int] = {}
         for node in reversed(nodes):

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import getitem
 
-
 from torch import fx
 
 from fsdp_compile._torch.tensors import OpOverload

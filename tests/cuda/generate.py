@@ -34,15 +34,18 @@ class Case:
     """A model in a world of ranks that do not exist.
 
     Attributes:
+        make: Makes the model.
         ranks: Of the default group.
         replicas: Of hybrid sharding; 1 for none.
         sharding: Arguments of `fully_shard`.
         options: Of the backend.
-        prepare: What a script does with the model before, or after, it is sharded.
+        before: What a script does with the model before it is sharded.
+        after: And afterwards.
         dtype: Of what the model is called with.
         autocast: Whether it is called under `torch.autocast`.
     """
 
+    make: Callable[[Sizes], nn.Module] = Llama
     sizes: Sizes = SMALL
     ranks: int = 8
     replicas: int = 1
@@ -110,7 +113,7 @@ class _Lowered:
 
 def _sharded(case: Case) -> nn.Module:
     with torch.device("meta"):
-        model = Llama(case.sizes)
+        model = case.make(case.sizes)
     case.before(model)
     fully_shard(model, mesh=_mesh(case), **case.sharding)
     hollow_flats(model)

@@ -54,7 +54,7 @@ class Attention(nn.Module):
         # F.scaled_dot_product_attention asks a driver, in C++, which kernel to take.
         half = torch.bfloat16
         q, k, v = q.to(half), k.to(half), v.to(half)
-        done = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        done = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
         return self.o(done.to(x.dtype).transpose(1, 2).reshape(rows, tokens, -1))
 
 

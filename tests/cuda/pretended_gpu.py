@@ -73,6 +73,11 @@ class _NoGuard:
     def __exit__(self, *_: object) -> None: ...
 
 
+def _inverted(tensor: torch.Tensor) -> torch.Tensor:
+    """A function and not the operator, since it becomes a method."""
+    return torch.ops.aten.bitwise_not.default(tensor)
+
+
 @contextlib.contextmanager
 def pretended_gpu(architecture: Architecture = SM_90) -> Iterator[None]:
     """Lets torch and Triton believe in one GPU."""
@@ -92,7 +97,7 @@ def pretended_gpu(architecture: Architecture = SM_90) -> Iterator[None]:
         "torch.cuda.set_rng_state": lambda *_, **__: None,
         "torch.cuda.device": _NoGuard,
         # The one method that asks for a guard of the device, which a CPU build has not for CUDA.
-        "torch.Tensor.__invert__": lambda t: torch.ops.aten.bitwise_not.default(t),
+        "torch.Tensor.__invert__": _inverted,
         "torch._subclasses.fake_tensor.init_gpu_context": lambda *_: None,
     }
     interface = {

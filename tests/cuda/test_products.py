@@ -20,11 +20,12 @@ from fsdp_compile.ir.graph import Phase, Role
 from fsdp_compile.runtime.module_state import units
 from tests.cuda import checks
 from tests.cuda.generate import Case, generate
-from tests.cuda.llama import SMALL
+from tests.cuda.llama import SMALL, Sizes
 from tests.cuda.pretended_gpu import SM_80, SM_90, SM_100
 from tests.cuda.wrapper import Wrapper
 
 pytestmark = [pytest.mark.inductor, pytest.mark.optional, pytest.mark.long]
+EIGHT_BITS = MixedPrecision(param_dtype=torch.bfloat16, gather_dtype=torch.float8_e4m3fn)
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 
 
@@ -56,7 +57,7 @@ def _has_unreduced_gradients(model: nn.Module) -> None:
 
 
 CASES = {
-    "8-bit gathers": _case(sharding={"mp_policy": MixedPrecision(param_dtype=torch.bfloat16, gather_dtype=torch.float8_e4m3fn)}),
+    "8-bit gathers": _case(sharding={"mp_policy": EIGHT_BITS}),
     "hybrid sharding": _case(replicas=2),
     "hybrid sharding, no sum over replicas": _case(replicas=2, after=_does_not_average_over_replicas),
     "a part of each parameter kept": _case(sharding=_with(reshard_after_forward=2)),
@@ -99,6 +100,28 @@ def test_parameters_kept_for_backward_are_the_only_gathered_memory_that_stays() 
     assert not Wrapper(backward.wrapper).gathered()
     checks.order_is_planned(backward)
     checks.no_gradient_is_copied(backward)
+
+
+class _ManyMatrices(nn.Module):
+    """One unit of twelve large matrices, called as `Llama` is."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.matrices = nn.ModuleList(nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(12))
+
+    def forward(self, tokens: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        x = torch.cat((cosines, sines), 1).repeat(1, 4)
+        for matrix in self.matrices:
+            x = matrix(x)
+        return x
+
+
+def test_one_kernel_joins_the_gradients_of_many_matrices() -> None:
+    code = generate(_case(make=_ManyMatrices, options={"bucket_mb": 0}))[Phase.BACKWARD]
+    launches = [launch for _, launch in Wrapper(code.wrapper).launches()]
+    joins = [launch for launch in launches if len(launch.arguments) > 8]
+    assert len(launches) <= 4, launches
+    assert len(joins) == 1
 
 
 @pytest.mark.parametrize("architecture", [SM_80, SM_100], ids=lambda each: each.name)

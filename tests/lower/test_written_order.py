@@ -46,7 +46,7 @@ class Runner:
         buf1 = buf0[0]
         buf2 = buf0[1]
         del buf0
-        buf3 = torch.ops._c10d_functional.all_gather_into_tensor.default(reinterpret_tensor(c, (4, ), (1, ), 0), 2, 'shard')
+        buf3 = torch.ops._c10d_functional.all_gather_into_tensor.default(reinterpret_tensor(c, (4, )), 2, 'shard')
         # Topologically Sorted Source Nodes: [], Original ATen: []
         torch.ops._c10d_functional.wait_tensor.default(buf1)
         torch.ops._c10d_functional.wait_tensor.default(buf2)
