@@ -23,7 +23,7 @@ KEEP_OUR_ORDER: Final = {
     **KEEP_CALLS_IN_ORDER,
 }
 FEW_LAUNCHES: Final = {"max_pointwise_cat_inputs": 64}
-"""One kernel joins the gradients of a unit out of up to so many messages; by default a kernel for each, beyond eight."""
+"""One kernel joins the gradients of a unit out of up to so many messages; by default it is one each, beyond eight."""
 FREE_AT_LAST_USE: Final = {"allow_buffer_reuse": False}
 """Keeps to the estimate of memory: a buffer that Inductor reuses is not free between its two uses."""
 

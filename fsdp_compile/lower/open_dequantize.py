@@ -2,7 +2,7 @@
 
     %full = fsdp.dequantize(%gathered, %scales, ...)   ->   views of both, cast, mul, cast
 
-As an operator it is several kernels, each of which writes its result to memory: in float32, four times of what was sent.
+As an operator it is several kernels, each of which writes its result to memory, in float32 four times of what was sent.
 """
 
 from __future__ import annotations

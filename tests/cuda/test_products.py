@@ -109,7 +109,7 @@ class _ManyMatrices(nn.Module):
         super().__init__()
         self.matrices = nn.ModuleList(nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(12))
 
-    def forward(self, tokens: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    def forward(self, _tokens: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
         x = torch.cat((cosines, sines), 1).repeat(1, 4)
         for matrix in self.matrices:
             x = matrix(x)
