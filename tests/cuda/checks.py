@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
+from typing import Any
+
+from torch import fx
 
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.written_order import compare, planned_calls
@@ -46,8 +49,8 @@ def no_gradient_is_copied(code: Code, *, embeddings: int = 1) -> None:
     assert len(copied) == embeddings, f"not written by a matmul: {copied}"
 
 
-def _messages(start: object) -> list[object]:
-    messages = start.args[0]  # type: ignore[attr-defined]
+def _messages(start: fx.Node) -> list[fx.Node]:
+    messages: Any = start.args[0]
     return list(messages) if isinstance(messages, list | tuple) else [messages]
 
 

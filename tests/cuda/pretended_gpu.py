@@ -100,7 +100,7 @@ def pretended_gpu(architecture: Architecture = SM_90) -> Iterator[None]:
         "torch.Tensor.__invert__": _inverted,
         "torch._subclasses.fake_tensor.init_gpu_context": lambda *_: None,
     }
-    interface = {
+    interface: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
