@@ -89,7 +89,23 @@ def _saved_bytes(make: type[nn.Module], *, keep: bool) -> tuple[int, int]:
     return saved.unsharded_bytes, saved.count
 
 
-@pytest.mark.parametrize("make", [Stack, Checkpointed])
+class _ReadInTwoRegions(nn.Module):
+    """A parameter that is read in two checkpointed regions, which AC by itself would save between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+
+    def _region(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self._region, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("make", [Stack, Checkpointed, _ReadInTwoRegions])
 def test_no_unsharded_byte_is_saved_for_backward(make: type[nn.Module]) -> None:
     for unsharded_bytes, count in run_ranks(_saved_bytes, make, keep=False):
         assert count > 0
