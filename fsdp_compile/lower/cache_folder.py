@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import errno
 import functools
+import grp
 import os
+import pwd
 import shutil
 import stat
 import tempfile
@@ -55,8 +57,17 @@ def _check_owner(folder: Path) -> None:
     found = folder.stat()
     if found.st_uid not in (os.getuid(), _ROOT):
         raise UnusableFolderError(f"{folder} belongs to another user, number {found.st_uid}")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    writers = stat.S_IWOTH if _is_own_group(found.st_gid) else stat.S_IWGRP | stat.S_IWOTH
+    if found.st_mode & writers:
         raise UnusableFolderError(f"others may write in {folder} (mode {stat.filemode(found.st_mode)}): chmod 700")
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether a group is the one of this user alone: systems that make one for each user let it write by default."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name == grp.getgrgid(number).gr_name
+    except KeyError:  # no such entry, as in containers that run with any number
+        return False
 
 
 def _check_room(folder: Path) -> None:

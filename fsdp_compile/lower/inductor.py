@@ -10,15 +10,22 @@ from torch import fx
 
 from fsdp_compile._torch.dynamo import CustomPartitionerFn, compile_fx, compile_fx_inner, functorch_config
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.once import compile_once
+from fsdp_compile.lower.open_dequantize import open_dequantize
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.wrappers import Compiled
+from fsdp_compile.lower.write_before_waits import write_before_waits
+from fsdp_compile.lower.written_order import compare, planned_calls
 
-_KEEP_OUR_ORDER = {
+KEEP_OUR_ORDER: Final = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
+    **KEEP_CALLS_IN_ORDER,
 }
+FEW_LAUNCHES: Final = {"max_pointwise_cat_inputs": 64}
+"""One kernel joins the gradients of a unit out of up to so many messages; by default it is one each, beyond eight."""
 FREE_AT_LAST_USE: Final = {"allow_buffer_reuse": False}
 """Keeps to the estimate of memory: a buffer that Inductor reuses is not free between its two uses."""
 
@@ -51,14 +58,18 @@ def compile_with_inductor(
         if not region.steps:
             region.inference(gm)
 
-        def lower() -> Compiled:
-            return compile_once(
-                _text(gm, example_inputs, patches), lambda: compile_fx_inner(gm, example_inputs, **kwargs)
-            )
+        def compile_graph() -> Compiled:
+            open_dequantize(gm.graph)
+            write_before_waits(gm.graph)
+            planned = planned_calls(gm.graph)  # Inductor changes the graph
+            text = _text(gm, example_inputs, patches)
+            compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
+            compare(planned, getattr(compiled, "source_code", ""), phase.value)
+            return compiled
 
-        return region.finish(gm, phase, lower)
+        return region.finish(gm, phase, compile_graph)
 
-    patches = {**_KEEP_OUR_ORDER, **settings, "custom_partitioner_fn": _Partitioner(region)}
+    patches = {**KEEP_OUR_ORDER, **FEW_LAUNCHES, **settings, "custom_partitioner_fn": _Partitioner(region)}
     # AOTAutograd's cache would return graphs of other passes and options: its key knows neither.
     with functorch_config.patch(enable_autograd_cache=False):
         return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
