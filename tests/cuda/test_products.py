@@ -110,12 +110,13 @@ class _ManyMatrices(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.matrices = nn.ModuleList(nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(12))
+        for i in range(12):
+            self.register_parameter(f"matrix{i}", nn.Parameter(torch.empty(sizes.width, sizes.width)))
 
     def forward(self, _tokens: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
         x = torch.cat((cosines, sines), 1).repeat(1, 4)
-        for matrix in self.matrices:
-            x = matrix(x)
+        for matrix in self.parameters():
+            x = x @ matrix
         return x
 
 
