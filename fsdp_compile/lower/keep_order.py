@@ -35,6 +35,9 @@ class _SchedulerPass(CustomSchedulerPass):
     def uuid(self) -> str:
         return f"fsdp_compile.{type(self).__name__}.{self.VERSION}"
 
+    def __repr__(self) -> str:
+        return self.uuid()  # the same in all processes, for what compares settings as text
+
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         # Some settings are pickled into the cache's key.
         return str, (self.uuid(),)
