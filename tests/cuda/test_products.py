@@ -115,8 +115,8 @@ class _ManyMatrices(nn.Module):
 
     def forward(self, _tokens: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
         x = torch.cat((cosines, sines), 1).repeat(1, 4)
-        for matrix in self.parameters():
-            x = x @ matrix
+        for i in range(12):
+            x = x @ getattr(self, f"matrix{i}")
         return x
 
 
