@@ -30,11 +30,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return min(found, default=dist.default_pg_timeout)
 
 
-def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Sets how long the collectives of a group may take from now on."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
 def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """The largest number of all ranks of a group at each place; they call this together, and wait for each other.
 
