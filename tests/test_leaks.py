@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 import fsdp_compile
+from benchmarks._torch import forget_meshes
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 from tests.fake_world import fake_world
-from tests.rank_worker import _forget_meshes
 from tests.ranks import run_ranks
 
 _MODELS = 30
@@ -202,7 +202,7 @@ def _destroy_worlds(folder: str) -> list[dict[str, int]]:
     opened = []
     for number in range(_WORLDS):
         dist.destroy_process_group()
-        _forget_meshes()  # DTensor's caches, which hold meshes
+        forget_meshes()  # DTensor's caches, which hold meshes
         opened.append(_open())
         store = dist.FileStore(f"{folder}/{number}", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

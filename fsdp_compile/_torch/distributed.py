@@ -72,7 +72,10 @@ def names_ignored_by_ddp(module: nn.Module) -> frozenset[str]:
 
 def default_store() -> dist.Store:
     """The store through which the ranks of the default process group found each other."""
-    return dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()
+    # Torch's launcher keeps it when it restarts ranks: what they wrote before is not meant for these.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store if restarts == "0" else dist.PrefixStore(f"restart {restarts}", store)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup | None:

@@ -7,6 +7,7 @@ Ranks are spawned, so each imports this file before it trains and has the same t
     FULL_AT=3       the disk of rank 1 is full from step 3 on
     KILL_AT=3       rank 1 is killed in step 3
     STOP_AT=3       rank 1 is stopped in step 3
+    TROUBLES=2      all this also after the first restart, and not only before it
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ FAIL_AT = int(os.environ.get("FAIL_AT", "0"))
 FULL_AT = int(os.environ.get("FULL_AT", "0"))
 SIGNALS = {int(os.environ.get("KILL_AT", "0")): signal.SIGKILL, int(os.environ.get("STOP_AT", "0")): signal.SIGSTOP}
 
+IS_TROUBLED = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(os.environ.get("TROUBLES", "1"))
+
 torch.compile = functools.partial(torch.compile, options={"lower": "eager"})
 _step = Trainer.step
 _mkdir = Path.mkdir
 
 
 def _troubled_step(self: Trainer, step: int) -> StepResult:
+    if not IS_TROUBLED:
+        return _step(self, step)
     if step == PAUSE_AT:
         if self.world.rank == 0:  # which writes the metrics: another rank may be in this step before they are written
             print("paused", flush=True)
