@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from fsdp_compile._torch.distributed import timeout_of
-from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, restarts
+from fsdp_compile._torch.distributed import store_of_this_start, timeout_of
+from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind
 
 T = TypeVar("T")
 
@@ -92,8 +92,7 @@ def join_world(
     """
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = next(rendezvous("env://", timeout=timeout))
-    # Torch's launcher keeps its store when it restarts ranks: what they wrote before would be read again.
-    store = dist.PrefixStore(f"restart {restarts(environment)}", store)
+    store = store_of_this_start(store, environment)  # or addresses of ranks that are gone would be read
     if kind is DeviceKind.CUDA:
         device = torch.device("cuda", int(environment["LOCAL_RANK"]))
         torch.cuda.set_device(device)
