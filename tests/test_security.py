@@ -69,8 +69,8 @@ def test_what_a_stranger_writes_into_the_store_is_shown_and_not_executed(store: 
     assert "_touch" in told.what
     meeting = Rendezvous(dist.PrefixStore("group", store), "group", (0, 1), 0, 0.1)
     for key in ("failed", "0/refused"):
-        with pytest.raises((FSDPCompileError, ValueError, KeyError, TypeError)):
-            meeting.store.set(key, hostile)
+        meeting.store.set(key, hostile)
+        with pytest.raises((FSDPCompileError, ValueError)):
             meeting.meet(0)
         meeting.store.delete_key(key)
     assert not trap.exists()
