@@ -11,6 +11,7 @@ BENCHMARKS = (
     "memory",
     "cost_model",
     "compile_time",
+    "first_step",
     "overhead",
     "scaling",
     "slow_network",

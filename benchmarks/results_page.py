@@ -226,6 +226,20 @@ SECTIONS = (
         },
     ),
     Section(
+        "first_step",
+        "The first step",
+        "New processes, gloo, one host: with an empty folder of Inductor's (cold), and with what that left (warm).",
+        {
+            "ranks": ("ranks", str),
+            "kind": ("caches", str),
+            "first_step_s": ("first step", _seconds),
+            "over_one_rank": ("/ one rank", _times),
+            "over_cold": ("/ cold", _times),
+            "processor_s": ("processor time of all ranks", _seconds),
+            "compiled_graphs": ("graphs that each rank compiled", str),
+        },
+    ),
+    Section(
         "overhead",
         "Step overhead",
         "40 tiny layers, 200 parameters, a group that does nothing.",

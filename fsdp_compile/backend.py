@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import list_mode_options
@@ -31,6 +32,7 @@ from fsdp_compile.lower.agreement import agree, refuse
 from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
+from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import keep, transform
@@ -96,7 +98,8 @@ def fsdp(
 
     whole = is_whole_model(example_inputs)
     flats = flat_inputs(example_inputs)
-    region = Region(flats, run_passes, keep_what_fits, announce, tell)
+    region = Region(flats, run_passes, keep_what_fits, ran.number, announce, tell)
+    say(f"region {ran.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
     if checked.lower == "eager":
         return give_parameters(compile_eagerly(gm, example_inputs, region), returned)
     settings = list_mode_options(mode) if mode else {}

@@ -17,6 +17,7 @@ from fsdp_compile.errors import FSDPCompileError, RankFailedError
 PACKAGE = Path(__file__).parents[1] / "fsdp_compile"
 EXECUTES = {
     "parity/processes.py": {"pickle.loads"},  # from the pipes of processes that it starts
+    "state/optim_to_load.py": {"pickle.loads"},  # from the first rank
     "_torch/dynamo.py": {"eval"},  # expressions of Dynamo's guards
 }
 """What may execute what it reads, by file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
@@ -305,10 +306,13 @@ def _is_set(cell: types.CellType) -> bool:
     return True
 
 
-def graph_break_reasons() -> list[str]:
-    """What Dynamo could not trace in this process, in its own words, one line each."""
-    texts = [text for kind in ("graph_break", "unimplemented") for text in counters[kind]]
-    return list(dict.fromkeys(text.split("\n")[0] for text in texts))
+def graph_breaks() -> Counter[str]:
+    """How often Dynamo could not trace what in this process: its own words, one line each."""
+    found: Counter[str] = Counter()
+    for kind in ("graph_break", "unimplemented"):
+        for text, count in counters[kind].items():
+            found[text.split("\n")[0]] += count
+    return found
 
 
 def calls_are_compiled() -> bool:

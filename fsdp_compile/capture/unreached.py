@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile._torch.autograd import HookOfPlain
-from fsdp_compile._torch.dynamo import FrameToCompile, graph_break_reasons
+from fsdp_compile._torch.dynamo import FrameToCompile, graph_breaks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.runtime.module_state import ignored_parameters, stored_parameters, units_below
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
@@ -118,6 +119,7 @@ class _Refusal(HookOfPlain):
     def __init__(self, model: str, name: str, why: Why) -> None:
         self._where = f"{model}, parameter {name}, in backward"
         self._why = why
+        self._breaks_before = graph_breaks()
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """Raises `UnsupportedModelError`, unless the parameter was sharded since, or ignored by a `fully_shard`."""
@@ -131,9 +133,10 @@ class _Refusal(HookOfPlain):
                 where=self._where,
                 instead=_CALL_IT,
             )
+        since = graph_breaks() - self._breaks_before
         raise UnsupportedModelError(
             "a compiled function calls this model, which never reached the backend, so it is not sharded and its "
-            f"gradients are averaged by no rank: Dynamo runs the call in Python{_because()}",
+            f"gradients are averaged by no rank: Dynamo runs the call in Python{_because(since)}",
             where=self._where,
             instead=_INSTEAD,
         )
@@ -146,8 +149,7 @@ _CALL_IT = (
 )
 
 
-def _because() -> str:
-    reasons = graph_break_reasons()[-3:]
-    if not reasons:
+def _because(breaks: Counter[str]) -> str:
+    if not breaks:
         return " (TORCH_LOGS=graph_breaks,recompiles shows why)"
-    return f". What it could not trace: {'; '.join(reasons)} (TORCH_LOGS=graph_breaks shows where)"
+    return f". What it could not trace: {'; '.join(breaks)} (TORCH_LOGS=graph_breaks shows where)"

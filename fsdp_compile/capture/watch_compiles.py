@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import types
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from fsdp_compile._torch.dynamo import (
     OptimizedModule,
     before_each_compile,
     call_of,
-    graph_break_reasons,
+    graph_breaks,
     options_of,
 )
 from fsdp_compile.capture.adopt import adopt_reached
@@ -59,6 +60,8 @@ def watch_compiles(backend: object, plain: PlainModels) -> None:
 class _Watch:
     backend: object
     plain: PlainModels
+    breaks_before: Counter[str] = dataclasses.field(default_factory=graph_breaks)
+    """Dynamo's graph breaks until the last frame."""
 
     def wrapped(self, compiled: OptimizedModule, module: nn.Module) -> None:
         if original_class(module) is not type(module):  # of a sharded model: its forward checks what it reads
@@ -90,6 +93,10 @@ class _Watch:
         return found
 
     def before_compile(self, frame: FrameToCompile) -> None:
+        now = graph_breaks()
+        breaks = now - self.breaks_before
+        self.breaks_before.clear()
+        self.breaks_before.update(now)
         refuse_wrappers_around(modules_on_the_stack())
         called = list(dict.fromkeys(compiled_modules()))
         held = list(dict.fromkeys(_modules_in(frame)))
@@ -98,7 +105,7 @@ class _Watch:
             refuse_wrappers(module)
             if shard_before_forward(module, FSDPOptions.from_dict(frame.options), self.plain) is Found.SHARDED:
                 in_forward_until_return(call_of(module))
-                _warn_of_python(module, frame)
+                _warn_of_python(module, frame, breaks)
         for module in held:
             refuse_wrappers(module)
             refuse_meta(module)
@@ -109,8 +116,8 @@ class _Watch:
                 self.plain.refuse_past_limit(module, frame)
 
 
-def _warn_of_python(module: nn.Module, frame: FrameToCompile) -> None:
-    reasons = "; ".join(graph_break_reasons()[-3:]) or "TORCH_LOGS=graph_breaks shows why"
+def _warn_of_python(module: nn.Module, frame: FrameToCompile, breaks: Counter[str]) -> None:
+    reasons = "; ".join(breaks) or "TORCH_LOGS=graph_breaks shows why"
     warnings.warn_explicit(
         f"Dynamo runs the call of {original_class(module).__name__} by a compiled function in Python ({reasons}): the "
         "model is sharded as a whole, and at most parts of it are compiled. Compile the model and not the function, "

@@ -67,6 +67,21 @@ def failed_elsewhere(store: dist.Store, waiting: str) -> RankFailedError | None:
     )
 
 
+def refuse_failed_elsewhere(waiting: str) -> None:
+    """Raises `RankFailedError` if another rank has told that it ends; `waiting` says what this rank does.
+
+    A store that does not answer says nothing: the next collective will fail, and say more.
+    """
+    if not dist.is_initialized():
+        return
+    try:
+        error = failed_elsewhere(default_store(), f"rank {dist.get_rank()}, {waiting}")
+    except RuntimeError:
+        return
+    if error is not None:
+        raise error
+
+
 @contextlib.contextmanager
 def explained(doing: str) -> Iterator[None]:
     """Turns errors of collectives into one that names the rank that failed first; `doing` says what this rank does.

@@ -165,6 +165,11 @@ def _timeout() -> timedelta:
     return timeout_of(world)
 
 
+def world_timeout_s() -> float:
+    """How long ranks wait for each other; torch's default without a world."""
+    return (_timeout() if dist.is_initialized() else dist.default_pg_timeout).total_seconds()
+
+
 def _made_once(
     purpose: str,
     ranks: tuple[int, ...],

@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import CustomPartitionerFn, compile_fx, compile_fx_inner, functorch_config
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
+from fsdp_compile.lower.once import compile_once
+from fsdp_compile.lower.open_dequantize import open_dequantize
 from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.wrappers import Compiled
+from fsdp_compile.lower.write_before_waits import write_before_waits
+from fsdp_compile.lower.written_order import compare, planned_calls
 
-_KEEP_OUR_ORDER = {
+KEEP_OUR_ORDER: Final = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
+    **KEEP_CALLS_IN_ORDER,
 }
+FEW_LAUNCHES: Final = {"max_pointwise_cat_inputs": 64}
+"""One kernel joins the gradients of a unit out of up to so many messages; by default it is one each, beyond eight."""
 FREE_AT_LAST_USE: Final = {"allow_buffer_reuse": False}
 """Keeps to the estimate of memory: a buffer that Inductor reuses is not free between its two uses."""
 
@@ -47,9 +57,32 @@ def compile_with_inductor(
         phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
         if not region.steps:
             region.inference(gm)
-        return region.finish(gm, phase, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
 
-    patches = {**_KEEP_OUR_ORDER, **settings, "custom_partitioner_fn": _Partitioner(region)}
+        def compile_graph() -> Compiled:
+            open_dequantize(gm.graph)
+            write_before_waits(gm.graph)
+            planned = planned_calls(gm.graph)  # Inductor changes the graph
+            text = _text(gm, example_inputs, patches)
+            compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
+            compare(planned, getattr(compiled, "source_code", ""), phase.value)
+            return compiled
+
+        return region.finish(gm, phase, compile_graph)
+
+    patches = {**KEEP_OUR_ORDER, **FEW_LAUNCHES, **settings, "custom_partitioner_fn": _Partitioner(region)}
     # AOTAutograd's cache would return graphs of other passes and options: its key knows neither.
     with functorch_config.patch(enable_autograd_cache=False):
         return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
+
+
+def _text(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> str:
+    """What a compiled graph depends on: the same on ranks that may share it, and other than that of other graphs."""
+    kept = {name: value for name, value in settings.items() if name != "custom_partitioner_fn"}
+    described = [_described(value) for value in inputs]
+    return "\n".join([str(sorted(kept.items())), *described, gm.code])
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):  # ranks that use devices of their own compile for them
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+    return str(value)

@@ -15,6 +15,7 @@ from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
 from fsdp_compile.lower.agreement import digests
 from fsdp_compile.lower.gradient_outputs import grad_outputs, note_grad_outputs
+from fsdp_compile.lower.progress import stage
 from fsdp_compile.lower.wrappers import (
     Compiled,
     FlatKey,
@@ -58,6 +59,7 @@ class Region:
         announce: Called with each graph once all of a compile are transformed: ranks compare them.
         refuse: Called with the error if there will be no such graphs.
         keep: Chooses what stays unsharded from forward to backward where that was left open.
+        number: Of the region among those of its model, for what is said while it compiles.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         again: Parameter groups that are updated in backward, and that backward reads as forward does.
         digests: What stands for the collectives of each transformed graph, by process group.
@@ -66,6 +68,7 @@ class Region:
     flats: Mapping[int, Record]
     transform: Transform
     keep: Keep = keep_nothing
+    number: int = 0
     announce: Callable[[StepGraph], None] = _announce_nothing
     refuse: Callable[[FSDPCompileError], None] = _refuse_silently
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
@@ -99,7 +102,8 @@ class Region:
         # Both are planned even if one is refused, so that the user learns in one run what both need.
         for half in halves:
             try:
-                steps.append(self.transform(half))
+                with stage(self._said("passes over", half.phase, len(halves))):
+                    steps.append(self.transform(half))
             except BudgetTooSmallError as error:
                 refused.append(error)
         if refused:
@@ -118,7 +122,13 @@ class Region:
         with self._telling_of_refusals():
             refuse_hidden_reads(gm)
             name_inputs(gm.graph, self.flats)
-            self.steps = self._announced([self.transform(StepGraph(gm, Phase.FORWARD))])
+            with stage(self._said("passes over", Phase.FORWARD, 1)):
+                step = self.transform(StepGraph(gm, Phase.FORWARD))
+            self.steps = self._announced([step])
+
+    def _said(self, doing: str, phase: Phase, graphs: int) -> str:
+        place = 1 if phase is Phase.FORWARD else 2
+        return f"region {self.number}: {doing} the {phase.value} graph ({place} of {graphs})"
 
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:
         """Compiles a transformed graph and adds what has to run around it."""
@@ -129,7 +139,8 @@ class Region:
         updates = runs_optimizers(step)
         erase_markers(gm.graph)
         gm.recompile()
-        compiled = compile_graph()
+        with stage(self._said("lowering", phase, len(self.steps))):
+            compiled = compile_graph()
         if not updates:
             compiled = without_autograd(compiled)
         if copies_from:

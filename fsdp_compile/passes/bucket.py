@@ -13,7 +13,7 @@ that a collective's latency takes most of its time share one (`bucketing/join_sm
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -25,6 +25,7 @@ from fsdp_compile.ir.graph import GRADIENTS, SENT, Role, Stage, StepGraph, requi
 from fsdp_compile.ir.queries import InputsByFlat, first_of, flat_of, last_of, upstream
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.messages import narrow, view
+from fsdp_compile.passes.bucketing.cast_once import cast_together
 from fsdp_compile.passes.bucketing.choose_layout import cheapest_bucket
 from fsdp_compile.passes.bucketing.copy_out import copy_together
 from fsdp_compile.passes.bucketing.fsdp2_layout import Reduced, write_packed_reduction
@@ -136,7 +137,8 @@ def _write_gather(step: StepGraph, bucket: Bucket, order: dict[fx.Node, int]) ->
     anchor = first_of([*upstream(first, *SENT), first], order)
     b = GraphBuilder(step.graph, joint_record(bucket.singles, Role.SHARD), first)
     with step.graph.inserting_before(anchor):
-        sent = [(piece, message) for piece in bucket.pieces for message in _shard_messages(b, piece)]
+        cast = cast_together(b, [run for piece in bucket.pieces for run in piece.adjacent])
+        sent = [(piece, message) for piece in bucket.pieces for message in _shard_messages(b, piece, cast)]
         arguments = ([message for _, message in sent], *first.args[1:])
         waited = start_grouped(
             b, collectives.all_gather_into_tensor_coalesced.default, arguments, [piece for piece, _ in sent],
@@ -189,11 +191,14 @@ def _part_of(single: ParamCollective) -> Iterator[fx.Node]:
         node = _next(node)
 
 
-def _shard_messages(b: GraphBuilder, piece: Message) -> list[fx.Node]:
+def _shard_messages(b: GraphBuilder, piece: Message, cast: Mapping[Message, fx.Node]) -> list[fx.Node]:
     if piece.singles[0].is_post_forward:
         return [piece.flat]  # a message as it is
     messages = []
     for run in piece.adjacent:
+        if run in cast:
+            messages.append([cast[run]])
+            continue
         b.record = run.record(Role.SHARD)
         messages.append(all_gather.messages_of(b, run.flat, run.begin, run.span, run.singles[0].spec))
     if len(messages) == 1:

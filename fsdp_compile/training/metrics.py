@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.lower.progress import LOGGER as COMPILES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +137,37 @@ class Bar:
         """Print a line above the bar."""
         self._progress.console.print(text, markup=False, highlight=False)
 
+    def compiling(self, stage: str) -> None:
+        """Show what takes so long."""
+        self._progress.update(self._task, what=stage)
+
     def update(self, record: Record) -> None:
         """Move the bar."""
         self._progress.update(self._task, completed=record.step, what=describe(record))
+
+
+class _Stages(logging.Handler):
+    """Shows the stages of compiles beside a bar."""
+
+    def __init__(self, bar: Bar) -> None:
+        super().__init__(logging.INFO)
+        self._bar = bar
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one."""
+        self._bar.compiling(record.getMessage())
+
+
+@contextmanager
+def _stages_of_compiles_in(bar: Bar) -> Iterator[None]:
+    handler, level = _Stages(bar), COMPILES.level
+    COMPILES.addHandler(handler)
+    COMPILES.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        COMPILES.removeHandler(handler)
+        COMPILES.setLevel(level)
 
 
 def describe(record: Record) -> str:
@@ -161,7 +191,9 @@ def open_display(steps: int) -> Iterator[Display]:
         return
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[what]}"), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        yield Bar(progress, steps)
+        bar = Bar(progress, steps)
+        with _stages_of_compiles_in(bar):
+            yield bar
 
 
 def plot_losses(records: Sequence[Record], path: Path) -> bool:

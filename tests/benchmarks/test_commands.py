@@ -69,7 +69,7 @@ def test_peak_memory_is_measured_and_predicted(tmp_path: Path) -> None:
 @_ALL
 @pytest.mark.optional
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", ["step_time", "compile_time", "overhead", "scaling"])
+@pytest.mark.parametrize("name", ["step_time", "compile_time", "first_step", "overhead", "scaling"])
 def test_every_benchmark_runs(name: str, tmp_path: Path) -> None:
     assert _run(name, tmp_path)["results"]
 

@@ -12,7 +12,7 @@ import torch
 
 from fsdp_compile._torch.dynamo import compile_fx_inner
 from fsdp_compile.ir.text.parser import parse_graph
-from fsdp_compile.lower.inductor import _KEEP_OUR_ORDER
+from fsdp_compile.lower.inductor import KEEP_OUR_ORDER
 from fsdp_compile.ops import host_copy
 from tests.delayed_copies import delayed_copies
 
@@ -114,7 +114,7 @@ def test_inductor_reuses_no_memory_that_is_being_copied() -> None:
     step = parse_graph(GRAPH)
     fakes = [node.meta["val"] for node in step.graph.find_nodes(op="placeholder")]
     with (
-        torch._inductor.config.patch(_KEEP_OUR_ORDER),
+        torch._inductor.config.patch(KEEP_OUR_ORDER),
         torch._guards.tracing(torch._guards.TracingContext(fakes[0].fake_mode)),
     ):
         compiled = compile_fx_inner(step.gm, fakes)

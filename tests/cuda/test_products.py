@@ -1,0 +1,132 @@
+"""The CUDA code of everything that changes what a graph sends, keeps or updates; and for other devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+pytest.importorskip("triton", reason="pip install -e '.[cuda-code]' brings Triton, which compiles the kernels")
+
+from fsdp_compile import MixedPrecision, step_in_backward
+from fsdp_compile.config.policy import planned
+from fsdp_compile.ir.graph import Phase, Role
+from fsdp_compile.runtime.module_state import units
+from tests.cuda import checks
+from tests.cuda.generate import Case, generate
+from tests.cuda.llama import SMALL, Sizes
+from tests.cuda.pretended_gpu import SM_80, SM_90, SM_100
+from tests.cuda.wrapper import Wrapper
+
+pytestmark = [pytest.mark.inductor, pytest.mark.optional, pytest.mark.long]
+EIGHT_BITS = MixedPrecision(param_dtype=torch.bfloat16, gather_dtype=torch.float8_e4m3fn)
+BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+
+
+def _case(**changes: Any) -> Case:
+    return dataclasses.replace(Case(sharding=BF16), **changes)
+
+
+def _with(**sharding: Any) -> Mapping[str, Any]:
+    return {**BF16, **sharding}
+
+
+def _updates_in_backward(model: nn.Module) -> None:
+    step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def _does_not_reduce(model: nn.Module) -> None:
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+
+
+def _does_not_average_over_replicas(model: nn.Module) -> None:
+    model.set_requires_all_reduce(False)  # type: ignore[operator]
+
+
+def _has_unreduced_gradients(model: nn.Module) -> None:
+    for group in (group for unit in units(model) for group in unit.param_groups):
+        size = group.params[0].spec.size
+        held = torch.empty(size * group.flat_param.numel(), dtype=torch.bfloat16)
+        group.grads.unsharded_accumulated_grad.add(held, [each.spec.offset for each in group.params])
+
+
+CASES = {
+    "8-bit gathers": _case(sharding={"mp_policy": EIGHT_BITS}),
+    "hybrid sharding": _case(replicas=2),
+    "hybrid sharding, no sum over replicas": _case(replicas=2, after=_does_not_average_over_replicas),
+    "a part of each parameter kept": _case(sharding=_with(reshard_after_forward=2)),
+    "offloaded to the host": _case(sharding=_with(offload_policy=planned(CPUOffloadPolicy(pin_memory=False)))),
+    "embedding that stays sharded": _case(options={"embedding": "sharded"}),
+    "accumulating": _case(after=_does_not_reduce),
+    "reducing what was accumulated": _case(after=_has_unreduced_gradients),
+    "updates in backward": _case(before=_updates_in_backward),
+    "a budget of memory": _case(options={"memory_budget_gb": 0.6}),
+    "autocast": _case(sharding={}, dtype=torch.float32, autocast=True),
+    "FSDP1's rules": _case(options={"prefetch": "BACKWARD_PRE"}),
+    "FSDP2's messages": _case(options={"reduce_layout": "fsdp2"}),
+}  # fmt: skip
+NOT_READ_IN_PLACE = {"8-bit gathers", "autocast"}
+"""Gathered as something else than what matmuls read."""
+NOT_WRITTEN_IN_PLACE = {"accumulating", "reducing what was accumulated", "autocast", "FSDP2's messages"}
+"""Gradients are added, cast or joined before they are sent, or not sent."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_code(name: str, tmp_path: Path) -> None:
+    codes = generate(CASES[name])
+    assert set(codes) == set(Phase)
+    for phase, code in codes.items():
+        checks.order_is_planned(code)
+        checks.host_goes_on(code)
+        checks.gathered_memory_is_freed_once(code)
+        if name not in NOT_READ_IN_PLACE:
+            checks.no_gathered_matrix_is_copied(code)
+        checks.kernels_compile(code, SM_90, tmp_path)
+        if phase is Phase.BACKWARD and name not in NOT_WRITTEN_IN_PLACE:
+            checks.no_gradient_is_copied(code, embeddings=int(name != "embedding that stays sharded"))
+
+
+def test_parameters_kept_for_backward_are_the_only_gathered_memory_that_stays() -> None:
+    codes = generate(_case(sharding=_with(reshard_after_forward=False)))
+    forward, backward = (codes[phase] for phase in Phase)
+    kept = len(list(forward.planned.nodes(Role.GATHER_ITEM)))
+    checks.gathered_memory_is_freed_once(forward, kept=kept)
+    assert not Wrapper(backward.wrapper).gathered()
+    checks.order_is_planned(backward)
+    checks.no_gradient_is_copied(backward)
+
+
+class _ManyMatrices(nn.Module):
+    """One unit of twelve large matrices, called as `Llama` is."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.matrices = nn.ModuleList(nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(12))
+
+    def forward(self, _tokens: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        x = torch.cat((cosines, sines), 1).repeat(1, 4)
+        for matrix in self.matrices:
+            x = matrix(x)
+        return x
+
+
+def test_one_kernel_joins_the_gradients_of_many_matrices() -> None:
+    code = generate(_case(make=_ManyMatrices, options={"bucket_mb": 0}))[Phase.BACKWARD]
+    launches = [launch for _, launch in Wrapper(code.wrapper).launches()]
+    joins = [launch for launch in launches if len(launch.arguments) > 8]
+    assert len(launches) <= 4, launches
+    assert len(joins) == 1
+
+
+@pytest.mark.parametrize("architecture", [SM_80, SM_100], ids=lambda each: each.name)
+def test_other_devices(architecture: Any, tmp_path: Path) -> None:
+    sizes = dataclasses.replace(SMALL, layers=1)
+    for code in generate(_case(sizes=sizes, architecture=architecture)).values():
+        checks.order_is_planned(code)
+        checks.kernels_compile(code, architecture, tmp_path)

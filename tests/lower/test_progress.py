@@ -1,0 +1,83 @@
+"""The first rank says what a compile is at, to those who ask."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+
+from fsdp_compile.lower.progress import LOGGER
+from fsdp_compile.training.metrics import open_display
+from tests.models.kinds import Slim
+from tests.numerics.one_process.pair import loss_of
+from tests.ranks import run_ranks
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(re.sub(r" took .*", " took", record.getMessage()))
+
+
+def _said(level: int) -> list[str]:
+    kept, before = _Kept(), LOGGER.level
+    LOGGER.addHandler(kept)
+    LOGGER.setLevel(level)
+    try:
+        compiled = torch.compile(Slim(), backend="fsdp", options={"lower": "eager"})
+        loss_of(compiled(torch.ones(4, 32))).backward()
+        with torch.no_grad():
+            compiled(torch.ones(4, 32))
+    finally:
+        LOGGER.removeHandler(kept)
+        LOGGER.setLevel(before)
+    return kept.messages
+
+
+def _said_of_both_levels() -> tuple[list[str], list[str]]:
+    return _said(logging.INFO), _said(logging.WARNING)
+
+
+def test_the_first_rank_says_each_stage_and_which_graph_of_how_many() -> None:
+    (first, unasked), second = run_ranks(_said_of_both_levels)
+    assert first == [
+        "region 0: tracing forward and backward",
+        "region 0: passes over the forward graph (1 of 2)",
+        "region 0: passes over the forward graph (1 of 2) took",
+        "region 0: passes over the backward graph (2 of 2)",
+        "region 0: passes over the backward graph (2 of 2) took",
+        "region 0: lowering the forward graph (1 of 2)",
+        "region 0: lowering the forward graph (1 of 2) took",
+        "region 0: lowering the backward graph (2 of 2)",
+        "region 0: lowering the backward graph (2 of 2) took",
+        "region 1: tracing forward",
+        "region 1: passes over the forward graph (1 of 1)",
+        "region 1: passes over the forward graph (1 of 1) took",
+        "region 1: lowering the forward graph (1 of 1)",
+        "region 1: lowering the forward graph (1 of 1) took",
+    ]
+    assert unasked == []
+    assert second == ([], [])
+
+
+def test_a_run_in_a_terminal_shows_it_beside_its_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes anything for a terminal
+    monkeypatch.setenv("COLUMNS", "120")
+    level = LOGGER.level
+    with open_display(3):
+        LOGGER.info("region 0: tracing")
+    assert "region 0: tracing" in capsys.readouterr().out
+    assert LOGGER.level == level
+
+
+def test_a_run_in_a_pipe_says_nothing_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_display(3):
+        LOGGER.info("region 0: tracing")
+    assert capsys.readouterr().out == ""
