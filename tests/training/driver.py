@@ -31,15 +31,14 @@ SLOW_AT = int(os.environ.get("SLOW_AT", "0"))
 FULL_AT = int(os.environ.get("FULL_AT", "0"))
 SIGNALS = {int(os.environ.get("KILL_AT", "0")): signal.SIGKILL, int(os.environ.get("STOP_AT", "0")): signal.SIGSTOP}
 
-IS_TROUBLED = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(os.environ.get("TROUBLES", "1"))
-
 torch.compile = functools.partial(torch.compile, options={"lower": "eager"})
 _step = Trainer.step
 _mkdir = Path.mkdir
 
 
 def _troubled_step(self: Trainer, step: int) -> StepResult:
-    if not IS_TROUBLED:
+    # Set when a rank runs, after it has imported this.
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) >= int(os.environ.get("TROUBLES", "1")):
         return _step(self, step)
     if step == PAUSE_AT:
         if self.world.rank == 0:  # which writes the metrics: another rank may be in this step before they are written

@@ -161,7 +161,7 @@ def _check_equal(run: Path, uninterrupted: Path) -> None:
 def test_a_restarted_run_goes_on_from_its_last_checkpoint(
     fault: str, step: int, said: str, tmp_path: Path, joined: tuple[int, str, str, Path]
 ) -> None:
-    options = ["--ranks", "2", "--timeout", "10", "--out", "run", "--max-restarts", "1"]
+    options = ["--ranks", "2", "--timeout", "60", "--out", "run", "--max-restarts", "1"]
     status, out, err = finish(start(tmp_path, DRIVER, "train", *TINY, *options, **{fault: str(step)}))
     assert status == 0, err
     assert said in out
