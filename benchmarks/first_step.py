@@ -79,18 +79,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                     taken.setdefault((ranks, kind), []).append(_started(step, ranks))
     rows = [_row(ranks, kind, rounds) for (ranks, kind), rounds in taken.items()]
     for row in rows:
-        row["over_one_rank"] = _ratio(row, rows, ranks=1, kind=row["kind"])
+        row["over_one"] = _ratio(row, rows, ranks=1, kind=row["kind"])
         row["over_cold"] = _ratio(row, rows, ranks=row["ranks"], kind="cold")
     columns: Columns = {
         "ranks": str,
         "kind": str,
-        "first_step_s": _s,
+        "step_s": _s,
         "processor_s": _s,
-        "over_one_rank": _times,
+        "over_one": _times,
         "over_cold": _times,
-        "compiled_graphs": str,
+        "compiled": str,
     }
-    table("medians; of the slowest rank, and the processor time of all", rows, columns)
+    table("medians: first step of the slowest rank, processor time of all, graphs that each compiled", rows, columns)
     return finish(arguments, {"layers": arguments.layers, "rounds": arguments.rounds}, rows)
 
 
@@ -130,15 +130,15 @@ def _row(ranks: int, kind: str, rounds: Sequence[Sequence[Taken]]) -> dict[str, 
     return {
         "ranks": ranks,
         "kind": kind,
-        "first_step_s": statistics.median(max(each.seconds for each in every) for every in rounds),
+        "step_s": statistics.median(max(each.seconds for each in every) for every in rounds),
         "processor_s": statistics.median(sum(each.processor_s for each in every) for every in rounds),
-        "compiled_graphs": " + ".join(str(each.compiled) for each in rounds[-1]),
+        "compiled": " + ".join(str(each.compiled) for each in rounds[-1]),
     }
 
 
 def _ratio(row: dict[str, Any], rows: Sequence[dict[str, Any]], *, ranks: int, kind: str) -> float | None:
     of = next((other for other in rows if (other["ranks"], other["kind"]) == (ranks, kind)), None)
-    return None if of is None or of is row else row["first_step_s"] / of["first_step_s"]
+    return None if of is None or of is row else row["step_s"] / of["step_s"]
 
 
 def _s(seconds: float) -> str:

@@ -232,11 +232,11 @@ SECTIONS = (
         {
             "ranks": ("ranks", str),
             "kind": ("caches", str),
-            "first_step_s": ("first step", _seconds),
-            "over_one_rank": ("/ one rank", _times),
+            "step_s": ("first step", _seconds),
+            "over_one": ("/ one rank", _times),
             "over_cold": ("/ cold", _times),
             "processor_s": ("processor time of all ranks", _seconds),
-            "compiled_graphs": ("graphs that each rank compiled", str),
+            "compiled": ("graphs that each rank compiled", str),
         },
     ),
     Section(

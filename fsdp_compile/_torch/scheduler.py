@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from torch._inductor.custom_graph_pass import CustomPassBase
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.ir import MultiOutput
 from torch._inductor.scheduler import ExternKernelSchedulerNode
+from torch.utils._ordered_set import OrderedSet
 
 try:
     from torch._inductor.custom_graph_pass import CustomSchedulerPass
 except ImportError:  # an older torch has no such class, and caches nothing that a pass of the scheduler has changed
-    CustomSchedulerPass = CustomPassBase  # type: ignore[assignment, misc]
+    CustomSchedulerPass = object  # type: ignore[assignment, misc]
 
 __all__ = ["CustomSchedulerPass"]
 
@@ -26,23 +26,26 @@ def calls_operator(node: Any) -> bool:
 
 def run_in_order(calls: Sequence[Any]) -> None:
     """Makes each node depend on the one before it, for its place alone: no memory is held longer for it."""
-    for before, after in itertools.pairwise(calls):
-        made, waiting = (next(iter(node.get_buffer_names())) for node in (before, after))
+    named = [(node, next(iter(node.get_buffer_names()))) for node in calls if node.get_buffer_names()]
+    for (_, made), (after, waiting) in itertools.pairwise(named):
         after.add_fake_dep(WeakDep(made, mutating_buf=waiting, is_fake=True))
 
 
 def note_dependencies(nodes: Sequence[Any]) -> None:
-    """Lets the scheduler find again what each of all its nodes depends on, after some have got a dependency."""
-    nodes[0].scheduler.compute_ancestors()
+    """Notes again what each of all nodes depends on, directly or not, after some have got a dependency.
+
+    The scheduler's own method does so before it joins nodes of `torch._foreach_*`, and fails afterwards.
+    """
+    for node, sources in sources_of(nodes).items():  # each after its sources
+        ancestors: OrderedSet[str] = OrderedSet()
+        for source in sources:
+            ancestors |= source.get_operation_names()
+            ancestors |= source.ancestors
+        node.ancestors = ancestors
 
 
-def users_of(nodes: Sequence[Any]) -> dict[Any, list[Any]]:
-    """For each node of the scheduler, those that have to come after it."""
+def sources_of(nodes: Sequence[Any]) -> dict[Any, list[Any]]:
+    """For each node of the scheduler, those that have to come before it."""
     makers = {name: node for node in nodes for name in node.get_buffer_names()}
-    users: dict[Any, list[Any]] = {node: [] for node in nodes}
-    for node in nodes:
-        for dependency in node.unmet_dependencies:
-            maker = makers.get(dependency.name)
-            if maker is not None and maker is not node:
-                users[maker].append(node)
-    return users
+    found = {node: [makers.get(dependency.name) for dependency in node.unmet_dependencies] for node in nodes}
+    return {node: [each for each in sources if each not in (None, node)] for node, sources in found.items()}

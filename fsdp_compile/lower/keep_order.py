@@ -22,7 +22,7 @@ from fsdp_compile._torch.scheduler import (
     calls_operator,
     note_dependencies,
     run_in_order,
-    users_of,
+    sources_of,
 )
 
 
@@ -59,10 +59,11 @@ class PlaceLate(_SchedulerPass):
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Returns the nodes in their new order."""
-        users = users_of(nodes)
-        place: dict[Any, int] = {}
+        sources = sources_of(nodes)
+        place = {node: node.max_order for node in nodes}
         for node in reversed(nodes):
-            place[node] = min([node.max_order, *(place[user] for user in users[node])])
+            for source in sources[node]:
+                place[source] = min(place[source], place[node])
         # No node is behind one that reads it, and among equals the order stays, in which none is either.
         return sorted(nodes, key=place.__getitem__)
 

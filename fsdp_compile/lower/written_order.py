@@ -5,8 +5,8 @@
             torch.ops._c10d_functional.wait_tensor.default(buf4)            <- here the mm should be
             extern_kernels.mm(...)
 
-Both are read as a list of calls: starts and waits of collectives, the package's own operators, and every operator that
-the code calls as often as the graph has it (matmuls and attention, as a rule). What Inductor writes a kernel for has no
+Both are read as a list of calls: starts and waits of collectives, and beside them the package's own operators, matmuls
+and attention, each kind if the code calls it as often as the graph has it. What Inductor writes a kernel for has no
 place of its own in the code, so it is not compared.
 """
 
@@ -25,32 +25,35 @@ from fsdp_compile.errors import InvariantError
 from fsdp_compile.verify.report import describe
 
 _WAIT = "wait_tensor"
-_OURS = ("_c10d_functional", "fsdp")
+_COLLECTIVES = "_c10d_functional"
+_ALIKE = {"addmm": "mm", "bias_addmm": "mm", "baddbmm": "bmm"}
+"""Matmuls that Inductor turns into each other, with the bias added inside or outside."""
+_MATMULS = ("mm", "bmm")
 _CALL = re.compile(
     r"^ +(?:(?P<made>\w+) = )?"
     r"(?:(?:torch\.ops\.(?P<space>\w+)\.(?P<op>\w+)\.\w+|extern_kernels\.(?P<extern>\w+))\((?P<args>.*)"
     r"|(?P<of>\w+)\[(?P<item>\d+)\]$)",
     re.M,
 )
-_NAME = re.compile(r"\w+")
+_NAME = re.compile(r"\b(?!reinterpret_tensor\b)[a-zA-Z_]\w*")
 _NEAR = 3
 """Calls that an error shows before and after the first one that is out of place."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of an operator.
+    """One call of an operator that has its place.
 
     Attributes:
-        operator: Its name.
+        operator: Its name; one for all kinds of a matmul.
+        communicates: Whether it starts a collective, or waits for one.
         waits_for: Of a wait, the number of the collective among all, and of the message in it.
-        is_ours: Whether it communicates, or is one of the package's operators.
         text: What an error shows.
     """
 
     operator: str
+    communicates: bool
     waits_for: tuple[int, int] | None
-    is_ours: bool
     text: str = dataclasses.field(compare=False)
 
 
@@ -62,11 +65,18 @@ def planned_calls(graph: fx.Graph) -> list[Call]:
         if not isinstance(node.target, OpOverload):
             continue
         space, _, operator = node.target._schema.name.partition("::")
+        if not _has_a_place(space, operator):
+            continue
         waited = _message(node.args[0], starts) if operator == _WAIT else None
-        if space == _OURS[0] and operator != _WAIT:
+        communicates = space == _COLLECTIVES
+        if communicates and operator != _WAIT:
             starts[node] = len(starts)
-        calls.append(Call(operator, waited, space in _OURS, describe(node)))
+        calls.append(Call(_ALIKE.get(operator, operator), communicates, waited, describe(node)))
     return calls
+
+
+def _has_a_place(space: str, operator: str) -> bool:
+    return space in (_COLLECTIVES, "fsdp") or _ALIKE.get(operator, operator) in _MATMULS or "attention" in operator
 
 
 def _message(waited: object, starts: dict[fx.Node, int]) -> tuple[int, int] | None:
@@ -88,25 +98,28 @@ def written_calls(code: str) -> list[Call]:
             if found["of"] in messages:
                 messages[found["made"]] = messages[found["of"]][0], int(found["item"])
             continue
-        operator = found["extern"] or found["op"]
+        space, operator = found["space"] or "", found["extern"] or found["op"]
+        if not _has_a_place(space, operator):
+            continue
         waited = None
+        communicates = space == _COLLECTIVES
         if operator == _WAIT:
-            waited = messages.get(_NAME.match(found["args"])[0])  # type: ignore[index]
-        elif found["space"] == _OURS[0]:
+            waited = next((messages.get(name) for name in _NAME.findall(found["args"])), None)
+        elif communicates:
             messages |= {name: (numbers, i) for i, name in enumerate(_results(operator, found))}
             operator = operator.removesuffix("_")
             numbers += 1
-        calls.append(Call(operator, waited, found["space"] in _OURS, found[0].strip()))
+        calls.append(Call(_ALIKE.get(operator, operator), communicates, waited, found[0].strip()))
     return calls
 
 
 def _results(operator: str, found: re.Match[str]) -> Iterator[str]:
     """The names of a collective's messages as they arrive; one that works in place gives back what it took."""
-    if found["made"]:
-        yield found["made"]
     if operator.endswith("_"):
-        listed = found["args"].startswith("[")
-        yield from _NAME.findall(found["args"].partition("]" if listed else ",")[0])
+        end = "]" if found["args"].startswith("[") else "'"  # a list of messages, or one and then a text
+        yield from _NAME.findall(found["args"].partition(end)[0])
+    elif found["made"]:
+        yield found["made"]
 
 
 def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
@@ -127,16 +140,15 @@ def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
     if "def partition_0(" in code or not written:
         return []
     in_plan, in_code = (Counter(call.operator for call in calls) for calls in (planned, written))
-    compared = [op for op in in_plan if in_plan[op] == in_code[op]]
-    ours = {call.operator for call in planned if call.is_ours}
-    left, right = ([c for c in calls if c.operator in {*compared, *ours}] for calls in (planned, written))
+    compared = [operator for operator in in_plan if in_plan[operator] == in_code[operator]]
+    left, right = ([c for c in calls if c.communicates or c.operator in compared] for calls in (planned, written))
     place = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
     if place < max(len(left), len(right)):
         raise InvariantError(
             f"Inductor's code for the {phase} graph communicates in another order than planned",
             where="\n".join(["planned:", *_near(left, place), "written:", *_near(right, place)]),
             instead="options={'lower': 'eager'} until this is mended; of options={'inductor': ...}, leave out settings "
-            "that reorder",
+            "that reorder or join collectives",
         )
     return compared
 

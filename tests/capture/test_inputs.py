@@ -110,7 +110,9 @@ def _check_all(how: Run) -> None:
             pair.step(width=WIDTH)
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED], ids=lambda how: how.value)
+@pytest.mark.parametrize(
+    "how", [pytest.param(Run.PLAIN, marks=pytest.mark.long), Run.SHARDED], ids=lambda how: how.value
+)
 def test_unusual_graphs_train_as_in_one_process(how: Run) -> None:
     run_ranks(_check_all, how, world_size=2)
 

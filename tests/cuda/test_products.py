@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="pip install -e '.[cuda-code]' brings Trito
 
 from fsdp_compile import MixedPrecision, step_in_backward
 from fsdp_compile.config.policy import planned
-from fsdp_compile.ir.graph import Phase, Role
+from fsdp_compile.ir.graph import Phase
 from fsdp_compile.runtime.module_state import units
 from tests.cuda import checks
 from tests.cuda.generate import Case, generate
@@ -95,8 +95,11 @@ def test_code(name: str, tmp_path: Path) -> None:
 def test_parameters_kept_for_backward_are_the_only_gathered_memory_that_stays() -> None:
     codes = generate(_case(sharding=_with(reshard_after_forward=False)))
     forward, backward = (codes[phase] for phase in Phase)
-    kept = len(list(forward.planned.nodes(Role.GATHER_ITEM)))
-    checks.gathered_memory_is_freed_once(forward, kept=kept)
+    wrapper = Wrapper(forward.wrapper)
+    frees = [wrapper.frees(name) for name in wrapper.gathered()]
+    # All but the embedding's table, which backward does not read, and packed norms, of which copies are saved.
+    assert len(frees) - sum(frees) == 7 * SMALL.layers + 2  # the head and the norm before it
+    assert max(frees) == 1
     assert not Wrapper(backward.wrapper).gathered()
     checks.order_is_planned(backward)
     checks.no_gradient_is_copied(backward)
@@ -107,21 +110,20 @@ class _ManyMatrices(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.matrices = nn.ModuleList(nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(12))
+        for i in range(12):
+            self.register_parameter(f"matrix{i}", nn.Parameter(torch.empty(sizes.width, sizes.width)))
 
     def forward(self, _tokens: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
         x = torch.cat((cosines, sines), 1).repeat(1, 4)
-        for matrix in self.matrices:
-            x = matrix(x)
+        for matrix in self.parameters():
+            x = x @ matrix
         return x
 
 
 def test_one_kernel_joins_the_gradients_of_many_matrices() -> None:
-    code = generate(_case(make=_ManyMatrices, options={"bucket_mb": 0}))[Phase.BACKWARD]
-    launches = [launch for _, launch in Wrapper(code.wrapper).launches()]
-    joins = [launch for launch in launches if len(launch.arguments) > 8]
-    assert len(launches) <= 4, launches
-    assert len(joins) == 1
+    code = generate(_case(make=_ManyMatrices))[Phase.BACKWARD]
+    most = max(len(launch.arguments) for _, launch in Wrapper(code.wrapper).launches())
+    assert most == 12 + 1  # a message of each matrix, and the flat gradient
 
 
 @pytest.mark.parametrize("architecture", [SM_80, SM_100], ids=lambda each: each.name)

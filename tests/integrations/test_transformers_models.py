@@ -94,5 +94,6 @@ def _generate() -> None:
             assert torch.equal(model.generate(prompt, **asked), found)
 
 
+@pytest.mark.long
 def test_generation_during_training_equals_one_process() -> None:
     run_ranks(_generate)

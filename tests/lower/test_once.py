@@ -226,11 +226,39 @@ def test_a_disk_that_is_nearly_full(
     assert "No space left on device" in _compiles_elsewhere(folder, caplog)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
-def test_a_folder_in_which_others_may_write(folder: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
+def _is_own(number: int) -> bool:
+    return number is not None
+
+
+def _is_not_own(number: int) -> bool:
+    return number is None
+
+
+@pytest.mark.parametrize(("mode", "is_own_group"), [(0o777, _is_own), (0o702, _is_own), (0o770, _is_not_own)])
+def test_a_folder_in_which_others_may_write(
+    folder: Path,
+    mode: int,
+    is_own_group: Callable[[int], bool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(folders, "_is_own_group", is_own_group)
     folder.mkdir(parents=True)
     folder.chmod(mode)
     assert "others may write" in _compiles_elsewhere(folder, caplog)
+
+
+def test_a_folder_in_which_the_users_own_group_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_is_own_group", _is_own)
+    folder.mkdir(parents=True)
+    folder.chmod(0o770)
+    check_folder(folder)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="an entry of root is everywhere")
+def test_a_users_own_group_has_the_users_name() -> None:
+    assert folders._is_own_group(0)
+    assert not folders._is_own_group(54321)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="giving a folder away takes root")

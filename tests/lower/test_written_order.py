@@ -54,8 +54,8 @@ class Runner:
         torch.ops._c10d_functional.wait_tensor.default(buf3)
         extern_kernels.mm(buf5, buf3, out=buf6)
         cpp_fused_add_0(buf6, buf2)
-        torch.ops._c10d_functional.all_reduce_.default(buf6, 'avg', 'replicate')
-        torch.ops._c10d_functional.wait_tensor.default(buf6)
+        torch.ops._c10d_functional.all_reduce_.default(reinterpret_tensor(buf6, (4, )), 'avg', 'replicate')
+        torch.ops._c10d_functional.wait_tensor.default(reinterpret_tensor(buf6, (4, )))
         return (buf6, )
 """
 
@@ -97,7 +97,16 @@ def test_a_call_out_of_place_is_refused(text: str, before: str) -> None:
 
 def test_a_call_that_is_missing_is_refused() -> None:
     with pytest.raises(InvariantError, match="in another order"):
-        compare(planned_calls(_planned()), WRITTEN.replace(_line("wait_tensor.default(buf6)"), ""), "forward")
+        compare(
+            planned_calls(_planned()),
+            WRITTEN.replace(_line("wait_tensor.default(reinterpret_tensor(buf6"), ""),
+            "forward",
+        )
+
+
+def test_a_matmul_may_take_its_bias_in_or_leave_it_out() -> None:
+    code = WRITTEN.replace("extern_kernels.mm(x, ", "extern_kernels.addmm(bias, x, ")
+    assert "mm" in compare(planned_calls(_planned()), code, "forward")
 
 
 def test_matmuls_that_became_kernels_are_left_out() -> None:

@@ -94,7 +94,9 @@ def _check(how: Run) -> None:
     pair.step()
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED, Run.EAGER], ids=lambda how: how.value)
+@pytest.mark.parametrize(
+    "how", [pytest.param(Run.PLAIN, marks=pytest.mark.long), Run.SHARDED, Run.EAGER], ids=lambda how: how.value
+)
 def test_a_forward_that_reads_attributes_trains_as_in_one_process(how: Run) -> None:
     run_ranks(_check, how)
 
