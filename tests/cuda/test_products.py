@@ -20,7 +20,7 @@ from fsdp_compile.ir.graph import Phase
 from fsdp_compile.runtime.module_state import units
 from tests.cuda import checks
 from tests.cuda.generate import Case, generate
-from tests.cuda.llama import SMALL, Sizes
+from tests.cuda.llama import SMALL
 from tests.cuda.pretended_gpu import SM_80, SM_90, SM_100
 from tests.cuda.wrapper import Wrapper
 
@@ -103,27 +103,6 @@ def test_parameters_kept_for_backward_are_the_only_gathered_memory_that_stays() 
     assert not Wrapper(backward.wrapper).gathered()
     checks.order_is_planned(backward)
     checks.no_gradient_is_copied(backward)
-
-
-class _ManyMatrices(nn.Module):
-    """One unit of twelve large matrices, called as `Llama` is."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        for i in range(12):
-            self.register_parameter(f"matrix{i}", nn.Parameter(torch.empty(sizes.width, sizes.width)))
-
-    def forward(self, _tokens: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-        x = torch.cat((cosines, sines), 1).repeat(1, 4)
-        for matrix in self.parameters():
-            x = x @ matrix
-        return x
-
-
-def test_one_kernel_joins_the_gradients_of_many_matrices() -> None:
-    code = generate(_case(make=_ManyMatrices))[Phase.BACKWARD]
-    most = max(len(launch.arguments) for _, launch in Wrapper(code.wrapper).launches())
-    assert most == 12 + 1  # a message of each matrix, and the flat gradient
 
 
 @pytest.mark.parametrize("architecture", [SM_80, SM_100], ids=lambda each: each.name)
