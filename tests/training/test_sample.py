@@ -59,7 +59,7 @@ class _Broken(NextLetter):
     """Not a number after the third byte."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * (float("nan") if len(self.lengths) == 1 else 1.0)
+        return super().forward(tokens) * (float("nan") if len(self.lengths) == 2 else 1.0)
 
 
 def test_text_ends_where_the_model_is_not_finite() -> None:

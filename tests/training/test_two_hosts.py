@@ -65,11 +65,11 @@ def _started(hosts: tuple[Host, Host], folder: Path, *arguments: str, **trouble:
         for process in processes:
             process.wait(timeout=TIMEOUT_S)
     finally:
-        for process, file in zip(processes, printed, strict=True):
+        for process, path in zip(processes, printed, strict=True):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            print(file.name, process.returncode, file.read_text()[-4000:])
+            print(path.name, process.returncode, path.read_text()[-4000:])
 
 
 def _wait_for_step(run: Path, step: int) -> None:
