@@ -18,6 +18,7 @@ BENCHMARKS = (
     "checkpoints",
     "save_planning",
     "long_run",
+    "soak",
     "gpu.run_all",
 )
 

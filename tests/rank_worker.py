@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import functools
 import gc
 import os
 import pickle
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -70,7 +68,8 @@ def serve(connection: Connection, stacks: Path, parent_pid: int) -> None:
     _live_and_die_with(parent_pid)
     # Its records of collectives hold the code that called them, and that code what Dynamo compiled for it.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
-    import fsdp_compile  # noqa: F401  here rather than by the first task, so that what it makes is set aside as well
+    # Here rather than by the first task, so that what it makes is set aside as well.
+    from benchmarks._torch import forget_meshes  # noqa: F401
 
     set_aside()
     # What our package warns about is an error here too: pytest's own filters end at its process.
@@ -132,33 +131,9 @@ def _leave_group() -> None:
         dist.destroy_process_group()
     # A world that was not complete counts as well, on the ranks that waited for it: the next one must have one name.
     dist.distributed_c10d._world.group_count = 0
-    _forget_meshes()
+    from benchmarks._torch import forget_meshes
 
-
-def _forget_meshes() -> None:
-    """Clears DTensor's caches: they hold meshes, which hold groups, whose threads wake a hundred times a second."""
-    from torch.distributed.tensor import DTensor, _redistribute
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.distributed.tensor."):
-            _clear_caches(module)
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    for module, clear in (
-        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
-        (_redistribute, "clear_redistribute_planner_cache"),
-    ):
-        getattr(module, clear, lambda: None)()  # not in every version
-    gc.collect()  # meshes refer to themselves
-
-
-def _clear_caches(namespace: Any) -> None:
-    """Clears `functools.cache`s of the functions of a module, and of the methods of its classes."""
-    for value in list(vars(namespace).values()):
-        function = getattr(value, "__func__", value)
-        if isinstance(function, functools._lru_cache_wrapper):
-            function.cache_clear()
-        elif isinstance(value, type) and isinstance(namespace, ModuleType) and value.__module__ == namespace.__name__:
-            _clear_caches(value)
+    forget_meshes()
 
 
 def _run(task: Task) -> Outcome:

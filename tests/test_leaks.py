@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 
 import fsdp_compile
+from benchmarks._torch import forget_meshes
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
@@ -189,3 +191,28 @@ def test_meshes_of_the_same_ranks_share_what_is_made_for_them() -> None:
     for made in run_ranks(_drop_models_of_own_meshes, world_size=2):
         assert made[0] > 0
         assert made[1:] == [0, 0, 0], "threads that we make, besides those of the mesh"
+
+
+_WORLDS = 3
+
+
+def _destroy_worlds(folder: str) -> list[dict[str, int]]:
+    """Threads and open files after worlds that were made, sharded over and destroyed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    opened = []
+    for number in range(_WORLDS):
+        dist.destroy_process_group()
+        forget_meshes()  # DTensor's caches, which hold meshes
+        opened.append(_open())
+        store = dist.FileStore(f"{folder}/{number}", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_WORLD_SIZE", "2")
+            _train(fsdp_compile.fully_shard(_Model(), sharding_strategy=ShardingStrategy.HYBRID_SHARD), compiled=False)
+    return opened
+
+
+@linux_only
+def test_a_world_that_is_destroyed_leaves_no_threads_and_no_files(tmp_path: Path) -> None:
+    for opened in run_ranks(_destroy_worlds, str(tmp_path), world_size=4):
+        assert opened[1:] == opened[:1] * (_WORLDS - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,11 +28,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         if options is not None:  # that of the fake backend
             found.append(options._timeout)
     return min(found, default=dist.default_pg_timeout)
-
-
-def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Sets how long the collectives of a group may take from now on."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
@@ -77,7 +72,17 @@ def names_ignored_by_ddp(module: nn.Module) -> frozenset[str]:
 
 def default_store() -> dist.Store:
     """The store through which the ranks of the default process group found each other."""
-    return dist.distributed_c10d._get_default_store()
+    return store_of_this_start(dist.distributed_c10d._get_default_store())
+
+
+def store_of_this_start(store: dist.Store, environment: Mapping[str, str] = os.environ) -> dist.Store:
+    """The part of a store that no rank has written to before torch's launcher restarted them: it keeps the store.
+
+    The whole store on several hosts, whose launchers count restarts each for itself.
+    """
+    count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_counted_alike = environment.get("GROUP_WORLD_SIZE", "1") == "1"
+    return dist.PrefixStore(f"restart {count}", store) if count != "0" and is_counted_alike else store
 
 
 def resolve_group(name: str) -> dist.ProcessGroup | None:

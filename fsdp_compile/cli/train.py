@@ -14,7 +14,7 @@ from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.training.checkpoint_folder import step_of
 from fsdp_compile.training.config import TrainConfig, flag
 from fsdp_compile.training.job import Job, new_job, resumed_job
-from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement
+from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement, restarts
 
 NAME = "train"
 ABOUT = "Train a small language model on real text over several processes, each holding its share of it."
@@ -44,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long ranks wait for one that is stopped, stuck or cut off before all end (default: %(default)g)",
     )
+    run.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often all ranks are started again when one fails, to go on from the last checkpoint (default: 0)",
+    )
     run.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the run (default: runs/<time>)")
     run.add_argument(
         "--resume",
@@ -65,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: An option has an impossible value.
     """
     placement = Placement.find(arguments.ranks)
+    _check_restarts(arguments.max_restarts, placement)
     job = _job(arguments, placement)
     from fsdp_compile.training.launch import Interrupted, join, launch
 
@@ -72,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         join(job)
         return 0
     try:
-        launch(job)
+        launch(job, arguments.max_restarts)
     except Interrupted as interrupted:
         from rich.console import Console
 
@@ -83,6 +91,17 @@ def run(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _check_restarts(count: int, placement: Placement) -> None:
+    if count < 0:
+        raise ConfigError(f"there cannot be {count} restarts", where="--max-restarts", instead="0 or more")
+    if count and placement.joins:
+        raise ConfigError(
+            "this process was started by a launcher, which restarts it",
+            where="--max-restarts",
+            instead="torchrun --max-restarts N, and fsdp-compile train --out FOLDER",
+        )
 
 
 def _add_option(group: argparse._ArgumentGroup, name: str, kind: Any, default: Any, about: str) -> None:
@@ -107,7 +126,7 @@ def _job(arguments: argparse.Namespace, placement: Placement) -> Job:
     options = {field.name: given[field.name] for field in fields(TrainConfig) if field.name in given}
     device = DeviceKind(arguments.device)
     if arguments.resume is None:
-        return replace(new_job(options, arguments.out, placement, device), timeout_s=arguments.timeout)
+        return replace(new_job(options, arguments.out, placement, device, restarts()), timeout_s=arguments.timeout)
     if arguments.out is not None:
         raise ConfigError("a resumed run stays in its folder", where="--out", instead="--resume FOLDER alone")
     folder = None if arguments.resume is _NEWEST else Path(arguments.resume)

@@ -24,7 +24,6 @@ from fsdp_compile._torch.distributed import (
     register_group_alias,
     resolve_group,
     serial_gloo_group,
-    set_timeout,
     timeout_of,
 )
 from fsdp_compile.comm.rendezvous import Rendezvous
@@ -107,14 +106,12 @@ class _Registry:
     Attributes:
         aliases: By name.
         made: Groups that were made here, by their purpose and ranks: one for all models and meshes of a world.
-        meshes: Hybrid meshes that were made here, by device type and shape, each with its world.
     """
 
     def __init__(self) -> None:
         # Weak references to groups: none stays alive, with its threads, after its world was destroyed.
         self.aliases: dict[str, _Alias] = {}
         self.made: dict[tuple[str, tuple[int, ...]], _WeakGroup] = {}
-        self.meshes: dict[tuple[str, tuple[int, int]], tuple[_WeakGroup, DeviceMesh]] = {}
 
     def forget_gone_worlds(self) -> None:
         """Drops entries of worlds that were destroyed; their names may be used again."""
@@ -122,8 +119,6 @@ class _Registry:
             del self.aliases[name]
         for key in [key for key, made in self.made.items() if not _is_alive(made())]:
             del self.made[key]
-        for key in [key for key, (world, _) in self.meshes.items() if world() is not dist.group.WORLD]:
-            del self.meshes[key]
 
 
 registry = _Registry()
@@ -238,18 +233,23 @@ def run_of(group: dist.ProcessGroup, length: int) -> dist.ProcessGroup:
     return _made_once("run", tuple(ranks[begin : begin + length]), min(_timeout(), timeout_of(group)), _new_group)
 
 
-def mesh_once(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
-    """The mesh (replicate, shard) of the world of one shape, for all models. All ranks call this together."""
+def mesh_of_shape(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
+    """A mesh (replicate, shard) of the world, of groups that all models share. All ranks call this together."""
     registry.forget_gone_worlds()
-    known = registry.meshes.get((device_type, shape))
-    if known is None:
-        world = dist.group.WORLD
-        assert world is not None
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "fsdp"))
-        for group in mesh.get_all_groups() if _has_processes(world) else ():
-            set_timeout(group, _timeout())
-        known = registry.meshes[device_type, shape] = (weakref.ref(world), mesh)
-    return known[1]
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    row, column = divmod(dist.get_rank(), shape[1])
+    groups = [
+        _mesh_group("replicas", tuple(ranks[:, column].tolist())),
+        _mesh_group("shards", tuple(ranks[row].tolist())),
+    ]
+    # A mesh holds its groups: one that was kept here would keep them, with their threads, when the world is gone.
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("dp_replicate", "fsdp"))
+
+
+def _mesh_group(dim: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world if len(ranks) == world.size() else _made_once(dim, ranks, _timeout(), _new_group)
 
 
 def default_mesh(device_type: str) -> DeviceMesh:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp_compile.comm.groups import check_mesh, default_mesh, mesh_once
+from fsdp_compile.comm.groups import check_mesh, default_mesh, mesh_of_shape
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.spec import Reshard
 
@@ -145,7 +145,7 @@ def _of_mesh(mesh: DeviceMesh) -> MeshPlacement:
 
 
 def hybrid_mesh(device_type: str) -> DeviceMesh:
-    """A mesh (replicate, shard) that shards over the ranks of each machine; the same one for every call in a world.
+    """A mesh (replicate, shard) that shards over the ranks of each machine; equal ones for all calls in a world.
 
     Raises:
         ConfigError: If the ranks of a machine cannot be counted, or the world does not divide by their number.
@@ -158,7 +158,7 @@ def hybrid_mesh(device_type: str) -> DeviceMesh:
             where="sharding_strategy=HYBRID_SHARD without a mesh",
             instead="the same number of ranks on every machine, or a mesh (replicate, shard)",
         )
-    return mesh_once(device_type, (world // shard, shard))
+    return mesh_of_shape(device_type, (world // shard, shard))
 
 
 def _ranks_per_machine(device_type: str) -> int:

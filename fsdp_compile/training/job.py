@@ -6,7 +6,7 @@ import json
 import math
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,10 @@ def _of_an_earlier_version(folder: RunFolder) -> ConfigError:
     )
 
 
-def new_folder(out: Path | None) -> RunFolder:
+def new_folder(out: Path | None, restarts: int = 0) -> RunFolder:
     """The folder of a new run; without `out`, one below `RUNS` named after the time.
+
+    Only ranks that a launcher has started again, `restarts` times, may find a run there: their own.
 
     Raises:
         ConfigError: A run was started there before, or there is a file instead of a folder.
@@ -114,7 +116,7 @@ def new_folder(out: Path | None) -> RunFolder:
     for path in (folder.path, *folder.path.parents):
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file", where="--out", instead="a folder, or a path that is free")
-    if folder.config.exists():
+    if folder.config.exists() and not restarts:
         raise ConfigError(
             f"there is a run in {folder.path} already",
             where="--out",
@@ -144,6 +146,7 @@ class Job:
         done_steps: Steps of the newest checkpoint that is complete as far as names and sizes tell; 0 for a new run.
         ranks: Number of ranks on all hosts.
         timeout_s: How long a rank waits for others before all of them end.
+        restart: Which one this is of how many, and why; "" the first time.
 
     Raises:
         ConfigError: The timeout is no positive number.
@@ -156,6 +159,7 @@ class Job:
     ranks: int
     device: DeviceKind
     timeout_s: float = TIMEOUT_S
+    restart: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
@@ -168,8 +172,15 @@ class Job:
         """The checkpoints of the run."""
         return CheckpointFolder(self.folder.checkpoints, self.run)
 
+    def restarted(self, restart: str) -> Job:
+        """The same after a launcher has started the ranks again: from the last checkpoint, or from the first step."""
+        newest = self.checkpoints.newest()  # whose contents are compared when it is loaded
+        return replace(self, done_steps=0 if newest is None else step_of(newest) or 0, restart=restart)
 
-def new_job(options: Mapping[str, Any], out: Path | None, placement: Placement, device: DeviceKind) -> Job:
+
+def new_job(
+    options: Mapping[str, Any], out: Path | None, placement: Placement, device: DeviceKind, restarts: int = 0
+) -> Job:
     """A run from its first step.
 
     Args:
@@ -177,13 +188,14 @@ def new_job(options: Mapping[str, Any], out: Path | None, placement: Placement, 
         out: Folder of the run; None for one named after the time.
         placement: Where ranks are to run.
         device: What the user asked for.
+        restarts: How often a launcher has started this process again: then the run in `out` is this one.
 
     Raises:
         ConfigError: An option, the folder or the text is refused.
     """
     config = TrainConfig.from_dict(options)
     _check_share(config, placement)
-    folder = new_folder(out)
+    folder = new_folder(out, restarts)
     # Whatever is refused above is refused without importing torch.
     from fsdp_compile.training.data import read_corpus
 
@@ -191,7 +203,7 @@ def new_job(options: Mapping[str, Any], out: Path | None, placement: Placement, 
     return Job(
         config=config,
         folder=folder,
-        run=uuid.uuid4().hex,
+        run=folder.read_config().run if folder.config.exists() else uuid.uuid4().hex,
         done_steps=0,
         ranks=placement.ranks,
         device=device.resolve(placement.local_ranks),

@@ -10,7 +10,9 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
@@ -27,6 +29,7 @@ from fsdp_compile.errors import (
 )
 from fsdp_compile.training.job import Job
 from fsdp_compile.training.loop import train
+from fsdp_compile.training.placement import restarts
 from fsdp_compile.training.world import join_world
 
 _SAY_ALL = {
@@ -43,8 +46,10 @@ class Interrupted(Exception):  # noqa: N818 (it is not an error)
         super().__init__(by.name)
 
 
-def launch(job: Job) -> None:
+def launch(job: Job, max_restarts: int = 0) -> None:
     """Run a job on ranks of this host and wait for its end.
+
+    If a rank fails, all are started again, up to `max_restarts` times, and go on from the last checkpoint.
 
     Raises:
         RankFailedError: A rank failed.
@@ -64,7 +69,7 @@ def launch(job: Job) -> None:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
-            max_restarts=0,
+            max_restarts=max_restarts,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=reports),
         )
@@ -92,10 +97,22 @@ def _run_rank(job: Job) -> None:
     with join_world(job.device, job.timeout_s) as world:
         try:
             with explained("in training"):
-                train(world.from_first(job), world)
+                train(world.from_first(_restarted(job)), world)
         except Exception as error:
             tell(error)  # torch's launcher catches it
             raise
+
+
+def _restarted(job: Job) -> Job:
+    """The job, or what is left of it where the launcher has started the ranks again."""
+    count = restarts()
+    if not count:
+        return job
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <attempt>/<rank>/error.json
+    before = None if file is None else Path(file).parents[1].with_name(f"attempt_{count - 1}")
+    report = None if before is None else _first_report(before)
+    why = "" if report is None else f" after rank {report.rank} failed: {report.message['message']}"
+    return job.restarted(f"{count} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}{why}")
 
 
 @contextmanager
@@ -118,16 +135,32 @@ def _root_cause(error: ChildFailedError, reports: Path) -> str:
     rank, failure = killed[0] if killed else error.get_first_failure()
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {failure.signal_name()}, the other ranks with it"
-    # The launcher names the first rank that it found dead, which may be one that lost its connection to the failed
-    # rank. A rank writes its report before it closes its connections, so the oldest report is the cause.
-    written = sorted(reports.rglob("error.json"), key=lambda report: report.stat().st_mtime_ns)
-    if not written:
+    last = max(reports.rglob("attempt_*"), key=lambda attempt: int(attempt.name.rpartition("_")[2]))
+    report = _first_report(last)
+    if report is None:
         return f"rank {rank} ended with exit code {failure.exitcode}, the other ranks with it"
-    message = json.loads(written[0].read_text())["message"]
-    rank = int(written[0].parent.name)
+    rank, message = report.rank, report.message
     name, _, text = message["message"].partition(": ")
     if name == RankFailedError.__name__:  # which names the rank that failed first
         return f"{text}\n(as rank {rank} found; all ranks were ended)"
     if name in _SAY_ALL:
         return f"rank {rank} has ended all ranks:\n{name}: {text}"
     return f"rank {rank} failed, the other ranks were ended:\n{message['extraInfo']['py_callstack']}"
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank that failed has left: torch's `message` and `extraInfo`."""
+
+    rank: int
+    message: dict[str, Any]
+
+
+def _first_report(attempt: Path) -> _Report | None:
+    """The report of the rank that failed first, of all ranks of this host that were started together."""
+    # The launcher names the first rank that it found dead, which may be one that lost its connection to the failed
+    # rank. A rank writes its report before it closes its connections, so the oldest report is the cause.
+    written = sorted(attempt.rglob("error.json"), key=lambda report: report.stat().st_mtime_ns)
+    if not written:
+        return None
+    return _Report(int(written[0].parent.name), json.loads(written[0].read_text())["message"])

@@ -115,6 +115,8 @@ class _Run:
     def _begin(self) -> None:
         job = self.job
         started = Started(job.config, self.trainer.corpus.fingerprint, job.run)
+        if job.restart:
+            self.display.say(f"restarted, {job.restart}")
         if job.done_steps:
             self._load()
             if self.world.is_first:
@@ -123,6 +125,8 @@ class _Run:
                 job.folder.write_config(started)
             return
         if self.world.is_first:
+            if job.restart:
+                drop_records_after(job.folder.metrics, -1)
             job.folder.write_config(started)
         self._record(Record(step=0, held_out_loss=self.trainer.held_out_loss(), time_s=self._time_s()))
 
@@ -257,8 +261,9 @@ def _number(value: float) -> float | None:
 
 
 def _summary(records: list[Record], steps: int, time_s: float) -> str:
-    losses = held_out_losses(records)
-    (_, before), (_, after) = losses[0], losses[-1]
+    before, after = held_out_losses(records)[0][1], records[-1].held_out_loss
+    if after is None:  # it would be that of an earlier step
+        return f"held-out loss {before:.3f} -> not finite after {steps} steps, {time_s:.0f} s"
     bits = 1 / math.log(2)
     return (
         f"held-out loss {before:.3f} -> {after:.3f} nats per byte "

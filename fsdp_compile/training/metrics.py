@@ -16,6 +16,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.lower.progress import LOGGER as COMPILES
 
 
@@ -50,11 +51,24 @@ def append_record(path: Path, record: Record) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All whole lines of a file, none where there is no file. A run that was killed may have cut off the last."""
+    """All whole lines of a file, none where there is no file. A run that was killed may have cut off the last.
+
+    Raises:
+        ConfigError: A line is no record.
+    """
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [Record(**json.loads(line)) for line in lines if line.endswith("\n")]
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    return [_record(path, number, line) for number, line in enumerate(lines, 1) if line.endswith("\n")]
+
+
+def _record(path: Path, number: int, line: str) -> Record:
+    try:
+        return Record(**json.loads(line))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"line {number} of {path} is no record of a run: {error}", where="metrics", instead="delete the line"
+        ) from None
 
 
 def drop_records_after(path: Path, step: int) -> None:

@@ -173,13 +173,15 @@ def generate(
         device: Of the model.
 
     Returns:
-        The prompt and what follows it; bytes that are not UTF-8 become U+FFFD.
+        The prompt and what follows it, up to where a logit is not finite; bytes that are not UTF-8 become U+FFFD.
     """
     dice = torch.Generator().manual_seed(seed)
     text = list(prompt.encode(errors="surrogateescape"))  # recovers bytes of the command line that are not UTF-8
     for _ in range(size_bytes):
         context = torch.tensor([text[-seq_len:]], device=device)
         logits = model(context)[0, -1].float().cpu()
+        if not logits.isfinite().all():
+            break
         if temperature == 0:
             text.append(int(logits.argmax()))
         else:

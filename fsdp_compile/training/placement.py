@@ -91,6 +91,11 @@ class Placement:
         return self.started_here is not None
 
 
+def restarts(environment: Mapping[str, str] = os.environ) -> int:
+    """How often an elastic launcher has started this process again."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def _count_gpus() -> int:
     import torch
 

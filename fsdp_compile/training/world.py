@@ -13,8 +13,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
-from fsdp_compile._torch.distributed import timeout_of
+from fsdp_compile._torch.distributed import store_of_this_start, timeout_of
 from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind
 
 T = TypeVar("T")
@@ -90,13 +91,15 @@ def join_world(
         This rank.
     """
     timeout = timedelta(seconds=timeout_s)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store = store_of_this_start(store, environment)  # or addresses of ranks that are gone would be read
     if kind is DeviceKind.CUDA:
         device = torch.device("cuda", int(environment["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, timeout=timeout)
+        dist.init_process_group("nccl", device_id=device, timeout=timeout, store=store, rank=rank, world_size=size)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)
     yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
     # Not after an error: other ranks would report lost connections before this one has reported its error.
     dist.destroy_process_group()

@@ -82,9 +82,10 @@ def test_calls_without_a_mesh_share_the_groups_of_a_hybrid_one(monkeypatch: pyte
     with fake_world(6, rank=3):
         for child in model:
             fully_shard(child, sharding_strategy=S.HYBRID_SHARD)
-        meshes = {id(unit.policy.mesh) for unit in units(model)}
+        meshes = {unit.policy.mesh for unit in units(model)}
         (mesh, *_) = [unit.policy.mesh for unit in units(model)]
         assert len(meshes) == 1
+        assert len({tuple(map(id, unit.policy.mesh.get_all_groups())) for unit in units(model)}) == 1
         assert mesh.mesh.tolist() == [[0, 1], [2, 3], [4, 5]]
         assert mesh.mesh_dim_names == ("dp_replicate", "fsdp")
         assert mesh.get_local_rank("fsdp") == 1
@@ -106,7 +107,7 @@ def test_without_a_launcher_a_machine_has_as_many_ranks_as_devices(monkeypatch: 
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device_count=lambda: 3))
     made: list[tuple[int, int]] = []
     monkeypatch.setattr(mesh_module, "default_mesh", lambda _: SimpleNamespace(size=lambda: 6))
-    monkeypatch.setattr(mesh_module, "mesh_once", lambda _, shape: made.append(shape))
+    monkeypatch.setattr(mesh_module, "mesh_of_shape", lambda _, shape: made.append(shape))
     mesh_module.hybrid_mesh("cuda")
     assert made == [(2, 3)]
 

@@ -25,10 +25,8 @@ def _timeouts(settings: dict[str, Any], mesh_shape: tuple[int, ...] | None) -> d
     model(torch.ones(2, 8)).sum().backward()
     used = {name: group_named(name) for name in groups.registry.aliases}
     made = {purpose: made() for (purpose, _), made in groups.registry.made.items()}
-    in_meshes = [group for _, mesh in groups.registry.meshes.values() for group in mesh.get_all_groups()]
-    meshes = {f"mesh {number}": group for number, group in enumerate(in_meshes)}
     waits = {str(place.ranks): place.timeout_s for place in groups.rank_stores()}
-    every = {name: timeout_of(group) for name, group in (used | made | meshes).items() if group is not None}
+    every = {name: timeout_of(group) for name, group in (used | made).items() if group is not None}
     return waits | {name: each.total_seconds() for name, each in every.items()}
 
 
@@ -38,7 +36,7 @@ def _timeouts(settings: dict[str, Any], mesh_shape: tuple[int, ...] | None) -> d
         ({"separate_reduce_group": True}, (2,), 2, {"fsdp.shard.0", "fsdp.reduce.0", "compare"}),
         ({"reshard_after_forward": 2}, (4,), 4, {"fsdp.shard.0", "fsdp.post_forward.0", "compare", "run"}),
         ({}, (2, 2), 4, {"fsdp.shard.0", "fsdp.replicate.0", "compare"}),
-        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, None, 4, {"fsdp.shard.0", "mesh 0", "mesh 1"}),
+        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, None, 4, {"fsdp.shard.0", "replicas", "shards"}),
     ],
 )
 def test_every_group_has_the_timeout_of_the_world(

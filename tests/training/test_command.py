@@ -13,6 +13,7 @@ import pytest
 from tests.training.command import DRIVER, TINY, finish, metrics, session_of, start, wait_for_line
 
 KEYS = {"step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "time_s", "skipped_steps"}
+TROUBLE = "RuntimeError: trouble on demand"
 LAST_LINE = re.compile(r"held-out loss (\d\.\d+) -> (\d\.\d+) nats per byte \(.* bits\) after 6 steps, \d+ s")
 
 
@@ -141,3 +142,56 @@ def test_a_full_disk_is_the_cause_that_the_launcher_names(tmp_path: Path) -> Non
     full = "run/checkpoints/.partial/__1_0.distcp: No space left on device"
     assert f"CheckpointError: rank 1 cannot write a checkpoint: {full}\n  where: step 4\n" in err
     assert _checkpoints(tmp_path / "run") == ["step-000002"]
+
+
+def _check_equal(run: Path, uninterrupted: Path) -> None:
+    for mine, theirs in zip(metrics(run), metrics(uninterrupted), strict=True):
+        for name in ("step", "loss", "held_out_loss", "grad_norm", "lr"):
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-6), (mine["step"], name)
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "said"),
+    [
+        ("KILL_AT", 4, "restarted, 1 of 1\n"),
+        pytest.param("FAIL_AT", 4, f"restarted, 1 of 1 after rank 1 failed: {TROUBLE}\n", marks=pytest.mark.long),
+        pytest.param("FAIL_AT", 1, f"restarted, 1 of 1 after rank 1 failed: {TROUBLE}\n", marks=pytest.mark.long),
+    ],
+)
+def test_a_restarted_run_goes_on_from_its_last_checkpoint(
+    fault: str, step: int, said: str, tmp_path: Path, joined: tuple[int, str, str, Path]
+) -> None:
+    options = ["--ranks", "2", "--timeout", "60", "--out", "run", "--max-restarts", "1"]
+    status, out, err = finish(start(tmp_path, DRIVER, "train", *TINY, *options, **{fault: str(step)}))
+    assert status == 0, err
+    assert said in out
+    assert ("resumed after step 2\n" in out) == (step > 2)
+    _check_run(tmp_path / "run", out)
+    _check_equal(tmp_path / "run", joined[-1])
+
+
+@pytest.mark.long
+def test_restarts_are_counted_and_the_last_failure_is_named(tmp_path: Path) -> None:
+    options = ["--ranks", "2", "--out", "run", "--max-restarts", "1"]
+    status, out, err = finish(start(tmp_path, DRIVER, "train", *TINY, *options, FAIL_AT="3", TROUBLES="2"))
+    assert status == 1
+    assert out.count("restarted, 1 of 1") == 1
+    assert err.rstrip().endswith("RuntimeError: trouble on demand")
+    assert _checkpoints(tmp_path / "run") == ["step-000002"]
+
+
+@pytest.mark.long
+def test_a_torchrun_that_restarts_goes_on_in_the_folder(tmp_path: Path, joined: tuple[int, str, str, Path]) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    command = [*torchrun, "--max-restarts", "1", DRIVER, "train", *TINY, "--out", "run"]
+    status, out, err = finish(start(tmp_path, *command, FAIL_AT="4"))
+    assert status == 0, err
+    assert "resumed after step 2\n" in out
+    _check_equal(tmp_path / "run", joined[-1])
+
+
+@pytest.mark.parametrize(("given", "environment"), [("-1", {}), ("1", {"RANK": "0", "WORLD_SIZE": "1"})])
+def test_restarts_that_make_no_sense_are_refused(given: str, environment: dict[str, str], tmp_path: Path) -> None:
+    status, _, err = finish(start(tmp_path, DRIVER, "train", *TINY, "--max-restarts", given, **environment))
+    assert status == 2
+    assert "--max-restarts" in err

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.training.loop import _summary
 from fsdp_compile.training.metrics import (
     Record,
     append_record,
@@ -52,3 +56,16 @@ def test_a_last_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
 
 def test_held_out_losses_come_with_their_steps() -> None:
     assert held_out_losses(RECORDS) == [(2, 4.0)]
+
+
+def test_a_last_loss_that_is_not_finite_is_not_that_of_an_earlier_step() -> None:
+    before, after = Record(step=0, held_out_loss=5.0, time_s=0), Record(step=3, held_out_loss=None, time_s=1)
+    assert _summary([before, after], 3, 2.0) == "held-out loss 5.000 -> not finite after 3 steps, 2 s"
+
+
+@pytest.mark.parametrize("line", ["nothing", "[1]", '{"step": 1, "other": 2}', "[" * 100_000, "\0"])
+def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
+    path = _written(tmp_path)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ConfigError, match=r"line 5 of .*metrics.jsonl is no record"):
+        read_records(path)

@@ -53,3 +53,15 @@ def test_a_prompt_that_the_shell_could_not_decode_is_continued_byte_by_byte() ->
 
 def test_nothing_is_added_where_nothing_is_wanted() -> None:
     assert _write(NextLetter(), "ab", size_bytes=0) == "ab"
+
+
+class _Broken(NextLetter):
+    """Not a number after the third byte."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * (float("nan") if len(self.lengths) == 2 else 1.0)
+
+
+def test_text_ends_where_the_model_is_not_finite() -> None:
+    for temperature in (0.0, 1.0):
+        assert len(_write(_Broken(), "ab", temperature=temperature)) == 3
