@@ -16,7 +16,7 @@ from tests.ranks import run_ranks  # noqa: F401  these tests need ranks
 
 LONG = os.environ.get("FSDP_COMPILE_LONG", "") not in ("", "0")
 # A number of cases, not of seconds: the same cases on a fast machine. `python -m tests.fuzz` draws others.
-CASES = 40 if LONG else 4
+CASES = 24 if LONG else 4
 SECONDS_PER_CASE = 30
 MOST_REFUSED = 0.02
 
