@@ -7,7 +7,6 @@ Ranks are spawned, so each imports this file before it trains and has the same t
     FULL_AT=3       the disk of rank 1 is full from step 3 on
     KILL_AT=3       rank 1 is killed in step 3
     STOP_AT=3       rank 1 is stopped in step 3
-    SLOW_AT=3       every step takes a second longer from step 3 on
     TROUBLES=2      all this also after the first restart, and not only before it
 """
 
@@ -27,7 +26,6 @@ from fsdp_compile.training.trainer import StepResult, Trainer
 
 PAUSE_AT = int(os.environ.get("PAUSE_AT", "0"))
 FAIL_AT = int(os.environ.get("FAIL_AT", "0"))
-SLOW_AT = int(os.environ.get("SLOW_AT", "0"))
 FULL_AT = int(os.environ.get("FULL_AT", "0"))
 SIGNALS = {int(os.environ.get("KILL_AT", "0")): signal.SIGKILL, int(os.environ.get("STOP_AT", "0")): signal.SIGSTOP}
 
@@ -44,8 +42,6 @@ def _troubled_step(self: Trainer, step: int) -> StepResult:
         if self.world.rank == 0:  # which writes the metrics: another rank may be in this step before they are written
             print("paused", flush=True)
         time.sleep(600)
-    if 0 < SLOW_AT <= step:
-        time.sleep(1)
     if step == FAIL_AT and self.world.rank == 1:
         raise RuntimeError("trouble on demand")
     if step in SIGNALS and self.world.rank == 1:
