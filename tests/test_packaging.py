@@ -35,6 +35,7 @@ def test_only_the_extras_bring_optional_dependencies() -> None:
         "safetensors",
         "lint",
         "frameworks",
+        "cuda-code",
     }
 
 
