@@ -49,7 +49,16 @@ _CHOICES: dict[str, list[Any]] = {
 _SLOW_WITH_OPEN_SIZES = {"attention", "own_attention", "encoder_layer", "gru_cell", "lstm_cell", "instance_norm"}
 
 
-_MIXES_DTYPES = {"half_linear", "autocast", "batch_norm", "buffer", "running_mean", "counter", "own_function"}
+_MIXES_DTYPES = {
+    "half_linear",
+    "spectral_norm",
+    "autocast",
+    "batch_norm",
+    "buffer",
+    "running_mean",
+    "counter",
+    "own_function",
+}
 """Pieces that do not run in bfloat16 with buffers, or other tensors, in float32."""
 _UPDATES_BUFFERS = {"batch_norm", "running_mean", "counter", "spectral_norm"}
 """Pieces that a checkpoint updates twice in eager code and once in compiled code, torch's own as well."""
