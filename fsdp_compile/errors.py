@@ -49,6 +49,10 @@ class ParityError(FSDPCompileError):
     report: Any = None
 
 
+class PoisonError(FSDPCompileError):
+    """A message of a collective has NaN while `options={"poison": True}` fills freed memory with it."""
+
+
 class CheckpointError(FSDPCompileError):
     """A checkpoint cannot be written, or is not what was written."""
 

@@ -69,6 +69,8 @@ class FSDPOptions:
             the gradients of rows go there. It saves the first gather of forward and the last reduction of backward,
             which nothing hides. Numbers are those of "gathered" where sums over ranks are made in their order (always
             with two). Steps that accumulate unreduced gradients (`no_sync`) gather.
+        poison: Fill gathered parameters with NaN where they are freed, and raise `PoisonError` if a message of a
+            collective has NaN: what reads freed memory then shows. The host waits for each collective.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
@@ -89,6 +91,7 @@ class FSDPOptions:
     reduce_layout: Literal["aligned", "fsdp2"] = "aligned"
     bucket_mb: float | Literal["auto"] = "auto"
     embedding: Literal["gathered", "sharded"] = "gathered"
+    poison: bool = False
     stop_after: str | None = None
     mesh: DeviceMesh | None = None
     mp_policy: AnyPrecisionPolicy | None = None
@@ -106,6 +109,8 @@ class FSDPOptions:
             raise bad_option("reduce_layout", self.reduce_layout, '"aligned" or "fsdp2"')
         if self.embedding not in ("gathered", "sharded"):
             raise bad_option("embedding", self.embedding, '"gathered" or "sharded"')
+        if not isinstance(self.poison, bool):
+            raise bad_option("poison", self.poison, "True or False")
         size = self.bucket_mb
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf):
             raise bad_option("bucket_mb", size, '"auto", 0 for none, or a number of 1e6 byte')

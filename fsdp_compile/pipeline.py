@@ -30,6 +30,7 @@ from fsdp_compile.passes.delay_weight_gradients import DelayWeightGradients
 from fsdp_compile.passes.explicit_prefetch import ExplicitPlan, ExplicitPrefetch
 from fsdp_compile.passes.insert_collectives import InsertCollectives
 from fsdp_compile.passes.order_updates import OrderUpdates
+from fsdp_compile.passes.poison import poison_freed_messages
 from fsdp_compile.passes.schedule_auto import MARGIN, ScheduleAuto, SchedulePlan
 from fsdp_compile.passes.schedule_fsdp1 import ScheduleFSDP1
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
@@ -127,6 +128,8 @@ def _transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     if selected:
         last = selected[-1]
         check(step, after=last.name, stage=last.stage, limits=limits)
+    if options.poison:
+        poison_freed_messages(step)
     step.graph.lint()
     step.gm.recompile()
     return step

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import CustomPartitionerFn, compile_fx, compile_fx_inner, functorch_config
+from fsdp_compile._torch.lowerings import compute_readers_first
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.once import compile_once
@@ -17,6 +18,8 @@ from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.wrappers import Compiled
 from fsdp_compile.lower.write_before_waits import write_before_waits
 from fsdp_compile.lower.written_order import compare, planned_calls
+from fsdp_compile.ops.effects import UPDATE
+from fsdp_compile.ops.poison import CHECK_MESSAGE, POISON
 
 KEEP_OUR_ORDER: Final = {
     "reorder_for_peak_memory": False,
@@ -69,6 +72,8 @@ def compile_with_inductor(
 
         return region.finish(gm, phase, compile_graph)
 
+    for operator in (UPDATE, POISON, CHECK_MESSAGE):
+        compute_readers_first(operator)
     patches = {**KEEP_OUR_ORDER, **FEW_LAUNCHES, **settings, "custom_partitioner_fn": _Partitioner(region)}
     # AOTAutograd's cache would return graphs of other passes and options: its key knows neither.
     with functorch_config.patch(enable_autograd_cache=False):

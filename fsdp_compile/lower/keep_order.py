@@ -29,8 +29,8 @@ from fsdp_compile._torch.scheduler import (
 class _SchedulerPass(CustomSchedulerPass):
     """A pass in the form that Inductor's settings, and its cache, accept."""
 
-    VERSION = 1
-    """To be counted up when a pass changes: code in the cache was made with the pass of its version."""
+    VERSION = 2
+    """To be counted up when a pass changes, or `_torch/lowerings.py`: code in the cache was made with its version."""
 
     def uuid(self) -> str:
         return f"fsdp_compile.{type(self).__name__}.{self.VERSION}"

@@ -1,1 +1,1 @@
-"""Graphs run under a model of an accelerator's streams: nothing reads or reuses memory that another stream still uses."""
+"""Graphs run under a model of an accelerator's streams: no stream uses memory that another one still uses."""

@@ -1,0 +1,49 @@
+"""Makes a use of freed memory show: gathered messages become NaN where they are freed, and messages are checked.
+
+    %w = wait_tensor(%gathered)          ->   %w = wait_tensor(%gathered); fsdp.check_message(%w, "what ... gathers")
+    %y = mm(%x, %w); fsdp.reshard([%w])  ->   %y = mm(%x, %w); fsdp.poison(%w); fsdp.reshard([%w])
+
+Whatever reads a parameter after that gets NaN, and so the reduced gradients, which are checked as well. It is for
+`options={"poison": True}`, and stands behind the verifier, which such reads would not pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
+from fsdp_compile.ops.effects import RESHARD
+from fsdp_compile.ops.poison import CHECK_MESSAGE, POISON
+
+_CHECKED = {
+    Role.GATHER_WAIT: "what {} gathers",
+    Role.REDUCE_WAIT: "the reduced gradient of {}",
+    Role.REPLICATE_WAIT: "the gradient of {}, summed over replicas,",
+}
+
+
+def poison_freed_messages(step: StepGraph) -> None:
+    """Adds both operators to a graph that all passes have seen."""
+    for node in list(step.graph.nodes):
+        role = role_of(node)
+        if role in _CHECKED:
+            with step.graph.inserting_after(node):
+                _call(node, CHECK_MESSAGE, node, _CHECKED[role].format(_named(node)))
+        if node.target is RESHARD:
+            with step.graph.inserting_before(node):
+                for message in node.args[0]:
+                    _call(node, POISON, message)
+
+
+def _call(serves: fx.Node, op: Any, *args: Any) -> None:
+    """Records an operator without a record: it belongs to no pass."""
+    node = serves.graph.call_function(op, args)
+    node.meta["val"] = None
+    if "stack_trace" in serves.meta:
+        node.meta["stack_trace"] = serves.meta["stack_trace"]
+
+
+def _named(node: fx.Node) -> str:
+    return ", ".join(unit or "the root unit" for unit in require(node).units)
