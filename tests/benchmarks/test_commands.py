@@ -109,6 +109,7 @@ def test_two_namespaces_train(tmp_path: Path) -> None:
     assert rows["fsdp_compile"]["faster_than_fsdp2"] > 0
 
 
+@pytest.mark.long
 def test_saves_are_timed_and_planned(tmp_path: Path) -> None:
     rows = _run("checkpoints", tmp_path)["results"]
     assert [row["contender"] for row in rows][::2] == ["dcp.save", "dcp.async_save"]

@@ -28,6 +28,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "explained_here"
 
 
+@pytest.mark.long
 def test_the_built_in_model_is_explained_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--world-size", "4", "--lower", "eager"]) == 0
     out = capsys.readouterr().out

@@ -45,6 +45,7 @@ def test_nothing_is_copied_around_gathers_and_no_matmul_weight_into_a_reduction(
     assert sum(copy.size_bytes for copy in into) <= DEPTH * 4 * VECTOR
 
 
+@pytest.mark.long
 def test_a_share_of_the_gradients_is_put_together_unless_a_cast_does_it() -> None:
     plan = _llama()
     blocks = sum(unit.shard_bytes for unit in plan.units if unit.parameters > 1)

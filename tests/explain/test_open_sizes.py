@@ -67,6 +67,7 @@ def test_ranks_and_sizes_change_together_and_back(plan: Plan) -> None:
     assert there.at(world_size=RANKS, batch=4, gb_per_s=50.0) == plan
 
 
+@pytest.mark.long
 def test_a_size_of_one_is_open_as_any_other(plan: Plan) -> None:
     alone = _explain(1, 64, OPEN)
     assert alone.sizes == {"batch": 1, "sequence": 64}

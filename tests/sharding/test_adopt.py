@@ -28,6 +28,7 @@ from fsdp_compile._torch import fsdp2 as torch_fsdp2
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.runtime.group_state import ReduceGroup
 from fsdp_compile.sharding.allocate import allocate_flat_params
+from tests import long
 from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim, Stack
@@ -205,7 +206,7 @@ def _four_steps(name: str, form: str) -> tuple[list[str], tuple[str, ...]]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("form", FORMS)
+@long.parametrize("form", FORMS, always=["compiled", "sharded"])
 def test_two_steps_of_fsdp2_and_two_here_are_four_of_fsdp2(form: str) -> None:
     for different, names in run_ranks(_four_steps, "units", form):
         assert different == []
@@ -238,6 +239,7 @@ def _hybrid(form: str) -> list[str]:
     return _differences(mine, theirs)
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_hybrid_sharding_goes_on_over_both_dimensions() -> None:
     assert run_ranks(_hybrid, "compiled", world_size=4) == [[]] * 4
@@ -249,6 +251,7 @@ def _kept_of_four() -> str:
     return str({unit.policy.mesh_placement.post_forward_size for unit in units(model)})
 
 
+@pytest.mark.long
 def test_a_smaller_group_of_backward_is_kept() -> None:
     assert run_ranks(_kept_of_four, world_size=4) == ["{2}"] * 4
 
@@ -264,7 +267,7 @@ def _with_gradients(form: str) -> list[str]:
     return _differences(mine, theirs)
 
 
-@pytest.mark.parametrize("form", ["compiled", "sharded"])
+@long.parametrize("form", ["compiled", "sharded"], always=["sharded"])
 def test_gradients_are_kept(form: str) -> None:
     assert run_ranks(_with_gradients, form) == [[], []]
 
@@ -293,7 +296,7 @@ def _from_meta(when: str) -> list[str]:
     return _differences(mine, theirs)
 
 
-@pytest.mark.parametrize("when", ["copied", "assigned", "sharded-first"])
+@long.parametrize("when", ["copied", "assigned", "sharded-first"], always=["sharded-first"])
 def test_a_model_that_was_wrapped_on_meta_and_loaded(when: str) -> None:
     assert run_ranks(_from_meta, when) == [[], []]
 
@@ -596,7 +599,7 @@ def _after_an_evaluation(form: str) -> list[str]:
     return _differences(mine, theirs)
 
 
-@pytest.mark.parametrize("form", ["compiled", "sharded"])
+@long.parametrize("form", ["compiled", "sharded"], always=["sharded"])
 def test_a_model_that_fsdp2_has_left_unsharded(form: str) -> None:
     assert run_ranks(_after_an_evaluation, form) == [[], []]
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp_compile import ConfigError, full_params, fully_shard, units
+from tests import long
 from tests.beside import Beside, Run, compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.outlines import Odd, Small, Transformer
@@ -169,22 +170,30 @@ def _check_replacing(names: list[str], how: Run, *, keep_optimizer: bool) -> Non
         pair.step()
 
 
-@pytest.mark.parametrize("change", KEEPING, ids=_name)
+@long.parametrize("change", KEEPING, always=[_freeze_one, _write_through_data], ids=_name)
 def test_the_optimizer_goes_on_after(change: Change) -> None:
     run_ranks(_check_keeping, [change.__name__], Run.EAGER)
 
 
-@pytest.mark.parametrize("change", REPLACING, ids=_name)
+@long.parametrize("change", REPLACING, always=[_assign_alike, _widen], ids=_name)
 def test_a_new_optimizer_trains_the_new_parameters_after(change: Change) -> None:
     run_ranks(_check_replacing, [change.__name__], Run.EAGER, keep_optimizer=False)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED])
-def test_compiled_code_sees_changes(how: Run) -> None:
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED])
+@long.parametrize(
+    "change",
+    [_freeze_one, _initialize, _replace_one, _assign_alike, _widen],
+    always=[_initialize, _assign_alike, _widen],
+    ids=_name,
+)
+def test_compiled_code_sees_changes(change: Change, how: Run) -> None:
     """A graph that was compiled before the change runs on, or is compiled again: never with old values."""
-    run_ranks(_check_keeping, ["_freeze_one", "_initialize"], how)
-    run_ranks(_check_replacing, ["_replace_one", "_assign_alike", "_widen"], how, keep_optimizer=False)
+    if change in KEEPING:
+        run_ranks(_check_keeping, [change.__name__], how)
+    else:
+        run_ranks(_check_replacing, [change.__name__], how, keep_optimizer=False)
 
 
 def _sequential() -> nn.Module:
@@ -215,7 +224,7 @@ def _check_sequential(how: Run) -> None:
     pair.step(dtype=torch.float64)
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED])
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED])
 def test_compiled_containers_of_torch_see_changes(how: Run) -> None:
     """Dynamo compiles the call of a plain `nn.Sequential` whole, so it is checked before that."""
     run_ranks(_check_sequential, how, world_size=2)
@@ -268,7 +277,7 @@ def _check_dtype() -> None:
 
 
 def test_training_goes_on_in_another_dtype() -> None:
-    run_ranks(_check_dtype, world_size=4)
+    run_ranks(_check_dtype)
 
 
 def _check_change_between_backward_and_step() -> None:

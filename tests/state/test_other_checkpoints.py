@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import full_tensors, fully_shard, load_from_rank0
+from tests import long
 from tests.models.outlines import MixedKinds
 from tests.ranks import run_ranks
 
@@ -157,6 +158,7 @@ def _world_size(mesh: tuple[int, ...]) -> int:
     return torch.Size(mesh).numel()
 
 
+@pytest.mark.long
 def test_any_number_of_ranks_and_replicas_load_a_checkpoint(tmp_path: Path) -> None:
     folders = [tmp_path / str(mesh) for mesh in MESHES]
     expected = [
@@ -182,6 +184,7 @@ def _load_fsdp2(folder: Path) -> dict[str, Any]:
     return _values(model, optimizer)
 
 
+@pytest.mark.long
 def test_fsdp2s_checkpoints_are_loaded_here_and_ours_there(tmp_path: Path) -> None:
     theirs = run_ranks(_save_fsdp2, tmp_path / "theirs")[0]
     ours = run_ranks(_save_ours, WithoutNumber, tmp_path / "ours", (3,), world_size=3)[0]
@@ -205,7 +208,7 @@ def _save_fsdp1(folder: Path, *, dtensors: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("dtensors", [True, False], ids=["DTensor", "ShardedTensor"])
+@long.parametrize("dtensors", [True, False], always=[True], ids=["DTensor", "ShardedTensor"])
 def test_fsdp1s_sharded_checkpoints_are_loaded(dtensors: bool, tmp_path: Path) -> None:  # noqa: FBT001
     run_ranks(_save_fsdp1, tmp_path, dtensors=dtensors)
     expected = _values(*_plain(WithoutNumber))
@@ -255,6 +258,7 @@ def _save_ddp(folder: Path) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.long
 def test_ddps_checkpoints_are_loaded(tmp_path: Path) -> None:
     expected = run_ranks(_save_ddp, tmp_path)[0]
     plain = _values(*_plain(MixedKinds))

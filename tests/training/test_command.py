@@ -57,6 +57,7 @@ def test_one_command_trains(tmp_path: Path) -> None:
         assert f"{line} parameters {whole / 2e6:.2f} of {whole / 1e6:.2f} MB" in out
 
 
+@pytest.mark.long
 def test_an_existing_torchrun_is_joined(joined: tuple[int, str, str, Path]) -> None:
     status, out, err, run = joined
     assert status == 0, err
@@ -153,7 +154,7 @@ def _check_equal(run: Path, uninterrupted: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "step", "said"),
     [
-        ("KILL_AT", 4, "restarted, 1 of 1\n"),
+        pytest.param("KILL_AT", 4, "restarted, 1 of 1\n", marks=pytest.mark.long),
         pytest.param("FAIL_AT", 4, f"restarted, 1 of 1 after rank 1 failed: {TROUBLE}\n", marks=pytest.mark.long),
         pytest.param("FAIL_AT", 1, f"restarted, 1 of 1 after rank 1 failed: {TROUBLE}\n", marks=pytest.mark.long),
     ],

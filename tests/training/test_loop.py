@@ -126,6 +126,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(tmp_path: Path) -> No
     assert _checkpoints(tmp_path) == ["step-000004", "step-000005"]
 
 
+@pytest.mark.long
 def test_a_step_that_is_not_finite_ends_the_run_and_its_checkpoints_stay(tmp_path: Path) -> None:
     (_, first), (_, second) = run_ranks(_train_with_nan, tmp_path, "stop", 4)
     assert first == second
@@ -166,7 +167,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     [
-        (1, None),
+        pytest.param(1, None, marks=pytest.mark.long),
         (2, None),
         pytest.param(3, None, marks=pytest.mark.long),
         pytest.param(4, None, marks=pytest.mark.long),
@@ -188,6 +189,7 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(
         assert mine == pytest.approx(theirs, abs=1e-5)
 
 
+@pytest.mark.long
 def test_checkpoints_in_the_background_are_those_of_a_run_that_waits(uninterrupted: Path, tmp_path: Path) -> None:
     run_ranks(_train, tmp_path, RESUMED | {"async_checkpoints": True})
     assert _measured(tmp_path) == _measured(uninterrupted)

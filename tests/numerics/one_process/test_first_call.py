@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import ConfigError, fully_shard
-from tests.models.kinds import WIDTH, Stack
+from tests import long
+from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
 
@@ -92,7 +93,7 @@ def _one_padded_slot() -> float:
     return _worst(model, reference)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@long.parametrize("world_size", [1, 2], always=[2])
 def test_a_flat_shard_of_one_padded_slot(world_size: int) -> None:
     assert max(run_ranks(_one_padded_slot, world_size=world_size)) < 1e-6
 
@@ -147,15 +148,16 @@ def _outputs(make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: 
     return [call(batch).detach() for _ in range(2)]
 
 
-@pytest.mark.parametrize(
+@long.parametrize(
     ("make", "policy", "form"),
     [
-        (Stack, HALF, _as_function),
-        (Stack, WIDE_OUTPUT, _as_function),
-        (Stack, HALF, _as_module),
+        (Slim, HALF, _as_function),
+        (Slim, WIDE_OUTPUT, _as_function),
+        (Slim, HALF, _as_module),
         (Looked, WIDE_OUTPUT, _as_module),
         (Looked, HALF, _as_method),
     ],
+    always=[(Slim, HALF, _as_function), (Looked, HALF, _as_method)],
 )
 def test_the_first_call_casts_as_those_after_it(
     make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: Compile
@@ -173,7 +175,7 @@ def _refused_then_sharded_before(make: Callable[[], nn.Module], policy: MixedPre
     return _outputs(make, policy, _sharded_before)
 
 
-@pytest.mark.parametrize(("make", "policy"), [(Stack, HALF), (Looked, WIDE_OUTPUT)])
+@long.parametrize(("make", "policy"), [(Stack, HALF), (Looked, WIDE_OUTPUT)], always=[(Looked, WIDE_OUTPUT)])
 def test_a_first_call_that_would_not_be_cast_is_refused(
     make: Callable[[], nn.Module], policy: MixedPrecisionPolicy
 ) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import fully_shard
+from tests import long
 from tests.models.kinds import Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -104,7 +104,12 @@ def _input_gradient(param_dtype: torch.dtype | None) -> float:
     return ((mine.grad / world - theirs.grad.chunk(world)[rank]).abs().max() / theirs.grad.abs().max()).item()
 
 
-@pytest.mark.parametrize(("param_dtype", "bound"), [(None, 1e-5), (torch.bfloat16, 1e-1)], ids=["stored", "cast"])
+@long.parametrize(
+    ("param_dtype", "bound"),
+    [(None, 1e-5), (torch.bfloat16, 1e-1)],
+    always=[(torch.bfloat16, 1e-1)],
+    ids=["stored", "cast"],
+)
 def test_gradient_of_the_input(param_dtype: torch.dtype | None, bound: float) -> None:
     assert max(run_ranks(_input_gradient, param_dtype)) < bound
 

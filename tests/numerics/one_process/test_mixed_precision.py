@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import MixedPrecision, fully_shard
 from fsdp_compile.config.policy import AnyPrecisionPolicy
+from tests import long
 from tests.models.kinds import WIDTH, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -140,7 +141,7 @@ def _case(name: str) -> float:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", CASES)
+@long.parametrize("name", CASES, always=["reduce-dtype-follows", "fsdp1"])
 def test_equals_casts_by_hand(name: str) -> None:
     # AOTAutograd's batch norm rounds otherwise than eager's, by float32's eps; bfloat16 around it makes 2^-8 of that.
     bound = 4e-3 if CASES[name][0] is Normed else 0.0

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
+from tests import long
 from tests.models.kinds import Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -59,7 +60,7 @@ def _train(step: Step) -> float:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("step", [_loss_inside, _all_inside])
+@long.parametrize("step", [_loss_inside, _all_inside], always=[_loss_inside])
 def test_steps_that_are_compiled_with_more_than_the_model(step: Step) -> None:
     assert max(run_ranks(_train, step)) < 1e-5
 
