@@ -68,6 +68,7 @@ def _texts_of_all_ranks(folder: str) -> bool:
     return files == {f.relative_to(other): f.read_text() for f in other.rglob("*.txt")} and bool(files)
 
 
+@pytest.mark.long
 def test_all_ranks_write_the_same_text(tmp_path: Path) -> None:
     assert run_ranks(_texts_of_all_ranks, str(tmp_path)) == [True, True]
 

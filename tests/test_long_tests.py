@@ -13,7 +13,7 @@ def _left(setting: str) -> list[str]:
     return [name for name in NAMES if not is_left_out(name, setting)]
 
 
-@pytest.mark.parametrize("shares", [1, 4])
+@pytest.mark.parametrize("shares", [1, 8])
 def test_every_long_test_is_in_one_share(shares: int) -> None:
     found = [_left(f"{number}/{shares}") for number in range(1, shares + 1)]
     assert sorted(name for share in found for name in share) == sorted(NAMES)

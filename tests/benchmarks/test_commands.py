@@ -36,6 +36,7 @@ def _by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {row["contender"]: row for row in rows}
 
 
+@pytest.mark.long
 def test_bytes_that_are_sent_are_the_floor_and_padding(tmp_path: Path) -> None:
     # Apart: what tiny units share is packed, and larger ones than these share nothing.
     document = _run("sent_bytes", tmp_path, "--fsdp-options", '{"lower": "eager", "bucket_mb": 0}', *_OURS_AND_FSDP2)

@@ -246,9 +246,7 @@ def _run_cases(names: list[str]) -> None:
 
 
 @pytest.mark.core
-@long.parametrize(
-    "name", CASES, always=["graph-breaks", "methods-of-module.compile", "module-left-to-python", "object-argument"]
-)
+@long.parametrize("name", CASES, always=["methods-of-module.compile", "module-left-to-python", "object-argument"])
 def test_however_the_model_is_reached(name: str) -> None:
     run_ranks(_run_cases, [name])
 
@@ -327,6 +325,7 @@ def _check_inference_only() -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+@pytest.mark.long
 def test_inference_only() -> None:
     run_ranks(_check_inference_only)
 

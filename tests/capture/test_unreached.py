@@ -242,7 +242,8 @@ def _many_of_a_class(form: str) -> None:
             _train(lambda x: call(x.flatten(0, 1)), model, nn.Sequential(nn.Flatten(0, 1), reference))  # noqa: B023
 
 
-@long.parametrize("form", ["module", "module.compile"], always=["module"])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["module", "module.compile"])
 def test_models_of_one_class_past_the_recompile_limit_train_as_in_one_process(form: str) -> None:
     run_ranks(_many_of_a_class, form)
 

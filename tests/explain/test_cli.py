@@ -75,6 +75,7 @@ def test_mistakes_are_explained(argv: list[str], says: str, module: str, capsys:
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_every_kind_of_prefetching_is_explained(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     def starts(prefetch: str) -> list[tuple[str, int]]:
         argv = ["explain", f"{module}:make", "--lower", "eager", "--link", "1", "--prefetch", prefetch, "--json"]

@@ -35,6 +35,7 @@ def _is_norm(name: str) -> bool:
     return "norm" in name
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_nothing_is_copied_around_gathers_and_no_matmul_weight_into_a_reduction() -> None:
     plan = _llama()

@@ -85,6 +85,7 @@ def test_a_slow_bus_makes_a_step_slow(prefetch: object) -> None:
     assert plan_of(None, slow, prefetch=prefetch).step_us < 0.01 * plan.step_us
 
 
+@pytest.mark.long
 def test_a_budget_that_shards_do_not_leave_room_in_is_kept_by_offloading_them() -> None:
     """Everything that a graph holds counts, and what is on the host is not held."""
     least = [plan_of(policy).peak_bytes for policy in (None, CPUOffloadPolicy())]

@@ -100,6 +100,7 @@ def _recompiles_alone() -> int:
     return steps
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_a_rank_that_recompiles_alone_waits_for_nobody() -> None:
     assert run_ranks(_recompiles_alone, timeout_s=60) == [4, 4]
@@ -134,6 +135,7 @@ def _message_on_a_mesh() -> str:
     return str(error)
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_replicas_of_ranks_that_differ_are_told_so_too() -> None:
     """Ranks 2 and 3 agree with each other, and would wait for their replicas."""
@@ -186,6 +188,7 @@ def _refuses_alone_and_goes_on() -> int:
     return len(torch.compile(other, backend="fsdp", options=options)(torch.ones(4, 32)))
 
 
+@pytest.mark.long
 def test_a_rank_that_is_refused_alone_goes_on_with_the_graphs_that_it_has() -> None:
     assert run_ranks(_refuses_alone_and_goes_on, timeout_s=100) == [4, 4]
 

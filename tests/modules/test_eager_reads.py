@@ -211,6 +211,7 @@ def _check_partly_eager() -> None:
     pair.step()
 
 
+@pytest.mark.long
 def test_an_uncompiled_part_of_a_compiled_model() -> None:
     run_ranks(_check_partly_eager)
 

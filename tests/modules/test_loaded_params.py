@@ -85,7 +85,7 @@ def _check_training_goes_on(how: Run) -> None:
     pair.step(dtype=torch.float64)
 
 
-@pytest.mark.parametrize("how", [Run.EAGER, Run.SHARDED])
+@long.parametrize("how", [Run.EAGER, Run.SHARDED], always=[Run.EAGER])
 def test_training_goes_on_after_conversions(how: Run) -> None:
     run_ranks(_check_training_goes_on, how)
 

@@ -156,6 +156,6 @@ class _Plain(nn.Sequential):
         super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
-@pytest.mark.parametrize("how", [Run.EAGER, Run.SHARDED])
+@long.parametrize("how", [Run.EAGER, Run.SHARDED], always=[Run.EAGER])
 def test_values_for_a_whole_model(how: Run) -> None:
     run_ranks(_check_around, how)

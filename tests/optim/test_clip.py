@@ -96,7 +96,7 @@ def _with_gradients(model: nn.Module, reference: nn.Module) -> list[tuple[nn.Par
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("prepare", [full_shard, keep_for_backward, no_shard])
+@long.parametrize("prepare", [full_shard, keep_for_backward, no_shard], always=[full_shard, no_shard])
 def test_two_ranks_clip_like_one_process(prepare: Callable[[nn.Module], None]) -> None:
     run_ranks(_compare, prepare, world_size=2)
 

@@ -146,6 +146,7 @@ def _flat_and_plain_step(sides: list[Any], step: int) -> tuple[float, float, boo
     return norms[0], scales[0], alike
 
 
+@pytest.mark.long
 def test_flat_step_after_unscaling_and_clipping_is_the_plain_step() -> None:
     for steps in run_ranks(_flat_and_plain, world_size=2):
         assert [alike for _, _, alike in steps] == [True] * 4

@@ -109,6 +109,10 @@ def test_wrong_use_says_what_to_write() -> None:
         check_parity(make_model, make_batch, world_size=3, replicas=2)
     with pytest.raises(ConfigError, match=r"(?s)option 'mesh' is not for this call"):
         check_parity(make_model, make_batch, options={"mesh": None})
+
+
+@pytest.mark.long
+def test_batches_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 rows of a batch do not divide"):
         check_parity(make_model, odd_batch)
 

@@ -68,6 +68,7 @@ def _gathered() -> tuple[Sent, ...]:
     )
 
 
+@pytest.mark.long
 def test_backward_gathers_all_but_what_forward_used_last() -> None:
     everything = ["head", "blocks.2", "blocks.1", "blocks.0"]
     with fake_world(2):
@@ -98,6 +99,7 @@ def _gathers(plan: Plan) -> int:
     return len({unit for c in plan.backward[0].collectives if c.kind is Kind.GATHER for unit in c.units})
 
 
+@pytest.mark.long
 def test_what_is_kept_is_within_what_the_schedule_may_hold() -> None:
     freed, kept = _plan(), _plan(reshard_after_forward="auto")
     assert _gathers(kept) < _gathers(freed) == 8
@@ -108,6 +110,7 @@ def test_what_is_kept_is_within_what_the_schedule_may_hold() -> None:
     assert any("there is room" in skipped.why for skipped in kept.skipped)
 
 
+@pytest.mark.long
 def test_a_larger_budget_keeps_more_and_is_kept() -> None:
     budget_gb = (_plan().peak_bytes + 4 * WIDTH * WIDTH) / 1e9
     little = _plan(reshard_after_forward="auto", memory_budget_gb=budget_gb)

@@ -50,7 +50,8 @@ def _held_after_a_step() -> dict[str, int]:
     return held
 
 
-@long.parametrize("world_size", [1, 2, 4], always=[2])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_rank_holds_its_share(world_size: int) -> None:
     """1/N of the bytes, plus one padded row and the alignment of each parameter."""
     row = (3 * WIDTH + 1) * 4

@@ -202,7 +202,8 @@ def _check_refused_after_the_first_call(name: str) -> None:
     _assert_equal(model, reference)
 
 
-@long.parametrize("name", ["Adafactor", "LBFGS"], always=["LBFGS"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
 def test_optimizers_made_before_the_first_compiled_call_are_refused_by_name(name: str) -> None:
     run_ranks(_check_refused_after_the_first_call, name)
 
@@ -217,7 +218,7 @@ def _check_right(name: str) -> None:
     _assert_equal(model, reference)
 
 
-@long.parametrize("name", RIGHT, always=["fused AdamW", "LBFGS, line search", "ASGD"])
+@long.parametrize("name", RIGHT, always=["fused AdamW", "ASGD"])
 def test_optimizers_equal_one_process(name: str) -> None:
     run_ranks(_check_right, name)
 
@@ -242,6 +243,7 @@ def _check_lbfgs_made_before() -> None:
         _assert_equal(plain, reference)
 
 
+@pytest.mark.long
 def test_lbfgs_made_before_the_model_was_sharded() -> None:
     run_ranks(_check_lbfgs_made_before)
 

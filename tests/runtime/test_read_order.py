@@ -123,6 +123,7 @@ def _updated_in_backward() -> str:
     return _refusal(model, lambda: step((2,) if dist.get_rank() == 0 else (1,)))
 
 
+@pytest.mark.long
 def test_an_update_in_backward_waits_for_the_comparison() -> None:
     for message in run_ranks(_updated_in_backward, timeout_s=100):
         assert "reduces gradients of layers.1." in message

@@ -69,7 +69,7 @@ def _assert_sharded_state(optimizer: torch.optim.Optimizer, parameters: list[nn.
             assert value.to_local().shape == parameter.to_local().shape  # type: ignore[attr-defined]
 
 
-@long.parametrize("kind", OPTIMIZERS, always=["adamw", "sgd-momentum"])
+@long.parametrize("kind", OPTIMIZERS, always=["adamw"])
 @pytest.mark.parametrize("before", [0, 2])
 def test_an_optimizer_made_before_sharding(kind: str, before: int) -> None:
     run_ranks(_check_optimizer, kind, before, Run.EAGER)
@@ -192,6 +192,7 @@ def _check_old_lists() -> None:
     pair.step()
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_clipping_over_an_old_list_of_parameters() -> None:
     run_ranks(_check_old_lists)

@@ -56,7 +56,7 @@ def _check_placements_and_rows() -> None:
 
 
 @pytest.mark.core
-@long.parametrize("world_size", [1, 2, 4], always=[2, 4])
+@long.parametrize("world_size", [1, 2, 4], always=[4])
 def test_placements_and_local_rows(world_size: int) -> None:
     run_ranks(_check_placements_and_rows, world_size=world_size)
 
@@ -155,6 +155,7 @@ def _check_other_dimensions() -> None:
         torch.testing.assert_close(gradient.full_tensor(), full.grad, msg=name)
 
 
+@pytest.mark.long
 def test_shard_placement_fn_chooses_the_dimension() -> None:
     run_ranks(_check_other_dimensions, world_size=2)
     run_ranks(_check_other_dimensions, world_size=4)

@@ -149,7 +149,7 @@ def _check_marked(how: Run) -> None:
     assert pair.model.get_parameter("up.weight").tag == 3  # type: ignore[attr-defined]
 
 
-@long.parametrize("how", [Run.PLAIN, Run.EAGER], always=[Run.PLAIN], ids=lambda how: how.value)
+@long.parametrize("how", [Run.PLAIN, Run.EAGER], always=[Run.EAGER], ids=lambda how: how.value)
 def test_a_plain_subclass_of_parameter_trains_and_keeps_its_attributes(how: Run) -> None:
     run_ranks(_check_marked, how)
 
@@ -226,5 +226,6 @@ def _check_parts() -> None:
         pair.step()
 
 
+@pytest.mark.long
 def test_parts_of_one_memory_that_do_not_overlap_are_parameters_of_their_own() -> None:
     run_ranks(_check_parts)

@@ -55,7 +55,7 @@ def _seeded_by_rank(how: str) -> list[str]:
 @long.parametrize(
     "how",
     ["compiled", "function", "sharded", "sharded-compiled", "bottom-up"],
-    always=["compiled", "sharded", "bottom-up"],
+    always=["sharded", "bottom-up"],
 )
 def test_ranks_with_seeds_of_their_own_are_refused(how: str) -> None:
     for messages in run_ranks(_seeded_by_rank, how):
@@ -107,6 +107,7 @@ def _buffers(*, persistent: bool) -> str:
     return _refusal(lambda: call(torch.ones(2, 4)))
 
 
+@pytest.mark.long
 def test_buffers_of_checkpoints_are_compared() -> None:
     for message in run_ranks(_buffers, persistent=True):
         assert "different values of a buffer" in message
@@ -145,6 +146,7 @@ def _trained_apart() -> str:
     return _refusal(lambda: call(torch.ones(2, 4)))
 
 
+@pytest.mark.long
 def test_nothing_is_compared_later() -> None:
     assert run_ranks(_trained_apart) == ["", ""]
 

@@ -352,7 +352,7 @@ def _check_idiom(case: str, shape: tuple[int, ...], *, from_first_rank: bool) ->
     assert_equal(model, reference)
 
 
-@long.parametrize("case", IDIOMS, always=["if on meta", "from the root"])
+@long.parametrize("case", IDIOMS, always=["from the root"])
 @long.parametrize(("shape", "from_first_rank"), [((2,), False), ((2,), True), ((2, 2), True)], always=[((2, 2), True)])
 def test_initializations_written_for_fsdp1_and_for_whole_models(
     *, case: str, shape: tuple[int, ...], from_first_rank: bool

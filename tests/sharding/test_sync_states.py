@@ -182,6 +182,7 @@ def _check_bottom_up() -> None:
     assert_equal(plain, reference)
 
 
+@pytest.mark.long
 def test_bottom_up_and_at_the_first_compiled_call() -> None:
     run_ranks(_check_bottom_up)
 
@@ -212,7 +213,8 @@ def _check_init_fn(shape: tuple[int, ...]) -> None:
     assert_equal(model, reference)
 
 
-@long.parametrize("shape", [(2,), (2, 2)], always=[(2, 2)])
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_param_init_fn_fills_what_the_first_rank_lacks(shape: tuple[int, ...]) -> None:
     run_ranks(_check_init_fn, shape, world_size=torch.Size(shape).numel())
 

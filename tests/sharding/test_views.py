@@ -224,7 +224,8 @@ def _check_sequential(how: Run) -> None:
     pair.step(dtype=torch.float64)
 
 
-@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED])
+@pytest.mark.long
+@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED])
 def test_compiled_containers_of_torch_see_changes(how: Run) -> None:
     """Dynamo compiles the call of a plain `nn.Sequential` whole, so it is checked before that."""
     run_ranks(_check_sequential, how, world_size=2)
@@ -242,10 +243,12 @@ def _check_function() -> None:
     assert "where: 0.weight" in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_compiled_function_refuses_a_thawed_parameter_by_name() -> None:
     run_ranks(_check_function, world_size=2)
 
 
+@pytest.mark.long
 def test_an_optimizer_of_replaced_parameters_does_not_write_into_their_successors() -> None:
     """Momentum and weight decay move a parameter whose `.grad` is zero and not `None`."""
     run_ranks(_check_replacing, ["_replace_one", "_assign_alike"], Run.EAGER, keep_optimizer=True)
@@ -295,6 +298,7 @@ def _check_change_between_backward_and_step() -> None:
     pair.step(dtype=torch.float64)
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_an_optimizer_step_on_broken_views_is_not_lost() -> None:
     run_ranks(_check_change_between_backward_and_step)
@@ -328,6 +332,7 @@ def _tied_tokens() -> nn.Module:
     return _Tokens(tied=True)
 
 
+@pytest.mark.long
 def test_parameters_can_be_tied_and_untied_between_steps() -> None:
     run_ranks(_check_ties)
 
@@ -363,7 +368,7 @@ def _check_meta() -> None:
     with torch.device("meta"):
         model = Odd()
     # A machine with a GPU would give a model on meta a mesh of GPUs.
-    fully_shard(model, mesh=None if not torch.accelerator.is_available() else init_device_mesh("cpu", (4,)))
+    fully_shard(model, mesh=None if not torch.accelerator.is_available() else init_device_mesh("cpu", (2,)))
     assert {p.device.type for p in model.parameters()} == {"meta"}
     with pytest.raises(ConfigError, match="has no value yet") as caught:
         model(torch.zeros(2, 10))
@@ -389,7 +394,7 @@ def _check_meta() -> None:
 
 @pytest.mark.core
 def test_from_meta_through_to_empty_to_training() -> None:
-    run_ranks(_check_meta, world_size=4)
+    run_ranks(_check_meta)
 
 
 def _remove(model: Any) -> None:
@@ -449,6 +454,7 @@ def _check_refusal(names: list[str]) -> list[str]:
     return messages
 
 
+@pytest.mark.long
 def test_what_cannot_be_used_is_refused_by_name() -> None:
     messages, _ = run_ranks(_check_refusal, [change.__name__ for change in REFUSED])
     for message, (change, expected) in zip(messages, REFUSED.items(), strict=True):

@@ -90,7 +90,8 @@ def _out_of_ddp(how: str) -> None:
         close(mine[name], parameter, name)
 
 
-@long.parametrize("how", CALLS, always=["compile"])
+@pytest.mark.long
+@pytest.mark.parametrize("how", CALLS)
 def test_ddps_lines_go_on_where_it_stopped(how: str) -> None:
     run_ranks(_out_of_ddp, how)
 

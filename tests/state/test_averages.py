@@ -108,8 +108,8 @@ def _check(how: Average, *, compiled: bool) -> None:
     torch.testing.assert_close(mine.eval()(batch), theirs.eval()(batch))
 
 
-@long.parametrize("compiled", [False, True], always=[True])
-@long.parametrize("how", Average, always=[Average.MOVING, Average.BY_STATE_DICTS])
+@long.parametrize("compiled", [False, True], always=[False])
+@long.parametrize("how", Average, always=[Average.MOVING])
 def test_averages_equal_one_process(*, how: Average, compiled: bool) -> None:
     run_ranks(_check, how, compiled=compiled)
 

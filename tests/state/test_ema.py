@@ -137,7 +137,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
     return found
 
 
-@long.parametrize("how", How, always=[How.EAGER, How.COMPILED])
+@long.parametrize("how", How, always=[How.EAGER])
 def test_averages_equal_those_of_torch_in_one_process(how: How) -> None:
     run_ranks(_check_updates, how, world_size=4 if how is How.HYBRID else 2)
 

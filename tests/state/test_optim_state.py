@@ -197,6 +197,7 @@ def _check_through_dcp(folder: Path) -> None:
     assert_same(mine, theirs)
 
 
+@pytest.mark.long
 def test_sharded_state_goes_through_distributed_checkpoints(tmp_path: Path) -> None:
     run_ranks(_check_through_dcp, tmp_path)
 
@@ -464,6 +465,7 @@ def _check_other_layouts() -> None:
     assert torch.equal(whole(optimizer.state[weight]["exp_avg"]), whole_value)
 
 
+@pytest.mark.long
 def test_state_that_is_laid_out_otherwise() -> None:
     run_ranks(_check_other_layouts)
 
@@ -493,5 +495,6 @@ def _check_made_before() -> None:
     torch.testing.assert_close(whole(model.weight), reference.weight)
 
 
+@pytest.mark.long
 def test_state_made_before_sharding_and_state_of_one_process() -> None:
     run_ranks(_check_made_before)

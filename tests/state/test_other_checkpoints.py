@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import full_tensors, fully_shard, load_from_rank0
-from tests import long
 from tests.models.outlines import MixedKinds
 from tests.ranks import run_ranks
 
@@ -208,7 +207,8 @@ def _save_fsdp1(folder: Path, *, dtensors: bool) -> None:
     )
 
 
-@long.parametrize("dtensors", [True, False], always=[True], ids=["DTensor", "ShardedTensor"])
+@pytest.mark.long
+@pytest.mark.parametrize("dtensors", [True, False], ids=["DTensor", "ShardedTensor"])
 def test_fsdp1s_sharded_checkpoints_are_loaded(dtensors: bool, tmp_path: Path) -> None:  # noqa: FBT001
     run_ranks(_save_fsdp1, tmp_path, dtensors=dtensors)
     expected = _values(*_plain(WithoutNumber))
@@ -237,6 +237,7 @@ def _save_fsdp1_full(folder: Path) -> None:
     _save_full(folder, model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer))
 
 
+@pytest.mark.long
 def test_fsdp1s_full_checkpoints_are_loaded(tmp_path: Path) -> None:
     run_ranks(_save_fsdp1_full, tmp_path)
     expected = _values(*_plain(WithoutNumber))
@@ -274,6 +275,7 @@ def _load_plain(folder: Path) -> dict[str, Any]:
     return _values(model, optimizer)
 
 
+@pytest.mark.long
 def test_one_process_without_fsdp_loads_ours(tmp_path: Path) -> None:
     expected = run_ranks(_save_ours, MixedKinds, tmp_path, (3,), world_size=3)[0]
     _assert_same(run_ranks(_load_plain, tmp_path, world_size=1)[0], expected)
@@ -298,6 +300,7 @@ def _through_safetensors(folder: Path) -> None:
         _assert_same(get_model_state_dict(loaded, options=StateDictOptions(full_state_dict=True)), expected)
 
 
+@pytest.mark.long
 @pytest.mark.optional
 def test_safetensors_go_out_and_come_in(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")

@@ -129,7 +129,7 @@ def _check(name: str, kind: str) -> None:
     _assert_same(_all_values(resumed, resumed_optimizer), _all_values(model, optimizer))
 
 
-@long.parametrize("kind", OPTIONS, always=["sharded, on the host", "full, of rank 0"])
+@long.parametrize("kind", OPTIONS, always=["full, of rank 0"])
 @long.parametrize("name", OPTIMIZERS, always=["flat AdamW"])
 def test_states_come_back_bit_for_bit(name: str, kind: str) -> None:
     run_ranks(_check, name, kind)

@@ -51,7 +51,12 @@ CASES += [("uneven", "1-rank"), ("uneven", "8-ranks"), ("partial", "2x2-mesh"), 
 CASES += [("tied", "kept-if-there-is-room"), ("uneven", "kept-if-there-is-room")]
 
 
-@pytest.mark.parametrize(("model", "world"), CASES, ids=["-".join(case) for case in CASES])
+ALWAYS = [("stack", world) for world in ("2x2-mesh", "kept-if-there-is-room", "bf16-reduced", "updated-2x2-mesh")]
+ALWAYS += [case for case in CASES if case[0] not in ("stack", "convolution", "twins")]
+ALWAYS = [case for case in ALWAYS if case[0] != "tied" or case[1] == "updated"]
+
+
+@long.parametrize(("model", "world"), CASES, always=ALWAYS, ids=["-".join(case) for case in CASES])
 def test_a_correct_graph_gives_no_complaint_after_any_pass(model: str, world: str) -> None:
     make, inputs = MODELS[model]
     found: list[tuple[str, Complaint]] = []
@@ -89,7 +94,7 @@ JOINED += [(model, "2-ranks") for model in ("tied", "twins")]
 @long.parametrize(
     ("model", "world"),
     JOINED,
-    always=[("stack", "2x2-mesh"), ("tied", "2-ranks")],
+    always=[("tied", "2-ranks")],
     ids=["-".join(case) for case in JOINED],
 )
 def test_units_that_share_collectives_give_no_complaint_and_read_back(model: str, world: str) -> None:

@@ -160,6 +160,7 @@ def _with_open_sizes() -> list[float]:
     return found
 
 
+@pytest.mark.long
 def test_accumulated_gradients_are_no_open_sizes() -> None:
     for found in run_ranks(_with_open_sizes):
         assert max(found) < CLOSE

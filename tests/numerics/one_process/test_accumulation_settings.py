@@ -19,7 +19,6 @@ from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hoo
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
 from fsdp_compile.runtime.units import FSDPUnit
-from tests import long
 from tests.models.kinds import Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.numerics.one_process.test_accumulation import CLOSE, Pair
@@ -31,7 +30,7 @@ HALF = MixedPrecisionPolicy(torch.float16, torch.float16)
 
 def _pair(
     *,
-    make: Callable[[], nn.Module] = lambda: Stack(1),
+    make: Callable[[], nn.Module] = lambda: Slim(1),
     options: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Pair:
@@ -89,7 +88,8 @@ def _as_fsdp2(policy: MixedPrecisionPolicy) -> list[float]:
 
 
 @pytest.mark.core
-@long.parametrize("policy", [MIXED, HALF], always=[MIXED], ids=["bf16", "fp16"])
+@pytest.mark.long
+@pytest.mark.parametrize("policy", [MIXED, HALF], ids=["bf16", "fp16"])
 def test_low_precision_accumulates_as_fsdp2_does_bit_by_bit(policy: MixedPrecisionPolicy) -> None:
     for differences in run_ranks(_as_fsdp2, policy, world_size=4):
         assert differences == [0.0] * len(differences)
@@ -110,6 +110,7 @@ def _near_overflow() -> tuple[float, list[float]]:
     return model.weight.grad.full_tensor().item(), divisors
 
 
+@pytest.mark.long
 def test_float16_divides_by_a_power_of_two_before_the_sum_and_by_the_rest_after() -> None:
     for gradient, divisors in run_ranks(_near_overflow, world_size=4):
         assert gradient == 30_000.0, "the sum over four ranks does not fit into float16, half of it does"
@@ -142,8 +143,9 @@ def _planned() -> float:
     return pair.difference()
 
 
+@pytest.mark.long
 @pytest.mark.core
-@long.parametrize("world_size", [2, 4], always=[2])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_a_planned_schedule_holds_and_keeps(world_size: int) -> None:
     """On two ranks the replicas have shard groups of one rank, whose reductions are all-reduces alone."""
     assert max(run_ranks(_planned, world_size=world_size)) < CLOSE
@@ -207,7 +209,8 @@ def _flats(every: list[FSDPUnit]) -> int:
     return sum(len(unit.param_groups) for unit in every)
 
 
-@long.parametrize("world_size", [1, 2], always=[2])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_hook_is_called_once_with_the_sum_of_held_and_new_gradients(world_size: int) -> None:
     for worst, calls, flats in run_ranks(_hooked, world_size=world_size):
         assert worst < CLOSE

@@ -77,7 +77,7 @@ def _counted(strategy: ShardingStrategy) -> tuple[float, Calls, list[int]]:
 @long.parametrize(
     ("strategy", "world_size"),
     [(ShardingStrategy.FULL_SHARD, 2), (ShardingStrategy.NO_SHARD, 2), (ShardingStrategy.HYBRID_SHARD, 4)],
-    always=[(ShardingStrategy.HYBRID_SHARD, 4)],
+    always=[(ShardingStrategy.FULL_SHARD, 2)],
 )
 def test_a_hook_is_the_reduction_of_each_unit(strategy: ShardingStrategy, world_size: int) -> None:
     for gradient, calls, sizes in run_ranks(_counted, strategy, world_size=world_size):
@@ -128,8 +128,9 @@ def _compressed(state: bool) -> float:  # noqa: FBT001
     return train_both(Stack, prepare, ByHand(lambda m: m, torch.float32, BF16))
 
 
+@pytest.mark.long
 @pytest.mark.core
-@long.parametrize("state", [False, True], always=[True])
+@pytest.mark.parametrize("state", [False, True])
 def test_bf16_compress_is_a_cast_in_the_graph(*, state: bool) -> None:
     assert run_ranks(_compressed, state) == [0.0, 0.0]
 
@@ -173,6 +174,7 @@ def _other_state() -> float:
     return worst
 
 
+@pytest.mark.long
 def test_a_state_of_ones_own_is_honoured() -> None:
     assert max(run_ranks(_other_state)) < 1e-6
 

@@ -115,6 +115,7 @@ def _refused_when_compiled() -> None:
     pair.compare()
 
 
+@pytest.mark.long
 def test_compiled_backwards_refuse_batches_of_gradients_and_gradients_of_gradients() -> None:
     run_ranks(_refused_when_compiled)
 

@@ -170,7 +170,8 @@ def _broken() -> float:
     return broken.difference()
 
 
-@long.parametrize("case", [_late, _broken], always=[_late])
+@pytest.mark.long
+@pytest.mark.parametrize("case", [_late, _broken])
 def test_a_plain_model_and_graph_breaks_inside_no_sync(case: Callable[[], float]) -> None:
     assert max(run_ranks(case)) < CLOSE
 
@@ -188,6 +189,7 @@ def _last_backward() -> tuple[bool, int, float]:
     return waits, len(calls), pair.difference()
 
 
+@pytest.mark.long
 def test_only_the_last_backward_hands_gradients_over() -> None:
     for waits, calls, difference in run_ranks(_last_backward):
         assert waits
@@ -326,6 +328,7 @@ def _kept_beside_foreach() -> None:
         pair.step(width=32)
 
 
+@pytest.mark.long
 def test_kept_parameters_are_out_of_date_after_kernels_that_count_no_versions() -> None:
     run_ranks(_kept_beside_foreach)
 

@@ -69,6 +69,7 @@ def _hybrid() -> Differences:
     return train_pair(Slim, prepare=shard, options={"bucket_mb": 10}, clip=0.5)
 
 
+@pytest.mark.long
 def test_replicas_average_what_units_share() -> None:
     assert_equal_training(run_ranks(_hybrid, world_size=4))
 

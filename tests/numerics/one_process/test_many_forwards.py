@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import fully_shard
-from tests import long
 from tests.models.kinds import Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -36,6 +36,7 @@ def _several_forwards_one_backward() -> float:
     return _worst_gradient(model, reference)
 
 
+@pytest.mark.long
 def test_several_forwards_before_one_backward() -> None:
     assert max(run_ranks(_several_forwards_one_backward)) < 1e-5
 
@@ -63,6 +64,7 @@ def _retained_graph() -> float:
     return _worst_gradient(model, reference)
 
 
+@pytest.mark.long
 def test_backward_twice_through_one_graph() -> None:
     assert max(run_ranks(_retained_graph)) < 1e-5
 
@@ -80,6 +82,7 @@ def _inference() -> tuple[float, float, bool]:
     return before, _worst_gradient(model, reference), no_gradients
 
 
+@pytest.mark.long
 def test_inference_before_and_after_training() -> None:
     for difference, gradient, no_gradients in run_ranks(_inference):
         assert difference < 1e-5
@@ -124,5 +127,6 @@ def _forward_without_backward() -> float:
     return _worst_gradient(model, reference)
 
 
+@pytest.mark.long
 def test_forward_without_its_backward() -> None:
     assert max(run_ranks(_forward_without_backward)) < 1e-5

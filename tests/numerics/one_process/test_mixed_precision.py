@@ -169,6 +169,7 @@ def _bottom_up() -> float:
     return train_both(lambda: Widened(2), prepare, ByHand(low, BF16, torch.float32))
 
 
+@pytest.mark.long
 def test_each_unit_has_its_own_dtypes() -> None:
     # block 1 is reduced in bfloat16, and by hand in float32: half a unit in the last of bfloat16's 8 bits
     for worst in run_ranks(_bottom_up):

@@ -123,6 +123,7 @@ def test_by_default_it_holds_two_units_in_forward_and_four_in_backward(gb_per_s:
     assert max(gathered + gradients for gathered, gradients in both) <= 2 * unit + 4 * unit + unit + copied
 
 
+@pytest.mark.long
 def test_a_budget_is_kept_and_one_that_cannot_be_is_refused_with_the_least_that_can() -> None:
     free = _plan(1.0)
     budget = free.peak_bytes * 0.98

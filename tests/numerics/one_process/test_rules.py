@@ -98,6 +98,7 @@ def test_gathers_start_where_the_rule_says(prefetch: object, forward: Ahead, bac
         _assert_rule(graph, rule)
 
 
+@pytest.mark.long
 def test_each_rule_holds_what_it_promises_and_the_next_tighter_one_does_not() -> None:
     make, inputs = MODELS["stack"]
     tighter = {

@@ -154,7 +154,7 @@ def _is_the_same(name: str) -> bool:
 
 
 @pytest.mark.core
-@long.parametrize("name", CASES, always=["padding", "bf16", "accumulated"])
+@long.parametrize("name", CASES, always=["padding"])
 def test_two_ranks_train_to_the_bits_of_gathered_tables(name: str) -> None:
     assert run_ranks(_is_the_same, name) == [True, True]
 
@@ -164,10 +164,10 @@ def _largest_difference(case: Case) -> float:
     return max(float((one - other).abs().max()) for one, other in pairs if one.numel())
 
 
-@long.parametrize(
+@pytest.mark.long
+@pytest.mark.parametrize(
     ("case", "ranks"),
     [(Case({"twice": True}), 2), (Case(), 3), (Case(prepare=_replicated), 4)],
-    always=[(Case({"twice": True}), 2)],
     ids=["two-lookups", "three-ranks", "replicas"],
 )
 def test_where_sums_are_made_in_another_order_numbers_agree_to_rounding(case: Case, ranks: int) -> None:
@@ -184,6 +184,7 @@ def _evaluated() -> bool:
         return torch.equal(compiled(ids), wanted)
 
 
+@pytest.mark.long
 def test_a_forward_without_gradients_looks_up_as_well() -> None:
     assert run_ranks(_evaluated) == [True, True]
 

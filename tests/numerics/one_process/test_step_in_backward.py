@@ -180,6 +180,7 @@ def test_every_way_to_a_gradient_equals_one_process(name: str) -> None:
         assert difference < 2e-2, f"{difference} of the learning rate"
 
 
+@pytest.mark.long
 def test_replicas_and_mixed_precision_equal_one_process() -> None:
     for difference, updates in run_ranks(_difference, REPLICAS, world_size=4):
         assert difference < 0.2

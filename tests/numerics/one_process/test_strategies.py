@@ -120,7 +120,7 @@ CASES = [
     for precision, strategy in itertools.product(PRECISIONS, STRATEGIES)
     if strategy not in same
 ]
-ALWAYS = [("fp32", "full", 2), ("fp32", "no-shard", 2), ("bf16", "hybrid-of-one", 2)]
+ALWAYS = [("fp32", "no-shard", 2), ("bf16", "hybrid-of-one", 2)]
 
 
 @pytest.mark.core
@@ -222,9 +222,8 @@ def test_replicas_alone_gather_nothing_and_average_each_unit_at_once() -> None:
     assert parameters <= _bytes(averages) < 1.1 * parameters
 
 
-@long.parametrize(
-    "world", [World(8, replicas=2), World(8, strategy=ShardingStrategy.NO_SHARD)], always=[World(8, replicas=2)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("world", [World(8, replicas=2), World(8, strategy=ShardingStrategy.NO_SHARD)])
 def test_every_rank_issues_the_same_collectives_in_the_same_order(world: World) -> None:
     first = graph(Phase.BACKWARD, world=world)
     other = graph(Phase.BACKWARD, world=dataclasses.replace(world, rank=5))
@@ -253,5 +252,6 @@ def _all_placed() -> None:
         _placed(name)
 
 
+@pytest.mark.long
 def test_parameters_and_state_dicts_are_placed_as_the_strategy_says() -> None:
     run_ranks(_all_placed, world_size=4)

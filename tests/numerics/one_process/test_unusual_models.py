@@ -32,7 +32,7 @@ def _kind(name: str, *, sharded_before: bool, lower: str = "eager") -> Differenc
 @long.parametrize(
     "name",
     [name for name in KINDS if name not in LEFT_TO_PYTHON],
-    always=["several-dtypes", "reads-of-another", "own-forward", "custom-function"],
+    always=["several-dtypes"],
 )
 def test_sharded_at_the_first_call(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, sharded_before=False))
@@ -152,6 +152,7 @@ def _moving_average() -> Differences:
     return train_pair(_SlowInPython)
 
 
+@pytest.mark.long
 def test_updates_of_parameters_inside_of_forward_are_kept() -> None:
     assert_equal_training(run_ranks(_moving_average))
 
@@ -202,5 +203,6 @@ def _plain_beside_compiled() -> None:
         assert not any(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
 
 
+@pytest.mark.long
 def test_optimizers_of_plain_parameters_step_as_always() -> None:
     run_ranks(_plain_beside_compiled)

@@ -107,6 +107,7 @@ def _batch_norm() -> None:
         torch.testing.assert_close(parameter.full_tensor(), reference.get_parameter(name).detach())  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
     run_ranks(_batch_norm)
 
