@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import fully_shard
+from tests import long
 from tests.models.kinds import Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
