@@ -154,7 +154,8 @@ def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
     original, backend.Region = backend.Region, Watched  # type: ignore[misc]
     try:
         (batch,) = batches(1, 7)
-        loss = loss_of(torch.compile(make(), backend="fsdp", options={"lower": "eager", **options})(batch))
+        model = make()
+        loss = loss_of(torch.compile(model, backend="fsdp", options={"lower": "eager", **options})(batch))
         if loss.requires_grad:
             loss.backward()
     finally:
