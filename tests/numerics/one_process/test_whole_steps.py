@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
 from tests import long
-from tests.models.kinds import Slim, Stack
+from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
 
@@ -115,7 +115,7 @@ def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
 def _after_an_exception() -> float:
     """An exception between two blocks, then one in backward; the steps after them are as in one process."""
     torch.manual_seed(0)
-    model = Stack()
+    model = Slim()
     fails = {"forward": False}
 
     def maybe_fail(_module: nn.Module, _inputs: object) -> None:
@@ -147,7 +147,7 @@ def test_nothing_is_left_behind_by_an_exception_in_the_middle_of_a_step() -> Non
 def _part_by_itself() -> float:
     """A block of a sharded model is called without the model, and names that do not fit are refused on loading."""
     torch.manual_seed(0)
-    model = Stack()
+    model = Slim()
     reference = copy.deepcopy(model)
     fully_shard(model)
     x = torch.randn(2, 32)
