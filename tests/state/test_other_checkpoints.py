@@ -275,7 +275,6 @@ def _load_plain(folder: Path) -> dict[str, Any]:
     return _values(model, optimizer)
 
 
-@pytest.mark.long
 def test_one_process_without_fsdp_loads_ours(tmp_path: Path) -> None:
     expected = run_ranks(_save_ours, MixedKinds, tmp_path, (3,), world_size=3)[0]
     _assert_same(run_ranks(_load_plain, tmp_path, world_size=1)[0], expected)

@@ -120,7 +120,6 @@ def _places_that_differ(share: int) -> list[int]:
     return (_scattered(share) != _scattered(64)).any(0).nonzero().flatten().tolist()
 
 
-@pytest.mark.long
 def test_gloo_adds_in_an_order_that_depends_on_the_place_unless_shares_are_even() -> None:
     assert run_ranks(_places_that_differ, 96, world_size=4) == [[], [], [], []]
     odd = run_ranks(_places_that_differ, 65, world_size=4)
