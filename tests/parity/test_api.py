@@ -31,7 +31,7 @@ def test_the_command_prints_the_table_and_exits_0(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "Largest differences" in out
     assert "equal in every bit: " in out
-    assert out.endswith(" tensors over 1 step\n")
+    assert out.endswith(" tensors over 1 steps\n")
 
 
 @pytest.mark.long

@@ -100,7 +100,7 @@ def _as_a_list(model: Any) -> nn.Module:
 @dataclasses.dataclass(frozen=True)
 class _Case:
     wrap: Callable[[Any], nn.Module] = _wrap
-    make: Callable[[], nn.Module] = Slim
+    make: Callable[[], nn.Module] = Stack
     units: tuple[str, ...] = ("", "blocks.0", "blocks.1")
 
 
@@ -241,7 +241,7 @@ def test_hybrid_sharding_goes_on_over_both_dimensions() -> None:
 
 
 def _kept_of_four() -> str:
-    model = _wrap(Slim(), reshard_after_forward=2)
+    model = _wrap(Stack(), reshard_after_forward=2)
     compile_eagerly(model)(_batch(0)).sum().backward()
     return str({unit.policy.mesh_placement.post_forward_size for unit in units(model)})
 
@@ -344,7 +344,7 @@ def test_nothing_of_torchs_is_left() -> None:
 
 
 def _late_backward() -> str:
-    model: Any = _wrap(Slim())
+    model: Any = _wrap(Stack())
     loss = model(_batch(0)).sum()
     compile_eagerly(model)(_batch(1)).sum().backward()
     return _refusal(loss.backward)
@@ -358,7 +358,7 @@ def test_a_backward_of_a_forward_from_before_is_refused() -> None:
 
 def _inputs_with_gradients() -> bool:
     """FSDP2's hooks see the inputs of the first call of a model that is compiled in place."""
-    model = _wrap(Slim())
+    model = _wrap(Stack())
     call = _in_place(model)
     found = []
     for _ in range(2):
