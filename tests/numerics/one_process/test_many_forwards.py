@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import fully_shard
-from tests import long
 from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -37,7 +36,6 @@ def _several_forwards_one_backward() -> float:
     return _worst_gradient(model, reference)
 
 
-@pytest.mark.long
 def test_several_forwards_before_one_backward() -> None:
     assert max(run_ranks(_several_forwards_one_backward)) < 1e-5
 
@@ -65,7 +63,6 @@ def _retained_graph() -> float:
     return _worst_gradient(model, reference)
 
 
-@pytest.mark.long
 def test_backward_twice_through_one_graph() -> None:
     assert max(run_ranks(_retained_graph)) < 1e-5
 
@@ -83,7 +80,6 @@ def _inference() -> tuple[float, float, bool]:
     return before, _worst_gradient(model, reference), no_gradients
 
 
-@pytest.mark.long
 def test_inference_before_and_after_training() -> None:
     for difference, gradient, no_gradients in run_ranks(_inference):
         assert difference < 1e-5
@@ -108,12 +104,7 @@ def _input_gradient(param_dtype: torch.dtype | None) -> float:
     return ((mine.grad / world - theirs.grad.chunk(world)[rank]).abs().max() / theirs.grad.abs().max()).item()
 
 
-@long.parametrize(
-    ("param_dtype", "bound"),
-    [(None, 1e-5), (torch.bfloat16, 1e-1)],
-    always=[(torch.bfloat16, 1e-1)],
-    ids=["stored", "cast"],
-)
+@pytest.mark.parametrize(("param_dtype", "bound"), [(None, 1e-5), (torch.bfloat16, 1e-1)], ids=["stored", "cast"])
 def test_gradient_of_the_input(param_dtype: torch.dtype | None, bound: float) -> None:
     assert max(run_ranks(_input_gradient, param_dtype)) < bound
 
@@ -128,6 +119,5 @@ def _forward_without_backward() -> float:
     return _worst_gradient(model, reference)
 
 
-@pytest.mark.long
 def test_forward_without_its_backward() -> None:
     assert max(run_ranks(_forward_without_backward)) < 1e-5

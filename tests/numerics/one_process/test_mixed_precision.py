@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import MixedPrecision, fully_shard
 from fsdp_compile.config.policy import AnyPrecisionPolicy
-from tests import long
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -141,7 +140,7 @@ def _case(name: str) -> float:
 
 
 @pytest.mark.core
-@long.parametrize("name", CASES, always=["reduce-dtype-follows", "fsdp1"])
+@pytest.mark.parametrize("name", CASES)
 def test_equals_casts_by_hand(name: str) -> None:
     # AOTAutograd's batch norm rounds otherwise than eager's, by float32's eps; bfloat16 around it makes 2^-8 of that.
     bound = 4e-3 if CASES[name][0] is Normed else 0.0
@@ -169,7 +168,6 @@ def _bottom_up() -> float:
     return train_both(lambda: Widened(2), prepare, ByHand(low, BF16, torch.float32))
 
 
-@pytest.mark.long
 def test_each_unit_has_its_own_dtypes() -> None:
     # block 1 is reduced in bfloat16, and by hand in float32: half a unit in the last of bfloat16's 8 bits
     for worst in run_ranks(_bottom_up):
