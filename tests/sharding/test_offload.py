@@ -23,7 +23,7 @@ from fsdp_compile.runtime import post_backward
 from fsdp_compile.sharding import allocate
 from tests.delayed_copies import ON_SUCH_A_HOST, delayed_copies
 from tests.fake_world import fake_world
-from tests.models.kinds import Slim
+from tests.models.kinds import Stack
 from tests.numerics.one_process.pair import Differences, train_pair
 from tests.ranks import run_ranks
 
@@ -32,8 +32,8 @@ def _offloaded() -> list[Differences]:
     """FSDP1's policy as an option, FSDP2's as an argument."""
     policy, options = CPUOffloadPolicy(), {"offload_policy": CPUOffload(offload_params=True)}
     return [
-        train_pair(Slim, options=options, clip=0.5, steps=2),
-        train_pair(Slim, prepare=lambda model: fully_shard(model, offload_policy=policy), clip=0.5, steps=2),
+        train_pair(Stack, options=options, clip=0.5, steps=2),
+        train_pair(Stack, prepare=lambda model: fully_shard(model, offload_policy=policy), clip=0.5, steps=2),
     ]
 
 
@@ -176,7 +176,7 @@ def test_a_gpu_trains_from_pinned_shards(lower: str) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(0)
-        model, reference = Slim(), Slim()
+        model, reference = Stack(), Stack()
         reference.load_state_dict(model.state_dict())
         reference.cuda()
         fully_shard(model, mesh=init_device_mesh("cuda", (1,)), offload_policy=CPUOffloadPolicy())

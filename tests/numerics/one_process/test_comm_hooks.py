@@ -125,7 +125,7 @@ def _compressed(state: bool) -> float:  # noqa: FBT001
         register_comm_hook(model, default_hooks.bf16_compress_hook, made)
         assert all(unit.policy.mixed_precision.reduce_dtype is BF16 for unit in units(model))
 
-    return train_both(Slim, prepare, ByHand(lambda m: m, torch.float32, BF16))
+    return train_both(Stack, prepare, ByHand(lambda m: m, torch.float32, BF16))
 
 
 @pytest.mark.long
@@ -140,7 +140,7 @@ def _graph_of_known_hooks() -> None:
         (default_hooks.fp16_compress_hook, torch.float16),
         (default_hooks.reduce_scatter_hook, torch.float32),
     ):
-        model = fully_shard(Slim(1))
+        model = fully_shard(Stack(1))
         register_comm_hook(model, hook)
         torch.compile(model, backend="fsdp", options={"lower": "eager"})(torch.ones(2, WIDTH)).sum().backward()
         (backward,) = (step for ran in regions_of(units(model)) for step in ran.steps[1:])
@@ -156,7 +156,7 @@ def test_torchs_hooks_are_ordinary_nodes() -> None:
 def _other_state() -> float:
     """A state that divides otherwise is honoured: the hook then runs as it is."""
     torch.manual_seed(0)
-    model = Slim(1)
+    model = Stack(1)
     plain = copy.deepcopy(model)
     fully_shard(model)
     fully_shard(plain)
@@ -203,7 +203,7 @@ def _dtype_of_gradient() -> None:
         seen.append((gradient.dtype, output.dtype))
         dist.reduce_scatter_tensor(output, gradient)
 
-    model = fully_shard(Slim(1), mp_policy=MixedPrecisionPolicy(BF16, torch.float32))
+    model = fully_shard(Stack(1), mp_policy=MixedPrecisionPolicy(BF16, torch.float32))
     compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     register_comm_hook(compiled, hook)
     loss_of(compiled(torch.ones(2, WIDTH))).backward()

@@ -20,7 +20,7 @@ from fsdp_compile.runtime import unshard
 from fsdp_compile.runtime.module_state import units
 from tests import long
 from tests.beside import Beside, Run
-from tests.models.kinds import Block, GraphBreaks, Slim
+from tests.models.kinds import Block, GraphBreaks, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.numerics.one_process.test_accumulation import CLOSE, Pair, gradients_are_none, make_pair
 from tests.ranks import run_ranks
@@ -321,7 +321,7 @@ def test_what_was_unsharded_by_hand_before_a_write_is_gathered_again() -> None:
 
 
 def _kept_beside_foreach() -> None:
-    pair = Beside(Slim, Run.SHARDED)
+    pair = Beside(Stack, Run.SHARDED)
     pair.model.set_reshard_after_backward(False)  # type: ignore[operator]
     pair.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True))
     for _ in range(3):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_compile import fully_shard
 from tests import long
-from tests.models.kinds import KINDS, Block, Checkpointed, GraphBreaks, Slim, Tied
+from tests.models.kinds import KINDS, Block, Checkpointed, GraphBreaks, Slim, Stack, Tied
 from tests.numerics.one_process.pair import Differences, train_pair
 from tests.ranks import run_ranks
 
@@ -96,7 +96,7 @@ def test_prefetch_distance_changes_no_number(distance: int) -> None:
 
 
 def _autocast() -> Differences:
-    return train_pair(Slim, autocast=torch.bfloat16)
+    return train_pair(Stack, autocast=torch.bfloat16)
 
 
 @pytest.mark.long
@@ -108,7 +108,7 @@ def test_autocast() -> None:
 
 def _mixed_precision() -> Differences:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    return train_pair(Slim, prepare=lambda model: fully_shard(model, mp_policy=policy))
+    return train_pair(Stack, prepare=lambda model: fully_shard(model, mp_policy=policy))
 
 
 @pytest.mark.long

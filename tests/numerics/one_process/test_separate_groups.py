@@ -16,7 +16,7 @@ from fsdp_compile.comm.groups import rank_store
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.explain.plan import Plan
 from tests.fake_world import fake_world
-from tests.models.kinds import WIDTH, Slim
+from tests.models.kinds import WIDTH, Slim, Stack
 from tests.models.round_sizes import Stack as Wide
 from tests.models.round_sizes import on_meta
 from tests.numerics.one_process.pair import Differences, train_pair
@@ -83,7 +83,7 @@ def _reduced_over(model: Any) -> set[str]:
 
 @pytest.mark.usefixtures("world")
 def test_fsdp2s_method_switches_between_two_groups_that_are_made_once() -> None:
-    model: Any = Slim()
+    model: Any = Stack()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)

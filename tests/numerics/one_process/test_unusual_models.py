@@ -14,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from fsdp_compile import UnsupportedModelError, fully_shard
 from tests import long
 from tests.fake_world import fake_world
-from tests.models.kinds import Slim, Stack
+from tests.models.kinds import Stack
 from tests.models.unusual import KINDS
 from tests.numerics.one_process.pair import Differences, batches, loss_of, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
@@ -191,7 +191,7 @@ def test_a_model_that_dynamo_leaves_to_python_is_sharded_and_trains(name: str) -
 def _plain_beside_compiled() -> None:
     """Another model's optimizer, and one of the ignored parameters of a compiled model, step as always."""
     other = nn.Linear(32, 5)
-    model = Slim()
+    model = Stack()
     fully_shard(model, ignored_params=[model.head])
     compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     torch.compile(nn.Linear(2, 2), backend="fsdp")
