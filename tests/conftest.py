@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def is_left_out(test: str, setting: str) -> bool:
-    """Whether a long test is left out: all for "" and "0", all but the second share of four for "2/4", none for "1"."""
+    """Whether a long test is left out: all for "" and "0", all but the second eighth for "2/8", none for "1"."""
     number, slash, shares = setting.partition("/")
     if not slash:
         return setting in ("", "0")

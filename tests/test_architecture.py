@@ -126,10 +126,9 @@ def _floor(module: str) -> int:
     return next(number for number, floor in enumerate(FLOORS) if _part(module) in floor)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down(module: str) -> None:
-    others = [other for other in _imports(module) if _part(other) != _part(module)]
-    assert [other for other in others if _floor(other) >= _floor(module)] == []
+def test_imports_go_down() -> None:
+    seen = [(module, other) for module in MODULES for other in _imports(module) if _part(other) != _part(module)]
+    assert [f"{module}: {other}" for module, other in seen if _floor(other) >= _floor(module)] == []
 
 
 @pytest.mark.parametrize(("wing", "other"), [(GRAPHS, TRAINING), (TRAINING, GRAPHS)], ids=["graphs", "training"])
@@ -170,18 +169,17 @@ def _changes(value: ast.expr | None) -> bool:
     return isinstance(value, ast.Dict | ast.List | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_what_a_process_shares_is_listed(file: str) -> None:
+def _changing(file: str) -> set[str]:
     bound = {name for name, value in _bound(_tree(file).body) if _changes(value)}
-    changing = {
-        name for name in bound if name.islower() and not name.startswith("__")
-    }  # others are constants, or types
-    assert changing == SHARED_BY_A_PROCESS.get(file, set())
+    return {name for name in bound if name.islower() and not name.startswith("__")}  # others are constants, or types
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_nothing_is_made_global_by_a_statement(file: str) -> None:
-    assert [node for node in ast.walk(_tree(file)) if isinstance(node, ast.Global)] == []
+def test_what_a_process_shares_is_listed() -> None:
+    assert {file: found for file in FILES if (found := _changing(file))} == SHARED_BY_A_PROCESS
+
+
+def test_nothing_is_made_global_by_a_statement() -> None:
+    assert [file for file in FILES for node in ast.walk(_tree(file)) if isinstance(node, ast.Global)] == []
 
 
 @functools.cache
@@ -201,9 +199,9 @@ def test_tricks_stand_where_they_are_explained(trick: str) -> None:
     assert {file for file in FILES if re.search(trick, _code(file))} == TRICKS[trick]
 
 
-@pytest.mark.parametrize("file", CODE)
-def test_a_file_is_one_concept(file: str) -> None:
-    assert SHORTEST <= len(FILES[file].read_text().splitlines()) <= LONGEST
+def test_a_file_is_one_concept() -> None:
+    lines = {file: len(FILES[file].read_text().splitlines()) for file in CODE}
+    assert {file: count for file, count in lines.items() if not SHORTEST <= count <= LONGEST} == {}
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if Path(file).parts[0] in TRAINING])

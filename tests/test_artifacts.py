@@ -17,6 +17,7 @@ from fsdp_compile.ir.text.parser import parse_graph
 from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import passes
+from tests.fake_world import fake_world
 from tests.models.kinds import Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -31,7 +32,8 @@ def _train_once(folder: str) -> None:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("artifacts") / "out"
-    run_ranks(_train_once, str(folder))
+    with fake_world(2):
+        _train_once(str(folder))
     return folder
 
 
@@ -66,6 +68,7 @@ def _texts_of_all_ranks(folder: str) -> bool:
     return files == {f.relative_to(other): f.read_text() for f in other.rglob("*.txt")} and bool(files)
 
 
+@pytest.mark.long
 def test_all_ranks_write_the_same_text(tmp_path: Path) -> None:
     assert run_ranks(_texts_of_all_ranks, str(tmp_path)) == [True, True]
 
@@ -81,11 +84,13 @@ torch.compile(model, backend="fsdp", options={"lower": "eager"})(torch.ones(2, 4
 def test_a_folder_with_gaps_is_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / "graph03-forward").mkdir()
     (tmp_path / "graph-notes").mkdir()
-    run_ranks(_train_once, str(tmp_path))
+    with fake_world(2):
+        _train_once(str(tmp_path))
     new = {"graph04-forward", "graph05-backward"}
     assert {path.name for path in tmp_path.iterdir()} == {"graph03-forward", "graph-notes"} | new
 
 
+@pytest.mark.long
 def test_structured_trace_has_the_graphs(tmp_path: Path) -> None:
     import os
 

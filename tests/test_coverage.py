@@ -32,6 +32,7 @@ class Row:
         return int(self.id.partition(".")[0])
 
 
+@functools.cache
 def rows() -> list[Row]:
     found = []
     for line in (ROOT / "docs/coverage.md").read_text().splitlines():

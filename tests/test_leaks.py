@@ -186,6 +186,7 @@ def _drop_models_of_own_meshes() -> list[int]:
     return made
 
 
+@pytest.mark.long
 @linux_only
 def test_meshes_of_the_same_ranks_share_what_is_made_for_them() -> None:
     for made in run_ranks(_drop_models_of_own_meshes, world_size=2):
@@ -212,6 +213,7 @@ def _destroy_worlds(folder: str) -> list[dict[str, int]]:
     return opened
 
 
+@pytest.mark.long
 @linux_only
 def test_a_world_that_is_destroyed_leaves_no_threads_and_no_files(tmp_path: Path) -> None:
     for opened in run_ranks(_destroy_worlds, str(tmp_path), world_size=4):

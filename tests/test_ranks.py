@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compile.errors import ConfigError
+from tests import long
 from tests.ranks import RankError, close_pool, run_ranks
 
 FakeWorld = Callable[..., AbstractContextManager[dist.ProcessGroup]]
@@ -99,7 +100,7 @@ def _pid() -> int:
     return os.getpid()
 
 
-@pytest.mark.parametrize("world_size", [2, 1, 4, 3])
+@long.parametrize("world_size", [2, 1, 4, 3], always=[2, 4])
 def test_results_come_in_rank_order_from_a_world_of_the_size_asked_for(world_size: int) -> None:
     expected = [(rank, world_size) for rank in range(world_size)]
     assert run_ranks(_rank_and_world_size, world_size=world_size) == expected
@@ -120,7 +121,7 @@ def test_processes_are_reused() -> None:
     assert os.getpid() not in first
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@long.parametrize("rank", [0, 1], always=[1])
 def test_an_exception_keeps_its_type_and_brings_its_traceback(rank: int) -> None:
     with pytest.raises(ConfigError, match="no such option") as caught:
         run_ranks(_raise_on, rank)
@@ -151,11 +152,12 @@ def test_a_world_that_the_pool_cannot_run_is_refused(world_size: int) -> None:
         run_ranks(_pid, world_size=world_size)
 
 
-def test_a_dying_rank_is_named_and_the_next_call_works() -> None:
-    with pytest.raises(RankError, match="rank 1 of 2 died: exit code 7"):
-        run_ranks(_exit_on, 1)
-    with pytest.raises(RankError, match="rank 0 of 2 died: SIGKILL"):
-        run_ranks(_kill_on, 0)
+@long.parametrize(
+    ("die", "rank", "says"), [(_exit_on, 1, "exit code 7"), (_kill_on, 0, "SIGKILL")], always=[(_kill_on, 0, "SIGKILL")]
+)
+def test_a_dying_rank_is_named_and_the_next_call_works(die: Callable[[int], None], rank: int, says: str) -> None:
+    with pytest.raises(RankError, match=f"rank {rank} of 2 died: {says}"):
+        run_ranks(die, rank)
     assert run_ranks(_sum_of_ranks, 1.0, offset=0.0) == [1.0, 1.0]
 
 
@@ -209,6 +211,7 @@ def test_no_rank_outlives_a_killed_session(tmp_path: Path) -> None:
     assert _all_end_soon(pids)
 
 
+@pytest.mark.long
 def test_a_closed_pool_starts_again() -> None:
     before = run_ranks(_pid, world_size=1)
     close_pool()

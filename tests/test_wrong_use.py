@@ -21,7 +21,6 @@ from torch.distributed.tensor import Replicate, Shard
 from fsdp_compile import ConfigError, FSDPCompileError, UnsupportedModelError, fully_shard
 from tests.fake_world import fake_world
 from tests.models.outlines import Block, Small, Transformer
-from tests.ranks import run_ranks
 
 
 @pytest.fixture
@@ -237,22 +236,15 @@ def test_a_part_of_a_model_that_is_sharded_already() -> None:
         _says(error, "by a call on a module above it", where, "children before parents")
 
 
-def _shard_twice_over(*, before: bool) -> str:
-    """The message if an option for `fully_shard` is given to the compile of a model that is sharded, or plain."""
-    model = nn.Linear(4, 4)
-    if before:
-        fully_shard(model)
+def _train_with_an_option_for_sharding(model: nn.Module) -> None:
     compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "reshard_after_forward": False})
-    try:
-        compiled(torch.ones(2, 4)).sum().backward()
-        compiled(torch.ones(3, 4)).sum().backward()
-    except Exception as error:
-        return str(error)
-    return ""
+    compiled(torch.ones(2, 4)).sum().backward()
+    compiled(torch.ones(3, 4)).sum().backward()
 
 
+@pytest.mark.usefixtures("world")
 def test_options_for_sharding_are_refused_where_the_model_is_sharded_already() -> None:
-    for message in run_ranks(_shard_twice_over, before=True):
-        assert "option 'reshard_after_forward' says how to shard" in message
-        assert "fully_shard(model, reshard_after_forward=...)" in message
-    assert run_ranks(_shard_twice_over, before=False) == ["", ""]
+    error = _refusal(lambda: _train_with_an_option_for_sharding(fully_shard(nn.Linear(4, 4))))
+    assert "option 'reshard_after_forward' says how to shard" in str(error)
+    assert "fully_shard(model, reshard_after_forward=...)" in str(error)
+    _train_with_an_option_for_sharding(nn.Linear(4, 4))

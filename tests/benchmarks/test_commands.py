@@ -36,6 +36,7 @@ def _by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {row["contender"]: row for row in rows}
 
 
+@pytest.mark.long
 def test_bytes_that_are_sent_are_the_floor_and_padding(tmp_path: Path) -> None:
     # Apart: what tiny units share is packed, and larger ones than these share nothing.
     document = _run("sent_bytes", tmp_path, "--fsdp-options", '{"lower": "eager", "bucket_mb": 0}', *_OURS_AND_FSDP2)
@@ -109,6 +110,7 @@ def test_two_namespaces_train(tmp_path: Path) -> None:
     assert rows["fsdp_compile"]["faster_than_fsdp2"] > 0
 
 
+@pytest.mark.long
 def test_saves_are_timed_and_planned(tmp_path: Path) -> None:
     rows = _run("checkpoints", tmp_path)["results"]
     assert [row["contender"] for row in rows][::2] == ["dcp.save", "dcp.async_save"]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import ConfigError, FSDPCompileError, UnsupportedModelError, fully_shard
+from tests import long
 from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
@@ -153,7 +154,7 @@ def test_blocks_that_are_compiled_alone_are_refused(form: str) -> None:
         assert "of the whole model" in message
 
 
-@pytest.mark.parametrize("form", ["all", "head-in-place", "sharded"])
+@long.parametrize("form", ["all", "head-in-place", "sharded"], always=["head-in-place"])
 def test_parts_are_compiled_where_nothing_is_left_over(form: str) -> None:
     assert run_ranks(_blocks_alone, form) == ["", ""]
 
@@ -187,7 +188,7 @@ def _one_part_in_a_function(*, closure: bool) -> str:
     return message
 
 
-@pytest.mark.parametrize("closure", [False, True])
+@long.parametrize("closure", [False, True], always=[False])
 def test_a_plain_model_beside_a_compiled_one_is_refused(closure: bool) -> None:  # noqa: FBT001
     for message in run_ranks(_one_part_in_a_function, closure=closure):
         assert "others that no rank averages" in message

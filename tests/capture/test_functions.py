@@ -16,6 +16,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 from fsdp_compile import fully_shard
+from tests import long
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.capture.accumulation import check_accumulation
 from tests.fake_world import fake_world
@@ -123,18 +124,11 @@ def _check(make: Callable[[], nn.Module], how: Run) -> None:
     pair.step(width=WIDTH)
 
 
-def _check_all(how: Run) -> None:
-    for make in MODELS:
-        torch._dynamo.reset()
-        _check(make, how)
-
-
-@pytest.mark.parametrize(
-    "how", [pytest.param(Run.PLAIN, marks=pytest.mark.long), Run.SHARDED], ids=lambda how: how.value
-)
-def test_functions_read_as_in_one_process(how: Run) -> None:
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
+@long.parametrize("make", MODELS, always=[_NestedCond])
+def test_functions_read_as_in_one_process(make: Callable[[], nn.Module], how: Run) -> None:
     """Branches that are not taken give zeros, as plain `torch.compile` does, and not `None`."""
-    run_ranks(_check_all, how, world_size=2)
+    run_ranks(_check, make, how, world_size=2)
 
 
 def _check_branches_of_ranks() -> None:
@@ -157,7 +151,7 @@ def test_ranks_may_take_different_branches() -> None:
     run_ranks(_check_branches_of_ranks, world_size=2)
 
 
-@pytest.mark.parametrize("make", [_Cond, _Scan, _Regions])
+@long.parametrize("make", [_Cond, _Scan, _Regions], always=[_Regions])
 def test_functions_accumulate_without_reduction(make: Callable[[], nn.Module]) -> None:
     run_ranks(check_accumulation, make, WIDTH, world_size=2)
 

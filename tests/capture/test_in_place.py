@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_compile import UnsupportedModelError, fully_shard
+from tests import long
 from tests.beside import Beside, Run
 from tests.models.kinds import WIDTH, Stack
 from tests.ranks import run_ranks
@@ -84,9 +85,10 @@ def _sequential() -> nn.Module:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
+@long.parametrize(
     ("make", "parts"),
     [(_linear, _all_of_it), (_sequential, _all_of_it), (_encoder, _all_of_it), (Stack, _each_part)],
+    always=[(_sequential, _all_of_it)],
 )
 def test_it_trains_as_one_process(make: Callable[[], nn.Module], parts: Callable[[nn.Module], list[nn.Module]]) -> None:
     run_ranks(_train, make, Run.UNSHARDED, parts)
@@ -114,7 +116,12 @@ def _nothing(_model: nn.Module) -> list[nn.Module]:
     return []
 
 
-@pytest.mark.parametrize(("how", "parts"), [(Run.PLAIN, _nothing), (Run.EAGER, _heads)], ids=["whole", "sharded"])
+@long.parametrize(
+    ("how", "parts"),
+    [(Run.PLAIN, _nothing), (Run.EAGER, _heads)],
+    always=[(Run.EAGER, _heads)],
+    ids=["whole", "sharded"],
+)
 def test_what_the_refusal_of_a_shared_trunk_advises(how: Run, parts: Callable[[nn.Module], list[nn.Module]]) -> None:
     run_ranks(_train, _TwoHeads, how, parts)
 
@@ -180,6 +187,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
+@pytest.mark.long
 def test_the_first_compile_of_a_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=dict(os.environ), capture_output=True, text=True, timeout=300, check=False

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import long
 from tests.beside import Beside, Run, close, compile_eagerly
 from tests.capture.accumulation import check_accumulation
 from tests.ranks import run_ranks
@@ -100,21 +101,18 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def _check_all(how: Run) -> None:
-    for make in MODELS:
-        torch._dynamo.reset()
-        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-            pair = Beside(make, how)
-            pair.optimize(_sgd)
-            pair.step(width=WIDTH)
-            pair.step(width=WIDTH)
+def _check(make: Callable[[], nn.Module], how: Run) -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        pair = Beside(make, how)
+        pair.optimize(_sgd)
+        pair.step(width=WIDTH)
+        pair.step(width=WIDTH)
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(Run.PLAIN, marks=pytest.mark.long), Run.SHARDED], ids=lambda how: how.value
-)
-def test_unusual_graphs_train_as_in_one_process(how: Run) -> None:
-    run_ranks(_check_all, how, world_size=2)
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
+@long.parametrize("make", MODELS, always=[_Cayley, _Derivative, _Experts])
+def test_unusual_graphs_train_as_in_one_process(make: Callable[[], nn.Module], how: Run) -> None:
+    run_ranks(_check, make, how, world_size=2)
 
 
 def _check_first_call_in(transform: Callable[..., Any]) -> None:

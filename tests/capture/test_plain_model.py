@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import socket
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 
 import pytest
@@ -17,8 +13,10 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import UnsupportedModelError, full_params, units
+from fsdp_compile import ConfigError, UnsupportedModelError, full_params, units
+from tests import long
 from tests.beside import close, compile_eagerly, loss_of
+from tests.fake_world import fake_world
 from tests.models.outlines import Small, Transformer
 from tests.ranks import run_ranks
 
@@ -248,7 +246,7 @@ def _run_cases(names: list[str]) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", CASES)
+@long.parametrize("name", CASES, always=["methods-of-module.compile", "module-left-to-python", "object-argument"])
 def test_however_the_model_is_reached(name: str) -> None:
     run_ranks(_run_cases, [name])
 
@@ -270,7 +268,8 @@ def _check_units() -> None:
 
 
 def test_the_first_call_splits_the_model_and_ends_there() -> None:
-    run_ranks(_check_units)
+    with fake_world(2):
+        _check_units()
 
 
 def _check_two_models() -> None:
@@ -326,6 +325,7 @@ def _check_inference_only() -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+@pytest.mark.long
 def test_inference_only() -> None:
     run_ranks(_check_inference_only)
 
@@ -350,50 +350,32 @@ def test_a_parameter_that_belongs_to_no_module_is_refused_by_its_expression() ->
     assert "loose" in run_ranks(_check_parameter_of_no_module)[0]
 
 
-SCRIPT = textwrap.dedent(
-    """
-    import torch, torch.distributed as dist
-    from torch import nn
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = model
-        def forward(self, x):
-            return self.layers(x)
-    model = torch.compile(Model(), backend="fsdp", options={"lower": "eager"})
-    model(torch.ones(2, 4)).sum().backward()
-    print("world of", dist.get_world_size(), dist.get_backend(), type(next(model.parameters())).__name__)
-    dist.destroy_process_group()
-    """
-)
+def _train_where(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A forward and a backward in this process, which has no group yet, with some of the variables of `torchrun`."""
+    assert not dist.is_initialized()
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    model = Small()
+    compile_eagerly(model)(torch.ones(2, 6)).sum().backward()
+    return model
 
 
-def _run_script(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-def test_the_process_group_is_started_from_torchruns_environment() -> None:
+def test_the_process_group_is_started_from_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    done = _run_script(variables)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "world of 1 gloo DTensor"
+    model = _train_where(variables, monkeypatch)
+    assert (dist.get_world_size(), dist.get_backend()) == (1, "gloo")
+    assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-def test_without_a_process_group_the_missing_variables_are_named() -> None:
-    done = _run_script({"RANK": "0", "MASTER_ADDR": "localhost"})
-    assert done.returncode != 0
-    assert "ConfigError: no process group is initialized" in done.stderr
-    assert "lacks WORLD_SIZE, MASTER_PORT" in done.stderr
-    assert "torchrun --nproc-per-node" in done.stderr
+def test_without_a_process_group_the_missing_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Exception, match="no process group is initialized") as caught:
+        _train_where({"RANK": "0", "MASTER_ADDR": "localhost"}, monkeypatch)
+    cause = getattr(caught.value, "inner_exception", caught.value)
+    assert isinstance(cause, ConfigError)
+    assert "lacks WORLD_SIZE, MASTER_PORT" in str(cause)
+    assert "torchrun --nproc-per-node" in str(cause)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, UnsupportedModelError, fully_shard
+from tests import long
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
@@ -155,7 +156,7 @@ def _trained(way: str) -> list[str]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("way", REACHED)
+@long.parametrize("way", REACHED, always=["argument", "one-of-two"])
 def test_its_training_is_that_of_one_process(way: str) -> None:
     for said in run_ranks(_trained, way):
         assert len(said) == (way in BY_FUNCTIONS)
@@ -241,6 +242,7 @@ def _many_of_a_class(form: str) -> None:
             _train(lambda x: call(x.flatten(0, 1)), model, nn.Sequential(nn.Flatten(0, 1), reference))  # noqa: B023
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["module", "module.compile"])
 def test_models_of_one_class_past_the_recompile_limit_train_as_in_one_process(form: str) -> None:
     run_ranks(_many_of_a_class, form)
@@ -383,7 +385,7 @@ def _trained_by_another_method(form: str) -> None:
     _train(step, task.net, nn.Sequential(nn.Flatten(0, 1), reference))
 
 
-@pytest.mark.parametrize("form", ["fully_shard", "called"])
+@long.parametrize("form", ["fully_shard", "called"], always=["fully_shard"])
 def test_every_call_of_a_sharded_model_trains_it(form: str) -> None:
     run_ranks(_trained_by_another_method, form)
 

@@ -25,6 +25,7 @@ def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch, capsys
     assert "no benchmark steptime" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_benchmark_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(CHECKOUT)
     assert main(["bench", "overhead", "--help"]) == 0

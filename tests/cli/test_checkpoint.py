@@ -55,6 +55,7 @@ def test_info_is_a_table_on_a_terminal(
     assert any("model.tied" in line and "[3, 2]" in line and "tied to" in line for line in lines)
 
 
+@pytest.mark.long
 def test_the_steps_of_a_run_are_shown_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_steps(tmp_path)
     assert main(["checkpoint", "info", str(tmp_path)]) == 0

@@ -28,6 +28,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "explained_here"
 
 
+@pytest.mark.long
 def test_the_built_in_model_is_explained_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--world-size", "4", "--lower", "eager"]) == 0
     out = capsys.readouterr().out
@@ -74,6 +75,7 @@ def test_mistakes_are_explained(argv: list[str], says: str, module: str, capsys:
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_every_kind_of_prefetching_is_explained(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     def starts(prefetch: str) -> list[tuple[str, int]]:
         argv = ["explain", f"{module}:make", "--lower", "eager", "--link", "1", "--prefetch", prefetch, "--json"]

@@ -35,6 +35,7 @@ def _is_norm(name: str) -> bool:
     return "norm" in name
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_nothing_is_copied_around_gathers_and_no_matmul_weight_into_a_reduction() -> None:
     plan = _llama()
@@ -45,6 +46,7 @@ def test_nothing_is_copied_around_gathers_and_no_matmul_weight_into_a_reduction(
     assert sum(copy.size_bytes for copy in into) <= DEPTH * 4 * VECTOR
 
 
+@pytest.mark.long
 def test_a_share_of_the_gradients_is_put_together_unless_a_cast_does_it() -> None:
     plan = _llama()
     blocks = sum(unit.shard_bytes for unit in plan.units if unit.parameters > 1)

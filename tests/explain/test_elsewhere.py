@@ -16,6 +16,7 @@ from fsdp_compile.explain import api
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.scale.symbolic import GB_PER_S, RANKS
+from tests import long
 from tests.models.round_sizes import Stack, on_meta
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -43,17 +44,18 @@ def _explain(ranks: int, kind: type[nn.Module] = Stack, *args: torch.Tensor, gb_
     return explain(model, x, world_size=ranks, options=options, hardware=hardware(link=gb_per_s))
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 64, 1])
+@long.parametrize("ranks", [2, 8, 64, 1], always=[64])
 def test_it_is_the_plan_of_a_world_of_that_size(ranks: int) -> None:
     assert _explain(4).at(world_size=ranks) == _explain(ranks)
 
 
-@pytest.mark.parametrize("ranks", [3, 16])
+@long.parametrize("ranks", [3, 16], always=[3])
 def test_shapes_that_divide_over_nothing_are_padded_as_they_would_be(ranks: int) -> None:
     x = torch.zeros(8, 67)
     assert _explain(4, Odd, x).at(world_size=ranks) == _explain(ranks, Odd, x)
 
 
+@pytest.mark.long
 def test_a_link_can_be_exchanged_together_with_the_ranks_and_back() -> None:
     plan = _explain(4)
     elsewhere = plan.at(world_size=4096, gb_per_s=3.0)
@@ -61,7 +63,7 @@ def test_a_link_can_be_exchanged_together_with_the_ranks_and_back() -> None:
     assert elsewhere.at(world_size=4, gb_per_s=50.0) == plan
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 64, 1000])
+@long.parametrize("ranks", [2, 3, 64, 1000], always=[3, 1000])
 def test_formulas_give_the_numbers_of_the_plan_there(ranks: int) -> None:
     plan = _explain(4, Odd, torch.zeros(8, 67))
     formulas, there = plan.formulas(), plan.at(world_size=ranks, gb_per_s=7.0)

@@ -55,6 +55,7 @@ def test_a_model_larger_than_this_machine_is_explained() -> None:
     assert all(p.device.type == "meta" for p in model.parameters())
 
 
+@pytest.mark.long
 def test_meta_and_real_models_have_the_same_plan() -> None:
     meta, x = on_meta(Stack)
     options = {"lower": "eager"}

@@ -139,6 +139,7 @@ def test_a_faster_link_never_makes_a_step_slower(gb_per_s: float, seen: set[Expo
             assert c.reason
 
 
+@pytest.mark.long
 def test_the_machine_of_the_options_is_the_one_that_times_are_estimated_for(plan: Plan) -> None:
     model, x = on_meta(Stack)
     slow = hardware(link=0.01)

@@ -14,6 +14,7 @@ from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.scale.symbolic import RANKS as SYMBOL
+from tests import long
 from tests.models.round_sizes import WIDTH, Stack, on_meta
 
 RANKS, BLOCKS = 4, 3
@@ -74,7 +75,7 @@ def test_both_directions_of_the_bus_and_the_link_are_lanes_of_their_own(plans: t
     assert {c.group for c in backward.collectives} == {"fsdp.shard.0", "copy from the host", "copy to the host"}
 
 
-@pytest.mark.parametrize("prefetch", [1, "auto"])
+@long.parametrize("prefetch", [1, "auto"], always=["auto"])
 def test_a_slow_bus_makes_a_step_slow(prefetch: object) -> None:
     there = hardware()
     bus = dataclasses.replace(there.device.host, rate=Quantity(1e6 / 0.85, "byte/s", "a test"))
@@ -84,6 +85,7 @@ def test_a_slow_bus_makes_a_step_slow(prefetch: object) -> None:
     assert plan_of(None, slow, prefetch=prefetch).step_us < 0.01 * plan.step_us
 
 
+@pytest.mark.long
 def test_a_budget_that_shards_do_not_leave_room_in_is_kept_by_offloading_them() -> None:
     """Everything that a graph holds counts, and what is on the host is not held."""
     least = [plan_of(policy).peak_bytes for policy in (None, CPUOffloadPolicy())]

@@ -49,6 +49,7 @@ def _seen(plan: Plan) -> list[tuple[object, ...]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_a_plan_of_another_size_is_the_one_of_a_trace_at_that_size(plan: Plan) -> None:
     assert _seen(plan) == _seen(_explain(4, 64))
@@ -59,6 +60,7 @@ def test_a_plan_of_another_size_is_the_one_of_a_trace_at_that_size(plan: Plan) -
     assert _seen(there) == _seen(_explain(16, 32))
 
 
+@pytest.mark.long
 def test_ranks_and_sizes_change_together_and_back(plan: Plan) -> None:
     there = plan.at(world_size=2, batch=1, gb_per_s=3.0)
     alone = _explain(1, 64, world_size=2).at(gb_per_s=3.0)
@@ -67,6 +69,7 @@ def test_ranks_and_sizes_change_together_and_back(plan: Plan) -> None:
     assert there.at(world_size=RANKS, batch=4, gb_per_s=50.0) == plan
 
 
+@pytest.mark.long
 def test_a_size_of_one_is_open_as_any_other(plan: Plan) -> None:
     alone = _explain(1, 64, OPEN)
     assert alone.sizes == {"batch": 1, "sequence": 64}
@@ -100,6 +103,7 @@ def test_peaks_as_formulas_hold_in_ranks_and_sizes_while_the_order_stays() -> No
         assert found["shard_bytes"] == sum(unit.shard_bytes for unit in there.units)
 
 
+@pytest.mark.long
 def test_names_and_dimensions_are_checked(plan: Plan) -> None:
     with pytest.raises(ConfigError, match="no size 'heads'"):
         _explain(4, 64, {"heads": 2})

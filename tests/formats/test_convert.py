@@ -72,6 +72,7 @@ def test_values_go_through_all_formats_bit_for_bit(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"a.pt", *(name for name, _ in chain)}
 
 
+@pytest.mark.long
 def test_what_several_ranks_wrote_becomes_one_file(sharded: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, expected = sharded
     convert_checkpoint(folder, tmp_path / "all.pt", TORCH)

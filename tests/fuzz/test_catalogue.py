@@ -12,7 +12,7 @@ from tests.fuzz.run import Contender, run_programs
 from tests.ranks import run_ranks  # noqa: F401  these tests need ranks
 
 LONG = os.environ.get("FSDP_COMPILE_LONG", "") not in ("", "0")
-_PER_CALL = 8
+_PER_CALL = 4
 CALLS = [ROWS[first : first + _PER_CALL] for first in range(0, len(ROWS), _PER_CALL)]
 
 

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests import long
 from tests.fuzz.__main__ import fuzz, report
 from tests.fuzz.draw import draw, simpler
 from tests.fuzz.program import Accumulation, Case, Layer, Place, Script
@@ -16,7 +17,7 @@ from tests.ranks import run_ranks  # noqa: F401  these tests need ranks
 
 LONG = os.environ.get("FSDP_COMPILE_LONG", "") not in ("", "0")
 # A number of cases, not of seconds: the same cases on a fast machine. `python -m tests.fuzz` draws others.
-CASES = 24 if LONG else 4
+CASES = 24 if LONG else 1
 SECONDS_PER_CASE = 30
 MOST_REFUSED = 0.02
 
@@ -31,20 +32,23 @@ def test_drawn_programs_train_like_one_process() -> None:
     assert refused <= max(2, MOST_REFUSED * CASES)
 
 
-@pytest.mark.parametrize(
-    ("line", "other", "verdict"),
-    [
-        ("optimizer.step()", "optimizer.step()\n        side.note('rank', torch.tensor(float(side.rank)))", "wrong"),
-        ("side.backward(call(x, ids))", "side.backward((1 + side.rank) * call(x, ids))", "equal"),
-        ("side.see_gradients(model)", "side.see_gradients(model)\n        model.head.bias.grad = None", "equal"),
-        ("loss(module(x, ids))", "1.001 * loss(module(x, ids))", "wrong"),
-        ("loss(module(x, ids))", "loss(module(x, ids)) if step else 0", "crashed"),
-        ("torch.compile(model, **BACKEND)", "torch.compile(model, backend='fsdp', options={'no': 1})", "refused"),
-        ("torch.compile(model, **BACKEND)", "model", "wrong"),
-        ("return self.head(x.tanh())", "return self.head(x, 3)", "invalid"),
-        ("self.head(x.tanh())", "self.head(x) / 0", "invalid"),
-    ],
-)
+VERDICTS = [
+    ("optimizer.step()", "optimizer.step()\n        side.note('rank', torch.tensor(float(side.rank)))", "wrong"),
+    ("side.backward(call(x, ids))", "side.backward((1 + side.rank) * call(x, ids))", "equal"),
+    ("loss(module(x, ids))", "loss(module(x, ids)) if step else 0", "crashed"),
+    ("torch.compile(model, **BACKEND)", "torch.compile(model, backend='fsdp', options={'no': 1})", "refused"),
+    ("return self.head(x.tanh())", "return self.head(x, 3)", "invalid"),
+]
+"""A line of a program, what takes its place, and the verdict: one of each."""
+OTHER_VERDICTS = [
+    ("side.see_gradients(model)", "side.see_gradients(model)\n        model.head.bias.grad = None", "equal"),
+    ("loss(module(x, ids))", "1.001 * loss(module(x, ids))", "wrong"),
+    ("torch.compile(model, **BACKEND)", "model", "wrong"),
+    ("self.head(x.tanh())", "self.head(x) / 0", "invalid"),
+]
+
+
+@long.parametrize(("line", "other", "verdict"), [*VERDICTS, *OTHER_VERDICTS], always=VERDICTS)
 def test_verdicts(line: str, other: str, verdict: str) -> None:
     text = Case((Layer("linear"),)).text()
     assert line in text
@@ -52,6 +56,7 @@ def test_verdicts(line: str, other: str, verdict: str) -> None:
     assert outcome.verdict == verdict, outcome
 
 
+@pytest.mark.long
 def test_a_case_that_ends_in_an_error_does_not_take_the_others_along() -> None:
     text = Case((Layer("linear"),)).text()
     on_one_rank = text.replace("optimizer.step()", "optimizer.step() if side.world == 1 or not side.rank else 1 / 0")

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import ShardedModule, fully_shard
+from tests import long
 from tests.beside import close, compile_eagerly
 from tests.ranks import run_ranks
 
@@ -103,8 +104,10 @@ def _check(where: Chunked, *, tied: bool, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize(
-    ("where", "tied"), [(Chunked.IN_THE_FORWARD, False), (Chunked.IN_THE_FORWARD, True), (Chunked.OUTSIDE, False)]
+@long.parametrize(
+    ("where", "tied"),
+    [(Chunked.IN_THE_FORWARD, False), (Chunked.IN_THE_FORWARD, True), (Chunked.OUTSIDE, False)],
+    always=[(Chunked.IN_THE_FORWARD, True), (Chunked.OUTSIDE, False)],
 )
 def test_chunks_equal_one_process(where: Chunked, *, tied: bool, compiled: bool) -> None:
     run_ranks(_check, where, tied=tied, compiled=compiled)

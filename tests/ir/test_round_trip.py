@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_compile.ir.text.parser import parse_graph
 from fsdp_compile.ir.text.printer import format_graph
+from tests import long
 from tests.ir.capture import Snapshot, capture, records_of
 from tests.models import texts
 
@@ -32,7 +33,7 @@ def check(snapshots: list[Snapshot]) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("world_size", [1, 2, 8])
+@long.parametrize("world_size", [1, 2, 8], always=[8])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_graph_is_read_back(name: str, world_size: int) -> None:
     make_model, x = MODELS[name]
@@ -40,7 +41,7 @@ def test_every_graph_is_read_back(name: str, world_size: int) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", MODELS)
+@long.parametrize("name", MODELS, always=["mlp", "tied"])
 def test_sizes_may_be_symbols(name: str) -> None:
     make_model, x = MODELS[name]
     snapshots = capture(make_model, [x], world_size=2, dynamic=True)
@@ -52,7 +53,7 @@ def test_replicas_are_read_back() -> None:
     check(capture(texts.replicated_mlp, [torch.ones(3, 5)], world_size=4))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@long.parametrize("name", MODELS, always=["tied", "mixed"])
 def test_ranks_have_the_same_text(name: str) -> None:
     make_model, x = MODELS[name]
     first, last = (capture(make_model, [x], world_size=8, rank=rank) for rank in (0, 7))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import RankMismatchError, fully_shard
+from tests import long
 from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, gradient_difference, loss_of
 from tests.ranks import run_ranks
@@ -99,6 +100,7 @@ def _recompiles_alone() -> int:
     return steps
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_a_rank_that_recompiles_alone_waits_for_nobody() -> None:
     assert run_ranks(_recompiles_alone, timeout_s=60) == [4, 4]
@@ -133,6 +135,7 @@ def _message_on_a_mesh() -> str:
     return str(error)
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_replicas_of_ranks_that_differ_are_told_so_too() -> None:
     """Ranks 2 and 3 agree with each other, and would wait for their replicas."""
@@ -159,7 +162,7 @@ def _refuses_on_one(mesh_shape: tuple[int, ...]) -> tuple[str, int]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+@long.parametrize("mesh_shape", [(2,), (2, 2)], always=[(2,)])
 def test_who_would_wait_for_a_rank_that_refuses_hears_why_and_may_try_again(mesh_shape: tuple[int, ...]) -> None:
     *others, last = run_ranks(_refuses_on_one, mesh_shape, world_size=math.prod(mesh_shape), timeout_s=200)
     assert "refused to compile" not in last[0]
@@ -185,6 +188,7 @@ def _refuses_alone_and_goes_on() -> int:
     return len(torch.compile(other, backend="fsdp", options=options)(torch.ones(4, 32)))
 
 
+@pytest.mark.long
 def test_a_rank_that_is_refused_alone_goes_on_with_the_graphs_that_it_has() -> None:
     assert run_ranks(_refuses_alone_and_goes_on, timeout_s=100) == [4, 4]
 

@@ -49,6 +49,7 @@ def test_a_fused_kernel_pulls_no_wait_ahead() -> None:
     assert _order({name: value for name, value in KEEP_OUR_ORDER.items() if "custom_pass" not in name}) != planned
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 def test_matmuls_are_among_what_every_compile_compares() -> None:
     found: list[tuple[str, list[str]]] = []

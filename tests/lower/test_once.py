@@ -298,6 +298,7 @@ def _compiled_and_loss(folder: str) -> tuple[int, float]:
     return compiled_graphs() - before, loss.item()
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 def test_each_graph_is_compiled_once_on_a_host(tmp_path: Path) -> None:
     cold = run_ranks(_compiled_and_loss, str(tmp_path / "cache"))

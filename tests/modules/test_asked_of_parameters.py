@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_compile import UnsupportedModelError, fully_shard
+from tests import long
 from tests.beside import Beside, Run, compile_eagerly
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
@@ -63,16 +64,20 @@ QUESTIONS |= COMPILED
 
 def _check_answers(names: list[str], how: Run) -> None:
     for name in names:
-        torch._dynamo.reset()
         pair = Beside(lambda name=name: _Asks(name), how)  # type: ignore[misc]
         pair.optimize(lambda p: torch.optim.SGD(p, lr=0.05))
         for _ in range(2):
             pair.step(width=WIDTH)
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, pytest.param(Run.SHARDED, marks=pytest.mark.long), Run.EAGER])
-def test_questions_are_answered_as_in_one_process(how: Run) -> None:
-    run_ranks(_check_answers, [name for name in QUESTIONS if how is not Run.EAGER or name not in COMPILED], how)
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.PLAIN])
+@long.parametrize("name", QUESTIONS, always=["isinstance", "in a set", "between graphs"])
+def test_questions_are_answered_as_in_one_process(name: str, how: Run) -> None:
+    run_ranks(_check_answers, [name], how)
+
+
+def test_questions_of_uncompiled_code_are_answered_as_in_one_process() -> None:
+    run_ranks(_check_answers, [name for name in QUESTIONS if name not in COMPILED], Run.EAGER)
 
 
 class _Returns(nn.Module):

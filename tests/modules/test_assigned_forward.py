@@ -5,12 +5,12 @@ from __future__ import annotations
 import types
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
+from tests import long
 from tests.beside import Beside, Run
 from tests.ranks import run_ranks
 
@@ -49,6 +49,6 @@ def _check(how: Run) -> None:
         each.step()
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED, Run.EAGER])
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED, Run.EAGER], always=[Run.EAGER])
 def test_reads_of_an_assigned_forward_gather(how: Run) -> None:
     run_ranks(_check, how)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests import long
 from tests.beside import Beside, Run
 from tests.ranks import run_ranks
 
@@ -77,7 +78,7 @@ def _change(model: nn.Module) -> None:
     del weight.scales
 
 
-def _check(how: Run) -> None:
+def _there_from_the_start(how: Run) -> None:
     pair = _tagged_pair(how)
     pair.optimize(lambda p: torch.optim.SGD(p, lr=0.1))
     pair.step()
@@ -85,7 +86,11 @@ def _check(how: Run) -> None:
     pair.step()
     pair.change(_break)
     pair.step()
-    pair = Beside(Tagged, how)  # attributes from after the first step, then none again
+
+
+def _put_there_later(how: Run) -> None:
+    """After the first step; and taken away again."""
+    pair = Beside(Tagged, how)
     pair.optimize(lambda p: torch.optim.SGD(p, lr=0.1))
     pair.step()
     pair.change(_tag)
@@ -94,11 +99,10 @@ def _check(how: Run) -> None:
     pair.step()
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(Run.PLAIN, marks=pytest.mark.long), Run.SHARDED, Run.EAGER], ids=lambda how: how.value
-)
-def test_a_forward_that_reads_attributes_trains_as_in_one_process(how: Run) -> None:
-    run_ranks(_check, how)
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED, Run.EAGER], always=[Run.EAGER], ids=lambda how: how.value)
+@long.parametrize("check", [_there_from_the_start, _put_there_later], always=[_put_there_later])
+def test_a_forward_that_reads_attributes_trains_as_in_one_process(check: Callable[[Run], None], how: Run) -> None:
+    run_ranks(check, how)
 
 
 def _count() -> int:

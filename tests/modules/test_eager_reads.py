@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import UnsupportedModelError, fully_shard
 from fsdp_compile.modules.eager_reads import GatheredParameter
+from tests import long
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.models.outlines import WIDTH, Block, Odd, Small, Transformer
 from tests.ranks import run_ranks
@@ -31,7 +32,7 @@ def _check_training() -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@long.parametrize("world_size", [1, 2, 4], always=[1, 2])
 def test_training_without_a_compiler(world_size: int) -> None:
     run_ranks(_check_training, world_size=world_size)
 
@@ -210,6 +211,7 @@ def _check_partly_eager() -> None:
     pair.step()
 
 
+@pytest.mark.long
 def test_an_uncompiled_part_of_a_compiled_model() -> None:
     run_ranks(_check_partly_eager)
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, ShardedModule, UnsupportedModelError, fully_shard, units
 from fsdp_compile.modules.eager_reads import GatheredParameter, reads
+from tests import long
 from tests.beside import close, compile_eagerly
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
@@ -221,7 +222,7 @@ def _check_forward_method(compiled: bool) -> None:  # noqa: FBT001
     assert isinstance(model.encoder.scale, DTensor)  # the method was left by an exception
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@long.parametrize("compiled", [False, True], always=[True])
 def test_torch_registers_further_forward_methods(compiled: bool) -> None:  # noqa: FBT001
     run_ranks(_check_forward_method, compiled)
 
@@ -311,7 +312,7 @@ def _check_pipeline(stages_per_rank: int, looped: type = ScheduleInterleaved1F1B
             assert all(group.unsharded.is_sharded for group in groups)
 
 
-@pytest.mark.parametrize("stages_per_rank", [1, 2])
+@long.parametrize("stages_per_rank", [1, 2], always=[2])
 def test_pipeline_stages_reduce_once_and_reshard(stages_per_rank: int) -> None:
     run_ranks(_check_pipeline, stages_per_rank, world_size=4)
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_compile import ConfigError, full_params, fully_shard
+from tests import long
 from tests.beside import Beside, Run
 from tests.models.outlines import Odd
 from tests.ranks import run_ranks
@@ -69,7 +70,7 @@ def _check_conversion(name: str, folder: Path) -> None:
         assert torch.equal(next(iter(state.values())).full_tensor(), next(iter(expected.values())) + 1), "one memory"
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
+@long.parametrize("name", CONVERSIONS, always=["to", "half"])
 def test_state_dicts_are_saved_between_a_conversion_and_the_next_forward(name: str, tmp_path: Path) -> None:
     run_ranks(_check_conversion, name, tmp_path)
 
@@ -84,7 +85,7 @@ def _check_training_goes_on(how: Run) -> None:
     pair.step(dtype=torch.float64)
 
 
-@pytest.mark.parametrize("how", [Run.EAGER, Run.SHARDED])
+@long.parametrize("how", [Run.EAGER, Run.SHARDED], always=[Run.EAGER])
 def test_training_goes_on_after_conversions(how: Run) -> None:
     run_ranks(_check_training_goes_on, how)
 
@@ -111,8 +112,12 @@ def _check_tie(*, on_meta: bool, names: list[str]) -> None:
     torch.testing.assert_close(weight.full_tensor(), reference.one.weight)
 
 
-@pytest.mark.parametrize("on_meta", [True, False])
-@pytest.mark.parametrize("names", [["one.weight", "two.weight"], ["one.weight"], ["two.weight"]])
+@long.parametrize("on_meta", [True, False], always=[True])
+@long.parametrize(
+    "names",
+    [["one.weight", "two.weight"], ["one.weight"], ["two.weight"]],
+    always=[["one.weight", "two.weight"], ["two.weight"]],
+)
 def test_assigned_state_dicts_leave_parameters_tied(*, on_meta: bool, names: list[str]) -> None:
     run_ranks(_check_tie, on_meta=on_meta, names=names)
 

@@ -94,6 +94,7 @@ def _check_distributed_checkpoint(folder: str) -> None:
     assert torch.equal(other(x), model(x))
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_distributed_checkpoints(tmp_path: Path) -> None:
     """Saved by four ranks, loaded by four and then by two."""
@@ -202,5 +203,6 @@ def _traced_with_gradients() -> None:
     both.compare()
 
 
+@pytest.mark.long
 def test_get_parameter_in_a_forward_that_is_traced_when_there_are_gradients() -> None:
     run_ranks(_traced_with_gradients)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from fsdp_compile import FSDPCompileError, fully_shard
+from tests import long
 from tests.beside import Beside, Run, compile_eagerly
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
@@ -105,6 +106,6 @@ def _train(layer: type[nn.Linear], how: Run) -> None:
 
 
 @pytest.mark.parametrize("how", [Run.PLAIN, Run.EAGER])
-@pytest.mark.parametrize("layer", [nn.Linear, _Abstract, _OfAMetaclass])
+@long.parametrize("layer", [nn.Linear, _Abstract, _OfAMetaclass], always=[_OfAMetaclass])
 def test_it_trains_whatever_the_metaclass(layer: type[nn.Linear], how: Run) -> None:
     run_ranks(_train, layer, how)

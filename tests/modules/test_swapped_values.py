@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.func import functional_call
 
 from fsdp_compile import ConfigError, UnsupportedModelError, fully_shard
+from tests import long
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
@@ -81,12 +82,12 @@ def _check(make: Callable[[], nn.Module], how: Run) -> None:
     pair.step()
 
 
-@pytest.mark.parametrize("make", [_FastWeights, _Broken, _Generated, _Tied])
+@long.parametrize("make", [_FastWeights, _Broken, _Generated, _Tied], always=[_Broken, _Generated])
 def test_values_are_read_in_the_place_of_parameters(make: Callable[[], nn.Module]) -> None:
     run_ranks(_check, make, Run.EAGER)
 
 
-@pytest.mark.parametrize("make", [_Broken, _Generated])
+@long.parametrize("make", [_Broken, _Generated], always=[_Generated])
 def test_compiled_code_reads_values_that_are_swapped_around_it(make: Callable[[], nn.Module]) -> None:
     run_ranks(_check, make, Run.SHARDED)
 
@@ -155,6 +156,6 @@ class _Plain(nn.Sequential):
         super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
-@pytest.mark.parametrize("how", [Run.EAGER, Run.SHARDED])
+@long.parametrize("how", [Run.EAGER, Run.SHARDED], always=[Run.EAGER])
 def test_values_for_a_whole_model(how: Run) -> None:
     run_ranks(_check_around, how)

@@ -65,7 +65,7 @@ def passes(tests: Sequence[str], tree: Path) -> bool:
 
 def _pytest(tests: Sequence[str], tree: Path, *, timeout_s: int = _TIMEOUT_S) -> int | None:
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    environment = {**os.environ, "PYTHONPATH": str(tree), "FSDP_COMPILE_LONG": "1"}
     with subprocess.Popen(
         command,
         cwd=tree,

@@ -36,6 +36,7 @@ def test_the_rows_of_a_mutation_name_its_test(mutation: Mutation) -> None:
         assert mutation.function in known[row].tests, row
 
 
+@pytest.mark.long
 def test_the_script_tells_faults_that_are_caught_from_others() -> None:
     caught = Mutation("", "layout/averaging.py", "import", "raise ImportError\nimport", "tests/test_coverage.py")
     harmless = Mutation("", "layout/averaging.py", '"""', '"""', "tests/test_coverage.py")

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import ConfigError, MixedPrecision, explain, fully_shard, units
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.ops.quantize import block_scales, dequantize, quantize
+from tests import long
 from tests.ranks import run_ranks
 from tests.verify.captured import World, capture
 
@@ -130,7 +131,7 @@ def _train(sent: torch.dtype, lower: str) -> float:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("sent", [INT8, FP8])
+@long.parametrize("sent", [INT8, FP8], always=[INT8])
 def test_training_equals_quantizing_by_hand(sent: torch.dtype) -> None:
     assert max(run_ranks(_train, sent, "eager")) < 1e-5
 
@@ -157,7 +158,7 @@ def _eager_read(sent: torch.dtype) -> None:
     torch.testing.assert_close(seen["bias"], bias, rtol=0, atol=0, msg="small parameters are exact")
 
 
-@pytest.mark.parametrize("sent", [INT8, FP8])
+@long.parametrize("sent", [INT8, FP8], always=[FP8])
 def test_reads_outside_of_graphs_get_the_same_values(sent: torch.dtype) -> None:
     run_ranks(_eager_read, sent)
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard
 from fsdp_compile.optim.clip import local_of
+from tests import long
 from tests.ranks import run_ranks
 
 NORMS = (2.0, 1.0, 3.0, math.inf)
@@ -95,12 +96,12 @@ def _with_gradients(model: nn.Module, reference: nn.Module) -> list[tuple[nn.Par
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("prepare", [full_shard, keep_for_backward, no_shard])
+@long.parametrize("prepare", [full_shard, keep_for_backward, no_shard], always=[full_shard, no_shard])
 def test_two_ranks_clip_like_one_process(prepare: Callable[[nn.Module], None]) -> None:
     run_ranks(_compare, prepare, world_size=2)
 
 
-@pytest.mark.parametrize("prepare", [full_shard, hybrid, two_meshes])
+@long.parametrize("prepare", [full_shard, hybrid, two_meshes], always=[hybrid, two_meshes])
 def test_four_ranks_clip_like_one_process(prepare: Callable[[nn.Module], None]) -> None:
     run_ranks(_compare, prepare, world_size=4)
 
@@ -234,7 +235,11 @@ def _not_finite(value: float, norm_type: float) -> tuple[bool, str]:
     return not norm.isfinite(), str(caught.value)
 
 
-@pytest.mark.parametrize(("value", "norm_type"), [(math.nan, math.inf), (math.inf, 2.0), (math.nan, 2.0)])
+@long.parametrize(
+    ("value", "norm_type"),
+    [(math.nan, math.inf), (math.inf, 2.0), (math.nan, 2.0)],
+    always=[(math.nan, math.inf), (math.inf, 2.0)],
+)
 def test_all_ranks_see_a_norm_that_is_not_finite(value: float, norm_type: float) -> None:
     for seen, message in run_ranks(_not_finite, value, norm_type, world_size=2):
         assert seen

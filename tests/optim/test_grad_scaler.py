@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_compile
 from fsdp_compile import fully_shard
 from fsdp_compile.optim.clip import local_of
+from tests import long
 from tests.ranks import run_ranks
 
 SCALE = 64.0
@@ -64,7 +65,11 @@ def _check(outcomes: list[tuple[list[Any], list[float]]]) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ShardedGradScaler, fsdp_compile.GradScaler])
+@long.parametrize(
+    "scaler_class",
+    [torch.amp.GradScaler, ShardedGradScaler, fsdp_compile.GradScaler],
+    always=[torch.amp.GradScaler, fsdp_compile.GradScaler],
+)
 def test_ranks_skip_together_where_all_parameters_are_sharded(scaler_class: Any) -> None:
     _check(run_ranks(_train, scaler_class, "weight", (), world_size=2))
 
@@ -141,6 +146,7 @@ def _flat_and_plain_step(sides: list[Any], step: int) -> tuple[float, float, boo
     return norms[0], scales[0], alike
 
 
+@pytest.mark.long
 def test_flat_step_after_unscaling_and_clipping_is_the_plain_step() -> None:
     for steps in run_ranks(_flat_and_plain, world_size=2):
         assert [alike for _, _, alike in steps] == [True] * 4

@@ -16,6 +16,7 @@ from fsdp_compile import ConfigError, full_tensors, fully_shard, whole_step
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.optim.flat_step import flat_step
 from fsdp_compile.runtime.units import sharded_parameters
+from tests import long
 from tests.beside import Run, compile_eagerly
 from tests.ranks import run_ranks
 from tests.sharding.test_sync_states import mesh_of
@@ -121,7 +122,11 @@ def _assert_same_state(mine: dict[str, Any], theirs: dict[str, Any], parameter: 
         assert torch.equal(full, value), key
 
 
-@pytest.mark.parametrize(("mesh", "names"), [((2,), OPTIMIZERS), ((3,), OPTIMIZERS), ((2, 2), ["Adafactor", "Muon"])])
+@long.parametrize(
+    ("mesh", "names"),
+    [((2,), OPTIMIZERS), ((3,), OPTIMIZERS), ((2, 2), ["Adafactor", "Muon"])],
+    always=[((2,), OPTIMIZERS)],
+)
 def test_values_and_state_are_those_of_one_process(mesh: tuple[int, ...], names: Iterable[str]) -> None:
     run_ranks(_check_all_bits, list(names), mesh, world_size=torch.Size(mesh).numel())
 
@@ -157,7 +162,7 @@ def _check_training(how: Run) -> None:
         torch.testing.assert_close(value, reference.state_dict()[key], rtol=1e-4, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED, Run.EAGER])
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED, Run.EAGER], always=[Run.EAGER])
 def test_training_equals_one_process(how: Run) -> None:
     run_ranks(_check_training, how)
 
@@ -232,6 +237,7 @@ def _closure(called: Any, optimizer: optim.Optimizer) -> float:
     return float(loss.detach())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_lbfgs_equals_one_process(world_size: int) -> None:
     run_ranks(_check_lbfgs_all, world_size=world_size)

@@ -26,6 +26,16 @@ HERE = "tests.parity.cases"
 
 
 @pytest.mark.core
+def test_the_command_prints_the_table_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", f"{HERE}:make_model", "--steps", "1", "--lower", "eager"]) == 0
+    out = capsys.readouterr().out
+    assert "Largest differences" in out
+    assert "equal in every bit: " in out
+    assert out.endswith(" tensors over 1 steps\n")
+
+
+@pytest.mark.long
+@pytest.mark.core
 def test_the_command_on_the_built_in_model_prints_the_table_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", "--steps", "2"]) == 0
     out = capsys.readouterr().out
@@ -58,6 +68,7 @@ def planted() -> ParityError:
     return raised.value
 
 
+@pytest.mark.long
 def test_the_command_exits_1_and_names_the_parameter_of_a_planted_bug(
     planted: ParityError, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +81,7 @@ def test_the_command_exits_1_and_names_the_parameter_of_a_planted_bug(
     assert report["first"]["relative"] == pytest.approx(2.0**-10, rel=0.01)
 
 
+@pytest.mark.long
 def test_bisection_names_the_pass_that_a_difference_comes_from(planted: ParityError) -> None:
     assert f"gradient of {PLANTED} at step 0" in str(planted)
     assert planted.report.introduced_by == PLANTED_PASS
@@ -97,6 +109,10 @@ def test_wrong_use_says_what_to_write() -> None:
         check_parity(make_model, make_batch, world_size=3, replicas=2)
     with pytest.raises(ConfigError, match=r"(?s)option 'mesh' is not for this call"):
         check_parity(make_model, make_batch, options={"mesh": None})
+
+
+@pytest.mark.long
+def test_batches_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 rows of a batch do not divide"):
         check_parity(make_model, odd_batch)
 

@@ -13,6 +13,8 @@ from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.cost.memory import Holder
 from fsdp_compile.explain.plan import Plan
+from tests import long
+from tests.fake_world import fake_world
 from tests.models.kinds import KINDS, StackOfThree
 from tests.models.round_sizes import WIDTH, Broken, on_meta
 from tests.models.round_sizes import Stack as Blocks
@@ -23,15 +25,14 @@ from tests.ranks import run_ranks
 
 SLOW = hardware("cpu", 0.01)
 OPEN: dict[str, Any] = {"reshard_after_forward": "auto", "hardware": SLOW}
-TRAINED = ("stack", "tied", "graph-breaks")
-OTHERS = ("checkpointed", "repeated", "frozen", "odd-shapes")
+TRAINED = ("stack", "tied", "graph-breaks", "checkpointed", "repeated", "frozen", "odd-shapes")
 
 
 def _trained(name: str) -> Differences:
     return train_pair(KINDS[name], clip=0.5, options=OPEN)
 
 
-@pytest.mark.parametrize("name", [*TRAINED, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
+@long.parametrize("name", TRAINED, always=["tied"])
 def test_training_equals_one_process(name: str) -> None:
     assert_equal_training(run_ranks(_trained, name))
 
@@ -44,6 +45,7 @@ def _replicated() -> Differences:
     return train_pair(KINDS["stack"], prepare=prepare, options={"hardware": SLOW})
 
 
+@pytest.mark.long
 def test_training_of_replicas_equals_one_process() -> None:
     assert_equal_training(run_ranks(_replicated))
 
@@ -66,15 +68,17 @@ def _gathered() -> tuple[Sent, ...]:
     )
 
 
+@pytest.mark.long
 def test_backward_gathers_all_but_what_forward_used_last() -> None:
     everything = ["head", "blocks.2", "blocks.1", "blocks.0"]
-    for kept, broken, fixed in run_ranks(_gathered):
-        assert list(dict.fromkeys(kept["backward gathers"])) == everything[2:]
-        assert list(dict.fromkeys(kept["backward reduces"])) == everything
-        # Each of several graphs would hold what was promised for all.
-        assert set(broken["backward gathers"]) <= set(everything)
-        assert broken["saved"] == []
-        assert fixed["backward gathers"] == everything, "with a fixed distance nothing is planned"
+    with fake_world(2):
+        kept, broken, fixed = _gathered()
+    assert list(dict.fromkeys(kept["backward gathers"])) == everything[2:]
+    assert list(dict.fromkeys(kept["backward reduces"])) == everything
+    # Each of several graphs would hold what was promised for all.
+    assert set(broken["backward gathers"]) <= set(everything)
+    assert broken["saved"] == []
+    assert fixed["backward gathers"] == everything, "with a fixed distance nothing is planned"
 
 
 class Deep(Blocks):
@@ -95,6 +99,7 @@ def _gathers(plan: Plan) -> int:
     return len({unit for c in plan.backward[0].collectives if c.kind is Kind.GATHER for unit in c.units})
 
 
+@pytest.mark.long
 def test_what_is_kept_is_within_what_the_schedule_may_hold() -> None:
     freed, kept = _plan(), _plan(reshard_after_forward="auto")
     assert _gathers(kept) < _gathers(freed) == 8
@@ -105,6 +110,7 @@ def test_what_is_kept_is_within_what_the_schedule_may_hold() -> None:
     assert any("there is room" in skipped.why for skipped in kept.skipped)
 
 
+@pytest.mark.long
 def test_a_larger_budget_keeps_more_and_is_kept() -> None:
     budget_gb = (_plan().peak_bytes + 4 * WIDTH * WIDTH) / 1e9
     little = _plan(reshard_after_forward="auto", memory_budget_gb=budget_gb)

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import fully_shard, units
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
 from fsdp_compile.lower import region
+from tests import long
+from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Checkpointed, Frozen, Stack, StackOfThree
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -48,6 +50,7 @@ def _held_after_a_step() -> dict[str, int]:
     return held
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_rank_holds_its_share(world_size: int) -> None:
     """1/N of the bytes, plus one padded row and the alignment of each parameter."""
@@ -105,16 +108,18 @@ class _ReadInTwoRegions(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("make", [Stack, Checkpointed, _ReadInTwoRegions])
+@long.parametrize("make", [Stack, Checkpointed, _ReadInTwoRegions], always=[Checkpointed, _ReadInTwoRegions])
 def test_no_unsharded_byte_is_saved_for_backward(make: type[nn.Module]) -> None:
-    for unsharded_bytes, count in run_ranks(_saved_bytes, make, keep=False):
-        assert count > 0
-        assert unsharded_bytes == 0
+    with fake_world(2):
+        unsharded_bytes, count = _saved_bytes(make, keep=False)
+    assert count > 0
+    assert unsharded_bytes == 0
 
 
 def test_unsharded_parameters_are_saved_on_request() -> None:
-    for unsharded_bytes, _ in run_ranks(_saved_bytes, Stack, keep=True):
-        assert unsharded_bytes > 0
+    with fake_world(2):
+        unsharded_bytes, _ = _saved_bytes(Stack, keep=True)
+    assert unsharded_bytes > 0
 
 
 Sent = dict[str, list[str]]
@@ -149,7 +154,8 @@ def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
     original, backend.Region = backend.Region, Watched  # type: ignore[misc]
     try:
         (batch,) = batches(1, 7)
-        loss = loss_of(torch.compile(make(), backend="fsdp", options={"lower": "eager", **options})(batch))
+        model = make()
+        loss = loss_of(torch.compile(model, backend="fsdp", options={"lower": "eager", **options})(batch))
         if loss.requires_grad:
             loss.backward()
     finally:
@@ -157,13 +163,10 @@ def sent(make: Callable[[], nn.Module], **options: Any) -> Sent:
     return seen
 
 
-def _all_sent() -> tuple[Sent, ...]:
-    return (
-        sent(StackOfThree, bucket_mb=0),
-        sent(Checkpointed, prefetch=1),
-        sent(Frozen, prefetch=0),
-        sent(_bottom_up, bucket_mb=0),
-    )
+@pytest.fixture(scope="module")
+def stack() -> Sent:
+    with fake_world(2):
+        return sent(StackOfThree, bucket_mb=0)
 
 
 def _bottom_up() -> nn.Module:
@@ -174,48 +177,46 @@ def _bottom_up() -> nn.Module:
     return fully_shard(model)
 
 
-def test_one_graph_of_each_phase_has_one_flat_parameter_and_one_gradient_for_each_unit() -> None:
-    for stack, *_ in run_ranks(_all_sent):
-        every = ["blocks.0", "blocks.1", "blocks.2", "head"]
-        assert (stack["forward graphs"], stack["backward graphs"]) == (["forward"], ["backward"])
-        assert sorted(stack["forward flats"]) == every
-        assert sorted(stack["backward flats"]) == every
-        assert stack["forward flat gradients"] == []
-        assert sorted(stack["backward flat gradients"]) == every
-
-
-def _inferred() -> Sent:
-    with torch.no_grad():
-        return sent(StackOfThree, bucket_mb=0, prefetch=1)
+def test_one_graph_of_each_phase_has_one_flat_parameter_and_one_gradient_for_each_unit(stack: Sent) -> None:
+    every = ["blocks.0", "blocks.1", "blocks.2", "head"]
+    assert (stack["forward graphs"], stack["backward graphs"]) == (["forward"], ["backward"])
+    assert sorted(stack["forward flats"]) == every
+    assert sorted(stack["backward flats"]) == every
+    assert stack["forward flat gradients"] == []
+    assert sorted(stack["backward flat gradients"]) == every
 
 
 def test_an_inference_graph_gathers_each_unit_and_frees_it_before_its_end() -> None:
-    for seen in run_ranks(_inferred):
-        assert "backward graphs" not in seen
-        assert seen["forward gathers"] == ["blocks.0", "blocks.1", "blocks.2", "head"]
-        assert seen["forward reshards"] == seen["forward gathers"]
+    with fake_world(2), torch.no_grad():
+        seen = sent(StackOfThree, bucket_mb=0, prefetch=1)
+    assert "backward graphs" not in seen
+    assert seen["forward gathers"] == ["blocks.0", "blocks.1", "blocks.2", "head"]
+    assert seen["forward reshards"] == seen["forward gathers"]
 
 
-def test_backward_gathers_each_unit_again_and_reduces_it_once() -> None:
-    for stack, checkpointed, frozen, bottom_up in run_ranks(_all_sent):
-        for seen, blocks in ((stack, ["blocks.0", "blocks.1", "blocks.2"]), (checkpointed, ["blocks.0", "blocks.1"])):
-            assert seen["forward gathers"] == [*blocks, "head"]
-            assert seen["backward gathers"] == ["head", *reversed(blocks)]
-            assert seen["backward reduces"] == ["head", *reversed(blocks)]
-            assert seen["forward reduces"] == []
-        for phase in ("forward", "backward"):
-            assert checkpointed[f"{phase} ahead"] == checkpointed[f"{phase} gathers"][1:]
-            assert frozen[f"{phase} ahead"] == [], "prefetch=0"
-        # The frozen first block is gathered, but not again: no gradient goes through it.
-        assert frozen["forward gathers"] == ["blocks.0", "blocks.1", "blocks.2", "head"]
-        assert frozen["backward gathers"] == ["head", "blocks.2", "blocks.1"]
-        trained = {name for name, p in Frozen().named_parameters() if p.requires_grad and name != "unused"}
-        assert len(frozen["backward reduced"]) == len(trained)
-        assert set(frozen["backward reduced"]) == trained
-        # The root's unit is one like any other: FSDP2 would keep it for backward.
-        for key in ("forward gathers", "forward reshards", "backward gathers", "backward reshards"):
-            assert bottom_up[key] == ["(root)" if unit == "head" else unit for unit in stack[key]], key
-            assert "(root)" in bottom_up[key], key
+def test_backward_gathers_each_unit_again_and_reduces_it_once(stack: Sent) -> None:
+    with fake_world(2):
+        checkpointed = sent(Checkpointed, prefetch=1)
+        frozen = sent(Frozen, prefetch=0)
+        bottom_up = sent(_bottom_up, bucket_mb=0)
+    for seen, blocks in ((stack, ["blocks.0", "blocks.1", "blocks.2"]), (checkpointed, ["blocks.0", "blocks.1"])):
+        assert seen["forward gathers"] == [*blocks, "head"]
+        assert seen["backward gathers"] == ["head", *reversed(blocks)]
+        assert seen["backward reduces"] == ["head", *reversed(blocks)]
+        assert seen["forward reduces"] == []
+    for phase in ("forward", "backward"):
+        assert checkpointed[f"{phase} ahead"] == checkpointed[f"{phase} gathers"][1:]
+        assert frozen[f"{phase} ahead"] == [], "prefetch=0"
+    # The frozen first block is gathered, but not again: no gradient goes through it.
+    assert frozen["forward gathers"] == ["blocks.0", "blocks.1", "blocks.2", "head"]
+    assert frozen["backward gathers"] == ["head", "blocks.2", "blocks.1"]
+    trained = {name for name, p in Frozen().named_parameters() if p.requires_grad and name != "unused"}
+    assert len(frozen["backward reduced"]) == len(trained)
+    assert set(frozen["backward reduced"]) == trained
+    # The root's unit is one like any other: FSDP2 would keep it for backward.
+    for key in ("forward gathers", "forward reshards", "backward gathers", "backward reshards"):
+        assert bottom_up[key] == ["(root)" if unit == "head" else unit for unit in stack[key]], key
+        assert "(root)" in bottom_up[key], key
 
 
 class _CheckpointedNorm(nn.Module):

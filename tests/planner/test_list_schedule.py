@@ -36,6 +36,7 @@ def test_a_plan_holds_what_it_says_and_never_more_than_the_budget(problem: Probl
     assert all(list(w) == sorted((r.ready, *w))[1:] for w, r in zip(plan.waits, problem.reductions, strict=True))
 
 
+@pytest.mark.long
 @given(problems(), st.integers(0, 20))
 @settings(max_examples=200, deadline=None)
 def test_the_time_it_states_is_what_another_simulator_finds(problem: Problem, extra: int) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, UnsupportedModelError, flat_step, fully_shard, step_in_backward
+from tests import long
 from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
 
@@ -90,7 +91,7 @@ def _check_saved_by_rank_0(stepper: str) -> None:
         assert torch.equal(parameter.to_local(), value)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("stepper", ["own", "flat"])
+@long.parametrize("stepper", ["own", "flat"], always=["flat"])
 def test_state_that_rank_0_alone_has_saved_is_refused_on_others(stepper: str) -> None:
     run_ranks(_check_saved_by_rank_0, stepper)
 
@@ -106,7 +107,7 @@ def _check_full(stepper: str) -> None:
         _train(model, optimizer)
 
 
-@pytest.mark.parametrize("stepper", STEPPERS)
+@long.parametrize("stepper", STEPPERS, always=["flat"])
 def test_full_state_that_was_not_sharded_is_refused(stepper: str) -> None:
     run_ranks(_check_full, stepper)
 
@@ -131,7 +132,7 @@ def _check_full_dict(*, from_rank_0: bool) -> None:
     assert not isinstance(state["step"], DTensor)
 
 
-@pytest.mark.parametrize("from_rank_0", [False, True])
+@long.parametrize("from_rank_0", [False, True], always=[True])
 def test_a_full_dict_resumes_0_d_parameters(*, from_rank_0: bool) -> None:
     run_ranks(_check_full_dict, from_rank_0=from_rank_0)
 
@@ -184,7 +185,7 @@ def _check_refused(name: str) -> None:
         assert torch.equal(parameter.full_tensor(), value)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@long.parametrize("name", REFUSED, always=["fused SGD", "LBFGS"])
 def test_optimizers_that_torch_cannot_run_on_shards_are_refused_by_name(name: str) -> None:
     run_ranks(_check_refused, name)
 
@@ -201,6 +202,7 @@ def _check_refused_after_the_first_call(name: str) -> None:
     _assert_equal(model, reference)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
 def test_optimizers_made_before_the_first_compiled_call_are_refused_by_name(name: str) -> None:
     run_ranks(_check_refused_after_the_first_call, name)
@@ -216,7 +218,7 @@ def _check_right(name: str) -> None:
     _assert_equal(model, reference)
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@long.parametrize("name", RIGHT, always=["fused AdamW", "ASGD"])
 def test_optimizers_equal_one_process(name: str) -> None:
     run_ranks(_check_right, name)
 
@@ -241,6 +243,7 @@ def _check_lbfgs_made_before() -> None:
         _assert_equal(plain, reference)
 
 
+@pytest.mark.long
 def test_lbfgs_made_before_the_model_was_sharded() -> None:
     run_ranks(_check_lbfgs_made_before)
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from fsdp_compile import UnsupportedModelError, fully_shard
+from tests import long
 from tests.beside import Beside, Run, loss_of
 from tests.fake_world import fake_world
 from tests.models.outlines import Small
@@ -27,7 +28,7 @@ def _waits_for_all(how: Run) -> None:
         loss_of(pair.compiled(torch.ones(2, 6))).backward()
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.EAGER], ids=lambda how: how.value)
+@long.parametrize("how", [Run.PLAIN, Run.EAGER], always=[Run.PLAIN], ids=lambda how: how.value)
 def test_a_hook_that_waits_for_all_gradients_is_refused(how: Run) -> None:
     run_ranks(_waits_for_all, how)
 
@@ -57,6 +58,6 @@ def _waits_for_any(how: Run) -> None:
     assert called == dict.fromkeys(map(id, pair.both()), 2)
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.EAGER], ids=lambda how: how.value)
+@long.parametrize("how", [Run.PLAIN, Run.EAGER], always=[Run.EAGER], ids=lambda how: how.value)
 def test_a_hook_for_the_first_gradient_is_called_once_in_each_backward(how: Run) -> None:
     run_ranks(_waits_for_any, how)

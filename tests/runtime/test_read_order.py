@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_compile
 from fsdp_compile import RankMismatchError, fully_shard
+from tests import long
 from tests.ranks import run_ranks
 
 OPTIONS: Any = {"lower": "eager"}
@@ -72,7 +73,7 @@ def _other_order(way: str, *, grad: bool) -> str:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("grad", [True, False])
+@long.parametrize("grad", [True, False], always=[False])
 @pytest.mark.parametrize("way", ["compiled", "uncompiled"])
 def test_another_layer_of_the_same_shape_is_named_on_every_rank(way: str, *, grad: bool) -> None:
     messages = run_ranks(_other_order, way, grad=grad, timeout_s=100)
@@ -122,6 +123,7 @@ def _updated_in_backward() -> str:
     return _refusal(model, lambda: step((2,) if dist.get_rank() == 0 else (1,)))
 
 
+@pytest.mark.long
 def test_an_update_in_backward_waits_for_the_comparison() -> None:
     for message in run_ranks(_updated_in_backward, timeout_s=100):
         assert "reduces gradients of layers.1." in message
@@ -166,7 +168,7 @@ def _other_replicas(way: str) -> str:
     return _refusal(model, lambda: model(torch.ones(2, 8), order).sum().backward())
 
 
-@pytest.mark.parametrize("way", ["compiled", "uncompiled"])
+@long.parametrize("way", ["compiled", "uncompiled"], always=["compiled"])
 def test_replicas_are_compared_in_backward(way: str) -> None:
     messages = run_ranks(_other_replicas, way, world_size=4, timeout_s=100)
     assert "rank 0 and rank 2 gather or reduce different parameters" in messages[0]
@@ -188,7 +190,7 @@ def _same_everywhere(way: str) -> float:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("way", ["compiled", "uncompiled"])
+@long.parametrize("way", ["compiled", "uncompiled"], always=["compiled"])
 def test_orders_that_change_alike_pass(way: str) -> None:
     first, second = run_ranks(_same_everywhere, way, timeout_s=100)
     assert first == second

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fsdp_compile import UnsupportedModelError
+from tests import long
 from tests.beside import Beside, Run, close, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
@@ -39,6 +40,6 @@ def _asked_for_parameters(how: Run) -> None:
     pair.compare()
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.EAGER], ids=lambda how: how.value)
+@long.parametrize("how", [Run.PLAIN, Run.EAGER], always=[Run.PLAIN], ids=lambda how: how.value)
 def test_gradients_of_some_sharded_parameters_alone_are_refused(how: Run) -> None:
     run_ranks(_asked_for_parameters, how)

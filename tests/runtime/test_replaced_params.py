@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
+from tests import long
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
@@ -68,14 +69,14 @@ def _assert_sharded_state(optimizer: torch.optim.Optimizer, parameters: list[nn.
             assert value.to_local().shape == parameter.to_local().shape  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@long.parametrize("kind", OPTIMIZERS, always=["adamw"])
 @pytest.mark.parametrize("before", [0, 2])
 def test_an_optimizer_made_before_sharding(kind: str, before: int) -> None:
     run_ranks(_check_optimizer, kind, before, Run.EAGER)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kind", ["adamw", "sgd-momentum"])
+@long.parametrize("kind", ["adamw", "sgd-momentum"], always=["adamw"])
 def test_an_optimizer_with_state_made_before_the_first_compiled_call(kind: str) -> None:
     run_ranks(_check_optimizer, kind, 2, Run.PLAIN)
 
@@ -160,7 +161,7 @@ def _quasi_newton(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, max_iter=3)
 
 
-@pytest.mark.parametrize(("make", "state"), [(_factored, "row_var"), (_quasi_newton, "al")])
+@long.parametrize(("make", "state"), [(_factored, "row_var"), (_quasi_newton, "al")], always=[(_factored, "row_var")])
 def test_state_that_cannot_be_sharded_is_refused_by_name(make: Make, state: str) -> None:
     for message in run_ranks(_check_refused_state, make):
         assert f"state {state!r}" in message
@@ -191,6 +192,7 @@ def _check_old_lists() -> None:
     pair.step()
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_clipping_over_an_old_list_of_parameters() -> None:
     run_ranks(_check_old_lists)

@@ -28,6 +28,7 @@ from fsdp_compile._torch import fsdp2 as torch_fsdp2
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.runtime.group_state import ReduceGroup
 from fsdp_compile.sharding.allocate import allocate_flat_params
+from tests import long
 from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim, Stack
@@ -205,20 +206,15 @@ def _four_steps(name: str, form: str) -> tuple[list[str], tuple[str, ...]]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("form", FORMS)
+@long.parametrize("form", FORMS, always=["compiled"])
 def test_two_steps_of_fsdp2_and_two_here_are_four_of_fsdp2(form: str) -> None:
     for different, names in run_ranks(_four_steps, "units", form):
         assert different == []
         assert names == CASES["units"].units
 
 
-_SHORT = ("tied", "bf16", "settings")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in _SHORT else pytest.mark.long) for n in CASES if n != "units"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in CASES if name != "units"])
 def test_what_a_model_was_wrapped_with_is_kept(name: str) -> None:
     for different, names in run_ranks(_four_steps, name, "compiled"):
         assert different == []
@@ -238,6 +234,7 @@ def _hybrid(form: str) -> list[str]:
     return _differences(mine, theirs)
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_hybrid_sharding_goes_on_over_both_dimensions() -> None:
     assert run_ranks(_hybrid, "compiled", world_size=4) == [[]] * 4
@@ -249,6 +246,7 @@ def _kept_of_four() -> str:
     return str({unit.policy.mesh_placement.post_forward_size for unit in units(model)})
 
 
+@pytest.mark.long
 def test_a_smaller_group_of_backward_is_kept() -> None:
     assert run_ranks(_kept_of_four, world_size=4) == ["{2}"] * 4
 
@@ -264,7 +262,7 @@ def _with_gradients(form: str) -> list[str]:
     return _differences(mine, theirs)
 
 
-@pytest.mark.parametrize("form", ["compiled", "sharded"])
+@long.parametrize("form", ["compiled", "sharded"], always=["sharded"])
 def test_gradients_are_kept(form: str) -> None:
     assert run_ranks(_with_gradients, form) == [[], []]
 
@@ -293,6 +291,7 @@ def _from_meta(when: str) -> list[str]:
     return _differences(mine, theirs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["copied", "assigned", "sharded-first"])
 def test_a_model_that_was_wrapped_on_meta_and_loaded(when: str) -> None:
     assert run_ranks(_from_meta, when) == [[], []]
@@ -313,6 +312,7 @@ def _state_dicts() -> tuple[bool, bool]:
     return same, not any(p.full_tensor().any() for p in mine.model.parameters())  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_state_dicts_are_those_of_fsdp2() -> None:
     assert run_ranks(_state_dicts) == [(True, True)] * 2
 
@@ -350,6 +350,7 @@ def _late_backward() -> str:
     return _refusal(loss.backward)
 
 
+@pytest.mark.long
 def test_a_backward_of_a_forward_from_before_is_refused() -> None:
     for message in run_ranks(_late_backward):
         assert "the forward of this backward was one of torch.distributed.fsdp.fully_shard" in message
@@ -368,6 +369,7 @@ def _inputs_with_gradients() -> bool:
     return torch.equal(*found)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_inputs_of_the_first_call_get_gradients() -> None:
     assert run_ranks(_inputs_with_gradients) == [True, True]
 
@@ -385,6 +387,7 @@ def _buffers_differ() -> bool:
     return not torch.equal(norm.running_mean, mean)
 
 
+@pytest.mark.long
 def test_batch_norm_keeps_the_statistics_of_each_rank() -> None:
     assert run_ranks(_buffers_differ) == [True, True]
 
@@ -471,6 +474,7 @@ def _parts() -> list[str]:
     return [_refusal(lambda: fully_shard(whole.blocks[0])), _refusal(lambda: inside(_batch(0)))]
 
 
+@pytest.mark.long
 def test_a_part_of_a_model_is_refused() -> None:
     for alone, compiled in run_ranks(_parts):
         assert "only a part of a model that torch.distributed.fsdp.fully_shard has sharded" in alone
@@ -518,6 +522,7 @@ def _bytes_while_taken_over() -> tuple[int, int, int]:
     return max(seen), sum(flat.nbytes for flat in flats), max(flat.nbytes for flat in flats)
 
 
+@pytest.mark.long
 def test_no_more_than_one_unit_is_there_twice() -> None:
     for peak, shards, largest in run_ranks(_bytes_while_taken_over):
         assert largest < shards / 3
@@ -549,6 +554,7 @@ def _after_a_refusal() -> list[str]:
     return _differences(mine, theirs)
 
 
+@pytest.mark.long
 def test_a_refused_call_can_be_repeated() -> None:
     assert run_ranks(_after_a_refusal) == [[], []]
 
@@ -567,6 +573,7 @@ def _flat() -> list[str]:
     return _differences(mine, theirs)
 
 
+@pytest.mark.long
 def test_flat_steps_go_on_with_the_state() -> None:
     assert run_ranks(_flat) == [[], []]
 
@@ -596,6 +603,7 @@ def _after_an_evaluation(form: str) -> list[str]:
     return _differences(mine, theirs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["compiled", "sharded"])
 def test_a_model_that_fsdp2_has_left_unsharded(form: str) -> None:
     assert run_ranks(_after_an_evaluation, form) == [[], []]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_compile import ConfigError, fully_shard, units
+from tests import long
 from tests.fake_world import fake_world
 from tests.models.outlines import Odd, Transformer
 from tests.ranks import run_ranks
@@ -55,7 +56,7 @@ def _check_placements_and_rows() -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@long.parametrize("world_size", [1, 2, 4], always=[4])
 def test_placements_and_local_rows(world_size: int) -> None:
     run_ranks(_check_placements_and_rows, world_size=world_size)
 
@@ -154,6 +155,7 @@ def _check_other_dimensions() -> None:
         torch.testing.assert_close(gradient.full_tensor(), full.grad, msg=name)
 
 
+@pytest.mark.long
 def test_shard_placement_fn_chooses_the_dimension() -> None:
     run_ranks(_check_other_dimensions, world_size=2)
     run_ranks(_check_other_dimensions, world_size=4)

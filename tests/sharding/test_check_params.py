@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, FSDPCompileError, UnsupportedModelError, fully_shard
+from tests import long
 from tests.beside import Beside, Run, compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.outlines import Small
@@ -148,7 +149,7 @@ def _check_marked(how: Run) -> None:
     assert pair.model.get_parameter("up.weight").tag == 3  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.EAGER], ids=lambda how: how.value)
+@long.parametrize("how", [Run.PLAIN, Run.EAGER], always=[Run.EAGER], ids=lambda how: how.value)
 def test_a_plain_subclass_of_parameter_trains_and_keeps_its_attributes(how: Run) -> None:
     run_ranks(_check_marked, how)
 
@@ -225,5 +226,6 @@ def _check_parts() -> None:
         pair.step()
 
 
+@pytest.mark.long
 def test_parts_of_one_memory_that_do_not_overlap_are_parameters_of_their_own() -> None:
     run_ranks(_check_parts)

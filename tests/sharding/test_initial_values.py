@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import RankMismatchError, fully_shard
 from fsdp_compile.sharding.initial_values import hash_of
+from tests import long
 from tests.beside import compile_eagerly
 from tests.models.kinds import WIDTH, Stack
 from tests.ranks import run_ranks
@@ -51,7 +52,11 @@ def _seeded_by_rank(how: str) -> list[str]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("how", ["compiled", "function", "sharded", "sharded-compiled", "bottom-up"])
+@long.parametrize(
+    "how",
+    ["compiled", "function", "sharded", "sharded-compiled", "bottom-up"],
+    always=["sharded", "bottom-up"],
+)
 def test_ranks_with_seeds_of_their_own_are_refused(how: str) -> None:
     for messages in run_ranks(_seeded_by_rank, how):
         for message in messages:
@@ -71,7 +76,7 @@ def _one_rank_differs(shape: tuple[int, ...]) -> str:
     return _refusal(lambda: model(_inputs()))
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+@long.parametrize("shape", [(3,), (2, 2)], always=[(2, 2)])
 def test_the_parameter_and_the_ranks_are_named(shape: tuple[int, ...]) -> None:
     for message in run_ranks(_one_rank_differs, shape, world_size=torch.Size(shape).numel()):
         assert "head.bias, on rank 0 and rank 2\n" in message
@@ -102,6 +107,7 @@ def _buffers(*, persistent: bool) -> str:
     return _refusal(lambda: call(torch.ones(2, 4)))
 
 
+@pytest.mark.long
 def test_buffers_of_checkpoints_are_compared() -> None:
     for message in run_ranks(_buffers, persistent=True):
         assert "different values of a buffer" in message
@@ -125,7 +131,7 @@ def _loaded(how: str) -> float:
     return (model(_inputs()) - reference(_inputs())).abs().max().item()
 
 
-@pytest.mark.parametrize("how", ["copy", "local"])
+@long.parametrize("how", ["copy", "local"], always=["local"])
 def test_values_that_are_loaded_before_the_first_forward_count(how: str) -> None:
     assert max(run_ranks(_loaded, how)) < 1e-5
 
@@ -140,6 +146,7 @@ def _trained_apart() -> str:
     return _refusal(lambda: call(torch.ones(2, 4)))
 
 
+@pytest.mark.long
 def test_nothing_is_compared_later() -> None:
     assert run_ranks(_trained_apart) == ["", ""]
 

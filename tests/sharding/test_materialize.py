@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_compile
 from fsdp_compile import ConfigError, RankMismatchError, fully_shard, materialize
+from tests import long
 from tests.models.meta import Norm, Tied, init_normal, initialize, tokens
 from tests.ranks import run_ranks
 
@@ -68,13 +69,13 @@ def _check_values(shape: tuple[int, ...], init: Callable[[nn.Module], object] | 
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
+@long.parametrize("shape", [(2,), (4,), (2, 2)], always=[(2,)])
 def test_values_are_those_of_a_plain_loop_over_the_modules(shape: tuple[int, ...]) -> None:
     run_ranks(_check_values, shape, None, world_size=2 if shape == (2,) else 4)
 
 
 def test_values_of_param_init_fn_are_those_of_a_plain_loop() -> None:
-    run_ranks(_check_values, (4,), init_normal, world_size=4)
+    run_ranks(_check_values, (2,), init_normal)
 
 
 class _Damped(nn.Linear):
@@ -351,8 +352,8 @@ def _check_idiom(case: str, shape: tuple[int, ...], *, from_first_rank: bool) ->
     assert_equal(model, reference)
 
 
-@pytest.mark.parametrize("case", IDIOMS)
-@pytest.mark.parametrize(("shape", "from_first_rank"), [((2,), False), ((2,), True), ((2, 2), True)])
+@long.parametrize("case", IDIOMS, always=["from the root"])
+@long.parametrize(("shape", "from_first_rank"), [((2,), False), ((2,), True), ((2, 2), True)], always=[((2, 2), True)])
 def test_initializations_written_for_fsdp1_and_for_whole_models(
     *, case: str, shape: tuple[int, ...], from_first_rank: bool
 ) -> None:

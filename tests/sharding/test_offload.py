@@ -37,6 +37,7 @@ def _offloaded() -> list[Differences]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_the_host_trains_to_the_numbers_of_one_process() -> None:
     for rank in run_ranks(_offloaded, world_size=2):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard, units
+from tests import long
 from tests.beside import close, compile_eagerly
 from tests.ranks import run_ranks
 
@@ -116,7 +117,7 @@ def _check(compiled: bool, whole: bool) -> None:  # noqa: FBT001
         close(model.head.weight, reference.head.weight, "full")
 
 
-@pytest.mark.parametrize(("compiled", "whole"), [(False, True), (False, False), (True, True)])
+@long.parametrize(("compiled", "whole"), [(False, True), (False, False), (True, True)], always=[(False, True)])
 def test_training_equals_one_process(compiled: bool, whole: bool) -> None:  # noqa: FBT001
     run_ranks(_check, compiled, whole)
 

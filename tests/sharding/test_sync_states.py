@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compile import ConfigError, RankMismatchError, fully_shard, units
 from fsdp_compile.comm import exchange
+from tests import long
 from tests.models.kinds import WIDTH, Stack
 from tests.models.meta import Tied, initialize, tokens
 from tests.ranks import run_ranks
@@ -63,8 +64,10 @@ def _check_alike(shape: tuple[int, ...], strategy: ShardingStrategy | None, chun
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("shape", "strategy"), [((2,), None), ((2, 2), None), ((2,), ShardingStrategy.NO_SHARD), ((4,), None)]
+@long.parametrize(
+    ("shape", "strategy"),
+    [((2,), None), ((2, 2), None), ((2,), ShardingStrategy.NO_SHARD), ((4,), None)],
+    always=[((2, 2), None), ((2,), ShardingStrategy.NO_SHARD)],
 )
 def test_all_ranks_get_the_first_ones_values(shape: tuple[int, ...], strategy: ShardingStrategy | None) -> None:
     run_ranks(_check_alike, shape, strategy, exchange.CHUNK_BYTES, world_size=torch.Size(shape).numel())
@@ -124,7 +127,7 @@ def _check_first_rank_alone(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@long.parametrize("shape", [(2,), (2, 2)], always=[(2,)])
 def test_the_first_rank_alone_has_values(shape: tuple[int, ...]) -> None:
     run_ranks(_check_first_rank_alone, shape, world_size=torch.Size(shape).numel())
 
@@ -179,6 +182,7 @@ def _check_bottom_up() -> None:
     assert_equal(plain, reference)
 
 
+@pytest.mark.long
 def test_bottom_up_and_at_the_first_compiled_call() -> None:
     run_ranks(_check_bottom_up)
 
@@ -209,6 +213,7 @@ def _check_init_fn(shape: tuple[int, ...]) -> None:
     assert_equal(model, reference)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_param_init_fn_fills_what_the_first_rank_lacks(shape: tuple[int, ...]) -> None:
     run_ranks(_check_init_fn, shape, world_size=torch.Size(shape).numel())

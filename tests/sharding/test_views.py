@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp_compile import ConfigError, full_params, fully_shard, units
+from tests import long
 from tests.beside import Beside, Run, compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.outlines import Odd, Small, Transformer
@@ -169,22 +170,30 @@ def _check_replacing(names: list[str], how: Run, *, keep_optimizer: bool) -> Non
         pair.step()
 
 
-@pytest.mark.parametrize("change", KEEPING, ids=_name)
+@long.parametrize("change", KEEPING, always=[_freeze_one, _write_through_data], ids=_name)
 def test_the_optimizer_goes_on_after(change: Change) -> None:
     run_ranks(_check_keeping, [change.__name__], Run.EAGER)
 
 
-@pytest.mark.parametrize("change", REPLACING, ids=_name)
+@long.parametrize("change", REPLACING, always=[_assign_alike, _widen], ids=_name)
 def test_a_new_optimizer_trains_the_new_parameters_after(change: Change) -> None:
     run_ranks(_check_replacing, [change.__name__], Run.EAGER, keep_optimizer=False)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED])
-def test_compiled_code_sees_changes(how: Run) -> None:
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED])
+@long.parametrize(
+    "change",
+    [_freeze_one, _initialize, _replace_one, _assign_alike, _widen],
+    always=[_initialize, _assign_alike, _widen],
+    ids=_name,
+)
+def test_compiled_code_sees_changes(change: Change, how: Run) -> None:
     """A graph that was compiled before the change runs on, or is compiled again: never with old values."""
-    run_ranks(_check_keeping, ["_freeze_one", "_initialize"], how)
-    run_ranks(_check_replacing, ["_replace_one", "_assign_alike", "_widen"], how, keep_optimizer=False)
+    if change in KEEPING:
+        run_ranks(_check_keeping, [change.__name__], how)
+    else:
+        run_ranks(_check_replacing, [change.__name__], how, keep_optimizer=False)
 
 
 def _sequential() -> nn.Module:
@@ -215,6 +224,7 @@ def _check_sequential(how: Run) -> None:
     pair.step(dtype=torch.float64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED])
 def test_compiled_containers_of_torch_see_changes(how: Run) -> None:
     """Dynamo compiles the call of a plain `nn.Sequential` whole, so it is checked before that."""
@@ -233,10 +243,12 @@ def _check_function() -> None:
     assert "where: 0.weight" in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_compiled_function_refuses_a_thawed_parameter_by_name() -> None:
     run_ranks(_check_function, world_size=2)
 
 
+@pytest.mark.long
 def test_an_optimizer_of_replaced_parameters_does_not_write_into_their_successors() -> None:
     """Momentum and weight decay move a parameter whose `.grad` is zero and not `None`."""
     run_ranks(_check_replacing, ["_replace_one", "_assign_alike"], Run.EAGER, keep_optimizer=True)
@@ -268,7 +280,7 @@ def _check_dtype() -> None:
 
 
 def test_training_goes_on_in_another_dtype() -> None:
-    run_ranks(_check_dtype, world_size=4)
+    run_ranks(_check_dtype)
 
 
 def _check_change_between_backward_and_step() -> None:
@@ -286,6 +298,7 @@ def _check_change_between_backward_and_step() -> None:
     pair.step(dtype=torch.float64)
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_an_optimizer_step_on_broken_views_is_not_lost() -> None:
     run_ranks(_check_change_between_backward_and_step)
@@ -319,6 +332,7 @@ def _tied_tokens() -> nn.Module:
     return _Tokens(tied=True)
 
 
+@pytest.mark.long
 def test_parameters_can_be_tied_and_untied_between_steps() -> None:
     run_ranks(_check_ties)
 
@@ -354,7 +368,7 @@ def _check_meta() -> None:
     with torch.device("meta"):
         model = Odd()
     # A machine with a GPU would give a model on meta a mesh of GPUs.
-    fully_shard(model, mesh=None if not torch.accelerator.is_available() else init_device_mesh("cpu", (4,)))
+    fully_shard(model, mesh=None if not torch.accelerator.is_available() else init_device_mesh("cpu", (2,)))
     assert {p.device.type for p in model.parameters()} == {"meta"}
     with pytest.raises(ConfigError, match="has no value yet") as caught:
         model(torch.zeros(2, 10))
@@ -380,7 +394,7 @@ def _check_meta() -> None:
 
 @pytest.mark.core
 def test_from_meta_through_to_empty_to_training() -> None:
-    run_ranks(_check_meta, world_size=4)
+    run_ranks(_check_meta)
 
 
 def _remove(model: Any) -> None:
@@ -440,6 +454,7 @@ def _check_refusal(names: list[str]) -> list[str]:
     return messages
 
 
+@pytest.mark.long
 def test_what_cannot_be_used_is_refused_by_name() -> None:
     messages, _ = run_ranks(_check_refusal, [change.__name__ for change in REFUSED])
     for message, (change, expected) in zip(messages, REFUSED.items(), strict=True):

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_compile
 from fsdp_compile import ConfigError, fully_shard, units
+from tests import long
 from tests.beside import close, compile_eagerly
 from tests.models.kinds import WIDTH, Block, Stack
 from tests.ranks import run_ranks
@@ -89,6 +90,7 @@ def _out_of_ddp(how: str) -> None:
         close(mine[name], parameter, name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", CALLS)
 def test_ddps_lines_go_on_where_it_stopped(how: str) -> None:
     run_ranks(_out_of_ddp, how)
@@ -156,7 +158,7 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("case", FSDP1)
+@long.parametrize("case", FSDP1, always=["bf16"])
 def test_fsdp1s_lines_have_its_units_policies_and_state(case: str) -> None:
     dtype = torch.bfloat16 if case == "bf16" else None
     for found in run_ranks(_out_of_fsdp1, case):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_compile import UnsupportedModelError, fully_shard
+from tests import long
 from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
 
@@ -107,8 +108,8 @@ def _check(how: Average, *, compiled: bool) -> None:
     torch.testing.assert_close(mine.eval()(batch), theirs.eval()(batch))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("how", Average)
+@long.parametrize("compiled", [False, True], always=[False])
+@long.parametrize("how", Average, always=[Average.MOVING])
 def test_averages_equal_one_process(*, how: Average, compiled: bool) -> None:
     run_ranks(_check, how, compiled=compiled)
 

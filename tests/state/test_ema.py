@@ -28,6 +28,7 @@ from fsdp_compile import (
     fully_shard,
     load_from_rank0,
 )
+from tests import long
 from tests.beside import compile_eagerly
 from tests.models.outlines import MixedKinds
 from tests.ranks import run_ranks
@@ -136,7 +137,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("how", How)
+@long.parametrize("how", How, always=[How.EAGER])
 def test_averages_equal_those_of_torch_in_one_process(how: How) -> None:
     run_ranks(_check_updates, how, world_size=4 if how is How.HYBRID else 2)
 
@@ -179,6 +180,7 @@ def _load(folder: Path) -> None:
         _assert_same(_values(followed), _values(model))
 
 
+@pytest.mark.long
 def test_saved_at_two_ranks_and_loaded_at_any(tmp_path: Path) -> None:
     run_ranks(_save, tmp_path, world_size=2)
     for world_size in (1, 2, 3):

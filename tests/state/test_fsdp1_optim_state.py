@@ -85,6 +85,7 @@ def _check_to_one_process() -> dict[str, Any]:
     return optim_state_dict(model, optimizer)
 
 
+@pytest.mark.long
 def test_names_become_numbers_for_one_process_and_back() -> None:
     """The plain optimizer has its groups in another order, and fewer parameters."""
     state = run_ranks(_check_to_one_process)[0]

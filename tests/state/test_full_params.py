@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import ConfigError, full_params, fully_shard, units
 from fsdp_compile.comm import exchange
 from fsdp_compile.layout.spec import UnshardSpec
+from tests import long
 from tests.models.meta import Tied, tokens
 from tests.ranks import run_ranks
 
@@ -71,7 +72,7 @@ def _check_view(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (2, 2)])
+@long.parametrize("shape", [(1,), (2,), (4,), (2, 2)], always=[(2, 2)])
 def test_everything_is_full_inside_and_what_was_written_is_kept(shape: tuple[int, ...]) -> None:
     run_ranks(_check_view, shape, world_size=torch.Size(shape).numel())
 
@@ -129,7 +130,7 @@ def _check_first_rank(shape: tuple[int, ...], *, offload: bool) -> None:
             torch.testing.assert_close(mine.grad.full_tensor(), 2 * theirs.grad, msg=name)
 
 
-@pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)])
+@long.parametrize("shape", [(1,), (4,), (2, 2)], always=[(2, 2)])
 def test_the_first_rank_alone_can_hold_and_write(shape: tuple[int, ...]) -> None:
     run_ranks(_check_first_rank, shape, offload=len(shape) == 1, world_size=torch.Size(shape).numel())
 
@@ -298,6 +299,7 @@ def _check_between() -> None:
             torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
 
 
+@pytest.mark.long
 def test_a_look_between_forward_and_backward_is_harmless() -> None:
     run_ranks(_check_between)
 

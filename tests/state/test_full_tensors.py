@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compile import EMA, ConfigError, MixedPrecision, full_params, full_tensors, fully_shard, optim_state_dict
 from fsdp_compile.comm import exchange, gather
 from fsdp_compile.state import optim_state
+from tests import long
 from tests.beside import compile_eagerly
 from tests.models.meta import Tied
 from tests.ranks import run_ranks
@@ -79,7 +80,7 @@ def _check_values(mesh: tuple[int, ...]) -> None:
     assert all(torch.equal(value, reference.get_parameter(name)) for name, value in values.items())
 
 
-@pytest.mark.parametrize(("mesh", "message"), [((1,), 2**24), ((2,), 2**24), ((3,), 32), ((2, 2), 24)])
+@long.parametrize(("mesh", "message"), [((1,), 2**24), ((2,), 2**24), ((3,), 32), ((2, 2), 24)], always=[((2,), 2**24)])
 def test_names_and_values_are_those_of_the_plain_model(mesh: tuple[int, ...], message: int) -> None:
     run_ranks(_check, mesh, message, world_size=torch.Size(mesh).numel())
 
@@ -119,7 +120,7 @@ def _check_memory(message: int) -> dict[bool, int]:
     return peaks
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@long.parametrize("world_size", [2, 3], always=[2])
 def test_one_full_value_and_one_message_are_held_at_a_time(world_size: int) -> None:
     """Rows are uneven, so messages are padded. Gloo's two threads let go of one with the next."""
     one, message = 255 * 257 * 4, 9000

@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_compile import ConfigError, fully_shard, load_from_rank0
 from fsdp_compile.state.load_from_rank0 import IncompatibleKeys
+from tests import long
 from tests.models.meta import Tied
 from tests.ranks import run_ranks
 from tests.sharding.test_materialize import assert_equal, full_state, on_meta
@@ -89,7 +90,7 @@ def _all(mesh: tuple[int, ...]) -> tuple[list[str], IncompatibleKeys]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+@long.parametrize("mesh", [(2,), (2, 2)], always=[(2,)])
 def test_every_rank_gets_its_part_and_what_does_not_fit_is_named_on_all(mesh: tuple[int, ...]) -> None:
     for (unexpected, missing, wrong, nothing), keys in run_ranks(_all, mesh, world_size=torch.Size(mesh).numel()):
         assert "fit the model: tail.weight is not in the model\n" in unexpected

@@ -82,6 +82,7 @@ def _check_resumed(folder: Path) -> None:
     plain.load_state_dict(torch.load(folder / "model.pt"))
 
 
+@pytest.mark.long
 def test_what_rank_0_has_saved_is_resumed(tmp_path: Path) -> None:
     run_ranks(_check_resumed, tmp_path)
 

@@ -32,6 +32,7 @@ from fsdp_compile import (
     rekey_optim_state_dict,
     units,
 )
+from tests import long
 from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
 from tests.state.optim_models import (
@@ -144,7 +145,7 @@ def _assert_laid_out(model: Any, optimizer: optim.Optimizer) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@long.parametrize("name", OPTIMIZERS, always=["AdamW"])
 def test_state_of_every_kind_comes_back_bit_for_bit(name: str) -> None:
     run_ranks(_check_round_trip, name)
 
@@ -173,11 +174,11 @@ def _load(name: str, mesh: tuple[int, ...], saved: tuple[dict[str, Any], dict[st
             assert not again
 
 
-@pytest.mark.parametrize("name", ["flat AdamW", "whole Adafactor"])
-def test_full_state_is_loaded_by_any_number_of_ranks(name: str) -> None:
+@long.parametrize("name", ["flat AdamW", "whole Adafactor"], always=["flat AdamW"])
+@long.parametrize("mesh", [(1,), (3,), (2, 2)], always=[(3,)])
+def test_full_state_is_loaded_by_any_number_of_ranks(name: str, mesh: tuple[int, ...]) -> None:
     saved = run_ranks(_save, name)[0]
-    for mesh in ((1,), (3,), (2, 2)):
-        run_ranks(_load, name, mesh, saved, world_size=torch.Size(mesh).numel())
+    run_ranks(_load, name, mesh, saved, world_size=torch.Size(mesh).numel())
 
 
 def _check_through_dcp(folder: Path) -> None:
@@ -196,6 +197,7 @@ def _check_through_dcp(folder: Path) -> None:
     assert_same(mine, theirs)
 
 
+@pytest.mark.long
 def test_sharded_state_goes_through_distributed_checkpoints(tmp_path: Path) -> None:
     run_ranks(_check_through_dcp, tmp_path)
 
@@ -463,6 +465,7 @@ def _check_other_layouts() -> None:
     assert torch.equal(whole(optimizer.state[weight]["exp_avg"]), whole_value)
 
 
+@pytest.mark.long
 def test_state_that_is_laid_out_otherwise() -> None:
     run_ranks(_check_other_layouts)
 
@@ -492,5 +495,6 @@ def _check_made_before() -> None:
     torch.testing.assert_close(whole(model.weight), reference.weight)
 
 
+@pytest.mark.long
 def test_state_made_before_sharding_and_state_of_one_process() -> None:
     run_ranks(_check_made_before)

@@ -157,6 +157,7 @@ def _world_size(mesh: tuple[int, ...]) -> int:
     return torch.Size(mesh).numel()
 
 
+@pytest.mark.long
 def test_any_number_of_ranks_and_replicas_load_a_checkpoint(tmp_path: Path) -> None:
     folders = [tmp_path / str(mesh) for mesh in MESHES]
     expected = [
@@ -182,6 +183,7 @@ def _load_fsdp2(folder: Path) -> dict[str, Any]:
     return _values(model, optimizer)
 
 
+@pytest.mark.long
 def test_fsdp2s_checkpoints_are_loaded_here_and_ours_there(tmp_path: Path) -> None:
     theirs = run_ranks(_save_fsdp2, tmp_path / "theirs")[0]
     ours = run_ranks(_save_ours, WithoutNumber, tmp_path / "ours", (3,), world_size=3)[0]
@@ -205,6 +207,7 @@ def _save_fsdp1(folder: Path, *, dtensors: bool) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtensors", [True, False], ids=["DTensor", "ShardedTensor"])
 def test_fsdp1s_sharded_checkpoints_are_loaded(dtensors: bool, tmp_path: Path) -> None:  # noqa: FBT001
     run_ranks(_save_fsdp1, tmp_path, dtensors=dtensors)
@@ -234,6 +237,7 @@ def _save_fsdp1_full(folder: Path) -> None:
     _save_full(folder, model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer))
 
 
+@pytest.mark.long
 def test_fsdp1s_full_checkpoints_are_loaded(tmp_path: Path) -> None:
     run_ranks(_save_fsdp1_full, tmp_path)
     expected = _values(*_plain(WithoutNumber))
@@ -255,6 +259,7 @@ def _save_ddp(folder: Path) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.long
 def test_ddps_checkpoints_are_loaded(tmp_path: Path) -> None:
     expected = run_ranks(_save_ddp, tmp_path)[0]
     plain = _values(*_plain(MixedKinds))
@@ -294,6 +299,7 @@ def _through_safetensors(folder: Path) -> None:
         _assert_same(get_model_state_dict(loaded, options=StateDictOptions(full_state_dict=True)), expected)
 
 
+@pytest.mark.long
 @pytest.mark.optional
 def test_safetensors_go_out_and_come_in(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")

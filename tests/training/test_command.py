@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import long
 from tests.training.command import DRIVER, TINY, finish, metrics, session_of, start, wait_for_line
 
 KEYS = {"step", "loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s", "time_s", "skipped_steps"}
@@ -57,6 +58,7 @@ def test_one_command_trains(tmp_path: Path) -> None:
         assert f"{line} parameters {whole / 2e6:.2f} of {whole / 1e6:.2f} MB" in out
 
 
+@pytest.mark.long
 def test_an_existing_torchrun_is_joined(joined: tuple[int, str, str, Path]) -> None:
     status, out, err, run = joined
     assert status == 0, err
@@ -127,7 +129,8 @@ def test_a_rank_that_is_killed_or_stopped_is_blamed(fault: str, said: str, tmp_p
     assert _checkpoints(tmp_path / "run") == ["step-000002"]
 
 
-@pytest.mark.parametrize("given", ["0", *(pytest.param(each, marks=pytest.mark.long) for each in ("nan", "inf"))])
+@pytest.mark.long
+@pytest.mark.parametrize("given", ["0", "nan", "inf"])
 def test_a_timeout_is_a_number_of_seconds(given: str, tmp_path: Path) -> None:
     status, _, err = finish(start(tmp_path, DRIVER, "train", *TINY, "--timeout", given))
     assert status == 2
@@ -153,7 +156,7 @@ def _check_equal(run: Path, uninterrupted: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "step", "said"),
     [
-        ("KILL_AT", 4, "restarted, 1 of 1\n"),
+        pytest.param("KILL_AT", 4, "restarted, 1 of 1\n", marks=pytest.mark.long),
         pytest.param("FAIL_AT", 4, f"restarted, 1 of 1 after rank 1 failed: {TROUBLE}\n", marks=pytest.mark.long),
         pytest.param("FAIL_AT", 1, f"restarted, 1 of 1 after rank 1 failed: {TROUBLE}\n", marks=pytest.mark.long),
     ],
@@ -190,7 +193,7 @@ def test_a_torchrun_that_restarts_goes_on_in_the_folder(tmp_path: Path, joined: 
     _check_equal(tmp_path / "run", joined[-1])
 
 
-@pytest.mark.parametrize(("given", "environment"), [("-1", {}), ("1", {"RANK": "0", "WORLD_SIZE": "1"})])
+@long.parametrize(("given", "environment"), [("-1", {}), ("1", {"RANK": "0", "WORLD_SIZE": "1"})], always=[("-1", {})])
 def test_restarts_that_make_no_sense_are_refused(given: str, environment: dict[str, str], tmp_path: Path) -> None:
     status, _, err = finish(start(tmp_path, DRIVER, "train", *TINY, "--max-restarts", given, **environment))
     assert status == 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import long
 from tests.training.command import finish, session_of, start
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked, which takes no time")
@@ -14,7 +15,7 @@ PROGRAM = ("-m", "tests.training.killed_saves")
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.long)])
-@pytest.mark.parametrize("how", [(), ("--background",)], ids=["at once", "in the background"])
+@long.parametrize("how", [(), ("--background",)], always=[("--background",)], ids=["at once", "in the background"])
 def test_a_kill_at_any_point_of_a_save_loses_nothing(kills: int, how: tuple[str, ...], tmp_path: Path) -> None:
     program = (*PROGRAM, str(tmp_path / "checkpoints"), "--kills", str(kills), "--seed", str(kills), *how)
     process = start(tmp_path, *program)

@@ -61,6 +61,7 @@ def _shown(job: Job, world: World) -> str:
     return shown.getvalue()
 
 
+@pytest.mark.long
 def test_the_first_rank_shows_the_run_and_the_others_nothing(tmp_path: Path) -> None:
     shown, nothing = run_ranks(_train, tmp_path, {"mixed_precision": "bf16"})
     assert nothing == ""
@@ -113,6 +114,7 @@ def _checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
+@pytest.mark.long
 def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(tmp_path: Path) -> None:
     (shown, _), (_, error) = run_ranks(_train_with_nan, tmp_path, "skip", 1, 4)
     assert error == ""
@@ -126,6 +128,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(tmp_path: Path) -> No
     assert _checkpoints(tmp_path) == ["step-000004", "step-000005"]
 
 
+@pytest.mark.long
 def test_a_step_that_is_not_finite_ends_the_run_and_its_checkpoints_stay(tmp_path: Path) -> None:
     (_, first), (_, second) = run_ranks(_train_with_nan, tmp_path, "stop", 4)
     assert first == second
@@ -166,7 +169,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     [
-        (1, None),
+        pytest.param(1, None, marks=pytest.mark.long),
         (2, None),
         pytest.param(3, None, marks=pytest.mark.long),
         pytest.param(4, None, marks=pytest.mark.long),
@@ -188,6 +191,7 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(
         assert mine == pytest.approx(theirs, abs=1e-5)
 
 
+@pytest.mark.long
 def test_checkpoints_in_the_background_are_those_of_a_run_that_waits(uninterrupted: Path, tmp_path: Path) -> None:
     run_ranks(_train, tmp_path, RESUMED | {"async_checkpoints": True})
     assert _measured(tmp_path) == _measured(uninterrupted)
@@ -199,6 +203,7 @@ def test_checkpoints_in_the_background_are_those_of_a_run_that_waits(uninterrupt
     assert mine == theirs
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
     options = {"checkpoint_every": 1}
     run_ranks(_train, tmp_path, options, world_size=1)

@@ -19,6 +19,7 @@ from fsdp_compile.layout.spec import Update
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.limits import Limits
 from fsdp_compile.verify.report import Complaint
+from tests import long
 from tests.models.graphs import MODELS
 from tests.verify.captured import World, capture
 from tests.verify.graphs import OPEN, graph
@@ -50,7 +51,12 @@ CASES += [("uneven", "1-rank"), ("uneven", "8-ranks"), ("partial", "2x2-mesh"), 
 CASES += [("tied", "kept-if-there-is-room"), ("uneven", "kept-if-there-is-room")]
 
 
-@pytest.mark.parametrize(("model", "world"), CASES, ids=["-".join(case) for case in CASES])
+ALWAYS = [("stack", world) for world in ("2x2-mesh", "kept-if-there-is-room", "bf16-reduced", "updated-2x2-mesh")]
+ALWAYS += [case for case in CASES if case[0] not in ("stack", "convolution", "twins")]
+ALWAYS = [case for case in ALWAYS if case[0] != "tied" or case[1] == "updated"]
+
+
+@long.parametrize(("model", "world"), CASES, always=ALWAYS, ids=["-".join(case) for case in CASES])
 def test_a_correct_graph_gives_no_complaint_after_any_pass(model: str, world: str) -> None:
     make, inputs = MODELS[model]
     found: list[tuple[str, Complaint]] = []
@@ -67,7 +73,7 @@ def test_a_correct_graph_gives_no_complaint_after_any_pass(model: str, world: st
     assert found == []
 
 
-@pytest.mark.parametrize("world", ["2x2-mesh", "bf16-sent"])
+@long.parametrize("world", ["2x2-mesh", "bf16-sent"], always=["2x2-mesh"])
 def test_fsdp2s_messages_give_no_complaint_after_any_pass(world: str) -> None:
     make, inputs = MODELS["stack"]
     found: list[tuple[str, Complaint]] = []
@@ -85,7 +91,12 @@ JOINED = [("stack", world) for world in ("2-ranks", "2x2-mesh", "kept-for-backwa
 JOINED += [(model, "2-ranks") for model in ("tied", "twins")]
 
 
-@pytest.mark.parametrize(("model", "world"), JOINED, ids=["-".join(case) for case in JOINED])
+@long.parametrize(
+    ("model", "world"),
+    JOINED,
+    always=[("tied", "2-ranks")],
+    ids=["-".join(case) for case in JOINED],
+)
 def test_units_that_share_collectives_give_no_complaint_and_read_back(model: str, world: str) -> None:
     make, inputs = MODELS[model]
     apart = capture(make, inputs(), WORLDS[world])

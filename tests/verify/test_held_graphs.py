@@ -60,6 +60,7 @@ def test_a_graph_that_holds_gradients_back_sends_none() -> None:
     assert complaints(step) == []
 
 
+@pytest.mark.long
 def test_held_gradients_are_reduced_by_the_collectives_that_there_are_anyway() -> None:
     for replicas in (1, 2):
         size = 2 * replicas

@@ -31,7 +31,7 @@ learning_rate, weight_decay, grad_clip = 1e-2, 0.1, 1.0
 class GPTConfig:
     block_size: int = 8
     vocab_size: int = 32
-    n_layer: int = 2
+    n_layer: int = 1
     n_head: int = 2
     n_embd: int = 16
 

@@ -19,8 +19,8 @@ from tests.ranks import run_ranks
 
 LIMIT_S = 300
 """Of one training, which takes 5 to 25 s on two cores that do little else."""
-ALWAYS = ("decoder (Llama)",)
-"""Trained in every run of the tests."""
+SHORT = "decoder (Llama)"
+"""Takes less than others: trained in mixed precision in every run of the tests, in float32 in the long ones."""
 
 
 def _experiment(name: str, precision: str) -> Experiment:
@@ -68,9 +68,14 @@ ON_REQUEST = [
 ]
 
 
+def _marks(name: str, precision: str) -> list[pytest.MarkDecorator]:
+    if name != SHORT:
+        return ON_REQUEST
+    return [pytest.mark.long] if precision == "fp32" else []
+
+
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [pytest.param(*case, id=", ".join(case), marks=[] if case[0] in ALWAYS else ON_REQUEST) for case in CASES],
+    ("name", "precision"), [pytest.param(*case, id=", ".join(case), marks=_marks(*case)) for case in CASES]
 )
 def test_an_architecture_trains_like_the_reference(name: str, precision: str, judge: Judge) -> None:
     pytest.importorskip("transformers")

@@ -12,9 +12,9 @@ from tests.numerics.fsdp2.results import Judge
 from tests.ranks import run_ranks
 
 COVERING = covering()
-ALWAYS = each_value_once(COVERING)
-"""Every value; every pair of them is left to CI."""
-REST = [one for one in full_product() if one not in COVERING]
+ALWAYS = [one for one in each_value_once(COVERING) if one.precision == "bf16/fp32"][:1]
+"""One that meets mixed precision; other values are left to CI, and every pair of them."""
+REST = [one for one in full_product() if one not in COVERING] if "FSDP_COMPILE_FULL_MATRIX" in os.environ else []
 INDUCTOR = [
     Combination("tied", "kept", "full", "bf16/fp32", "no accumulation", 2),
     Combination("uneven", "recomputed", "ZeRO-2", "fp32", "2 held", 2),
@@ -43,8 +43,8 @@ def test_inductor_trains_like_fsdp2_within_the_bounds(one: Combination, judge: J
 
 
 @pytest.mark.optional
-@pytest.mark.skipif("FSDP_COMPILE_FULL_MATRIX" not in os.environ, reason="FSDP_COMPILE_FULL_MATRIX=1 trains them all")
-@pytest.mark.parametrize("one", REST, ids=lambda one: one.key)
+@pytest.mark.skipif(not REST, reason="FSDP_COMPILE_FULL_MATRIX=1 trains them all")
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.key) for one in REST])
 def test_everything_with_everything_trains_like_fsdp2(one: Combination) -> None:
     found = run_ranks(train_both, one.experiment(), world_size=one.world_size)[0]
     assert found

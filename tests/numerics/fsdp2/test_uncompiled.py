@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +12,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
+from tests import long
 from tests.ranks import run_ranks
 
 
@@ -59,7 +59,7 @@ def _compare_with_fsdp2(tied: bool, checkpointed: bool) -> None:  # noqa: FBT001
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@long.parametrize("checkpointed", [False, True], always=[True])
 def test_activation_checkpointing_gives_the_gradients_of_fsdp2_bit_by_bit(checkpointed: bool) -> None:  # noqa: FBT001
     run_ranks(_compare_with_fsdp2, tied=False, checkpointed=checkpointed)
 

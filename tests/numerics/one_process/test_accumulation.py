@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard, no_sync, units
-from tests.models.kinds import Stack
+from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
 
@@ -60,7 +60,7 @@ STRATEGIES = ("full", "zero2")
 
 def make_pair(
     strategy: str = "full",
-    make: Callable[[], nn.Module] = Stack,
+    make: Callable[[], nn.Module] = Slim,
     *,
     shard: bool = True,
     dynamic: bool | None = None,
@@ -78,32 +78,62 @@ def gradients_are_none(model: nn.Module) -> bool:
     return all(p.grad is None for p in model.parameters())
 
 
-def _no_sync(strategy: str) -> tuple[list[float], list[bool], int]:
+@dataclasses.dataclass
+class Held:
+    """What is seen in steps whose first microbatches are in `no_sync`.
+
+    Attributes:
+        differences: Of gradients after the last microbatch of each step.
+        none: Whether gradients are `None` between microbatches, in each step.
+        between: Whether parameter groups are unsharded there.
+        after: Whether they are after the last microbatch.
+        recompiles: Graphs that are compiled after the first step.
+    """
+
+    differences: list[float] = dataclasses.field(default_factory=list)
+    none: list[bool] = dataclasses.field(default_factory=list)
+    between: set[bool] = dataclasses.field(default_factory=set)
+    after: set[bool] = dataclasses.field(default_factory=set)
+    recompiles: int = 0
+
+
+def _unsharded(model: nn.Module) -> set[bool]:
+    return {not group.unsharded.is_sharded for unit in units(model) for group in unit.param_groups}
+
+
+def _graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _no_sync(strategy: str) -> Held:
     pair = make_pair(strategy)
     world = dist.get_world_size()
-    found, held = [], []
-    compiles = 0
-    for step in range(3):
+    found = Held()
+    for step in range(2):
+        compiled = _graphs()
         first, second, last = batches(3, 4 * world, seed=step)
         with no_sync(pair.compiled):
             pair.backward(first)
             pair.backward(second)
-        held.append(gradients_are_none(pair.model))
+        found.none.append(gradients_are_none(pair.model))
+        found.between |= _unsharded(pair.model)
         pair.backward(last)
-        found.append(pair.difference())
+        found.after |= _unsharded(pair.model)
+        found.differences.append(pair.difference())
         pair.step()
-        if step == 0:
-            compiles = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return found, held, torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiles
+        found.recompiles = _graphs() - compiled
+    return found
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_sync_holds_gradients_until_the_next_synchronizing_backward(strategy: str) -> None:
-    for found, held, recompiles in run_ranks(_no_sync, strategy):
-        assert max(found) < CLOSE
-        assert all(held)
-        assert recompiles == 0
+def test_no_sync_holds_gradients_and_what_is_kept_until_the_next_synchronizing_backward(strategy: str) -> None:
+    for found in run_ranks(_no_sync, strategy):
+        assert max(found.differences) < CLOSE
+        assert all(found.none)
+        assert found.recompiles == 0
+        assert found.between == {strategy == "zero2"}, "parameters that are kept for backward stay unsharded"
+        assert found.after == {False}
 
 
 class ReadTwice(nn.Module):
@@ -130,6 +160,7 @@ def _with_open_sizes() -> list[float]:
     return found
 
 
+@pytest.mark.long
 def test_accumulated_gradients_are_no_open_sizes() -> None:
     for found in run_ranks(_with_open_sizes):
         assert max(found) < CLOSE
@@ -152,20 +183,3 @@ def test_no_sync_leaves_gradients_as_they_were() -> None:
     for kept, difference in run_ranks(_gradients_before_no_sync):
         assert kept
         assert difference < CLOSE
-
-
-def _unsharded_between_microbatches(strategy: str) -> tuple[set[bool], set[bool]]:
-    """Whether parameters are unsharded between two microbatches of `no_sync`, and after the step's last backward."""
-    pair = make_pair(strategy)
-    first, last = batches(2, 4 * dist.get_world_size())
-    groups = [group for unit in units(pair.model) for group in unit.param_groups]
-    with no_sync(pair.compiled):
-        pair.backward(first)
-        between = {not group.unsharded.is_sharded for group in groups}
-    pair.backward(last)
-    return between, {not group.unsharded.is_sharded for group in groups}
-
-
-def test_parameters_that_are_kept_for_backward_stay_unsharded_between_microbatches() -> None:
-    assert run_ranks(_unsharded_between_microbatches, "zero2") == [({True}, {False})] * 2
-    assert run_ranks(_unsharded_between_microbatches, "full") == [({False}, {False})] * 2

@@ -30,7 +30,7 @@ HALF = MixedPrecisionPolicy(torch.float16, torch.float16)
 
 def _pair(
     *,
-    make: Callable[[], nn.Module] = lambda: Stack(1),
+    make: Callable[[], nn.Module] = lambda: Slim(1),
     options: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Pair:
@@ -88,6 +88,7 @@ def _as_fsdp2(policy: MixedPrecisionPolicy) -> list[float]:
 
 
 @pytest.mark.core
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [MIXED, HALF], ids=["bf16", "fp16"])
 def test_low_precision_accumulates_as_fsdp2_does_bit_by_bit(policy: MixedPrecisionPolicy) -> None:
     for differences in run_ranks(_as_fsdp2, policy, world_size=4):
@@ -109,6 +110,7 @@ def _near_overflow() -> tuple[float, list[float]]:
     return model.weight.grad.full_tensor().item(), divisors
 
 
+@pytest.mark.long
 def test_float16_divides_by_a_power_of_two_before_the_sum_and_by_the_rest_after() -> None:
     for gradient, divisors in run_ranks(_near_overflow, world_size=4):
         assert gradient == 30_000.0, "the sum over four ranks does not fit into float16, half of it does"
@@ -141,6 +143,7 @@ def _planned() -> float:
     return pair.difference()
 
 
+@pytest.mark.long
 @pytest.mark.core
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_planned_schedule_holds_and_keeps(world_size: int) -> None:
@@ -206,6 +209,7 @@ def _flats(every: list[FSDPUnit]) -> int:
     return sum(len(unit.param_groups) for unit in every)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_hook_is_called_once_with_the_sum_of_held_and_new_gradients(world_size: int) -> None:
     for worst, calls, flats in run_ranks(_hooked, world_size=world_size):
@@ -237,6 +241,7 @@ def _quantized() -> tuple[bool, float]:
     return torch.equal(plain, kept), max((a - p.grad.full_tensor()).abs().max().item() for a, p in pairs)
 
 
+@pytest.mark.long
 def test_parameters_that_travel_in_8_bits_are_kept_as_they_are_read() -> None:
     for same, difference in run_ranks(_quantized):
         assert same

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, units
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
+from tests import long
 from tests.numerics.one_process.pair import loss_of
 from tests.numerics.one_process.strategies import STRATEGIES
 from tests.ops.test_quantize import INT8, as_sent
@@ -119,7 +120,6 @@ def _train(case: Case) -> tuple[float, float, set[Any]]:
         The largest difference of a gradient in bounds and, relative to the largest of its parameter, as it is; over how
         many ranks backward gathered.
     """
-    torch._dynamo.reset()  # all cases compile the same code
     model = _prepared(case)
     torch.manual_seed(0)
     reference = Wide()
@@ -152,16 +152,11 @@ def _train(case: Case) -> tuple[float, float, set[Any]]:
     return in_bounds, relative, {node.args[1] for each in backward for node in each.nodes(Role.GATHER)}
 
 
-def _all() -> dict[str, tuple[float, float, set[Any]]]:
-    return {name: _train(case) for name, case in CASES.items()}
-
-
 @pytest.mark.core
-def test_together_they_equal_one_process() -> None:
-    for found in run_ranks(_all, world_size=4):
-        assert found.keys() == CASES.keys()
-        for name, (in_bounds, relative, gathered_over) in found.items():
-            case = CASES[name]
-            assert in_bounds <= 1, name
-            assert (relative > 1e-4) == (case.roundings > 0), f"{name}: narrow where asked for, and only there"
-            assert gathered_over == {case.backward_over}, name
+@long.parametrize("name", CASES, always=["kept parts, compressed, held"])
+def test_together_they_equal_one_process(name: str) -> None:
+    case = CASES[name]
+    for in_bounds, relative, gathered_over in run_ranks(_train, case, world_size=4):
+        assert in_bounds <= 1
+        assert (relative > 1e-4) == (case.roundings > 0), "narrow where asked for, and only there"
+        assert gathered_over == {case.backward_over}

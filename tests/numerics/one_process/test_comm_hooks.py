@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import ConfigError, fully_shard, register_comm_hook, units
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
+from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Block, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of, train_pair
@@ -73,9 +74,10 @@ def _counted(strategy: ShardingStrategy) -> tuple[float, Calls, list[int]]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
+@long.parametrize(
     ("strategy", "world_size"),
     [(ShardingStrategy.FULL_SHARD, 2), (ShardingStrategy.NO_SHARD, 2), (ShardingStrategy.HYBRID_SHARD, 4)],
+    always=[(ShardingStrategy.FULL_SHARD, 2)],
 )
 def test_a_hook_is_the_reduction_of_each_unit(strategy: ShardingStrategy, world_size: int) -> None:
     for gradient, calls, sizes in run_ranks(_counted, strategy, world_size=world_size):
@@ -89,7 +91,7 @@ def test_a_hook_is_the_reduction_of_each_unit(strategy: ShardingStrategy, world_
 
 def _uncompiled() -> float:
     torch.manual_seed(0)
-    model = Stack(1)
+    model = Slim(1)
     reference = copy.deepcopy(model)
     fully_shard(model)
     hook = Counts()
@@ -126,6 +128,7 @@ def _compressed(state: bool) -> float:  # noqa: FBT001
     return train_both(Stack, prepare, ByHand(lambda m: m, torch.float32, BF16))
 
 
+@pytest.mark.long
 @pytest.mark.core
 @pytest.mark.parametrize("state", [False, True])
 def test_bf16_compress_is_a_cast_in_the_graph(*, state: bool) -> None:
@@ -171,6 +174,7 @@ def _other_state() -> float:
     return worst
 
 
+@pytest.mark.long
 def test_a_state_of_ones_own_is_honoured() -> None:
     assert max(run_ranks(_other_state)) < 1e-6
 
@@ -183,6 +187,7 @@ def _inductor() -> float:
     return train_pair(Slim, lower="inductor", steps=2, prepare=prepare).gradient
 
 
+@pytest.mark.long
 def test_under_inductor() -> None:
     assert max(run_ranks(_inductor)) < 1e-4
 

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 LONG = os.environ.get("FSDP_COMPILE_LONG", "") not in ("", "0")
 
 
-@settings(max_examples=8 if LONG else 4, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8 if LONG else 2, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn())
 def test_a_drawn_model_trains_like_one_process(one: Drawn) -> None:
     found = run_ranks(train_both, one.experiment(), world_size=WORLD_SIZE)[0]

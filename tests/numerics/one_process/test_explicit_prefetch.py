@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from fsdp_compile import ConfigError, explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.layout.spec import parse
+from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, GraphBreaks, Stack, StackOfThree
 from tests.numerics.one_process.pair import Differences, train_pair
@@ -67,21 +68,20 @@ def _trained(prefetch: object) -> tuple[Differences, Starts, Starts]:
     return (found, *_starts(models[0]))
 
 
-def _all_trained() -> list[tuple[Differences, Starts, Starts]]:
-    return [_trained(prefetch) for prefetch in ("auto", 0, "BACKWARD_POST")]
-
-
 @pytest.mark.core
-def test_named_units_start_where_the_module_that_names_them_is_used_however_others_are_scheduled() -> None:
-    for ranks in zip(*run_ranks(_all_trained), strict=True):
-        assert_equal_training([found for found, _, _ in ranks])
-        for _, forward, backward in ranks:
-            for starts, by, named in (
-                (forward, "blocks.0", ["blocks.1", "blocks.2"]),
-                (backward, "blocks.2", ["blocks.1", "blocks.0"]),
-            ):
-                assert [unit for unit in _names(starts) if unit in named] == named
-                assert all(_between_wait_and_wait(starts, unit, by) for unit in named)
+@long.parametrize("prefetch", ["auto", 0, "BACKWARD_POST"], always=["auto"])
+def test_named_units_start_where_the_module_that_names_them_is_used_however_others_are_scheduled(
+    prefetch: object,
+) -> None:
+    ranks = run_ranks(_trained, prefetch)
+    assert_equal_training([found for found, _, _ in ranks])
+    for _, forward, backward in ranks:
+        for starts, by, named in (
+            (forward, "blocks.0", ["blocks.1", "blocks.2"]),
+            (backward, "blocks.2", ["blocks.1", "blocks.0"]),
+        ):
+            assert [unit for unit in _names(starts) if unit in named] == named
+            assert all(_between_wait_and_wait(starts, unit, by) for unit in named)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import ConfigError, fully_shard
-from tests.models.kinds import WIDTH, Stack
+from tests import long
+from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
 
@@ -54,6 +55,7 @@ def _read_early() -> list[float]:
     return worst
 
 
+@pytest.mark.long
 def test_parameters_read_before_the_first_graph_get_their_gradients() -> None:
     for worst in run_ranks(_read_early):
         assert max(worst) < 1e-5
@@ -80,6 +82,7 @@ def _gradient_of_input_alone() -> bool:
     return model.a.weight.grad is not None and model.b.weight.grad is None
 
 
+@pytest.mark.long
 def test_gradients_that_were_never_accumulated_are_forgotten() -> None:
     assert run_ranks(_gradient_of_input_alone) == [True, True]
 
@@ -92,7 +95,7 @@ def _one_padded_slot() -> float:
     return _worst(model, reference)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@long.parametrize("world_size", [1, 2], always=[2])
 def test_a_flat_shard_of_one_padded_slot(world_size: int) -> None:
     assert max(run_ranks(_one_padded_slot, world_size=world_size)) < 1e-6
 
@@ -147,15 +150,16 @@ def _outputs(make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: 
     return [call(batch).detach() for _ in range(2)]
 
 
-@pytest.mark.parametrize(
+@long.parametrize(
     ("make", "policy", "form"),
     [
-        (Stack, HALF, _as_function),
-        (Stack, WIDE_OUTPUT, _as_function),
-        (Stack, HALF, _as_module),
+        (Slim, HALF, _as_function),
+        (Slim, WIDE_OUTPUT, _as_function),
+        (Slim, HALF, _as_module),
         (Looked, WIDE_OUTPUT, _as_module),
         (Looked, HALF, _as_method),
     ],
+    always=[(Slim, HALF, _as_function)],
 )
 def test_the_first_call_casts_as_those_after_it(
     make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: Compile
@@ -173,6 +177,7 @@ def _refused_then_sharded_before(make: Callable[[], nn.Module], policy: MixedPre
     return _outputs(make, policy, _sharded_before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "policy"), [(Stack, HALF), (Looked, WIDE_OUTPUT)])
 def test_a_first_call_that_would_not_be_cast_is_refused(
     make: Callable[[], nn.Module], policy: MixedPrecisionPolicy

@@ -11,6 +11,7 @@ import torch
 from torch.autograd import functional
 
 from fsdp_compile import UnsupportedModelError
+from tests import long
 from tests.beside import Beside, Run, close, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
@@ -95,7 +96,7 @@ def _trained_through(how: Run) -> None:
 
 
 # A plain model that `torch.func` calls first never reaches the backend, and its first backward is refused.
-@pytest.mark.parametrize("how", [Run.SHARDED, Run.EAGER], ids=lambda how: how.value)
+@long.parametrize("how", [Run.SHARDED, Run.EAGER], always=[Run.SHARDED], ids=lambda how: how.value)
 def test_parameters_are_trained_through_a_jacobian(how: Run) -> None:
     run_ranks(_trained_through, how)
 
@@ -114,6 +115,7 @@ def _refused_when_compiled() -> None:
     pair.compare()
 
 
+@pytest.mark.long
 def test_compiled_backwards_refuse_batches_of_gradients_and_gradients_of_gradients() -> None:
     run_ranks(_refused_when_compiled)
 

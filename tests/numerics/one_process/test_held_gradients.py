@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import ConfigError, fully_shard, no_sync
 from fsdp_compile.runtime import unshard
 from fsdp_compile.runtime.module_state import units
+from tests import long
 from tests.beside import Beside, Run
-from tests.models.kinds import Block, GraphBreaks, Stack
+from tests.models.kinds import Block, GraphBreaks, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.numerics.one_process.test_accumulation import CLOSE, Pair, gradients_are_none, make_pair
 from tests.ranks import run_ranks
@@ -47,7 +49,7 @@ def _hold(pair: Pair, seed: int) -> None:
 
 def _cases() -> dict[str, float]:
     """One model through every odd order of forward, backward and flags; the difference after each."""
-    pair = make_pair("full", Stack)
+    pair = make_pair()
     found: dict[str, float] = {}
     first, second, third = batches(3, 4 * dist.get_world_size(), seed=9)
 
@@ -148,24 +150,30 @@ def test_a_gradient_stays_when_a_later_backward_skips_its_parameter() -> None:
     assert max(run_ranks(_skipped)) < CLOSE
 
 
-def _late_and_broken() -> tuple[float, float]:
-    plain = make_pair("full", Stack, shard=False)
-    world = dist.get_world_size()
-    first, second = batches(2, 4 * world)
+def _late() -> float:
+    plain = make_pair(shard=False)
+    first, second = batches(2, 4 * dist.get_world_size())
     with no_sync(plain.compiled):  # sharded inside, by its first call
         plain.backward(first)
     assert gradients_are_none(plain.model)
     plain.backward(second)
-    eager = make_pair("full", GraphBreaks)
+    return plain.difference()
+
+
+def _broken() -> float:
+    broken = make_pair("full", GraphBreaks)
+    first, second = batches(2, 4 * dist.get_world_size())
     for _ in range(2):
-        with no_sync(eager.compiled):
-            eager.backward(first)
-        eager.backward(second)
-    return plain.difference(), eager.difference()
+        with no_sync(broken.compiled):
+            broken.backward(first)
+        broken.backward(second)
+    return broken.difference()
 
 
-def test_a_plain_model_and_graph_breaks_inside_no_sync() -> None:
-    assert max(max(each) for each in run_ranks(_late_and_broken)) < CLOSE
+@pytest.mark.long
+@pytest.mark.parametrize("case", [_late, _broken])
+def test_a_plain_model_and_graph_breaks_inside_no_sync(case: Callable[[], float]) -> None:
+    assert max(run_ranks(case)) < CLOSE
 
 
 def _last_backward() -> tuple[bool, int, float]:
@@ -181,6 +189,7 @@ def _last_backward() -> tuple[bool, int, float]:
     return waits, len(calls), pair.difference()
 
 
+@pytest.mark.long
 def test_only_the_last_backward_hands_gradients_over() -> None:
     for waits, calls, difference in run_ranks(_last_backward):
         assert waits
@@ -197,7 +206,7 @@ def _beside_fsdp2(hybrid: bool, factor: float | None) -> tuple[list[float], list
     models: list[Any] = []
     for shard in (fully_shard, fsdp2):
         torch.manual_seed(0)
-        model: Any = Stack(1)
+        model: Any = Slim(1)
         shard(model.blocks[0], mesh=mesh)
         shard(model, mesh=mesh)
         for part in (model, model.blocks[0]):
@@ -224,7 +233,7 @@ def _beside_fsdp2(hybrid: bool, factor: float | None) -> tuple[list[float], list
     return worst, [unit.divide or 0.0 for unit in units(models[0])]
 
 
-@pytest.mark.parametrize(("hybrid", "factor"), [(False, 3.0), (True, None)])
+@long.parametrize(("hybrid", "factor"), [(False, 3.0), (True, None)], always=[(False, 3.0)])
 def test_settings_of_fsdp2_give_its_gradients_bit_by_bit(hybrid: bool, factor: float | None) -> None:  # noqa: FBT001
     world = 4 if hybrid else 2
     for worst, divide in run_ranks(_beside_fsdp2, hybrid, factor, world_size=world):
@@ -319,6 +328,7 @@ def _kept_beside_foreach() -> None:
         pair.step(width=32)
 
 
+@pytest.mark.long
 def test_kept_parameters_are_out_of_date_after_kernels_that_count_no_versions() -> None:
     run_ranks(_kept_beside_foreach)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,20 +13,21 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import explain, fully_shard
 from tests.models.kinds import WIDTH, Slim, Stack, Tied
-from tests.numerics.one_process.pair import Differences, batches, loss_of, train_pair
+from tests.numerics.one_process.pair import Differences, Prepare, batches, loss_of, train_pair
 from tests.numerics.one_process.test_model_kinds import assert_equal_training
 from tests.ranks import run_ranks
 
 
 def _trained(bucket_mb: float) -> list[torch.Tensor]:
-    """Losses and this rank's parameters after three steps."""
+    """Losses and this rank's parameters after two steps."""
+    torch._dynamo.reset()  # both compile the same code
     torch.manual_seed(0)
-    model = Stack()
+    model = Slim()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     options: dict[str, Any] = {"lower": "eager", "bucket_mb": bucket_mb}
     compiled = torch.compile(model, backend="fsdp", options=options)
     losses = []
-    for batch in batches(3, 4):
+    for batch in batches(2, 4):
         loss = loss_of(compiled(batch.chunk(2)[dist.get_rank()]))
         loss.backward()
         optimizer.step()
@@ -36,21 +38,28 @@ def _trained(bucket_mb: float) -> list[torch.Tensor]:
     return [*losses, *parameters]
 
 
-def _on_two_ranks() -> tuple[bool, list[Differences]]:
-    alike = all(map(torch.equal, _trained(0), _trained(10)))
-    options = {"bucket_mb": "auto"}
-    return alike, [train_pair(Tied, options=options), train_pair(Stack, prepare=_keep_for_backward, options=options)]
+def _are_alike() -> bool:
+    return all(map(torch.equal, _trained(0), _trained(10)))
+
+
+@pytest.mark.core
+def test_sharing_collectives_changes_no_bit_on_two_ranks() -> None:
+    assert run_ranks(_are_alike) == [True, True]
+
+
+def _with_buckets_chosen(make: Callable[[], torch.nn.Module], prepare: Prepare | None) -> Differences:
+    return train_pair(make, prepare=prepare, options={"bucket_mb": "auto"})
 
 
 def _keep_for_backward(model: torch.nn.Module) -> None:
     fully_shard(model, reshard_after_forward=False)
 
 
+@pytest.mark.long
 @pytest.mark.core
-def test_sharing_collectives_changes_no_bit_on_two_ranks() -> None:
-    for alike, found in run_ranks(_on_two_ranks, world_size=2):
-        assert alike
-        assert_equal_training(found)
+@pytest.mark.parametrize(("make", "prepare"), [(Tied, None), (Stack, _keep_for_backward)], ids=["tied", "kept"])
+def test_sharing_collectives_changes_no_number(make: Callable[[], torch.nn.Module], prepare: Prepare | None) -> None:
+    assert_equal_training(run_ranks(_with_buckets_chosen, make, prepare))
 
 
 def _hybrid() -> Differences:
@@ -60,6 +69,7 @@ def _hybrid() -> Differences:
     return train_pair(Slim, prepare=shard, options={"bucket_mb": 10}, clip=0.5)
 
 
+@pytest.mark.long
 def test_replicas_average_what_units_share() -> None:
     assert_equal_training(run_ranks(_hybrid, world_size=4))
 

@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import fully_shard
-from tests.models.kinds import Stack
+from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
 
 
 def _pair() -> tuple[nn.Module, nn.Module, nn.Module]:
     torch.manual_seed(0)
-    model = Stack()
+    model = Slim()
     return model, torch.compile(model, backend="fsdp", options={"lower": "eager"}), copy.deepcopy(model)  # type: ignore[return-value]
 
 
@@ -89,7 +89,7 @@ def test_inference_before_and_after_training() -> None:
 
 def _input_gradient(param_dtype: torch.dtype | None) -> float:
     torch.manual_seed(0)
-    model = Stack()
+    model = Slim()
     reference = copy.deepcopy(model)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype))
     compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})

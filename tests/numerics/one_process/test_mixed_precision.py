@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import MixedPrecision, fully_shard
 from fsdp_compile.config.policy import AnyPrecisionPolicy
-from tests.models.kinds import WIDTH, Stack
+from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
 
@@ -118,9 +118,9 @@ def _prepared(make: Callable[[], nn.Module], policy: AnyPrecisionPolicy, cast: B
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], AnyPrecisionPolicy, ByHand]] = {
-    "policy": (Stack, MixedPrecisionPolicy(BF16, torch.float32), ByHand(_all, BF16, torch.float32)),
-    "reduce-dtype-follows": (Stack, MixedPrecisionPolicy(BF16), ByHand(_all, BF16, BF16)),
-    "no-cast-of-inputs": (Stack, MixedPrecisionPolicy(None, BF16), ByHand(lambda m: m, torch.float32, BF16)),
+    "policy": (Slim, MixedPrecisionPolicy(BF16, torch.float32), ByHand(_all, BF16, torch.float32)),
+    "reduce-dtype-follows": (Slim, MixedPrecisionPolicy(BF16), ByHand(_all, BF16, BF16)),
+    "no-cast-of-inputs": (Slim, MixedPrecisionPolicy(None, BF16), ByHand(lambda m: m, torch.float32, BF16)),
     "batch-norm-kept": (
         Normed,
         MixedPrecision(BF16, torch.float32, buffer_dtype=BF16),
@@ -213,7 +213,7 @@ def test_eval_is_mixed_unless_asked() -> None:
 
 def _low_gradients() -> None:
     torch.manual_seed(0)
-    model = Stack(1)
+    model = Slim(1)
     full = copy.deepcopy(model)
     fully_shard(model, mp_policy=MixedPrecision(BF16, torch.float32, keep_low_precision_grads=True))
     fully_shard(full, mp_policy=MixedPrecision(BF16, torch.float32))

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_compile import fully_shard
-from tests.models.kinds import KINDS, Block, Checkpointed, GraphBreaks, Stack, Tied
+from tests import long
+from tests.models.kinds import KINDS, Block, Checkpointed, GraphBreaks, Slim, Stack, Tied
 from tests.numerics.one_process.pair import Differences, train_pair
 from tests.ranks import run_ranks
 
@@ -33,15 +34,13 @@ def _kind(name: str) -> Differences:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", KINDS)
+@long.parametrize("name", KINDS, always=["stack", "tied", "frozen"])
 def test_kind(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, world_size=2))
 
 
-@pytest.mark.parametrize(
-    "name", ["odd-shapes", *(pytest.param(name, marks=pytest.mark.long) for name in ("stack", "tied"))]
-)
-@pytest.mark.parametrize("world_size", [1, 4])
+@long.parametrize("name", ["odd-shapes", "stack", "tied"], always=["odd-shapes"])
+@long.parametrize("world_size", [1, 4], always=[1])
 def test_world_sizes(name: str, world_size: int) -> None:
     assert_equal_training(run_ranks(_kind, name, world_size=world_size))
 
@@ -70,30 +69,28 @@ def _prepared(prepare: Callable[[nn.Module], None], make: Callable[[], nn.Module
 
 WAYS = (_keep_for_backward, _bottom_up, _by_policy, _hybrid)
 MADE = (Checkpointed, Tied, GraphBreaks)
-ALWAYS = {(_keep_for_backward, GraphBreaks), (_bottom_up, Tied), (_by_policy, Checkpointed), (_hybrid, Checkpointed)}
+ALWAYS = [(_by_policy, Checkpointed)]
 
 
-@pytest.mark.parametrize(
-    ("prepare", "make"),
-    [pytest.param(way, made, marks=[] if (way, made) in ALWAYS else pytest.mark.long) for made in MADE for way in WAYS],
-)
+@long.parametrize(("prepare", "make"), [(way, made) for made in MADE for way in WAYS], always=ALWAYS)
 def test_sharded_before_compile(prepare: Callable[[nn.Module], None], make: Callable[[], nn.Module]) -> None:
     assert_equal_training(run_ranks(_prepared, prepare, make, world_size=4 if prepare is _hybrid else 2))
 
 
 def _changing_batches() -> Differences:
-    return train_pair(Stack, steps=6, sizes=(4, 3, 7, 4))
+    return train_pair(Slim, steps=4, sizes=(4, 3, 7, 4))
 
 
+@pytest.mark.long
 def test_changing_batch_sizes() -> None:
     assert_equal_training(run_ranks(_changing_batches))
 
 
 def _prefetch(distance: int) -> Differences:
-    return train_pair(Stack, options={"prefetch": distance})
+    return train_pair(Slim, options={"prefetch": distance})
 
 
-@pytest.mark.parametrize("distance", [0, 2, pytest.param(9, marks=pytest.mark.long)])
+@long.parametrize("distance", [0, 2, 9], always=[2])
 def test_prefetch_distance_changes_no_number(distance: int) -> None:
     assert_equal_training(run_ranks(_prefetch, distance))
 
@@ -102,6 +99,7 @@ def _autocast() -> Differences:
     return train_pair(Stack, autocast=torch.bfloat16)
 
 
+@pytest.mark.long
 def test_autocast() -> None:
     for found in run_ranks(_autocast):  # bfloat16 has 8 bits: 2^-8 per rounding
         assert found.loss < 2e-2
@@ -113,6 +111,7 @@ def _mixed_precision() -> Differences:
     return train_pair(Stack, prepare=lambda model: fully_shard(model, mp_policy=policy))
 
 
+@pytest.mark.long
 def test_mixed_precision_policy() -> None:
     for found in run_ranks(_mixed_precision):
         assert found.loss < 2e-2

@@ -13,6 +13,7 @@ from torch import nn
 
 import fsdp_compile
 from fsdp_compile import fully_shard
+from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST, delayed_copies
 from tests.models.kinds import Slim, Stack
 from tests.numerics.one_process.pair import Differences, loss_of, train_pair
@@ -28,24 +29,19 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Strategy, precision and options."""
 
 
-def _train(cases: list[str]) -> dict[str, tuple[Differences, int]]:
-    found = {}
-    for name in cases:
-        torch._dynamo.reset()  # all cases compile the same code
-        strategy, precision, options = CASES[name]
-        arguments = {**STRATEGIES[strategy](), "mp_policy": PRECISIONS[precision], "offload_policy": ON_SUCH_A_HOST}
+def _train(name: str) -> tuple[Differences, int]:
+    strategy, precision, options = CASES[name]
+    arguments = {**STRATEGIES[strategy](), "mp_policy": PRECISIONS[precision], "offload_policy": ON_SUCH_A_HOST}
 
-        def prepare(model: nn.Module, arguments: dict[str, Any] = arguments) -> None:
-            fully_shard(model, **arguments)
+    def prepare(model: nn.Module) -> None:
+        fully_shard(model, **arguments)
 
-        with delayed_copies() as copied:
-            found[name] = train_pair(Slim, prepare=prepare, options=options, steps=2), len(copied)
-    return found
+    with delayed_copies() as copied:
+        return train_pair(Slim, prepare=prepare, options=options, steps=2), len(copied)
 
 
 def _accumulate(strategy: str, held: str) -> tuple[float, int]:
     """Two backwards of which the first is held back: the largest difference of a gradient."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model = Stack(1)
     reference = copy.deepcopy(model)
@@ -69,22 +65,21 @@ def _accumulate(strategy: str, held: str) -> tuple[float, int]:
     return worst, len(copied)
 
 
-def _all() -> tuple[dict[str, tuple[Differences, int]], dict[str, tuple[float, int]]]:
-    trained = _train(list(CASES))
-    held = (("full", "all"), ("hybrid", "replicas"))
-    return trained, {f"{strategy}, {what}": _accumulate(strategy, what) for strategy, what in held}
-
-
 @pytest.mark.core
-def test_every_combination_equals_one_process() -> None:
-    for trained, accumulated in run_ranks(_all, world_size=4):
-        assert trained.keys() == CASES.keys()
-        for name, (differences, copies) in trained.items():
-            exact = CASES[name][1] == "fp32"
-            assert differences.loss < (1e-6 if exact else 2e-2), name
-            assert differences.gradient < (2e-5 if exact else 1e-1), name
-            # Each unit goes in twice per step, and its gradients out once; kept parameters go in once.
-            assert copies >= 2 * 3 * 2, name
-        for name, (difference, copies) in accumulated.items():
-            assert difference < 1e-5, name
-            assert copies > 0, name
+@long.parametrize("name", CASES, always=["planned replicas, mixed precision"])
+def test_every_combination_equals_one_process(name: str) -> None:
+    exact = CASES[name][1] == "fp32"
+    for differences, copies in run_ranks(_train, name, world_size=4):
+        assert differences.loss < (1e-6 if exact else 2e-2)
+        assert differences.gradient < (2e-5 if exact else 1e-1)
+        # Each unit goes in twice per step, and its gradients out once; kept parameters go in once.
+        assert copies >= 2 * 3 * 2
+
+
+@pytest.mark.long
+@pytest.mark.core
+@pytest.mark.parametrize(("strategy", "held"), [("full", "all"), ("hybrid", "replicas")])
+def test_offloaded_gradients_that_are_held_back_equal_one_process(strategy: str, held: str) -> None:
+    for difference, copies in run_ranks(_accumulate, strategy, held, world_size=4):
+        assert difference < 1e-5
+        assert copies > 0

@@ -25,6 +25,7 @@ from fsdp_compile.lower.region import Region
 from fsdp_compile.passes.delay_weight_gradients import DelayPlan, DelayWeightGradients
 from fsdp_compile.passes.schedule_auto import ScheduleAuto
 from fsdp_compile.passes.settings import FUSION
+from tests import long
 from tests.cost.graphs import Sketch
 from tests.fake_world import fake_world
 from tests.models.kinds import KINDS
@@ -42,11 +43,12 @@ def _kind(name: str, **options: Any) -> Differences:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["stack", "odd-shapes", "tied", "repeated"])
+@long.parametrize("name", ["stack", "odd-shapes", "tied", "repeated"], always=["tied"])
 def test_kind(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, world_size=2))
 
 
+@pytest.mark.long
 def test_a_slow_link_splits_units_at_the_edges() -> None:
     assert_equal_training(run_ranks(_kind, "stack", hardware=SLOW, world_size=4))
 
@@ -93,6 +95,7 @@ def _replicas() -> Differences:
     return train_pair(KINDS["stack"], prepare=prepare, options={"prefetch": "auto", "hardware": SLOW})
 
 
+@pytest.mark.long
 def test_hybrid_sharding() -> None:
     assert_equal_training(run_ranks(_replicas, world_size=4))
 
@@ -107,7 +110,7 @@ def _gathered_bytes(plan: Plan) -> list[int]:
     return [max(graph.memory.live_bytes[Holder.UNSHARDED]) for graph in plan.graphs]
 
 
-@pytest.mark.parametrize("gb_per_s", [0.1, 50.0, 1000.0])
+@long.parametrize("gb_per_s", [0.1, 50.0, 1000.0], always=[50.0])
 def test_by_default_it_holds_two_units_in_forward_and_four_in_backward(gb_per_s: float) -> None:
     plan = _plan(gb_per_s)
     forward, backward = plan.graphs
@@ -120,6 +123,7 @@ def test_by_default_it_holds_two_units_in_forward_and_four_in_backward(gb_per_s:
     assert max(gathered + gradients for gathered, gradients in both) <= 2 * unit + 4 * unit + unit + copied
 
 
+@pytest.mark.long
 def test_a_budget_is_kept_and_one_that_cannot_be_is_refused_with_the_least_that_can() -> None:
     free = _plan(1.0)
     budget = free.peak_bytes * 0.98
@@ -136,7 +140,7 @@ def test_a_budget_is_kept_and_one_that_cannot_be_is_refused_with_the_least_that_
     assert float(said[1]) * 1e9 >= caught.value.least_bytes, "a number copied from the message is accepted"
 
 
-@pytest.mark.parametrize("share", [1.0, 1.05, 1.2])
+@long.parametrize("share", [1.0, 1.05, 1.2], always=[1.05])
 def test_a_budget_is_kept_by_what_kernels_hold_until_they_run(share: float) -> None:
     """Casts of gradients run right before their reduction, beside what a plan starts there."""
     model = nn.Sequential(*(_Wide() for _ in range(3))).to("meta")

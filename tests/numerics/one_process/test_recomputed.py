@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -83,6 +84,7 @@ def _reentrant() -> None:
     _compare(fsdp2, eager)
 
 
+@pytest.mark.long
 def test_reentrant_checkpointing_without_gradients_of_inputs_is_that_of_torch_compile_or_of_eager_code() -> None:
     run_ranks(_reentrant)
 

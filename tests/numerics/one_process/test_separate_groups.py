@@ -58,6 +58,7 @@ def _both() -> list[_Trained]:
     return [_trained((4,), "auto"), _trained((2, 2), 1)]
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_two_groups_train_to_the_numbers_of_one_process_under_names_that_all_ranks_share() -> None:
     for ranks in zip(*run_ranks(_both, world_size=4), strict=True):

@@ -18,6 +18,7 @@ import fsdp_compile
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.plan import Plan
+from tests import long
 from tests.ranks import run_ranks
 
 WIDTH = 16
@@ -111,8 +112,6 @@ CASES = {
     "fsdp2-layout": Case(prepare=_one_unit, options={"reduce_layout": "fsdp2"}),
     "accumulated": Case(prepare=_kept, passes=2),
 }
-COVERED_IN_PART = {"narrow-ids", "fp16-reduced", "kept", "one-unit", "frozen", "markers"}
-"""By others, so that only the long run has them."""
 
 
 def _local(value: Any) -> torch.Tensor:
@@ -155,9 +154,7 @@ def _is_the_same(name: str) -> bool:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in COVERED_IN_PART else []) for name in CASES]
-)
+@long.parametrize("name", CASES, always=["padding"])
 def test_two_ranks_train_to_the_bits_of_gathered_tables(name: str) -> None:
     assert run_ranks(_is_the_same, name) == [True, True]
 
@@ -167,6 +164,7 @@ def _largest_difference(case: Case) -> float:
     return max(float((one - other).abs().max()) for one, other in pairs if one.numel())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [(Case({"twice": True}), 2), (Case(), 3), (Case(prepare=_replicated), 4)],
@@ -186,6 +184,7 @@ def _evaluated() -> bool:
         return torch.equal(compiled(ids), wanted)
 
 
+@pytest.mark.long
 def test_a_forward_without_gradients_looks_up_as_well() -> None:
     assert run_ranks(_evaluated) == [True, True]
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from fsdp_compile import fully_shard, no_sync, step_in_backward
 from fsdp_compile.config.policy import Offload
+from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST, delayed_copies
 from tests.models.kinds import KINDS, Slim
 from tests.numerics.one_process.pair import batches, loss_of, parameter_difference
@@ -143,16 +144,14 @@ BITS = {
 }
 
 
-def _all_bits() -> dict[str, tuple[int, int]]:
-    return {name: _bits(case) for name, case in BITS.items()}
-
-
 @pytest.mark.core
-def test_the_bits_are_those_of_a_step_after_backward() -> None:
-    for found in run_ranks(_all_bits):
-        assert found == {name: (0, STEPS * (4 if name == "three graphs" else 3)) for name in BITS}
+@long.parametrize("name", BITS, always=["momentum, accumulated"])
+def test_the_bits_are_those_of_a_step_after_backward(name: str) -> None:
+    updates = STEPS * (4 if name == "three graphs" else 3)
+    assert run_ranks(_bits, BITS[name]) == [(0, updates)] * 2
 
 
+REPLICAS = "replicas, mixed precision"
 NUMBERS = {
     "used twice": Case(KINDS["repeated"]),
     "partly eager": Case(KINDS["uncompiled"], kind=MOMENTUM),
@@ -161,29 +160,29 @@ NUMBERS = {
     "tied, nothing ahead": Case(KINDS["tied"], kind=MOMENTUM, options={"prefetch": 0}),
     "replicas alone": Case(kind=MOMENTUM, strategy="no-shard"),
     "offloaded": Case(kind=MOMENTUM, offload=ON_SUCH_A_HOST),
+    REPLICAS: Case(kind=MOMENTUM, strategy="hybrid", precision="bf16"),
 }
 
 
-def _differences(cases: dict[str, Case]) -> dict[str, tuple[float, int]]:
-    found = {}
-    for name, case in cases.items():
-        with delayed_copies() if case.offload is ON_SUCH_A_HOST else contextlib.nullcontext():
-            trained = _train(case, in_backward=True)
-        found[name] = parameter_difference(trained.model, _alone(case)) / RATE, trained.in_backward
-    return found
+def _difference(name: str) -> tuple[float, int]:
+    case = NUMBERS[name]
+    with delayed_copies() if case.offload is ON_SUCH_A_HOST else contextlib.nullcontext():
+        trained = _train(case, in_backward=True)
+    return parameter_difference(trained.model, _alone(case)) / RATE, trained.in_backward
 
 
-def test_every_way_to_a_gradient_equals_one_process() -> None:
-    for found in run_ranks(_differences, NUMBERS):
-        for name, (difference, updates) in found.items():
-            assert updates > 0, name
-            assert difference < 2e-2, f"{name}: {difference} of the learning rate"
+@long.parametrize(
+    "name", [name for name in NUMBERS if name != REPLICAS], always=["used twice", "partly eager", "offloaded"]
+)
+def test_every_way_to_a_gradient_equals_one_process(name: str) -> None:
+    for difference, updates in run_ranks(_difference, name):
+        assert updates > 0
+        assert difference < 2e-2, f"{difference} of the learning rate"
 
 
+@pytest.mark.long
 def test_replicas_and_mixed_precision_equal_one_process() -> None:
-    cases = {"hybrid": Case(kind=MOMENTUM, strategy="hybrid", precision="bf16")}
-    for found in run_ranks(_differences, cases, world_size=4):
-        difference, updates = found["hybrid"]
+    for difference, updates in run_ranks(_difference, REPLICAS, world_size=4):
         assert difference < 0.2
         assert updates == STEPS * 3
 

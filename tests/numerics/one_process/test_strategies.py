@@ -22,6 +22,7 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.ir.graph import Phase, Role, require, role_of
 from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.verify.check import complaints
+from tests import long
 from tests.models.graphs import MODELS
 from tests.models.kinds import Checkpointed, Frozen, OddShapes, Slim, Stack, Tied
 from tests.models.unusual import SeveralDtypes
@@ -106,32 +107,32 @@ class _Training:
         return differences
 
 
-def _train(cases: list[tuple[str, str]]) -> dict[tuple[str, str, str], Differences]:
-    """Every kind of step of each precision and strategy."""
-    found = {}
+def _train(precision: str, strategy: str) -> dict[str, Differences]:
+    """Every kind of step."""
     with torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True):
-        for precision, strategy in cases:
-            training = _Training.of({**STRATEGIES[strategy](), "mp_policy": PRECISIONS[precision]})
-            for kind in KINDS:
-                found[precision, strategy, kind] = training.step(kind, PLACEMENTS[strategy])
-    return found
+        training = _Training.of({**STRATEGIES[strategy](), "mp_policy": PRECISIONS[precision]})
+        return {kind: training.step(kind, PLACEMENTS[strategy]) for kind in KINDS}
+
+
+CASES = [
+    (precision, strategy, world_size)
+    for world_size, same in ((2, {"integer", "hybrid"}), (4, set()))  # on two ranks, as "full" and "hybrid-of-one"
+    for precision, strategy in itertools.product(PRECISIONS, STRATEGIES)
+    if strategy not in same
+]
+ALWAYS = [("fp32", "no-shard", 2), ("bf16", "hybrid-of-one", 2)]
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_every_strategy_equals_one_process(world_size: int) -> None:
+@long.parametrize(("precision", "strategy", "world_size"), CASES, always=ALWAYS)
+def test_every_strategy_equals_one_process(precision: str, strategy: str, world_size: int) -> None:
     """Gradients are averages over all ranks, whether a rank shares them with a group, with replicas or with both."""
-    cases = list(itertools.product(PRECISIONS, STRATEGIES))
-    if world_size == 2:  # four ranks have them all
-        same = {"integer", "hybrid"}  # as "full" and "hybrid-of-one"
-        cases = [(p, s) for p, s in cases if s not in same and (p == "fp32" or s in ("full", "hybrid-of-one"))]
-    for found in run_ranks(_train, cases, world_size=world_size):
-        assert len(found) == len(cases) * len(KINDS)
-        for case, differences in found.items():
-            loss, gradient = BOUNDS[case[0]]
-            assert differences.loss < loss, case
-            assert differences.gradient < gradient, case
-            assert case[0] == "bf16" or differences.parameter < 1e-3, case
+    loss, gradient = BOUNDS[precision]
+    for found in run_ranks(_train, precision, strategy, world_size=world_size):
+        for kind, differences in found.items():
+            assert differences.loss < loss, kind
+            assert differences.gradient < gradient, kind
+            assert precision == "bf16" or differences.parameter < 1e-3, kind
 
 
 def _bytes(nodes: Iterable[fx.Node]) -> int:
@@ -186,6 +187,7 @@ def test_backward_gathers_a_kept_parameter_over_fewer_ranks() -> None:
     assert sent[0] < 0.6 * sent[1], "1/2 instead of 7/8"
 
 
+@pytest.mark.long
 def test_every_mesh_with_integer_reshard_is_verified() -> None:
     for model in ("tied", "uneven", "partial"):
         for world in (World(4, reshard_after_forward=2), World(8, replicas=2, reshard_after_forward=2)):
@@ -220,6 +222,7 @@ def test_replicas_alone_gather_nothing_and_average_each_unit_at_once() -> None:
     assert parameters <= _bytes(averages) < 1.1 * parameters
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [World(8, replicas=2), World(8, strategy=ShardingStrategy.NO_SHARD)])
 def test_every_rank_issues_the_same_collectives_in_the_same_order(world: World) -> None:
     first = graph(Phase.BACKWARD, world=world)
@@ -249,5 +252,6 @@ def _all_placed() -> None:
         _placed(name)
 
 
+@pytest.mark.long
 def test_parameters_and_state_dicts_are_placed_as_the_strategy_says() -> None:
     run_ranks(_all_placed, world_size=4)

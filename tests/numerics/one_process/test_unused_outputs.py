@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -59,6 +60,7 @@ def _unused() -> None:
     _compare(model, reference)
 
 
+@pytest.mark.long
 def test_a_head_whose_output_is_unused_has_zeros_as_with_torch_compile() -> None:
     run_ranks(_unused)
 
@@ -90,6 +92,7 @@ def _one_each() -> None:
     _compare(model, reference)
 
 
+@pytest.mark.long
 def test_ranks_that_use_one_output_each_get_the_gradients_of_all() -> None:
     """Why a rank whose own loss leaves an output out must not have None: others have gradients for it."""
     run_ranks(_one_each)

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from fsdp_compile import UnsupportedModelError, fully_shard
+from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import Stack
 from tests.models.unusual import KINDS
@@ -28,13 +29,19 @@ def _kind(name: str, *, sharded_before: bool, lower: str = "eager") -> Differenc
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in LEFT_TO_PYTHON])
+@long.parametrize(
+    "name",
+    [name for name in KINDS if name not in LEFT_TO_PYTHON],
+    always=["several-dtypes"],
+)
 def test_sharded_at_the_first_call(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, sharded_before=False))
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", [*LEFT_TO_PYTHON, "penalty-of-blocks", "channels-last"])
+@long.parametrize(
+    "name", [*LEFT_TO_PYTHON, "penalty-of-blocks", "channels-last"], always=["penalty-of-blocks", "recurrent-first"]
+)
 def test_sharded_before_the_compile(name: str) -> None:
     assert_equal_training(run_ranks(_kind, name, sharded_before=True))
 
@@ -63,7 +70,11 @@ def _without_compile(name: str) -> float:
     )
 
 
-@pytest.mark.parametrize("name", ["recurrent", "penalty", "penalty-of-blocks", "own-forward", "channels-last"])
+@long.parametrize(
+    "name",
+    ["recurrent", "penalty", "penalty-of-blocks", "own-forward", "channels-last"],
+    always=["penalty", "recurrent", "own-forward"],
+)
 def test_without_compile(name: str) -> None:
     assert max(run_ranks(_without_compile, name)) < 1e-4
 
@@ -96,7 +107,7 @@ def _own_forward_at_the_top(*, compiled: bool) -> float:
     return (weight.full_tensor() - expected).abs().max().item()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@long.parametrize("compiled", [True, False], always=[False])
 def test_a_forward_of_the_instances_own(*, compiled: bool) -> None:
     assert max(run_ranks(_own_forward_at_the_top, compiled=compiled)) < 1e-5
 
@@ -141,6 +152,7 @@ def _moving_average() -> Differences:
     return train_pair(_SlowInPython)
 
 
+@pytest.mark.long
 def test_updates_of_parameters_inside_of_forward_are_kept() -> None:
     assert_equal_training(run_ranks(_moving_average))
 
@@ -170,7 +182,7 @@ def _step_of_what_dynamo_leaves_to_python(name: str) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["recurrent", "recurrent-first"])
+@long.parametrize("name", ["recurrent", "recurrent-first"], always=["recurrent-first"])
 def test_a_model_that_dynamo_leaves_to_python_is_sharded_and_trains(name: str) -> None:
     """Up to torch 2.13 it leaves each forward with recurrent layers; later it compiles what comes before them."""
     run_ranks(_step_of_what_dynamo_leaves_to_python, name)
@@ -191,5 +203,6 @@ def _plain_beside_compiled() -> None:
         assert not any(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
 
 
+@pytest.mark.long
 def test_optimizers_of_plain_parameters_step_as_always() -> None:
     run_ranks(_plain_beside_compiled)

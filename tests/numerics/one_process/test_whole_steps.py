@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from tests.models.kinds import Slim, Stack
+from tests import long
+from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
 
@@ -59,7 +60,7 @@ def _train(step: Step) -> float:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("step", [_loss_inside, _all_inside])
+@long.parametrize("step", [_loss_inside, _all_inside], always=[_loss_inside])
 def test_steps_that_are_compiled_with_more_than_the_model(step: Step) -> None:
     assert max(run_ranks(_train, step)) < 1e-5
 
@@ -106,6 +107,7 @@ def _batch_norm() -> None:
         torch.testing.assert_close(parameter.full_tensor(), reference.get_parameter(name).detach())  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
     run_ranks(_batch_norm)
 
@@ -113,7 +115,7 @@ def test_batch_norm_keeps_each_ranks_own_statistics() -> None:
 def _after_an_exception() -> float:
     """An exception between two blocks, then one in backward; the steps after them are as in one process."""
     torch.manual_seed(0)
-    model = Stack()
+    model = Slim()
     fails = {"forward": False}
 
     def maybe_fail(_module: nn.Module, _inputs: object) -> None:
@@ -145,7 +147,7 @@ def test_nothing_is_left_behind_by_an_exception_in_the_middle_of_a_step() -> Non
 def _part_by_itself() -> float:
     """A block of a sharded model is called without the model, and names that do not fit are refused on loading."""
     torch.manual_seed(0)
-    model = Stack()
+    model = Slim()
     reference = copy.deepcopy(model)
     fully_shard(model)
     x = torch.randn(2, 32)
