@@ -21,10 +21,11 @@ def _run(program: str, folder: Path, *arguments: str) -> list[dict[str, float]]:
     file = folder / "report.json"
     file.unlink(missing_ok=True)
     launcher = ["torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", *launcher, "-m", f"{PROGRAMS}.{program}", *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "REPORT": str(file), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "REPORT": str(file), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=400,
@@ -86,6 +87,18 @@ def test_lightning_trainer(tmp_path: Path, precision: str) -> None:
     # Its checkpoint has the optimizer, too: the second epoch is the same again.
     resumed = _run("with_lightning", tmp_path, "fsdp", precision, "resumed", "sharded/epoch=0.ckpt")
     assert resumed == found[9:]
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "clip_mode"),
+    [("vit_tiny_patch16_224", "adamw", "norm"), ("convnext_atto", "lamb", "norm"), ("resnet10t", "sgd", "value")],
+)
+def test_timm(tmp_path: Path, model: str, optimizer: str, clip_mode: str) -> None:
+    pytest.importorskip("timm")
+    expected = _run("with_timm", tmp_path, "ddp", model, optimizer, clip_mode, str(tmp_path))
+    assert sum("loss" in entry for entry in expected) == 4
+    assert sum("averaged" in entry for entry in expected) == 1
+    _same(_run("with_timm", tmp_path, "fsdp", model, optimizer, clip_mode, str(tmp_path)), expected)
 
 
 def test_distributed_config(tmp_path: Path) -> None:
