@@ -32,8 +32,8 @@ def step_in_backward(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
         `optimizer`.
 
     Raises:
-        ConfigError: As `flat_step`; or if another optimizer updates a parameter in backward. In backward, if the optimizer
-            counts its steps in its groups.
+        ConfigError: As `flat_step`; or if another optimizer updates a parameter in backward. In backward, if the
+            optimizer counts its steps in its groups.
     """
     flat_step(optimizer, elementwise=elementwise)
     parameters = [current(p) for group in optimizer.param_groups for p in group["params"]]
@@ -79,8 +79,8 @@ class _InBackward:
             key = difference(values, values_of(group))
             if key is not None:
                 raise ConfigError(
-                    f"{type(self.optimizer).__name__} changes {key!r} of its groups in each step, and would in the update "
-                    "of each unit",
+                    f"{type(self.optimizer).__name__} changes {key!r} of its groups in each step, and would in the "
+                    "update of each unit",
                     where=_WHERE,
                     instead="flat_step(optimizer, elementwise=True), whose step updates all units at once",
                 )

@@ -121,8 +121,8 @@ def _same_values(optimizer: optim.Optimizer, group: dict[str, Any], before: Valu
     key = None if before is None else difference(left, before)
     if key is not None:
         raise ConfigError(
-            f"{type(optimizer).__name__} writes {key!r} into its group, and another value for each parameter: its update "
-            "looks at several parameters together",
+            f"{type(optimizer).__name__} writes {key!r} into its group, and another value for each parameter: its "
+            "update looks at several parameters together",
             where="whole_step(optimizer, per_parameter=True)",
             instead="an optimizer whose update of a parameter depends on that parameter alone; or this one without "
             "whole_step, where torch has its operators for DTensors",
