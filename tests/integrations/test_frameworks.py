@@ -57,11 +57,34 @@ def test_trainer(tmp_path: Path) -> None:
     assert resumed == found
 
 
+@pytest.mark.parametrize(("loss", "precision"), [("nll", "bf16"), ("dft", "no"), ("whole_logits", "no")])
+def test_trl(tmp_path: Path, loss: str, precision: str) -> None:
+    pytest.importorskip("trl")
+    expected = _run("with_trl", tmp_path, "ddp", loss, precision, "by_ddp")
+    found = _run("with_trl", tmp_path, "fsdp", loss, precision, "sharded")
+    assert any("eval_loss" in entry for entry in expected)
+    assert any("mean_token_accuracy" in entry for entry in expected)
+    _same(found, expected)
+
+
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_accelerate(tmp_path: Path, mixed_precision: str) -> None:
     pytest.importorskip("accelerate")
     expected = _run("with_accelerate", tmp_path, "ddp", mixed_precision)
     _same(_run("with_accelerate", tmp_path, "fsdp", mixed_precision), expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "mixed_precision", "state_dict_type", "tied"),
+    [("in_place", "no", "FULL_STATE_DICT", "tied"), ("function", "bf16", "SHARDED_STATE_DICT", "untied")],
+)
+def test_accelerate_fsdp2(tmp_path: Path, how: str, mixed_precision: str, state_dict_type: str, tied: str) -> None:
+    pytest.importorskip("accelerate")
+    arguments = (mixed_precision, state_dict_type, tied)
+    expected = _run("with_accelerate_fsdp2", tmp_path, "fsdp2_compiled", *arguments)
+    assert expected[2:4] == expected[4:6]  # what was loaded trains on as what was saved did
+    # The same bits as FSDP2's under torch.compile, without which some operators round otherwise.
+    assert _run("with_accelerate_fsdp2", tmp_path, how, *arguments) == expected
 
 
 def test_peft(tmp_path: Path) -> None:
