@@ -1,7 +1,8 @@
 """Saves what forward computed from inputs that it also updates, so that backward need not recompute it.
 
-A checkpointed batch norm reads its running statistics and returns new ones. The min-cut partitioner would save the old
-ones, to recompute the batch norm in backward; by then the new ones are in their memory, and autograd refuses them.
+A checkpointed batch norm reads its running statistics and returns new ones; a model scales by a counter that it
+increments. The min-cut partitioner would save the old values, to recompute in backward what was computed from them; by
+then the new ones are in their memory, and autograd refuses them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from fsdp_compile.ir.queries import aliases, is_alias
 
 
 def save_readers_of_updated_inputs(joint: fx.Graph) -> None:
-    """Marks results that were computed from updated inputs, where they would be recomputed, to be saved."""
+    """Marks results that were computed from updated inputs to be saved, if backward needs them."""
     for shared in aliases(_updated_inputs(joint)):
         for reader in shared.users:
-            if "recompute" in reader.meta and not is_alias(reader):
+            if not is_alias(reader):
                 for node in (reader, *_parts(reader)):
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 

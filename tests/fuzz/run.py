@@ -22,7 +22,7 @@ from tests.rank_worker import reset_torch
 from tests.ranks import RankError, run_ranks
 
 WORLD_SIZE = 2
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 
 class Contender(StrEnum):

@@ -230,6 +230,9 @@ class _CheckpointedNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(checkpoint(self.normalize, x, use_reentrant=False))
 
+    def in_one_process(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.normalize(x))
+
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         assert isinstance(self.mean, torch.Tensor)
         y = self.norm(x - self.mean.view(-1)).sin()
@@ -237,20 +240,48 @@ class _CheckpointedNorm(nn.Module):
         return y
 
 
-def _checkpointed_norm() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+class _Counting(nn.Module):
+    """Adds what it counts in a buffer, before a checkpointed region that reads the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(lambda y: y + self.shift, self.counted(x), use_reentrant=False))
+
+    def in_one_process(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.counted(x) + self.shift)
+
+    def counted(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.count, torch.Tensor)
+        for _ in range(2):
+            self.count.add_(1)
+            x = x.tanh() + 0.1 * self.count
+        return x
+
+
+def _trained(kind: type[_CheckpointedNorm] | type[_Counting]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Gradients and buffers of two steps, compiled; and of one process that does not checkpoint."""
     torch.manual_seed(0)
-    model, reference = _CheckpointedNorm(), _CheckpointedNorm()
+    model, reference = kind(), kind()
     reference.load_state_dict(model.state_dict())
     compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     for batch in batches(2, 4):
         loss_of(compiled(batch)).backward()
-        loss_of(reference.head(reference.normalize(batch))).backward()
+        loss_of(reference.in_one_process(batch)).backward()
     mine = [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
     theirs = [p.grad for p in reference.parameters() if p.grad is not None]
     return [*mine, *model.buffers()], [*theirs, *reference.buffers()]
 
 
-def test_checkpointed_regions_may_update_the_buffers_that_they_read() -> None:
-    ((mine, theirs),) = run_ranks(_checkpointed_norm, world_size=1)
-    torch.testing.assert_close(mine, theirs)
+def _both_kinds() -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    return [_trained(_CheckpointedNorm), _trained(_Counting)]
+
+
+def test_models_that_checkpoint_may_update_the_buffers_that_they_read() -> None:
+    (kinds,) = run_ranks(_both_kinds, world_size=1)
+    for mine, theirs in kinds:
+        torch.testing.assert_close(mine, theirs)
