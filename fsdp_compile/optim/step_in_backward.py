@@ -7,7 +7,8 @@ from torch import optim
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import rebuild_specs
-from fsdp_compile.optim.flat_step import Chosen, flat_step, flat_step_of
+from fsdp_compile.optim.flat_step import ELEMENTWISE, Chosen, flat_step, flat_step_of
+from fsdp_compile.optim.group_values import difference, values_of
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.replaced_params import current
 from fsdp_compile.runtime.units import FSDPParamGroup
@@ -31,7 +32,8 @@ def step_in_backward(optimizer: Chosen, *, elementwise: bool = False) -> Chosen:
         `optimizer`.
 
     Raises:
-        ConfigError: As `flat_step`; or if another optimizer updates a parameter in backward.
+        ConfigError: As `flat_step`; or if another optimizer updates a parameter in backward. In backward, if the
+            optimizer counts its steps in its groups.
     """
     flat_step(optimizer, elementwise=elementwise)
     parameters = [current(p) for group in optimizer.param_groups for p in group["params"]]
@@ -64,6 +66,21 @@ class _InBackward:
         self.optimizer = optimizer
 
     def update(self, flat: FSDPParamGroup) -> None:
-        """Steps the optimizer's parameters in a group, and clears their gradients."""
+        """Steps the optimizer's parameters in a group, and clears their gradients.
+
+        Raises:
+            ConfigError: If the step counts in the optimizer's groups, which have other units, too.
+        """
+        groups = [] if type(self.optimizer) in ELEMENTWISE else self.optimizer.param_groups
+        before = [values_of(group) for group in groups]
         for param in flat_step_of(self.optimizer).update(self.optimizer, flat):
             param.parameter.grad = None
+        for group, values in zip(groups, before, strict=True):
+            key = difference(values, values_of(group))
+            if key is not None:
+                raise ConfigError(
+                    f"{type(self.optimizer).__name__} changes {key!r} of its groups in each step, and would in the "
+                    "update of each unit",
+                    where=_WHERE,
+                    instead="flat_step(optimizer, elementwise=True), whose step updates all units at once",
+                )

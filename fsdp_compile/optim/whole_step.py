@@ -22,6 +22,7 @@ from fsdp_compile.comm.gather import Receivers, gather_full
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.optim.flat_step import ELEMENTWISE
+from fsdp_compile.optim.group_values import Rewound, Values, difference, values_of
 from fsdp_compile.optim.whole_lbfgs import use_full_vectors
 from fsdp_compile.runtime import loaded_state
 from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
@@ -47,13 +48,14 @@ def whole_step(optimizer: Chosen, *, per_parameter: bool = False) -> Chosen:
     Args:
         optimizer: Made before or after the model was sharded. It is changed.
         per_parameter: Asserts of an optimizer that is not torch's that its update of a parameter depends on the value,
-            the gradient and the state of that parameter alone.
+            the gradient and the state of that parameter alone, and on what its group says, as a count of steps.
 
     Returns:
         `optimizer`.
 
     Raises:
-        ConfigError: For an optimizer that is not known to update each parameter by itself.
+        ConfigError: For an optimizer that is not known to update each parameter by itself; in a step, if it shows that
+            it does not.
     """
     if isinstance(optimizer, optim.LBFGS):
         use_full_vectors(optimizer)
@@ -90,21 +92,42 @@ def _step(optimizer: optim.Optimizer, inner: Callable[[], Any], closure: Callabl
     groups, state = optimizer.param_groups, optimizer.state
     given = [group["params"] for group in groups]
     try:
+        others = []
         for group, parameters in zip(groups, given, strict=True):
             optimizer.param_groups = [group]
+            rewound, left = Rewound(group), None
             for parameter in parameters:
                 if parameter in sharded and parameter.grad is not None:
+                    rewound.rewind()
                     state[parameter] = _update(optimizer, inner, sharded[parameter], state.get(parameter, {}))
-        optimizer.param_groups, optimizer.state = groups, state
-        for group, parameters in zip(groups, given, strict=True):
+                    left = _same_values(optimizer, group, left)
             group["params"] = [parameter for parameter in parameters if parameter not in sharded]
-        if any(group["params"] for group in groups):
+            if group["params"]:
+                rewound.rewind()
+                others.append(group)
+        if others:
+            optimizer.param_groups, optimizer.state = others, state
             inner()
     finally:
         optimizer.param_groups, optimizer.state = groups, state
         for group, parameters in zip(groups, given, strict=True):
             group["params"] = parameters
     return loss
+
+
+def _same_values(optimizer: optim.Optimizer, group: dict[str, Any], before: Values | None) -> Values:
+    """What the update of a parameter has left in its group, which has to be the same for all parameters."""
+    left = values_of(group)
+    key = None if before is None else difference(left, before)
+    if key is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} writes {key!r} into its group, and another value for each parameter: its "
+            "update looks at several parameters together",
+            where="whole_step(optimizer, per_parameter=True)",
+            instead="an optimizer whose update of a parameter depends on that parameter alone; or this one without "
+            "whole_step, where torch has its operators for DTensors",
+        )
+    return left
 
 
 @torch.no_grad()

@@ -21,10 +21,11 @@ def _run(program: str, folder: Path, *arguments: str) -> list[dict[str, float]]:
     file = folder / "report.json"
     file.unlink(missing_ok=True)
     launcher = ["torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", *launcher, "-m", f"{PROGRAMS}.{program}", *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "REPORT": str(file), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "REPORT": str(file), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=400,
@@ -56,11 +57,34 @@ def test_trainer(tmp_path: Path) -> None:
     assert resumed == found
 
 
+@pytest.mark.parametrize("loss", ["nll", "dft", "whole_logits"])
+def test_trl(tmp_path: Path, loss: str) -> None:
+    pytest.importorskip("trl")
+    expected = _run("with_trl", tmp_path, "ddp", loss, "no", "by_ddp")
+    found = _run("with_trl", tmp_path, "fsdp", loss, "no", "sharded")
+    assert any("eval_loss" in entry for entry in expected)
+    assert any("mean_token_accuracy" in entry for entry in expected)
+    _same(found, expected)
+
+
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_accelerate(tmp_path: Path, mixed_precision: str) -> None:
     pytest.importorskip("accelerate")
     expected = _run("with_accelerate", tmp_path, "ddp", mixed_precision)
     _same(_run("with_accelerate", tmp_path, "fsdp", mixed_precision), expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "mixed_precision", "state_dict_type", "tied"),
+    [("in_place", "no", "FULL_STATE_DICT", "tied"), ("function", "bf16", "SHARDED_STATE_DICT", "untied")],
+)
+def test_accelerate_fsdp2(tmp_path: Path, how: str, mixed_precision: str, state_dict_type: str, tied: str) -> None:
+    pytest.importorskip("accelerate")
+    arguments = (mixed_precision, state_dict_type, tied)
+    expected = _run("with_accelerate_fsdp2", tmp_path, "fsdp2_compiled", *arguments)
+    assert expected[2:4] == expected[4:6]  # what was loaded trains on as what was saved did
+    # The same bits as FSDP2's under torch.compile, without which some operators round otherwise.
+    assert _run("with_accelerate_fsdp2", tmp_path, how, *arguments) == expected
 
 
 def test_peft(tmp_path: Path) -> None:
@@ -86,6 +110,18 @@ def test_lightning_trainer(tmp_path: Path, precision: str) -> None:
     # Its checkpoint has the optimizer, too: the second epoch is the same again.
     resumed = _run("with_lightning", tmp_path, "fsdp", precision, "resumed", "sharded/epoch=0.ckpt")
     assert resumed == found[9:]
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "clip_mode"),
+    [("vit_tiny_patch16_224", "adamw", "norm"), ("convnext_atto", "lamb", "norm"), ("resnet10t", "sgd", "value")],
+)
+def test_timm(tmp_path: Path, model: str, optimizer: str, clip_mode: str) -> None:
+    pytest.importorskip("timm")
+    expected = _run("with_timm", tmp_path, "ddp", model, optimizer, clip_mode, str(tmp_path))
+    assert sum("loss" in entry for entry in expected) == 4
+    assert sum("averaged" in entry for entry in expected) == 1
+    _same(_run("with_timm", tmp_path, "fsdp", model, optimizer, clip_mode, str(tmp_path)), expected)
 
 
 def test_distributed_config(tmp_path: Path) -> None:

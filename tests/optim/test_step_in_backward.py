@@ -209,6 +209,23 @@ class _UntoldSGD(optim.SGD):
                 p.data.add_(p.grad, alpha=-group["lr"])
 
 
+class _CountingSGD(_UntoldSGD):
+    """It counts its steps in its groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_refused() -> None:
+    with _one_rank():
+        model = fully_shard(_model())
+        step_in_backward(_CountingSGD(model.parameters(), lr=0.1), elementwise=True)
+        with pytest.raises(ConfigError, match=r"_CountingSGD changes 'steps' of its groups(.|\n)*flat_step\(optimizer"):
+            loss_of(model(_input())).backward()
+
+
 def test_a_gradient_of_an_input_is_not_computed_with_parameters_of_after_the_update() -> None:
     with _one_rank():
         model = _model()

@@ -42,6 +42,24 @@ class _Lamb(optim.Optimizer):
                 parameter.add_(state["average"], alpha=-group["lr"] * state["norms"][-1])
 
 
+class _Counting(optim.Optimizer):
+    """Of another library: it counts its steps in its groups, as a tensor and as a number, or what it has trained."""
+
+    def __init__(self, params: Iterable[Any], *, elements: bool = False) -> None:
+        super().__init__(params, {"lr": 0.1, "count": torch.zeros(()), "elements": elements})
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / (group["steps"] + group["count"].item()))
+                    if group["elements"]:
+                        group["count"] += parameter.numel()
+
+
 OPTIMIZERS: dict[str, _Make] = {
     "Adafactor": lambda p: optim.Adafactor(p, lr=0.1, weight_decay=0.1),
     "Adafactor, foreach": lambda p: optim.Adafactor(p, lr=0.1, foreach=True),
@@ -49,7 +67,9 @@ OPTIMIZERS: dict[str, _Make] = {
     "AdamW": lambda p: optim.AdamW(p, lr=0.1, amsgrad=True),
     "Rprop": lambda p: optim.Rprop(p, lr=0.1),
     "of another library": _Lamb,
+    "counting in its groups": _Counting,
 }
+NOT_OF_TORCH = ("of another library", "counting in its groups")
 ONLY_MATRICES = ("Muon",)
 
 
@@ -98,7 +118,7 @@ def _check_bits(name: str, mesh: tuple[int, ...]) -> None:
     """One parameter has no gradient in one step."""
     reference = _made()
     model = fully_shard(_made(), mesh=mesh_of(mesh))
-    mine = whole_step(OPTIMIZERS[name](_trained_by(name, model)), per_parameter=name == "of another library")
+    mine = whole_step(OPTIMIZERS[name](_trained_by(name, model)), per_parameter=name in NOT_OF_TORCH)
     theirs = OPTIMIZERS[name](_trained_by(name, reference))
     for seed in range(3):
         for each, optimizer in ((model, mine), (reference, theirs)):
@@ -259,6 +279,41 @@ def test_what_is_not_known_to_update_parameters_one_by_one_is_refused() -> None:
         whole_step(_Lamb(parameters))
     with pytest.raises(ConfigError, match="not known to update each element"):
         flat_step(whole_step(optim.Adafactor(parameters)))
+
+
+def _check_counts_of_groups() -> None:
+    """Two groups: one of a sharded parameter and one that is not, and one of sharded parameters alone."""
+    runs = []
+    for is_sharded in (True, False):
+        model = _made()
+        if is_sharded:
+            fully_shard(model, ignored_params={model.scale})
+        groups: list[Any] = [{"params": [model.scale, model.up.weight]}, {"params": [model.up.bias, model.down.weight]}]
+        count = torch.zeros(())
+        optimizer = _Counting([{**group, "count": count.clone()} for group in groups])
+        held = [group["count"] for group in optimizer.param_groups]
+        if is_sharded:
+            whole_step(optimizer, per_parameter=True)
+        for seed in range(3):
+            _set_gradients(model, seed, skip="")
+            optimizer.step()
+        assert [each.item() for each in held] == [3, 3]
+        assert all(group["count"] is each for group, each in zip(optimizer.param_groups, held, strict=True))
+        assert [group["steps"] for group in optimizer.param_groups] == [3, 3]
+        runs.append(dict(full_tensors(model)))
+    for key, value in runs[0].items():
+        assert torch.equal(value, runs[1][key]), key
+    model = fully_shard(_made())
+    _set_gradients(model, 0, skip="")
+    several = whole_step(_Counting(_trained_by("", model), elements=True), per_parameter=True)
+    with pytest.raises(
+        ConfigError, match=r"_Counting writes 'count' into its group(.|\n)*depends on that parameter alone"
+    ):
+        several.step()
+
+
+def test_groups_count_a_step_once_and_what_differs_by_parameter_is_refused() -> None:
+    run_ranks(_check_counts_of_groups)
 
 
 def test_an_error_leaves_the_optimizer_as_it_was() -> None:
