@@ -35,18 +35,18 @@ class Rewound:
 
     def __init__(self, group: dict[str, Any]) -> None:
         self._group = group
-        self._held = {key: value for key, value in group.items() if key != "params"}
+        self._entries = {key: value for key, value in group.items() if key != "params"}
         self._before = values_of(group)
 
     def rewind(self) -> None:
         """Puts back the entries that the group had at first, the same tensors among them."""
         group = self._group
-        for key in group.keys() - self._held.keys() - {"params"}:
+        for key in group.keys() - self._entries.keys() - {"params"}:
             del group[key]
-        for key, held in self._held.items():
-            if isinstance(held, torch.Tensor):
-                held.detach().copy_(self._before[key])
-            group[key] = held
+        for key, value in self._entries.items():
+            if isinstance(value, torch.Tensor):
+                value.detach().copy_(self._before[key])
+            group[key] = value
 
 
 def _are_equal(one: Any, other: Any) -> bool:
