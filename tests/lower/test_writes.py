@@ -36,7 +36,8 @@ def _trained(*, in_backward: bool) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=100)  # whoever reads an updated value is far off
     if in_backward:
         optimizer = step_in_backward(optimizer)
-    compiled = torch.compile(model, backend="fsdp")
+    # A graph in Inductor's cache would tell of the code as it was.
+    compiled = torch.compile(model, backend="fsdp", options={"inductor": {"fx_graph_cache": False}})
     compiled(torch.randn(8, WIDTH)).square().mean().backward()
     optimizer.step()
     return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
