@@ -74,6 +74,7 @@ def test_an_option_that_is_near_to_none_is_refused_with_all_names() -> None:
         ("prefetch", 1.5, "0, 1, 2"),
         ("prefetch", True, "0, 1, 2"),
         ("prefetch", "1", "0, 1, 2"),
+        ("poison", 1, "True or False"),
         ("inductor", ["max_autotune"], "a dict"),
         ("mp_policy", torch.bfloat16, "MixedPrecisionPolicy"),
         ("mp_policy", "bf16", "MixedPrecisionPolicy"),

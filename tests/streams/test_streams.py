@@ -16,6 +16,7 @@ from fsdp_compile import MixedPrecision, fully_shard, no_sync, step_in_backward
 from fsdp_compile.lower import eager
 from fsdp_compile.lower.wrappers import Compiled
 from fsdp_compile.ops.host_copy import WAIT_COPY
+from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST
 from tests.models.kinds import WIDTH, Slim
 from tests.numerics.one_process.pair import loss_of
@@ -100,9 +101,7 @@ def _started_in_backward() -> list[str]:
     return _train({}, {}, _nothing, in_backward=True)
 
 
-@pytest.mark.parametrize(
-    "name", [name if not i else pytest.param(name, marks=pytest.mark.long) for i, name in enumerate(_CASES)]
-)
+@long.parametrize("name", _CASES, always=["offloaded, kept by neighbours"])
 def test_no_stream_uses_what_another_may_use(name: str) -> None:
     for started in run_ranks(_started, name, world_size=4):
         assert any("reduce" in one for one in started), started
