@@ -11,6 +11,7 @@ from torch import fx
 from fsdp_compile._torch.dynamo import CustomPartitionerFn, compile_fx, compile_fx_inner, functorch_config
 from fsdp_compile._torch.lowerings import compute_readers_first
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.lower.keep_matmuls import keep_matmuls
 from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.once import compile_once
 from fsdp_compile.lower.open_dequantize import open_dequantize
@@ -64,6 +65,8 @@ def compile_with_inductor(
         def compile_graph() -> Compiled:
             open_dequantize(gm.graph)
             write_before_waits(gm.graph)
+            keep_matmuls(gm.graph)
+            gm.recompile()  # caches look graphs up by their code
             planned = planned_calls(gm.graph)  # Inductor changes the graph
             text = _text(gm, example_inputs, patches)
             compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs))

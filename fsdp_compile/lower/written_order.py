@@ -61,18 +61,25 @@ def planned_calls(graph: fx.Graph) -> list[Call]:
     """The calls that a graph plans, in its order."""
     calls: list[Call] = []
     starts: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        if not isinstance(node.target, OpOverload):
-            continue
-        space, _, operator = node.target._schema.name.partition("::")
-        if not _has_a_place(space, operator):
-            continue
+    for node in filter(has_a_place, graph.nodes):
+        space, operator = _name_of(node)
         waited = _message(node.args[0], starts) if operator == _WAIT else None
         communicates = space == _COLLECTIVES
         if communicates and operator != _WAIT:
             starts[node] = len(starts)
         calls.append(Call(_ALIKE.get(operator, operator), communicates, waited, describe(node)))
     return calls
+
+
+def has_a_place(node: fx.Node) -> bool:
+    """Whether a node calls an operator that the code of a graph calls in the graph's order."""
+    return isinstance(node.target, OpOverload) and _has_a_place(*_name_of(node))
+
+
+def _name_of(node: fx.Node) -> tuple[str, str]:
+    """The namespace of a node's operator, and its name there."""
+    space, _, operator = node.target._schema.name.partition("::")  # type: ignore[union-attr]
+    return space, operator
 
 
 def _has_a_place(space: str, operator: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -37,7 +39,8 @@ def _trained(*, in_backward: bool) -> list[torch.Tensor]:
     if in_backward:
         optimizer = step_in_backward(optimizer)
     # A graph in Inductor's cache would tell of the code as it was.
-    compiled = torch.compile(model, backend="fsdp", options={"inductor": {"fx_graph_cache": False}})
+    options: dict[str, Any] = {"inductor": {"fx_graph_cache": False}}
+    compiled = torch.compile(model, backend="fsdp", options=options)
     compiled(torch.randn(8, WIDTH)).square().mean().backward()
     optimizer.step()
     return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
