@@ -12,6 +12,7 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wr
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -47,6 +48,11 @@ def new_dtensor(local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[An
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, placements, TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
+
+
+def strided_shard(dim: int, parts: int) -> Placement:
+    """The placement of what was divided into `parts` along `dim` before each of them is sharded on it."""
+    return _StridedShard(dim, split_factor=parts)
 
 
 def local_tensor(parameter: DTensor) -> torch.Tensor:

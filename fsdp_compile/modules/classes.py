@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, SupportsIndex
 
 from torch import nn
@@ -29,7 +29,15 @@ from fsdp_compile.modules.loaded_params import (
     refuse_other_shapes,
     refuse_shards_of_other_ranks,
 )
-from fsdp_compile.modules.param_reads import FLAT, READ_NAMES, ParamRead, get_parameter, named_parameters, read_property
+from fsdp_compile.modules.param_reads import (
+    FLAT,
+    READ_NAMES,
+    TENSOR_PARALLEL,
+    ParamRead,
+    get_parameter,
+    named_parameters,
+    read_property,
+)
 from fsdp_compile.modules.param_views import give_storages
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.module_state import ReadFrom, ensure_state, reads_of
@@ -112,8 +120,10 @@ def swap_class(module: nn.Module) -> None:
         # `nn.Module.__setattr__` would register the flat parameter as a parameter.
         object.__setattr__(module, f"{FLAT}{i}", group.flat_param)
     marked = note_attributes(module, state.reads)
+    split = _note_tensor_parallel(module, state.reads)
     reads = sorted(
-        ParamRead(n, number[r.group], r.text, state.eval_reads.get(n), n in marked) for n, r in state.reads.items()
+        ParamRead(n, number[r.group], r.text, state.eval_reads.get(n), n in marked, n in split)
+        for n, r in state.reads.items()
     )
     now = type(module)
     key = ClassKey(vars(now)[_KEY].base if _KEY in vars(now) else now, tuple(reads), state.casts, state.methods)
@@ -123,6 +133,16 @@ def swap_class(module: nn.Module) -> None:
             # The class of a parametrized module is its own, and `remove_parametrizations` changes it.
             _classes[key] = _make_class(key, _over(type(key.base)) if is_parametrized(module) else type(key.base))
         module.__class__ = _classes[key]
+
+
+def _note_tensor_parallel(module: nn.Module, reads: Mapping[str, ReadFrom]) -> Collection[str]:
+    """Records how parameters that are DTensors in a forward are laid out; returns their names."""
+    found = {name: read.param.tensor_parallel for name, read in reads.items() if read.param.tensor_parallel is not None}
+    if found:
+        object.__setattr__(module, TENSOR_PARALLEL, found)
+    elif TENSOR_PARALLEL in module.__dict__:
+        object.__delattr__(module, TENSOR_PARALLEL)
+    return found.keys()
 
 
 def follow_attributes(unit: FSDPUnit) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.dynamo import calls_are_compiled, is_compiling_a_frame
 from fsdp_compile._torch.tensors import plain_torch_functions
@@ -95,6 +96,9 @@ class GatheredVector(GatheredParameter):
 
 def as_parameter(gathered: torch.Tensor, module: nn.Module) -> GatheredParameter:
     """What code that is not compiled reads as a parameter of a module."""
+    if isinstance(gathered, DTensor):
+        gathered._is_param = True  # by which `isinstance(..., nn.Parameter)` goes; as another class it loses its parts
+        return gathered  # type: ignore[return-value]
     # Statistics have one dimension and no gradient. Torch's own layers have none among their parameters, and look for
     # `__torch_function__` before they take their fast paths.
     is_statistic = gathered.dim() == 1 and not gathered.requires_grad and not calls_are_compiled()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
+from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, with_attributes
 from fsdp_compile.modules.eager_reads import as_parameter, read_eagerly, read_once, registered
@@ -22,6 +23,8 @@ from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, swap_in
 FLAT = "_fsdp_flat_"
 """Start of the attributes of a module that are the flat parameters it reads from, each once."""
 READ_NAMES = "_fsdp_read_names"
+TENSOR_PARALLEL = "_fsdp_tensor_parallel"
+"""Attribute of a module: parameter name to its `TensorParallel`, for those that are DTensors when gathered."""
 
 
 class ParamRead(NamedTuple):
@@ -33,6 +36,7 @@ class ParamRead(NamedTuple):
         text: Of its `UnshardSpec`.
         eval_text: The same for eval mode, where that differs.
         has_attributes: Whether users put attributes on the parameter.
+        is_tensor_parallel: Whether the gathered parameter is a DTensor.
     """
 
     name: str
@@ -40,6 +44,7 @@ class ParamRead(NamedTuple):
     text: str
     eval_text: str | None
     has_attributes: bool
+    is_tensor_parallel: bool = False
 
 
 def read_property(read_of: ParamRead) -> property:
@@ -94,6 +99,22 @@ def _noted(read_of: ParamRead, gather: Callable[[nn.Module], torch.Tensor]) -> C
 
 
 def _gather(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
+    gather = _gather_local(read_of)
+    if not read_of.is_tensor_parallel:
+        return gather
+    name = read_of.name
+
+    def gather_dtensor(module: nn.Module) -> torch.Tensor:
+        local = gather(module)
+        # A value that was put in the place of the parameter is what it is.
+        return local if isinstance(local, DTensor) else getattr(module, TENSOR_PARALLEL)[name].gathered(local)
+
+    for function in (gather_dtensor, TensorParallel.gathered):
+        skip_code(function.__code__)
+    return gather_dtensor
+
+
+def _gather_local(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
     name, flat_param, text, eval_text = read_of.name, f"{FLAT}{read_of.flat}", read_of.text, read_of.eval_text
 
     def gather(module: nn.Module) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import ViewPlace, local_tensor
+from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
 from fsdp_compile.ops.comm_hook import Registered
 from fsdp_compile.runtime.grad_state import GradState
@@ -54,6 +55,8 @@ class FSDPParam:
         grad_dtype: Dtype of its `.grad`, where that is not its own.
         position: Its place in the order of registration, among the parameters of its group.
         is_read_before: Whether a graph from before it was sharded may send it a gradient.
+        tensor_parallel: How it was laid out as a DTensor before it was sharded; then the spec's shape is that of this
+            rank's part.
     """
 
     name: str
@@ -68,6 +71,7 @@ class FSDPParam:
     grad_dtype: torch.dtype | None = None
     position: int = 0
     is_read_before: bool = False
+    tensor_parallel: TensorParallel | None = None
 
     @property
     def dtensor(self) -> DTensor:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd, move_hooks
 from fsdp_compile._torch.tensors import local_tensor, new_dtensor, set_local_tensor
 from fsdp_compile.comm.groups import GroupRole, alias_of, rank_store, run_of
+from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.config.policy import compute_device, host_buffer, refuse_device
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout import flat_layout
@@ -36,11 +37,12 @@ class ParamToShard:
     Attributes:
         name: Relative to the unit's root.
         module_refs: Every (module, attribute) that registers it.
-        parameter: A full parameter, or a DTensor that is already sharded on `dim`.
+        parameter: A full parameter, one that is split over `tensor_parallel` alone, or one that is sharded on `dim`.
         dim: The dimension to shard; `None` for a 0-d parameter.
         order: As in `UnshardSpec`, if the parameter is a DTensor, which does not tell.
         device: Where its shard goes, if not to where the parameter is.
         keeps_own_dtype: Whether a module that registers it is excluded from mixed precision.
+        tensor_parallel: How it was laid out as a DTensor before it was sharded.
     """
 
     name: str
@@ -50,6 +52,12 @@ class ParamToShard:
     order: tuple[int, ...] = ()
     device: torch.device | None = None
     keeps_own_dtype: bool = False
+    tensor_parallel: TensorParallel | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what is divided over the shard group: the parameter, or this rank's part of one that is split already."""
+        return self.parameter.shape if self.tensor_parallel is None else self.tensor_parallel.local_shape
 
     @property
     def target(self) -> torch.device:
@@ -120,7 +128,7 @@ def _param_group(unit: FSDPUnit, members: list[ParamToShard]) -> FSDPParamGroup:
     first = members[0].parameter
     policy = unit.policy
     dtypes = _dtypes(policy, members[0])
-    shapes = [flat_layout.ParameterShape(m.name, tuple(m.parameter.shape), m.dim) for m in members]
+    shapes = [flat_layout.ParameterShape(m.name, tuple(m.shape), m.dim) for m in members]
     planned = flat_layout.plan_layout(
         shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.quantized or dtypes.sent, reduced=dtypes.reduced
     )
@@ -138,7 +146,7 @@ def _buffer(unit: FSDPUnit, members: Sequence[ParamToShard], numel: int) -> torc
     if offload is None or device.type == "meta" or not compute_device(offload, unit.policy.mesh.device_type):
         return torch.zeros(numel, dtype=first.dtype, device=device)
     for member in members:
-        if isinstance(member.parameter, DTensor):  # sharded before, and moved since
+        if _is_sharded(member.parameter, member.tensor_parallel):  # sharded before, and moved since
             refuse_device(member.name, member.target)
     return host_buffer(numel, first.dtype, offload)
 
@@ -167,7 +175,7 @@ def _sharded(
     unit: FSDPUnit, member: ParamToShard, place: flat_layout.Slot, buffer: torch.Tensor, dtypes: _Dtypes
 ) -> FSDPParam:
     policy, parameter = unit.policy, member.parameter
-    shape = tuple(parameter.shape)
+    shape = tuple(member.shape)
     spec = UnshardSpec(
         offset=place.offset,
         extent=place.extent,
@@ -195,7 +203,11 @@ def _sharded(
     size = local_shape(shape, member.dim, policy.size, policy.rank)
     view = buffer[place.offset : place.offset + torch.Size(size).numel()].view(size)
     refs = ModuleRefs(member.module_refs)
-    param = FSDPParam(member.name, refs, parameter, spec, policy.rank, size, view, position=place.index)
+    param = FSDPParam(
+        *(member.name, refs, parameter, spec, policy.rank, size, view),
+        position=place.index,
+        tensor_parallel=member.tensor_parallel,
+    )
     in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_dtype=None)
     if policy.mixed_precision.full_precision_in_eval and in_eval != spec:
         param.eval_spec = in_eval
@@ -239,30 +251,54 @@ def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
     Raises:
         ConfigError: If the parameter is a DTensor of another mesh or placement.
     """
-    placements = policy.mesh_placement.placements(param.spec.dim)
+    mesh, placements = _layout(param, policy)
     _detach_from_flat(param, parameter)
-    if isinstance(parameter, DTensor):
-        if not _have_same_ranks(parameter.device_mesh, policy.mesh) or tuple(parameter.placements) != placements:
+    if _is_sharded(parameter, param.tensor_parallel):
+        assert isinstance(parameter, DTensor)
+        if not _have_same_ranks(parameter.device_mesh, mesh) or tuple(parameter.placements) != placements:
             raise ConfigError(
                 f"the parameter is a DTensor with placements {tuple(parameter.placements)} on {parameter.device_mesh}",
                 where=param.name,
-                instead=f"a full tensor, or one with placements {placements} on {policy.mesh}",
+                instead=f"a full tensor, or one with placements {placements} on {mesh}",
             )
         param.sharded_view.copy_(local_tensor(parameter).detach())
-        if parameter.device_mesh != policy.mesh:  # its dimensions have other names, and the two would not mix
-            torch.utils.swap_tensors(parameter, _sharded_parameter(parameter, param.sharded_view, policy, placements))
+        if parameter.device_mesh != mesh:  # its dimensions have other names, and the two would not mix
+            torch.utils.swap_tensors(parameter, _sharded_parameter(parameter, param.sharded_view, mesh, placements))
+        set_local_tensor(parameter, param.sharded_view)
+        param.parameter = parameter
+    elif isinstance(parameter, DTensor):
+        local = local_tensor(parameter).detach()
+        param.sharded_view.copy_(local_part(local, param.spec.dim, policy.size, policy.rank))
+        parameter.grad = None
+        # It keeps its identity: before and after it is a DTensor of the same whole.
+        torch.utils.swap_tensors(parameter, _sharded_parameter(parameter, param.sharded_view, mesh, placements))
         set_local_tensor(parameter, param.sharded_view)
         param.parameter = parameter
     else:
         with torch.no_grad():
             param.sharded_view.copy_(local_part(parameter, param.spec.dim, policy.size, policy.rank))
-        param.parameter = _sharded_parameter(parameter, param.sharded_view, policy, placements)
+        param.parameter = _sharded_parameter(parameter, param.sharded_view, mesh, placements)
         if parameter.requires_grad and is_saved_by_autograd(parameter):
             post_backward.await_late_gradient(parameter, param)
         replaced_params.mark_replaced(parameter, param)
     param.dtensor_storage = param.parameter.untyped_storage()
     for module, attribute in param.module_refs:
         module._parameters[attribute] = param.parameter
+
+
+def _is_sharded(parameter: nn.Parameter, tensor_parallel: TensorParallel | None) -> bool:
+    """Whether a parameter is a DTensor that is sharded, not one that is split over its tensor-parallel mesh alone."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return tensor_parallel is None or parameter.device_mesh.ndim > tensor_parallel.mesh.ndim
+
+
+def _layout(param: FSDPParam, policy: UnitPolicy) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The mesh and the placements of a sharded parameter."""
+    if param.tensor_parallel is None:
+        return policy.mesh, policy.mesh_placement.placements(param.spec.dim)
+    split = param.tensor_parallel
+    return split.sharded_mesh(policy.mesh), split.sharded_placements(policy.mesh_placement, param.spec.dim)
 
 
 def _have_same_ranks(one: DeviceMesh, other: DeviceMesh) -> bool:
@@ -272,7 +308,7 @@ def _have_same_ranks(one: DeviceMesh, other: DeviceMesh) -> bool:
 def give_memory(param: FSDPParam, policy: UnitPolicy, device: torch.device) -> None:
     """Gives a parameter on meta uninitialized memory on `device`."""
     local = torch.empty(param.sharded_size, dtype=param.parameter.dtype, device=device)
-    made = _sharded_parameter(param.parameter, local, policy, policy.mesh_placement.placements(param.spec.dim))
+    made = _sharded_parameter(param.parameter, local, *_layout(param, policy))
     # It keeps its identity, by which optimizers refer to it.
     torch.utils.swap_tensors(param.parameter, made)
 
@@ -286,9 +322,9 @@ def _detach_from_flat(param: FSDPParam, successor: nn.Parameter) -> None:
 
 
 def _sharded_parameter(
-    full: nn.Parameter, local: torch.Tensor, policy: UnitPolicy, placements: tuple[Shard | Replicate, ...]
+    full: nn.Parameter, local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> nn.Parameter:
-    dtensor = new_dtensor(local, policy.mesh, placements, full.shape)
+    dtensor = new_dtensor(local, mesh, placements, full.shape)
     sharded = nn.Parameter(dtensor, requires_grad=full.is_floating_point() or full.is_complex())
     set_local_tensor(sharded, local)  # type: ignore[arg-type]  # nn.Parameter made an alias of it
     for attribute, value in vars(full).items():  # marks that users and libraries put on parameters
@@ -298,8 +334,17 @@ def _sharded_parameter(
     return sharded
 
 
-def shard_dim(name: str, parameter: nn.Parameter, size: int, placement: PlacementFn | None) -> int | None:
+def shard_dim(
+    name: str, parameter: nn.Parameter, size: int, placement: PlacementFn | None, shape: torch.Size | None = None
+) -> int | None:
     """The dimension on which a parameter is sharded.
+
+    Args:
+        name: Of the parameter, for errors.
+        parameter: What `placement` is asked about.
+        size: Ranks in the shard group.
+        placement: The user's choice.
+        shape: Of what is divided, if that is a part of the parameter.
 
     Raises:
         ConfigError: If `shard_placement_fn` returns no `Shard`, or names a dimension that does not exist, or one other
@@ -316,9 +361,10 @@ def shard_dim(name: str, parameter: nn.Parameter, size: int, placement: Placemen
     dim = chosen.dim + parameter.dim() if chosen.dim < 0 else chosen.dim
     if not 0 <= dim < parameter.dim():
         raise ConfigError(f"{chosen!r} names a dimension that does not exist", where=where, instead="Shard(0)")
-    if dim > 0 and parameter.shape[dim] % size:
+    divided = (parameter.shape if shape is None else shape)[dim]
+    if dim > 0 and divided % size:
         raise ConfigError(
-            f"dimension {dim} of size {parameter.shape[dim]} does not divide over {size} ranks",
+            f"dimension {dim} of size {divided} does not divide over {size} ranks",
             where=where,
             instead="Shard(0), which pads, or a dimension that divides",
         )

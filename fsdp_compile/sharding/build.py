@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.runtime.group_state import UnitPolicy, WrapSource
 from fsdp_compile.runtime.module_state import ParamOwner, ParamRef, call_on, is_sharded, reads_of, units
 from fsdp_compile.runtime.replaced_params import current
@@ -157,7 +159,10 @@ def _units(
             members[unit_name][id(parameter)].module_refs.append((owner, attribute))
             continue
         full_name = f"{module_name}.{attribute}" if module_name else attribute
-        dim = allocate.shard_dim(full_name, parameter, roots[chosen[unit_name]].size, arguments.placement)
+        policy = roots[chosen[unit_name]]
+        split = TensorParallel.of(full_name, parameter, policy.mesh) if isinstance(parameter, DTensor) else None
+        shape = None if split is None else split.local_shape
+        dim = allocate.shard_dim(full_name, parameter, policy.size, arguments.placement, shape)
         local_name = full_name.removeprefix(f"{unit_name}.") if unit_name else full_name
         members[unit_name][id(parameter)] = ParamToShard(
             local_name,
@@ -165,6 +170,7 @@ def _units(
             parameter,
             dim,
             device=devices.destination(parameter, arguments.device),
+            tensor_parallel=split,
         )
     for member in (member for unit in members.values() for member in unit.values()):
         member.keeps_own_dtype = any_full_precision((m for m, _ in member.module_refs), precision)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from fsdp_compile._torch.tensors import FakeTensor, memory_place
+from fsdp_compile._torch.tensors import FakeTensor, local_tensor, memory_place
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.runtime.gradients import refuse_hook_of_several
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
@@ -53,13 +53,9 @@ def refuse_class(name: str, parameter: torch.Tensor) -> None:
             instead="call the plain model once on a batch, then shard it",
         )
     if isinstance(parameter, DTensor):
-        raise UnsupportedModelError(
-            f"a parameter is a DTensor already, with placements {parameter.placements}",
-            where=name,
-            instead="shard plain parameters, or list it in ignored_params to leave it as it is",
-        )
+        parameter = local_tensor(parameter)
     kind = type(parameter)
-    if kind not in (nn.Parameter, FakeTensor):
+    if kind not in (torch.Tensor, nn.Parameter, FakeTensor):
         refuse_subclass(name, kind)
     for hook in (parameter._backward_hooks or {}).values():
         refuse_hook_of_several(hook, name)

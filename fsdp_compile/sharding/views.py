@@ -168,7 +168,7 @@ def _fits_now(param: FSDPParam, group: FSDPParamGroup) -> bool:
 def _fits(registered: nn.Parameter, param: FSDPParam, leaf: nn.Parameter) -> bool:
     local = _local(registered)
     return (
-        tuple(registered.shape) == param.spec.shape
+        registered.shape == param.parameter.shape
         and local.dtype == leaf.dtype
         and local.device == leaf.device
         and registered.requires_grad == leaf.requires_grad
@@ -202,7 +202,13 @@ def members(unit: FSDPUnit) -> list[allocate.ParamToShard]:
             dim = _dim(unit, param, parameter)
             is_whole = any_full_precision(owner for owner, _ in param.module_refs)
             found[id(parameter)] = allocate.ParamToShard(
-                name, [(module, attribute)], parameter, dim, order, keeps_own_dtype=is_whole
+                name,
+                [(module, attribute)],
+                parameter,
+                dim,
+                order,
+                keeps_own_dtype=is_whole,
+                tensor_parallel=param.tensor_parallel,
             )
     return list(found.values())
 
