@@ -5,7 +5,7 @@
     in a forward      DTensor over mesh["tp"]            [Shard(0)]                     local [4, 4], gathered over "dp"
     between steps     DTensor over mesh["dp", "tp"]      [_StridedShard(0), Shard(0)]   local [2, 4]
 
-The mesh and the placements are FSDP2's. "Tensor parallel" stands for whatever the parameter was split for: experts, say.
+The mesh and the placements are FSDP2's. "Tensor parallel" stands for all that a parameter may be split for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp_compile._torch.distributed import joined_mesh
 from fsdp_compile._torch.tensors import local_tensor, strided_shard
@@ -56,7 +56,7 @@ class TensorParallel:
             joined_mesh(mesh, own)
         except ValueError as error:
             raise ConfigError(
-                f"a parameter is a DTensor over {_described(own)}, and it is to be sharded over {_described(mesh)}: they "
+                f"a parameter is a DTensor over {_described(own)}, to be sharded over {_described(mesh)}, which "
                 "are not different dimensions of one mesh",
                 where=f"fully_shard(mesh=...), {name}",
                 instead='mesh = init_device_mesh(device, (2, 4), mesh_dim_names=("dp", "tp")); '
@@ -109,6 +109,10 @@ class TensorParallel:
             shape=self.shape,
             stride=self.stride,
         )
+
+    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a plain tensor of the whole shape that every rank has; no communication."""
+        return local_tensor(distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None))
 
 
 def _described(mesh: DeviceMesh) -> str:

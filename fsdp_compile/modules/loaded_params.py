@@ -70,9 +70,10 @@ def refuse_other_shapes(root: nn.Module, state_dict: Mapping[str, Any]) -> None:
         for attribute, param in _params(module):
             name = f"{prefix}.{attribute}".removeprefix(".")
             value = state_dict.get(name)
-            is_number = param.spec.shape == () and getattr(value, "shape", None) == (1,)  # which torch takes for 0-d
-            if isinstance(value, torch.Tensor) and tuple(value.shape) != param.spec.shape and not is_number:
-                wrong.append(f"{name} has shape {tuple(value.shape)}, and {param.spec.shape} in the model")
+            shape = tuple(param.dtensor.shape)
+            is_number = shape == () and getattr(value, "shape", None) == (1,)  # which torch takes for 0-d
+            if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and not is_number:
+                wrong.append(f"{name} has shape {tuple(value.shape)}, and {shape} in the model")
     if wrong:
         raise ConfigError(
             "the state dict does not fit the model: " + "; ".join(wrong),

@@ -9,8 +9,7 @@ from torch import nn, optim
 
 from fsdp_compile._torch.lbfgs import replace_vectors
 from fsdp_compile._torch.tensors import local_tensor
-from fsdp_compile.comm.gather import Receivers, gather_full
-from fsdp_compile.layout.flat_layout import local_part
+from fsdp_compile.comm.gather import Receivers, gather_whole
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 
 
@@ -31,8 +30,8 @@ def _full_gradient(parameter: nn.Parameter, param: FSDPParam | None) -> torch.Te
         return torch.zeros_like(parameter) if gradient is None else gradient
     local = param.sharded_view if gradient is None else local_tensor(gradient)  # type: ignore[arg-type]
     if gradient is None:
-        return local.new_zeros(param.spec.shape)
-    full = gather_full(local, param.spec, Receivers.ALL, local.device)
+        return local.new_zeros(param.dtensor.shape)
+    full = gather_whole(local, param.spec, param.tensor_parallel, Receivers.ALL, local.device)
     assert full is not None
     return full
 
@@ -47,5 +46,4 @@ def _add(parameters: Sequence[nn.Parameter], update: torch.Tensor, step_size: fl
         if param is None:
             parameter.add_(full, alpha=step_size)
         else:
-            own = local_part(full, param.spec.dim, param.spec.size, param.rank)
-            local_tensor(param.dtensor).add_(own, alpha=step_size)
+            local_tensor(param.dtensor).add_(param.own_part(full), alpha=step_size)

@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
 from fsdp_compile._torch.tensors import local_tensor
-from fsdp_compile.comm.gather import Receivers, gather_full
+from fsdp_compile.comm.gather import Receivers, gather_whole
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.optim.flat_step import ELEMENTWISE
 from fsdp_compile.optim.group_values import Rewound, Values, difference, values_of
 from fsdp_compile.optim.whole_lbfgs import use_full_vectors
@@ -146,12 +145,12 @@ def _update(
     optimizer.state = collections.defaultdict(dict, {whole: full} if full else {})
     optimizer.param_groups[0]["params"] = [whole]
     inner()
-    local.copy_(local_part(whole, param.spec.dim, param.spec.size, param.rank))
+    local.copy_(param.own_part(whole.detach()))
     return {key: _sharded(key, value, param) for key, value in optimizer.state[whole].items()}
 
 
 def _gathered(local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
-    full = gather_full(local, param.spec, Receivers.ALL, local.device)
+    full = gather_whole(local, param.spec, param.tensor_parallel, Receivers.ALL, local.device)
     assert full is not None
     return full
 

@@ -113,7 +113,7 @@ def _is_full(optimizer: Optimizer, value: torch.Tensor, param: FSDPParam) -> boo
     # LBFGS has no state of single parameters.
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
     is_plain = not isinstance(value, DTensor) and value.dim() > 0
-    return is_of_torch and is_plain and tuple(value.shape) == param.spec.shape != param.sharded_size
+    return is_of_torch and is_plain and tuple(value.shape) == tuple(param.dtensor.shape) != param.sharded_size
 
 
 def _as_dtensors(held: dict[str, Any], param: FSDPParam) -> dict[str, DTensor]:

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compile._torch.autograd import is_saved_by_autograd
 from fsdp_compile._torch.tensors import make_dtensor, plain_torch_functions
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.runtime.units import FSDPParam
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -120,6 +119,5 @@ def _shard_value(key: str, value: Any, parameter: ReplacedParameter) -> Any:
 
 def shard_like(value: torch.Tensor, param: FSDPParam) -> DTensor:
     """This rank's part of a full tensor that every rank has, laid out as the parameter is; no communication."""
-    part = local_part(value, param.spec.dim, param.spec.size, param.rank)
     # A clone: a view would keep the memory of the full tensor.
-    return make_dtensor(part.clone(memory_format=torch.contiguous_format), param.dtensor)
+    return make_dtensor(param.own_part(value).clone(memory_format=torch.contiguous_format), param.dtensor)

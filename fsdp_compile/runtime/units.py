@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import ViewPlace, local_tensor
 from fsdp_compile.comm.tensor_parallel import TensorParallel
+from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
 from fsdp_compile.ops.comm_hook import Registered
 from fsdp_compile.runtime.grad_state import GradState
@@ -78,6 +79,11 @@ class FSDPParam:
         """The parameter as a `DTensor`, for type checkers."""
         assert isinstance(self.parameter, DTensor)
         return self.parameter
+
+    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a plain tensor of the parameter's shape that every rank has; a view where it can be."""
+        part = whole if self.tensor_parallel is None else self.tensor_parallel.own_part(whole)
+        return local_part(part, self.spec.dim, self.spec.size, self.rank)
 
     def eval_read(self, attribute: str) -> dict[str, str]:
         """For a module that has it as `attribute`: the text by which eval mode reads it, where that differs."""

@@ -142,7 +142,7 @@ def take(
     """
     if source is not InitFrom.EACH_RANK or mesh.size() == 1:
         return InitialValues(mesh, {}, [])
-    full = {(name, place): hash_of(parameter) for name, place, parameter in parameters}
+    full = {(name, place): hash_of(_own_value(parameter)) for name, place, parameter in parameters}
     apart = {part for module in ignored for part in module.modules()}
     buffers = [(name, weakref.ref(owner), attribute) for name, owner, attribute in _saved_buffers(root, apart)]
     return InitialValues(mesh, full, buffers)
@@ -178,6 +178,10 @@ def _saved_buffers(root: nn.Module, apart: set[nn.Module]) -> Iterator[tuple[str
             has_value = buffer is not None and not buffer.is_meta
             if has_value and attribute not in module._non_persistent_buffers_set:
                 yield f"{path}.{attribute}".removeprefix("."), module, attribute
+
+
+def _own_value(parameter: nn.Parameter) -> torch.Tensor:
+    return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def _hash_of_part(parameter: object) -> torch.Tensor | None:

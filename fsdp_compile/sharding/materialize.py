@@ -17,6 +17,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.modules import param_views
 from fsdp_compile.modules.classes import original_class, swap_back, swap_to_original_class
+from fsdp_compile.runtime.split_params import refuse_split
 from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
 from fsdp_compile.sharding import checks
 from fsdp_compile.sharding.arguments import InitFn, InitFrom
@@ -96,6 +97,12 @@ def fill_in(
             instead="fully_shard(model) first; a model that needs no sharding is materialized by "
             "model.to_empty(device=...) and its own initialization",
         )
+    refuse_split(
+        sharded,
+        "materialize()",
+        instead="model.to_empty(device=...) and the model's own initialization, whose DTensors draw random numbers for "
+        "themselves; or a checkpoint",
+    )
     names = {module: name for name, module in model.named_modules()}
     waiting = [module for module in names if any(t.is_meta for t in _own(module).values())]
     if not waiting:

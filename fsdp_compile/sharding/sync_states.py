@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.comm import exchange
 from fsdp_compile.comm.exchange import all_reduce_max, broadcast_from_first_rank, is_first, overwrite, wire_of
 from fsdp_compile.errors import RankMismatchError
@@ -92,8 +93,14 @@ def look(
     has_value = dict(zip(states, firsts.tolist(), strict=True))
     first = is_first(mesh)
     # Now, since full parameters are freed when they are sharded.
-    held = {place: p.detach() if first else None for name, place, p in listed if has_value[name]}
+    values = {place: _own_value(p) for name, place, p in listed if has_value[name]}
+    held = {place: value if first else None for place, value in values.items()}
     return FirstRankValues(mesh, held, [name for name in buffers if has_value[name]])
+
+
+def _own_value(parameter: nn.Parameter) -> torch.Tensor:
+    """What is sharded of a parameter: of a DTensor, this rank's part."""
+    return (local_tensor(parameter) if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def _refuse_different_models(states: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:

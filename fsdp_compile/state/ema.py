@@ -15,12 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_lerp_, local_tensor
-from fsdp_compile.comm import exchange
-from fsdp_compile.comm.gather import Receivers, first_rank, gather_full
+from fsdp_compile.comm.gather import Receivers, first_rank, gather_whole
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.runtime.loaded_state import is_of_other_rank
 from fsdp_compile.runtime.module_state import params_in, units_below, unwrap
+from fsdp_compile.runtime.split_params import meshes_of
 from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.runtime.unshard import reshard
 from fsdp_compile.state.averages import Averages, Entry
@@ -126,7 +125,7 @@ class EMA:
         """
         where = "EMA.full_state_dict()"
         if rank0_only:
-            first_rank((unit.policy.mesh for unit in units_below(self._model)), where)
+            first_rank(meshes_of(units_below(self._model)), where)
         state: dict[str, Any] = {_COUNT: torch.tensor(self.n_averaged)}
         receives = True
         for entry in self._current(where).entries(self._model):
@@ -180,8 +179,9 @@ class EMA:
 def _full(entry: Entry, receivers: Receivers, *, cpu_offload: bool) -> torch.Tensor | None:
     param = entry.param
     if param is not None:
-        device = exchange.wire_device(entry.held, param.spec)
-        return gather_full(entry.held, param.spec, receivers, torch.device("cpu") if cpu_offload else device)
+        return gather_whole(
+            entry.held, param.spec, param.tensor_parallel, receivers, torch.device("cpu") if cpu_offload else None
+        )
     whole = entry.value.full_tensor() if isinstance(entry.value, DTensor) else entry.held
     return whole.cpu() if cpu_offload else whole.clone()
 
@@ -226,8 +226,7 @@ def _part(entry: Entry, value: torch.Tensor) -> torch.Tensor:
             instead="the state of an EMA of the same model",
         )
     if not isinstance(value, DTensor):
-        spec = None if entry.param is None else entry.param.spec
-        return value if spec is None else local_part(value, spec.dim, spec.size, entry.param.rank)  # type: ignore[union-attr]
+        return value if entry.param is None else entry.param.own_part(value)
     like = entry.like
     if (
         not isinstance(like, DTensor)

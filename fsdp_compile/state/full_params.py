@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd
-from fsdp_compile._torch.tensors import local_tensor, make_dtensor
+from fsdp_compile._torch.tensors import local_tensor, make_dtensor, set_local_tensor
 from fsdp_compile.comm import exchange
 from fsdp_compile.comm.gather import Receivers, gather_full
 from fsdp_compile.errors import ConfigError
@@ -96,7 +97,9 @@ class FullParam:
     def _gather(self, local: torch.Tensor) -> torch.Tensor | None:
         spec = self.param.spec
         device = torch.device("cpu") if self.options.offload_to_cpu else exchange.wire_device(local, spec)
-        return gather_full(local, spec, Receivers.FIRST if self.options.rank0_only else Receivers.ALL, device)
+        full = gather_full(local, spec, Receivers.FIRST if self.options.rank0_only else Receivers.ALL, device)
+        split = self.param.tensor_parallel
+        return full if full is None or split is None else split.gathered(full)
 
     def _some_rank_has_a_gradient(self) -> bool:
         spec = self.param.spec
@@ -119,7 +122,7 @@ class FullParam:
         name = self.unit.parameter_name(self.param)
         if held is None:
             what, instead = "it was removed from its module", "write into it, in place"
-        elif tuple(held.shape) != self.param.spec.shape:
+        elif held.shape != self.param.parameter.shape:
             what, instead = f"its shape changed to {tuple(held.shape)}", "fully_shard() a model of the new shape"
         elif held.requires_grad is not self.param.parameter.requires_grad:
             what = f"its requires_grad changed to {held.requires_grad}"
@@ -173,6 +176,8 @@ class FullParam:
     def _own_part(self, full: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """This rank's part of its own full value, or of the first rank's; contiguous, on the device."""
         param, spec = self.param, self.param.spec
+        if isinstance(full, DTensor):  # as before it was sharded
+            full = local_tensor(full)
         if not self.options.rank0_only:
             assert full is not None
             part = local_part(full.detach(), spec.dim, spec.size, param.rank)
@@ -187,7 +192,11 @@ class FullParam:
             return
         if self.plain.requires_grad and is_saved_by_autograd(self.plain):
             self.plain.register_post_accumulate_grad_hook(_refuse_late_gradient)
-        replaced_params.mark_replaced(self.plain, self.param)
+        if isinstance(self.plain, DTensor):
+            self.plain.grad = None
+            set_local_tensor(self.plain, local_tensor(self.plain).new_empty(0))
+        else:
+            replaced_params.mark_replaced(self.plain, self.param)
 
 
 def _refuse_late_gradient(_parameter: torch.Tensor) -> None:
@@ -209,6 +218,8 @@ def full_params(
     with_grads: bool = False,
 ) -> Iterator[None]:
     """Unshards parameters outside of a step: modules have plain, full parameters, in the dtype that is stored.
+
+    What was a DTensor before it was sharded (tensor parallelism) is that DTensor again.
 
     All ranks enter and leave together, outside of forward and backward. Inside, `named_parameters()`, `state_dict()`,
     in-place writes and the forward of the plain module work as if nothing were sharded (the compiled one is refused).

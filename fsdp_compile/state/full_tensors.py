@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.comm import exchange
-from fsdp_compile.comm.gather import Receivers, first_rank, gather_full
+from fsdp_compile.comm.gather import Receivers, first_rank, gather_whole
 from fsdp_compile.runtime.module_state import units_below, unwrap
+from fsdp_compile.runtime.split_params import meshes_of
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 from fsdp_compile.state.outside_of_steps import check, refuse_inside_a_step
 
@@ -54,7 +54,7 @@ def full_tensors(
     check(units, _WHERE, instead="full_tensors(model) outside of full_params(); inside, model.state_dict() is full")
     receivers = Receivers.FIRST if rank0_only else Receivers.ALL
     own_rank = dist.get_rank() if dist.is_initialized() else 0
-    is_receiver = not rank0_only or own_rank == first_rank((unit.policy.mesh for unit in units), _WHERE)
+    is_receiver = not rank0_only or own_rank == first_rank(meshes_of(units), _WHERE)
     return _yield_values(module, receivers, cpu_offload=cpu_offload, is_receiver=is_receiver)
 
 
@@ -77,8 +77,10 @@ def _yield_values(
 def _full(value: torch.Tensor, param: FSDPParam | None, receivers: Receivers, *, cpu_offload: bool) -> Any:
     """The full value of an entry of a state dict on ranks that receive it."""
     if param is not None:
-        device = exchange.wire_device(param.sharded_view, param.spec)
-        return gather_full(param.sharded_view, param.spec, receivers, torch.device("cpu") if cpu_offload else device)
+        return gather_whole(
+            *(param.sharded_view, param.spec, param.tensor_parallel, receivers),
+            torch.device("cpu") if cpu_offload else None,
+        )
     whole = value.full_tensor() if isinstance(value, DTensor) else value  # DTensors of another library
     return whole.detach().cpu() if cpu_offload else whole.detach()
 

@@ -16,6 +16,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules import buffers
 from fsdp_compile.modules.classes import original_class
 from fsdp_compile.runtime.module_state import units
+from fsdp_compile.runtime.split_params import refuse_split
 from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.runtime.unshard import reshard
 from fsdp_compile.sharding import sync_states, views
@@ -138,6 +139,12 @@ def _mesh_of(model: nn.Module, sharded: list[FSDPUnit]) -> DeviceMesh:
             where=f"{_WHERE}({original_class(model).__name__})",
             instead="fully_shard(model) before, or model.load_state_dict(state_dict)",
         )
+    refuse_split(
+        sharded,
+        _WHERE,
+        instead="torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, options="
+        "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)), or torch.distributed.checkpoint",
+    )
     firsts = {int(unit.policy.mesh.mesh.flatten()[0].item()) for unit in sharded}
     if len(firsts) > 1:
         raise ConfigError(

@@ -14,6 +14,7 @@ from fsdp_compile.comm.gather import Receivers, first_rank
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import original_class
 from fsdp_compile.runtime.module_state import units_below, unwrap
+from fsdp_compile.runtime.split_params import meshes_of
 from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.state.outside_of_steps import check, refuse_inside_a_step
 
@@ -106,7 +107,7 @@ def between_steps(model: nn.Module, form: Form, group: dist.ProcessGroup | None,
 
 
 def _mesh(units: list[FSDPUnit], form: Form, where: str) -> DeviceMesh:
-    meshes = [unit.policy.mesh for unit in units]
+    meshes = meshes_of(units)
     if form.receivers is Receivers.FIRST:
         first_rank(meshes, where)
     return max(meshes, key=lambda mesh: mesh.size())

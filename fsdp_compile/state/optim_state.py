@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, tree_leaves, tree_map
-from fsdp_compile.comm import alike, exchange
-from fsdp_compile.comm.gather import Receivers, gather_full
+from fsdp_compile.comm import alike
+from fsdp_compile.comm.gather import Receivers, gather_whole
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime import loaded_state
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
@@ -230,8 +230,7 @@ def _saved(leaf: Any, param: FSDPParam | None, form: Form, *, receives: bool) ->
         if form.values is Values.SHARDED:
             return make_dtensor(_copied(local, is_on_host=is_on_host), leaf)
         if param is not None:
-            device = _HOST if is_on_host else exchange.wire_device(local, param.spec)
-            return gather_full(local, param.spec, form.receivers, device)
+            return gather_whole(local, param.spec, param.tensor_parallel, form.receivers, _HOST if is_on_host else None)
         leaf = leaf.full_tensor()  # a DTensor of another library
     return _copied(leaf, is_on_host=is_on_host or leaf.dim() == 0) if receives else None
 

@@ -16,9 +16,10 @@ from fsdp_compile._torch.tensors import local_tensor, make_dtensor, tree_leaves,
 from fsdp_compile.comm import exchange
 from fsdp_compile.comm.gather import Receivers
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.runtime.loaded_state import is_of_other_rank
+from fsdp_compile.runtime.module_state import units_below
 from fsdp_compile.runtime.replaced_params import SCALARS
+from fsdp_compile.runtime.split_params import refuse_split
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 from fsdp_compile.state import optim_names
 from fsdp_compile.state.optim_form import Sharded
@@ -82,6 +83,11 @@ def to_load(
     if holders is Receivers.ALL:
         found = _read(state_dict or {}, target, may_be_sharded=True)
         return _result(found, _own_part, target)
+    refuse_split(
+        units_below(sharded.module),
+        f"{target.where} of state that one rank has",
+        instead="full state on every rank, or torch.distributed.checkpoint",
+    )
     return _from_first(state_dict or {}, sharded, target)
 
 
@@ -165,7 +171,7 @@ def _is_of_torch(state: Any, key: object, leaf: object, target: Target) -> bool:
 
 def _is_cut(key: object, shape: Sequence[int], param: FSDPParam | None) -> bool:
     """Whether each rank keeps its part of a plain tensor."""
-    return param is not None and tuple(shape) == param.spec.shape and key not in SCALARS
+    return param is not None and tuple(shape) == tuple(param.dtensor.shape) and key not in SCALARS
 
 
 def _can_be_laid_out(value: DTensor, param: FSDPParam) -> bool:
@@ -216,7 +222,7 @@ def _own_part(leaf: Any, param: FSDPParam | None, key: object) -> Any:
         same = leaf if is_laid_out_like(leaf, param) else leaf.redistribute(placements=param.dtensor.placements)
         return make_dtensor(local_tensor(same).to(device, copy=True), param.dtensor)
     if _is_cut(key, leaf.shape, param):
-        part = local_part(leaf, param.spec.dim, param.spec.size, param.rank)
+        part = param.own_part(leaf)
         return make_dtensor(part.to(device, copy=True, memory_format=torch.contiguous_format), param.dtensor)
     return _copy(leaf)
 
