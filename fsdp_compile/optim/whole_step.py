@@ -157,5 +157,5 @@ def _gathered(local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
 
 def _sharded(key: str, value: Any, param: FSDPParam) -> Any:
     """A value of the new state as it is kept: this rank's part of what has the parameter's shape."""
-    is_like = isinstance(value, torch.Tensor) and tuple(value.shape) == param.spec.shape and key not in SCALARS
+    is_like = isinstance(value, torch.Tensor) and value.shape == param.dtensor.shape and key not in SCALARS
     return shard_like(value, param) if is_like else value
