@@ -111,6 +111,11 @@ class UnshardSpec:
         return tuple(shape)
 
     @property
+    def numel(self) -> int:
+        """Elements of the unsharded parameter."""
+        return math.prod(self.shape)
+
+    @property
     def shard_numel(self) -> int:
         """Elements of one rank's shard, row padding included, alignment padding not."""
         return math.prod(self.shard_shape)

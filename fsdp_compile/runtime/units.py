@@ -383,7 +383,7 @@ class FSDPUnit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the unit's unsharded parameters in their stored dtype."""
-        return sum(param.parameter.numel() * param.parameter.element_size() for param in self.params)
+        return sum(param.spec.numel * param.parameter.element_size() for param in self.params)
 
 
 def titles(units: Iterable[FSDPUnit]) -> tuple[str, ...]:

@@ -276,7 +276,7 @@ def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
         param.parameter = parameter
     else:
         with torch.no_grad():
-            param.sharded_view.copy_(local_part(parameter, param.spec.dim, policy.size, policy.rank))
+            param.sharded_view.copy_(param.own_part(parameter.detach()))
         param.parameter = _sharded_parameter(parameter, param.sharded_view, mesh, placements)
         if parameter.requires_grad and is_saved_by_autograd(parameter):
             post_backward.await_late_gradient(parameter, param)
@@ -356,6 +356,13 @@ def shard_dim(
     if chosen is None:
         return 0
     where = f"shard_placement_fn, parameter {name} of shape {tuple(parameter.shape)}"
+    if hasattr(chosen, "mesh_info"):
+        raise ConfigError(
+            "it returned a ShardPlacementResult, and the parameters of one call are on one mesh",
+            where=where,
+            instead="fully_shard(module, mesh=...) of the module whose parameters are on another mesh (the experts, "
+            "say), before the call on the module that contains it",
+        )
     if not isinstance(chosen, Shard):
         raise ConfigError(f"it returned {chosen!r}", where=where, instead="Shard(dim), or None for Shard(0)")
     dim = chosen.dim + parameter.dim() if chosen.dim < 0 else chosen.dim

@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, UnsupportedModelError, fully_shard, units
+from fsdp_compile import ConfigError, fully_shard, units
 from fsdp_compile.layout.spec import Reshard
 from tests.fake_world import fake_world
 from tests.models.outlines import Block, Small, Transformer
@@ -299,14 +299,14 @@ def test_a_module_without_parameters_makes_no_unit() -> None:
     assert model(torch.ones(2, 3)).shape == (2, 3)
 
 
-def test_parameters_that_are_dtensors_already_are_refused_unless_ignored() -> None:
+def test_dtensors_over_the_ranks_of_the_call_are_refused_unless_ignored() -> None:
     model = Small()
     (mesh,) = {unit.policy.mesh for unit in units(fully_shard(Small()))}
     foreign = nn.Parameter(DTensor.from_local(torch.zeros(1, 6), mesh, run_check=False))
     model.up.weight = foreign
-    with pytest.raises(UnsupportedModelError) as caught:
+    with pytest.raises(ConfigError) as caught:
         fully_shard(model)
-    assert "a DTensor already" in str(caught.value)
+    assert "not different dimensions of one mesh" in str(caught.value)
     assert "up.weight" in str(caught.value)
     fully_shard(model, ignored_params={foreign})
     assert model.up.weight is foreign

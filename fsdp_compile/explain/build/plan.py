@@ -96,11 +96,11 @@ def _graph(
 
 def _unit(unit: FSDPUnit, *, training: bool) -> UnitPlan:
     trained = [slot for slot in unit.params if slot.parameter.requires_grad]
-    least = sum(s.parameter.numel() * s.parameter.element_size() / _ranks(s.spec) for s in unit.params)
+    least = sum(s.spec.numel * s.parameter.element_size() / _ranks(s.spec) for s in unit.params)
     return UnitPlan(
         name=unit.title,
         parameters=len(list(unit.params)),
-        numel=sum(slot.parameter.numel() for slot in unit.params),
+        numel=sum(slot.spec.numel for slot in unit.params),
         stored=_names(flat.flat_param.dtype for flat in unit.param_groups),
         sent=_names(slot.spec.gather_dtype or slot.spec.param_dtype for slot in unit.params),
         reduced=_names(slot.spec.reduce_dtype for slot in trained),
@@ -130,7 +130,7 @@ def _volume(graphs: Sequence[GraphPlan], made: Sequence[FSDPUnit]) -> Volume:
     sent = {kind: sum(c.sent_bytes for c in every if c.kind is kind) for kind in Kind}
     training = any(graph.phase is Phase.BACKWARD for graph in graphs)
     floor = sum(
-        _floor(slot.spec, slot.parameter.numel(), trained=training and slot.parameter.requires_grad, training=training)
+        _floor(slot.spec, slot.spec.numel, trained=training and slot.parameter.requires_grad, training=training)
         for unit in made
         for slot in unit.params
     )

@@ -48,8 +48,8 @@ def _uneven(units: Sequence[FSDPUnit]) -> Iterator[Skipped]:
     for unit in units:
         for slot in unit.params:
             spec = slot.spec
-            padding = spec.shard_numel * spec.size / max(slot.parameter.numel(), 1) - 1
-            large = slot.parameter.numel() * _LARGE_SHARE >= sum(s.parameter.numel() for s in unit.params)
+            padding = spec.shard_numel * spec.size / max(spec.numel, 1) - 1
+            large = spec.numel * _LARGE_SHARE >= sum(s.spec.numel for s in unit.params)
             if spec.dim is not None and padding > _MUCH_PADDING and large:
                 why = f"its {spec.shape[spec.dim]} rows over {spec.size} ranks are padded by {100 * padding:.0f} %"
                 found.setdefault(why, []).append(unit.parameter_name(slot))
