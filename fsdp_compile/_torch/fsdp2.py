@@ -71,7 +71,6 @@ _OF_PARAM = (
     "_module_info",
     "_post_load_hook_handle",
     "fsdp_placement",
-    "is_dtensor",
     "unsharded_accumulated_grad",
 )
 """Attributes that are read here without asking whether there are any: a torch may lack them."""
@@ -98,13 +97,11 @@ class WrappedParam:
         module_refs: Every (module, attribute) that registers it.
         parameter: What is registered at the first of these places now.
         dim: The dimension on which it is sharded.
-        is_nested: Whether it was a DTensor before.
     """
 
     module_refs: tuple[tuple[nn.Module, str], ...]
     parameter: nn.Parameter
     dim: int
-    is_nested: bool
 
 
 class WrappedCall:
@@ -217,9 +214,7 @@ class WrappedCall:
                 info = param._module_info
                 shared = zip(info.shared_modules, info.shared_param_names, strict=True)
                 first = info.module._parameters[info.param_name]
-                yield WrappedParam(
-                    ((info.module, info.param_name), *shared), first, param.fsdp_placement.dim, param.is_dtensor
-                )
+                yield WrappedParam(((info.module, info.param_name), *shared), first, param.fsdp_placement.dim)
 
     def settings(self) -> list[Setting]:
         """What differs from how FSDP2 makes a model, but for arguments of its `fully_shard`."""

@@ -12,6 +12,7 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wr
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -53,6 +54,11 @@ def new_dtensor(local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[An
 def strided_shard(dim: int, parts: int) -> Placement:
     """The placement of what was divided into `parts` along `dim` before each of them is sharded on it."""
     return _StridedShard(dim, split_factor=parts)
+
+
+def part_shape(shape: torch.Size, mesh: dist.DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
+    """Shape of this rank's part of a DTensor."""
+    return torch.Size(compute_local_shape_and_global_offset(shape, mesh, placements)[0])
 
 
 def local_tensor(parameter: DTensor) -> torch.Tensor:

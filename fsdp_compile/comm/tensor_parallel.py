@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp_compile._torch.distributed import joined_mesh
-from fsdp_compile._torch.tensors import local_tensor, strided_shard
+from fsdp_compile._torch.tensors import local_tensor, part_shape, strided_shard
 from fsdp_compile.comm.mesh import MeshPlacement
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 
@@ -80,6 +80,16 @@ class TensorParallel:
                 instead="distribute_tensor(value.contiguous(), mesh, placements)",
             )
         return cls(own, tuple(parameter.placements), parameter.shape, parameter.stride(), local.shape)
+
+    @classmethod
+    def of_sharded(cls, parameter: DTensor, data_parallel: DeviceMesh) -> TensorParallel | None:
+        """The layout before it was sharded, of a parameter that is sharded over a mesh; `None` if it was plain."""
+        joined, first = parameter.device_mesh, data_parallel.ndim
+        if joined.ndim <= first or joined.mesh_dim_names is None:
+            return None
+        mesh, placements = joined[joined.mesh_dim_names[first:]], tuple(parameter.placements[first:])
+        local_shape = part_shape(parameter.shape, mesh, placements)
+        return cls(mesh, placements, parameter.shape, parameter.stride(), local_shape)
 
     def sharded_mesh(self, data_parallel: DeviceMesh) -> DeviceMesh:
         """The mesh of the sharded parameter: the dimensions it is sharded and replicated over, then its own."""

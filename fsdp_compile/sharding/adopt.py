@@ -16,10 +16,12 @@ from typing import NoReturn
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compile._torch.fsdp2 import Setting, WrappedCall, WrappedParam, original_class, wrapped_calls
 from fsdp_compile._torch.tensors import FakeTensor, local_tensor
+from fsdp_compile.comm.mesh import mesh_placement
+from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.config.policy import as_mixed_precision, as_offload, host_buffer
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.refused_methods import RefusedMethods
@@ -239,11 +241,11 @@ def _refuse_param(param: WrappedParam, call: WrappedCall, names: Mapping[int, st
     path = names[id(module)]
     name = f"{path}.{attribute}".removeprefix(".")
     parameter = param.parameter
-    if param.is_nested or not isinstance(parameter, DTensor) or not _is_laid_out(parameter, param.dim, call.mesh):
+    if not isinstance(parameter, DTensor) or call.mesh is None or not _is_laid_out(parameter, param.dim, call.mesh):
         raise UnsupportedModelError(
-            f"a parameter is not the DTensor that {_FSDP2} makes of a plain one, sharded over the mesh of its call",
+            f"a parameter is not the DTensor that {_FSDP2} has made, sharded over the mesh of its call",
             where=name,
-            instead=f"a parameter that is plain before {_FSDP2}, and not replaced after it",
+            instead=f"a parameter that was not replaced after {_FSDP2}",
         )
     if type(local_tensor(parameter)) not in (torch.Tensor, FakeTensor):
         check_params.refuse_subclass(name, type(local_tensor(parameter)))
@@ -253,9 +255,13 @@ def _refuse_param(param: WrappedParam, call: WrappedCall, names: Mapping[int, st
     checks.refuse_renormalized([(path, module, attribute, parameter)])
 
 
-def _is_laid_out(parameter: DTensor, dim: int, mesh: DeviceMesh | None) -> bool:
-    placements = [*[Replicate()] * (parameter.device_mesh.ndim - 1), Shard(dim)]
-    return parameter.device_mesh == mesh and list(parameter.placements) == placements
+def _is_laid_out(parameter: DTensor, dim: int, mesh: DeviceMesh) -> bool:
+    over = mesh_placement(None, mesh, reshard_after_forward=None, device_type=mesh.device_type)
+    split = TensorParallel.of_sharded(parameter, mesh)
+    if split is None:
+        return parameter.device_mesh == mesh and tuple(parameter.placements) == over.placements(dim)
+    is_on_both = parameter.device_mesh == split.sharded_mesh(mesh)
+    return is_on_both and tuple(parameter.placements) == split.sharded_placements(over, dim)
 
 
 def _bottom_up(

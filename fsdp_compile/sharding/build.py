@@ -160,7 +160,7 @@ def _units(
             continue
         full_name = f"{module_name}.{attribute}" if module_name else attribute
         policy = roots[chosen[unit_name]]
-        split = TensorParallel.of(full_name, parameter, policy.mesh) if isinstance(parameter, DTensor) else None
+        split = _split(full_name, parameter, policy, arguments.init_from)
         shape = None if split is None else split.local_shape
         dim = allocate.shard_dim(full_name, parameter, policy.size, arguments.placement, shape)
         local_name = full_name.removeprefix(f"{unit_name}.") if unit_name else full_name
@@ -179,6 +179,14 @@ def _units(
         for name, root in chosen.items()
         if members[name]
     ]
+
+
+def _split(name: str, parameter: nn.Parameter, policy: UnitPolicy, source: InitFrom) -> TensorParallel | None:
+    if not isinstance(parameter, DTensor):
+        return None
+    if source is InitFrom.SHARDS:
+        return TensorParallel.of_sharded(parameter, policy.mesh)
+    return TensorParallel.of(name, parameter, policy.mesh)
 
 
 def _nearest(name: str, chosen: dict[str, nn.Module]) -> str:

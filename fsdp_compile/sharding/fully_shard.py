@@ -281,6 +281,7 @@ def _undo_split(root: nn.Module, model: ModelState) -> None:
             param.spec.dim,
             param.spec.order,
             keeps_own_dtype=any_full_precision(owner for owner, _ in param.module_refs),
+            tensor_parallel=param.tensor_parallel,
         )
         for part in parts
         for param in part.params

@@ -578,18 +578,6 @@ def test_flat_steps_go_on_with_the_state() -> None:
     assert run_ranks(_flat) == [[], []]
 
 
-def test_parameters_that_were_dtensors_before_are_refused() -> None:
-    with fake_world(4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-        model = nn.Sequential(nn.Linear(4, 4, bias=False))
-        value = distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)])
-        model[0].register_parameter("weight", nn.Parameter(value))
-        fsdp2(model, mesh=mesh["fsdp"])
-        message = _refusal(lambda: fully_shard(model))
-    assert "a parameter is not the DTensor that torch.distributed.fsdp.fully_shard makes of a plain one" in message
-    assert "where: 0.weight" in message
-
-
 def _after_an_evaluation(form: str) -> list[str]:
     """FSDP2 leaves the root unsharded after a forward without backward."""
     theirs, mine = _Side(CASES["units"]), _Side(CASES["units"])

@@ -8,9 +8,11 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -290,6 +292,37 @@ def test_wrong_meshes_are_refused() -> None:
         for error in others:
             assert "not different dimensions of one mesh" in error
             assert "embedding.weight" in error
+
+
+def _taken_over(lower: str | None) -> list[str]:
+    """Two steps of FSDP2 and two here, beside four of FSDP2; names of what differs."""
+    found: list[dict[str, Any]] = []
+    for others in (0, 2):
+        world = _world()
+        model: nn.Module = split(_plain(), world["tp"])
+        for module in (*model.layers, model):  # type: ignore[misc]
+            torch.distributed.fsdp.fully_shard(module, mesh=world["dp"])
+        optimizer = _adamw(model)
+        for _ in range(4 - others):
+            _step(model, optimizer)
+        call: Any = model
+        if others and lower is None:
+            fully_shard(model)
+        elif others:
+            call = torch.compile(model, backend="fsdp", options={"lower": str(lower)})
+        for _ in range(others):
+            optimizer.zero_grad()
+            call(_batch()).backward()
+            optimizer.step()
+        parameters: dict[str, Any] = dict(model.named_parameters())
+        found.append({name: (p.placements, p.to_local()) for name, p in parameters.items()})
+    theirs, ours = found
+    return [n for n in theirs if theirs[n][0] != ours[n][0] or not torch.equal(theirs[n][1], ours[n][1])]
+
+
+@pytest.mark.parametrize("lower", [None, pytest.param("eager", marks=pytest.mark.long)])
+def test_a_model_of_fsdp2_is_taken_over(lower: str | None) -> None:
+    assert run_ranks(_taken_over, lower, world_size=4) == [[]] * 4
 
 
 def _odd_placements() -> list[str]:
