@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -19,14 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import EMA, ConfigError, MixedPrecision, full_params, full_tensors, fully_shard, optim_state_dict
 from fsdp_compile.comm import exchange, gather
-from fsdp_compile.state import optim_state
 from tests import long
 from tests.beside import compile_eagerly
 from tests.models.meta import Tied
 from tests.ranks import run_ranks
 from tests.sharding.test_sync_states import mesh_of, seeded
-
-full_tensors_of_models = importlib.import_module("fsdp_compile.state.full_tensors")
 
 
 def _assert_is_state_dict(found: dict[str, torch.Tensor], reference: nn.Module) -> None:
@@ -149,16 +145,15 @@ def _check_places() -> None:
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    device, places = torch.device("cpu", 0), set[torch.device]()
+    device, places, gather_full = torch.device("cpu", 0), set[torch.device](), gather.gather_full
 
     def gather_at(local: torch.Tensor, spec: Any, receivers: Any, place: torch.device) -> torch.Tensor | None:
         places.add(place)
-        return gather.gather_full(local, spec, receivers, place)
+        return gather_full(local, spec, receivers, place)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "wire_device", lambda *_: device)
-        for module in (full_tensors_of_models, optim_state):
-            patch.setattr(module, "gather_full", gather_at)
+        patch.setattr(gather, "gather_full", gather_at)
         for offload in (False, True):
             expected = {torch.device("cpu") if offload else device}
             dict(full_tensors(model, cpu_offload=offload))
