@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from fsdp_compile.cost.formulas import maximum, minimum, roofline_us
 from fsdp_compile.cost.fusion import Kernels, is_fusible, launches_nothing, shares_memory
 from fsdp_compile.cost.hardware import Device
+from fsdp_compile.cost.own_collectives import is_own, own_us
 from fsdp_compile.cost.sizes import NUMBERS, Sizes, concrete, tensors_of
 from fsdp_compile.ir.graph import record_of
 
@@ -26,7 +27,7 @@ def signature_of(node: fx.Node) -> str:
 
 def runs_alone(node: fx.Node, kernels: Kernels) -> bool:
     """Whether a node of the model's own is a kernel by itself, so that its time can be measured separately."""
-    if node.op != "call_function" or record_of(node) is not None or launches_nothing(node):
+    if node.op != "call_function" or record_of(node) is not None or launches_nothing(node) or is_own(node):
         return False
     return not (is_fusible(node) and kernels.fused)
 
@@ -80,7 +81,7 @@ def node_costs(graph: fx.Graph, device: Device, kernels: Kernels) -> dict[fx.Nod
     """Costs of all nodes; memory that a kernel reads twice is counted at the first node that reads it."""
     costs = dict.fromkeys(graph.nodes, FREE)
     for node, work in node_work(graph, kernels).items():
-        time_us = _known_us(node, device, kernels)
+        time_us = own_us(node, device.near) if is_own(node) else _known_us(node, device, kernels)
         if time_us is None:
             rate = device.flops_per_s(work.dtype)
             time_us = roofline_us(work.flops, work.size_bytes, rate, device.bytes_per_s)

@@ -113,6 +113,7 @@ class Device:
         memory_share: Share of the peak that a large copy reaches.
         memory: Device memory, byte.
         host: The bus between device and host, both directions at once.
+        near: The link to the devices of the same machine.
         estimate: Says how long a node takes in us, or `None`; asked first. It must depend on the node alone, so that it
             is the same on every rank.
         measured: Times in us by `cost.compute.signature_of`; taken where `estimate` has none.
@@ -125,6 +126,7 @@ class Device:
     memory_share: Quantity
     memory: Quantity
     host: Link
+    near: Link
     estimate: Estimate | None = dataclasses.field(default=None, repr=False)
     measured: Mapping[str, float] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -166,7 +168,7 @@ def _bus(name: str, gb_per_s: float, source: str) -> Link:
 
 
 def _device(
-    name: str, sheet: str, *, tflops: Mapping[torch.dtype, float], tb_per_s: float, gb: float, host: Link
+    name: str, sheet: str, *, tflops: Mapping[torch.dtype, float], tb_per_s: float, gb: float, host: Link, near: Link
 ) -> Device:
     return Device(
         name=name,
@@ -176,6 +178,7 @@ def _device(
         memory_share=Quantity(0.9, "share of peak", _COPY_SHARE),
         memory=Quantity(gb * 1e9, "byte", sheet),
         host=host,
+        near=near,
     )
 
 
@@ -197,17 +200,6 @@ _AMPERE: Final = {torch.bfloat16: 312.0, torch.float16: 312.0, torch.float32: 19
 _PCIE_5: Final = _bus("PCIe 5.0 x16", 64.0, "NVIDIA H100 data sheet: PCIe Gen5 128 GB/s, both directions")
 _PCIE_4: Final = _bus("PCIe 4.0 x16", 32.0, "NVIDIA A100 data sheet: PCIe Gen4 64 GB/s, both directions")
 _MEMORY: Final = _bus("memory", 10.0, _CORES)
-DEVICES: Final = {
-    device.name: device
-    for device in (
-        _device("h100-sxm", "NVIDIA H100 data sheet, SXM5, dense", tflops=_HOPPER, tb_per_s=3.35, gb=80, host=_PCIE_5),
-        _device("h200-sxm", "NVIDIA H200 data sheet, SXM, dense", tflops=_HOPPER, tb_per_s=4.8, gb=141, host=_PCIE_5),
-        _device(
-            "a100-sxm", "NVIDIA A100 80GB data sheet, SXM4, dense", tflops=_AMPERE, tb_per_s=2.039, gb=80, host=_PCIE_4
-        ),
-        _device("cpu", _CORES, tflops=_CPU, tb_per_s=0.02, gb=16, host=_MEMORY),
-    )
-}
 LINKS: Final = {
     link.name: link
     for link in (
@@ -217,6 +209,39 @@ LINKS: Final = {
         make_link("nvlink3", 300.0, "NVIDIA A100 data sheet: 600 GB/s NVLink, both directions"),
         make_link("ethernet-10", 1.25, "10 Gb/s Ethernet"),
         make_link("ethernet-1", 0.125, "1 Gb/s Ethernet"),
+    )
+}
+DEVICES: Final = {
+    device.name: device
+    for device in (
+        _device(
+            "h100-sxm",
+            "NVIDIA H100 data sheet, SXM5, dense",
+            tflops=_HOPPER,
+            tb_per_s=3.35,
+            gb=80,
+            host=_PCIE_5,
+            near=LINKS["nvlink4"],
+        ),
+        _device(
+            "h200-sxm",
+            "NVIDIA H200 data sheet, SXM, dense",
+            tflops=_HOPPER,
+            tb_per_s=4.8,
+            gb=141,
+            host=_PCIE_5,
+            near=LINKS["nvlink4"],
+        ),
+        _device(
+            "a100-sxm",
+            "NVIDIA A100 80GB data sheet, SXM4, dense",
+            tflops=_AMPERE,
+            tb_per_s=2.039,
+            gb=80,
+            host=_PCIE_4,
+            near=LINKS["nvlink3"],
+        ),
+        _device("cpu", _CORES, tflops=_CPU, tb_per_s=0.02, gb=16, host=_MEMORY, near=LINKS["ethernet-10"]),
     )
 }
 

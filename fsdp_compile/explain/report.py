@@ -165,6 +165,8 @@ class GraphPlan:
         collectives: In the order in which they start.
         spans: The compute lane.
         copies: Copies into collectives and out of them; casts are no copies.
+        own_collectives: How many collectives the program has of its own (tensor parallelism).
+        own_us: Their time, in that of computing.
     """
 
     phase: Phase
@@ -179,6 +181,8 @@ class GraphPlan:
     memory: MemoryCurve
     spans: tuple[Span, ...]
     copies: tuple[Copy, ...]
+    own_collectives: int
+    own_us: float
 
     @property
     def copied_bytes(self) -> Mapping[Way, int]:

@@ -120,6 +120,11 @@ def _summary_rows(plan: PlanData) -> Iterator[tuple[str, str]]:
     if plan.sizes:
         yield "open sizes", ", ".join(f"{name} {number}" for name, number in plan.sizes.items())
     yield "step", f"{time(plan.step_us)} = compute {time(compute)} + exposed communication {time(exposed)}"
+    own = sum(graph.own_collectives for graph in plan.graphs)
+    if own:
+        own_us = sum(graph.own_us for graph in plan.graphs)
+        near = plan.hardware.device.near.name
+        yield "of the program", f"{own} collectives, {time(own_us)} on {near}, counted as compute"
     larger = f"larger of compute {time(compute)} and link {time(link)}"
     yield "floor", f"{time(plan.floor_us)}, the {larger}; floor / step = {share(plan.floor_us, plan.step_us)}"
     peak = max(plan.graphs, key=lambda g: g.memory.peak_bytes, default=None)
