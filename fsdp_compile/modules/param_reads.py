@@ -105,9 +105,10 @@ def _gather(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
     name = read_of.name
 
     def gather_dtensor(module: nn.Module) -> torch.Tensor:
-        local = gather(module)
-        # A value that was put in the place of the parameter is what it is.
-        return local if isinstance(local, DTensor) else getattr(module, TENSOR_PARALLEL)[name].gathered(local)
+        args, local = getattr(module, UNSHARD_ARGS), gather(module)
+        if args is not None and name in args and local is args[name]:  # put in the place of the parameter
+            return local
+        return getattr(module, TENSOR_PARALLEL)[name].gathered(local)
 
     for function in (gather_dtensor, TensorParallel.gathered):
         skip_code(function.__code__)

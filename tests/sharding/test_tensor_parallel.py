@@ -367,5 +367,30 @@ def _by_hand() -> None:
     torch.testing.assert_close(fsdp_compile.clip_grad_norm_(model, 1e9), expected_norm)
 
 
+def _values_in_place(lower: str | None) -> str:
+    """Values that take the parameters' place in one call: DTensors as before, or a plain tensor."""
+    world = _world()
+    model = _sharded(world)
+    other = split(_plain(seed=5), world["tp"])
+    expected = other(_batch()).detach()
+    call: Any = model if lower is None else torch.compile(model, backend="fsdp", options={"lower": lower})
+    before = call(_batch()).detach()
+    given = {name: p.detach() for name, p in other.named_parameters()}
+    torch.testing.assert_close(torch.func.functional_call(model, given, (_batch(),)), expected)
+    assert torch.equal(call(_batch()).detach(), before)
+    whole = {"head.weight": torch.zeros(VOCABULARY, 16)}
+    try:
+        torch.func.functional_call(model, whole, (_batch(),))
+    except (RuntimeError, FSDPCompileError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("lower", [None, pytest.param("eager", marks=pytest.mark.long)])
+def test_values_in_the_place_of_parameters(lower: str | None) -> None:
+    for error in run_ranks(_values_in_place, lower, world_size=4):
+        assert "in a model that tensor parallelism has split" in error
+
+
 def test_parameters_that_were_split_by_hand() -> None:
     run_ranks(_by_hand, world_size=4)
