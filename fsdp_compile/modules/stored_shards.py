@@ -25,7 +25,7 @@ def refusal_of_shards(error: RuntimeError) -> UnsupportedModelError | None:
     return UnsupportedModelError(
         "a forward computes with the stored shards of a parameter, which are DTensors",
         where=_line_of(error),
-        instead=f"{INSTEAD}; in a model that tensor parallelism has split, where gathered parameters are DTensors, too, "
+        instead=f"{INSTEAD}; in a model that tensor parallelism has split, where what is gathered is a DTensor, too, "
         "DTensor.from_local() of what is plain, or parameter.to_local()",
     )
 
