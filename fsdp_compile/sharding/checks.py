@@ -85,12 +85,13 @@ def roots_of(target: object) -> tuple[nn.Module, ...]:
 
 
 def refuse_mesh_dims(dp_mesh_dims: object) -> None:
-    """Raises `ConfigError` for FSDP2's `dp_mesh_dims`: parameters that are DTensors are not sharded further."""
+    """Raises `ConfigError` for FSDP2's `dp_mesh_dims`: DTensors over a whole mesh are not sharded further."""
     if dp_mesh_dims is not None:
         raise ConfigError(
-            "it names the data-parallel dimensions of a mesh on which parameters are DTensors, and those are refused",
+            "it names the data-parallel dimensions of a mesh over all of which parameters are DTensors already",
             where=f"fully_shard(dp_mesh_dims={dp_mesh_dims!r})",
-            instead='plain parameters, and the data-parallel part of the mesh: mesh=mesh["dp_replicate", "fsdp"]',
+            instead='parameters that are plain, or DTensors over the other dimensions alone (mesh["tp"]), and the '
+            'data-parallel part of the mesh: mesh=mesh["dp_replicate", "fsdp"]',
         )
 
 

@@ -75,8 +75,9 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     torch's was called on, there is nothing else to do, and other arguments are refused.
 
     Args:
-        module: The module. Its parameters become DTensors, views of one flat buffer per unit and dtype. A list of
-            modules becomes one unit, as with FSDP2.
+        module: The module. Its parameters become DTensors, views of one flat buffer per unit and dtype; those that are
+            DTensors already, over other dimensions of the mesh, on the mesh of both. A list of modules becomes one
+            unit, as with FSDP2.
         mesh: 1-D to shard over, 2-D (replicate, shard) for hybrid sharding, whatever the dimensions are called. By
             default the whole world; hybrid strategies name its dimensions "dp_replicate" and "fsdp".
         reshard_after_forward: True frees gathered parameters after forward and gathers them again in backward, False
@@ -102,7 +103,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         device_id: Where shards and buffers go that are on the CPU now: a device of the mesh's type, or the index of
             one. Only this rank's part of a parameter is moved.
         separate_reduce_group: As `set_separate_reduce_scatter_group()`.
-        dp_mesh_dims: FSDP2's argument for parameters that are DTensors; only `None` is supported.
+        dp_mesh_dims: FSDP2's argument for parameters that are DTensors over the whole mesh; only `None` is supported.
 
     Returns:
         `module` itself.
@@ -110,10 +111,11 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     Raises:
         ConfigError: If a module is sharded already, the mesh has not 1 or 2 dimensions, a policy is not supported,
             arguments contradict each other, a device does not exist, parameters are on another one or on the CPU with a
-            mesh of GPUs (and not offloaded), or a parameter has a gradient already.
+            mesh of GPUs (and not offloaded), a parameter has a gradient already, or is a DTensor over a mesh that has
+            no dimensions beside those of `mesh`.
         RankMismatchError: With `sync_module_states`, if ranks have different models.
-        UnsupportedModelError: If a parameter that is not ignored is a DTensor already or of another subclass of
-            tensors, or shares memory with another parameter or a buffer.
+        UnsupportedModelError: If a parameter that is not ignored is of a subclass of tensors, a DTensor that cannot be
+            divided further, or shares memory with another parameter or a buffer.
     """
     given = dict(locals())
     checks.refuse_mesh_dims(dp_mesh_dims)
