@@ -146,6 +146,8 @@ def named_parameters(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # 
     """`named_parameters()`, and with it `parameters()`: in a forward, the results of reads."""
     # Eager code that turns gradients off in a forward (to update a moving average, say) writes into what is stored. A
     # forward that was called without them is an evaluation, which reads. In compiled code writes are refused.
+    if torch.compiler.is_compiling() and self._fsdp_original_class.named_parameters is nn.Module.named_parameters:
+        return _read_in_graph(self, *args, **kwargs)
     stored = self._fsdp_original_class.named_parameters(self, *args, **kwargs)
     if torch.compiler.is_compiling() or (in_forward() and not in_block_without_grad()):
         read = _read_each(self, stored, args[0] if args else kwargs.get("prefix", ""))
@@ -153,6 +155,23 @@ def named_parameters(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # 
             return read
         return _once_each(self._fsdp_original_class.named_parameters(self, *args, **kwargs), read)
     return stored
+
+
+def _read_in_graph(module, prefix="", recurse=True, remove_duplicate=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, FBT002
+    """What `named_parameters()` gives in compiled code, without a look at stored shards.
+
+    Dynamo makes inputs of what it sees, and fails at some: at shards that were frozen since the last compile, for one.
+    """
+    seen: list[torch.Tensor] = []
+    for path, part in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+        for attribute in part._parameters:
+            is_read = attribute in getattr(part, READ_NAMES, ())
+            value = getattr(part, attribute) if is_read else part._parameters[attribute]
+            if value is None or any(value is other for other in seen):
+                continue
+            if remove_duplicate:
+                seen.append(value)
+            yield f"{path}.{attribute}" if path else attribute, value
 
 
 def _read_each(module, stored, prefix):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202

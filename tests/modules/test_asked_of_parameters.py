@@ -54,6 +54,10 @@ QUESTIONS: dict[str, Callable[[_Asks], int]] = {
     "not tied": lambda m: 2 if m.a.bias is m.b.bias else 1,
     "in a list": lambda m: 2 if any(p is m.own for p in m.parameters()) else 1,
     "in a set": lambda m: len({m.a.weight, m.b.weight, m.a.bias, m.b.bias}),
+    "how many": lambda m: len(list(m.parameters())),
+    "how many places": lambda m: len(list(m.named_parameters(remove_duplicate=False))),
+    "how many of its own": lambda m: len(list(m.parameters(recurse=False))),
+    "names": lambda m: sum(len(name) for name, _ in m.named_parameters(prefix="prefix")) % 5 + 1,
     "after a graph break": _after_a_break,
     "between graphs": _between_graphs,
 }
@@ -74,6 +78,18 @@ def _check_answers(names: list[str], how: Run) -> None:
 @long.parametrize("name", QUESTIONS, always=["isinstance", "in a set", "between graphs"])
 def test_questions_are_answered_as_in_one_process(name: str, how: Run) -> None:
     run_ranks(_check_answers, [name], how)
+
+
+def _check_frozen_between() -> None:
+    pair = Beside(lambda: _Asks("how many"), Run.PLAIN)
+    pair.optimize(lambda p: torch.optim.SGD(p, lr=0.05))
+    for trainable in (True, False, True):
+        pair.change(lambda model, trainable=trainable: model.a.requires_grad_(requires_grad=trainable))  # type: ignore[misc]
+        pair.step(width=WIDTH)
+
+
+def test_parameters_are_frozen_and_thawed_that_a_forward_iterates_over() -> None:
+    run_ranks(_check_frozen_between)
 
 
 def test_questions_of_uncompiled_code_are_answered_as_in_one_process() -> None:
