@@ -92,7 +92,8 @@ def refuse_full_values(module: nn.Module, state_dict: Mapping[str, Any], prefix:
                 "the state dict holds full values, and the parameters of the model are sharded",
                 where=f"load_state_dict(), {prefix}{attribute}",
                 instead="fsdp_compile.load_from_rank0(model, state); or model.load_state_dict(state) before the model "
-                "is sharded, and inside of `with fsdp_compile.full_params(model):`",
+                "is sharded, and inside of `with fsdp_compile.full_params(model):`; for a model that tensor "
+                "parallelism has split, torch.distributed.checkpoint.state_dict.set_model_state_dict()",
             )
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd
-from fsdp_compile._torch.tensors import make_dtensor, plain_torch_functions
+from fsdp_compile._torch.tensors import local_tensor, make_dtensor, plain_torch_functions, set_local_tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime.units import FSDPParam
 
@@ -65,9 +65,27 @@ def mark_replaced(parameter: nn.Parameter, param: FSDPParam) -> None:
     parameter.param, parameter.full_shape = param, shape
 
 
+_SUCCESSOR = "_fsdp_successor"
+"""Attribute of a DTensor, which can get no other class, that a sharded parameter has replaced."""
+
+
+def mark_split_replaced(parameter: DTensor, param: FSDPParam) -> None:
+    """As `mark_replaced`, for a split parameter: a DTensor without memory, with which nothing can be computed."""
+    parameter.grad = None
+    set_local_tensor(parameter, local_tensor(parameter).new_empty(0))
+    setattr(parameter, _SUCCESSOR, param)
+
+
+def _is_replaced(parameter: torch.Tensor) -> bool:
+    return type(parameter) is ReplacedParameter or _SUCCESSOR in vars(parameter)
+
+
 def current(parameter: torch.Tensor) -> torch.Tensor:
     """The sharded parameter that replaced `parameter`, or `parameter` itself."""
-    return parameter.param.parameter if isinstance(parameter, ReplacedParameter) else parameter
+    if isinstance(parameter, ReplacedParameter):
+        return parameter.param.parameter
+    successor: FSDPParam | None = vars(parameter).get(_SUCCESSOR)
+    return parameter if successor is None else successor.parameter
 
 
 def update_optimizer(optimizer: Optimizer) -> None:
@@ -76,7 +94,7 @@ def update_optimizer(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: If it has state that cannot be sharded; the optimizer is not changed then.
     """
-    replaced = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ReplacedParameter]
+    replaced = [p for group in optimizer.param_groups for p in group["params"] if _is_replaced(p)]
     if not replaced:
         return
     # All of it before anything is changed: an error leaves the optimizer as it was.
@@ -92,6 +110,13 @@ def update_optimizer(optimizer: Optimizer) -> None:
 
 
 def _shard_state(state: Any, parameter: ReplacedParameter) -> Any:
+    if not isinstance(parameter, ReplacedParameter):
+        raise ConfigError(
+            "an optimizer that was made inside of full_params() has state of a parameter that tensor parallelism has "
+            "split",
+            where=vars(parameter)[_SUCCESSOR].name,
+            instead="make the optimizer after it",
+        )
     if not isinstance(state, dict):
         raise ConfigError(
             f"an optimizer holds state of type {type(state).__name__}, which cannot be sharded",

@@ -186,6 +186,7 @@ def _split(name: str, parameter: nn.Parameter, policy: UnitPolicy, source: InitF
         return None
     if source is InitFrom.SHARDS:
         return TensorParallel.of_sharded(parameter, policy.mesh)
+    check_params.refuse_references(name, parameter)
     return TensorParallel.of(name, parameter, policy.mesh)
 
 

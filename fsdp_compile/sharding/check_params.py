@@ -7,6 +7,7 @@ operators), and two parameters that share memory would be two values after shard
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Collection, Iterator
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from fsdp_compile._torch.autograd import is_saved_by_autograd
 from fsdp_compile._torch.tensors import FakeTensor, local_tensor, memory_place
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.runtime.gradients import refuse_hook_of_several
@@ -64,6 +66,21 @@ def refuse_class(name: str, parameter: torch.Tensor) -> None:
             f"a parameter is not dense: its layout is {parameter.layout} and its dtype {parameter.dtype}",
             where=name,
             instead="a dense parameter, or list it in ignored_params, then it is neither sharded nor averaged",
+        )
+
+
+def refuse_references(name: str, parameter: torch.Tensor) -> None:
+    """Raises `ConfigError` for a DTensor that cannot become a sharded one, as which it keeps its identity."""
+    has_graph = is_saved_by_autograd(parameter)
+    if has_graph or weakref.getweakrefcount(parameter):
+        raise ConfigError(
+            "a parameter that is a DTensor is saved by a graph of an earlier forward"
+            if has_graph
+            else "a parameter that is a DTensor has a weak reference, which torch cannot move to another one",
+            where=name,
+            instead="fully_shard() before the first forward, or after the loss is dropped (del loss)"
+            if has_graph
+            else "fully_shard() before what keeps such references (a WeakKeyDictionary, say) is made",
         )
 
 

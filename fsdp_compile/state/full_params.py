@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd
-from fsdp_compile._torch.tensors import local_tensor, make_dtensor, set_local_tensor
+from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.comm import exchange
 from fsdp_compile.comm.gather import Receivers, gather_full
 from fsdp_compile.errors import ConfigError
@@ -124,6 +124,9 @@ class FullParam:
             what, instead = "it was removed from its module", "write into it, in place"
         elif held.shape != self.param.parameter.shape:
             what, instead = f"its shape changed to {tuple(held.shape)}", "fully_shard() a model of the new shape"
+        elif not self._is_laid_out(held):
+            what = "it was split in another way"
+            instead = "write into it, in place, or put a DTensor of the same mesh and placements in its place"
         elif held.requires_grad is not self.param.parameter.requires_grad:
             what = f"its requires_grad changed to {held.requires_grad}"
             instead = "parameter.requires_grad_() on the sharded parameters, outside of the context"
@@ -131,6 +134,13 @@ class FullParam:
             self._warn_of_lost_gradient(held)
             return None
         return ConfigError(f"{what} inside full_params(), which cannot be kept", where=name, instead=instead)
+
+    def _is_laid_out(self, held: nn.Parameter) -> bool:
+        """Whether a parameter is plain; of one that was split before it was sharded, whether it is split that way."""
+        split = self.param.tensor_parallel
+        if split is None or not isinstance(held, DTensor):
+            return split is None and not isinstance(held, DTensor)
+        return held.device_mesh == split.mesh and tuple(held.placements) == split.placements
 
     def _warn_of_lost_gradient(self, held: nn.Parameter) -> None:
         if held.grad is not None and self.options.writeback and not self.options.with_grads:
@@ -193,8 +203,7 @@ class FullParam:
         if self.plain.requires_grad and is_saved_by_autograd(self.plain):
             self.plain.register_post_accumulate_grad_hook(_refuse_late_gradient)
         if isinstance(self.plain, DTensor):
-            self.plain.grad = None
-            set_local_tensor(self.plain, local_tensor(self.plain).new_empty(0))
+            replaced_params.mark_split_replaced(self.plain, self.param)
         else:
             replaced_params.mark_replaced(self.plain, self.param)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import tempfile
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +132,68 @@ def _full_params() -> None:
 
 def test_full_params_are_what_they_were_before() -> None:
     run_ranks(_full_params, world_size=4)
+
+
+def _optimizer_inside() -> list[str]:
+    """Names of parameters that an optimizer from inside of `full_params` does not train."""
+    model = _sharded(_world())
+    with fsdp_compile.full_params(model):
+        optimizer = _adamw(model)
+    before = _values(model)
+    _step(model, optimizer)
+    return [name for name, value in _values(model).items() if torch.equal(value, before[name])]
+
+
+def test_an_optimizer_from_inside_of_full_params_trains_all() -> None:
+    assert run_ranks(_optimizer_inside, world_size=4) == [[]] * 4
+
+
+def _replaced_inside() -> list[str]:
+    found = []
+    for other in (
+        torch.zeros(VOCABULARY, 16),
+        distribute_tensor(torch.zeros(VOCABULARY, 16), _world()["tp"], [Shard(1)]),
+    ):
+        model = _sharded(_world())
+        before = _values(model)
+
+        def replace(model: Llama = model, other: torch.Tensor = other) -> None:
+            with fsdp_compile.full_params(model):
+                model.head.weight = nn.Parameter(other)
+
+        found.append(str(_raised(replace)))
+        _assert_close(_values(model), before)
+        model(_batch()).backward()  # it is as it was
+    return found
+
+
+def test_other_layouts_inside_of_full_params_are_refused() -> None:
+    for errors in run_ranks(_replaced_inside, world_size=4):
+        for error in errors:
+            assert "it was split in another way" in error
+            assert "head.weight" in error
+
+
+def _referred_to() -> list[str]:
+    world = _world()
+    model = split(_plain(), world["tp"])
+    loss = model(_batch())
+    found = [str(_raised(lambda: fully_shard(model, mesh=world["dp"])))]
+    del loss
+    kept = weakref.WeakKeyDictionary({model.head.weight: 1})
+    found.append(str(_raised(lambda: fully_shard(model, mesh=world["dp"]))))
+    assert not any(isinstance(p, DTensor) and p.device_mesh.ndim == 2 for p in model.parameters()), "changed"
+    del kept
+    fully_shard(model, mesh=world["dp"])
+    model(_batch()).backward()
+    return found
+
+
+def test_parameters_that_cannot_change_are_refused() -> None:
+    for graph, weak in run_ranks(_referred_to, world_size=4):
+        assert "saved by a graph" in graph
+        assert "a weak reference" in weak
+        assert "head.weight" in weak
 
 
 def _checkpoints(folder: str) -> None:
