@@ -91,6 +91,21 @@ class TensorParallel:
         local_shape = part_shape(parameter.shape, mesh, placements)
         return cls(mesh, placements, parameter.shape, parameter.stride(), local_shape)
 
+    def is_of(self, parameter: DTensor) -> bool:
+        """Whether a DTensor is laid out like this."""
+        return parameter.device_mesh == self.mesh and tuple(parameter.placements) == self.placements
+
+    def refuse_other_layout(self, name: str, parameter: DTensor) -> None:
+        """Raises `ConfigError` for a DTensor in the parameter's place that is laid out in another way."""
+        if not self.is_of(parameter):
+            raise ConfigError(
+                f"the parameter is a DTensor with placements {tuple(parameter.placements)} over "
+                f"{_described(parameter.device_mesh)}, and was split with {self.placements} over "
+                f"{_described(self.mesh)}",
+                where=name,
+                instead="a DTensor of that mesh and these placements, or a plain tensor of the whole shape",
+            )
+
     def sharded_mesh(self, data_parallel: DeviceMesh) -> DeviceMesh:
         """The mesh of the sharded parameter: the dimensions it is sharded and replicated over, then its own."""
         return joined_mesh(data_parallel, self.mesh)

@@ -167,18 +167,25 @@ def _bus(name: str, gb_per_s: float, source: str) -> Link:
     )
 
 
-def _device(
-    name: str, sheet: str, *, tflops: Mapping[torch.dtype, float], tb_per_s: float, gb: float, host: Link, near: Link
-) -> Device:
+@dataclasses.dataclass(frozen=True)
+class _Board:
+    """What devices have in common that differ in their memory: dense peaks in TFLOP/s, and their links."""
+
+    tflops: Mapping[torch.dtype, float]
+    host: Link
+    near: Link
+
+
+def _device(name: str, sheet: str, board: _Board, *, tb_per_s: float, gb: float) -> Device:
     return Device(
         name=name,
-        matmul={dtype: Quantity(value * 1e12, "FLOP/s", sheet) for dtype, value in tflops.items()},
+        matmul={dtype: Quantity(value * 1e12, "FLOP/s", sheet) for dtype, value in board.tflops.items()},
         matmul_share=Quantity(0.7, "share of peak", _SHARE),
         memory_rate=Quantity(tb_per_s * 1e12, "byte/s", sheet),
         memory_share=Quantity(0.9, "share of peak", _COPY_SHARE),
         memory=Quantity(gb * 1e9, "byte", sheet),
-        host=host,
-        near=near,
+        host=board.host,
+        near=board.near,
     )
 
 
@@ -211,37 +218,15 @@ LINKS: Final = {
         make_link("ethernet-1", 0.125, "1 Gb/s Ethernet"),
     )
 }
+_SXM_5: Final = _Board(_HOPPER, _PCIE_5, LINKS["nvlink4"])
+_SXM_4: Final = _Board(_AMPERE, _PCIE_4, LINKS["nvlink3"])
 DEVICES: Final = {
     device.name: device
     for device in (
-        _device(
-            "h100-sxm",
-            "NVIDIA H100 data sheet, SXM5, dense",
-            tflops=_HOPPER,
-            tb_per_s=3.35,
-            gb=80,
-            host=_PCIE_5,
-            near=LINKS["nvlink4"],
-        ),
-        _device(
-            "h200-sxm",
-            "NVIDIA H200 data sheet, SXM, dense",
-            tflops=_HOPPER,
-            tb_per_s=4.8,
-            gb=141,
-            host=_PCIE_5,
-            near=LINKS["nvlink4"],
-        ),
-        _device(
-            "a100-sxm",
-            "NVIDIA A100 80GB data sheet, SXM4, dense",
-            tflops=_AMPERE,
-            tb_per_s=2.039,
-            gb=80,
-            host=_PCIE_4,
-            near=LINKS["nvlink3"],
-        ),
-        _device("cpu", _CORES, tflops=_CPU, tb_per_s=0.02, gb=16, host=_MEMORY, near=LINKS["ethernet-10"]),
+        _device("h100-sxm", "NVIDIA H100 data sheet, SXM5, dense", _SXM_5, tb_per_s=3.35, gb=80),
+        _device("h200-sxm", "NVIDIA H200 data sheet, SXM, dense", _SXM_5, tb_per_s=4.8, gb=141),
+        _device("a100-sxm", "NVIDIA A100 80GB data sheet, SXM4, dense", _SXM_4, tb_per_s=2.039, gb=80),
+        _device("cpu", _CORES, _Board(_CPU, _MEMORY, LINKS["ethernet-10"]), tb_per_s=0.02, gb=16),
     )
 }
 

@@ -57,7 +57,7 @@ class UnshardSpec:
     Attributes:
         offset: Its first element in each rank's flat parameter.
         extent: Its elements in each rank's flat parameter, alignment padding included.
-        shape: Of the full parameter.
+        shape: Of the full parameter; of this rank's part, if it was split over other ranks before it was sharded.
         dim: The dimension that is sharded; `None` for 0-d parameters, which every rank has whole.
         size: Ranks in the shard group.
         group: Alias of the shard group (`comm/groups.py`), empty if parameters are not sharded.

@@ -109,7 +109,7 @@ def update_optimizer(optimizer: Optimizer) -> None:
         optimizer.state[current(parameter)] = value
 
 
-def _shard_state(state: Any, parameter: ReplacedParameter) -> Any:
+def _shard_state(state: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(parameter, ReplacedParameter):
         raise ConfigError(
             "an optimizer that was made inside of full_params() has state of a parameter that tensor parallelism has "

@@ -260,7 +260,10 @@ def _is_laid_out(parameter: DTensor, dim: int, mesh: DeviceMesh) -> bool:
     split = TensorParallel.of_sharded(parameter, mesh)
     if split is None:
         return parameter.device_mesh == mesh and tuple(parameter.placements) == over.placements(dim)
-    is_on_both = parameter.device_mesh == split.sharded_mesh(mesh)
+    try:
+        is_on_both = parameter.device_mesh == split.sharded_mesh(mesh)
+    except ValueError:  # the DTensor has nothing to do with the mesh of the call
+        return False
     return is_on_both and tuple(parameter.placements) == split.sharded_placements(over, dim)
 
 

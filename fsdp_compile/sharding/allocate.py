@@ -27,6 +27,7 @@ from fsdp_compile.runtime.module_refs import ModuleRefs
 from fsdp_compile.runtime.reduce_group import reduce_alias
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, UnitPolicy, titles
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
+from fsdp_compile.sharding import check_params
 from fsdp_compile.sharding.arguments import PlacementFn
 
 
@@ -249,7 +250,7 @@ def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
         policy: Of the parameter's unit.
 
     Raises:
-        ConfigError: If the parameter is a DTensor of another mesh or placement.
+        ConfigError: If the parameter is a DTensor of another mesh or placement, or one that torch cannot swap.
     """
     mesh, placements = _layout(param, policy)
     _detach_from_flat(param, parameter)
@@ -267,6 +268,9 @@ def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
         set_local_tensor(parameter, param.sharded_view)
         param.parameter = parameter
     elif isinstance(parameter, DTensor):
+        assert param.tensor_parallel is not None
+        param.tensor_parallel.refuse_other_layout(param.name, parameter)
+        check_params.refuse_references(param.name, parameter)
         local = local_tensor(parameter).detach()
         param.sharded_view.copy_(local_part(local, param.spec.dim, policy.size, policy.rank))
         parameter.grad = None

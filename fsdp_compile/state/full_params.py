@@ -140,7 +140,7 @@ class FullParam:
         split = self.param.tensor_parallel
         if split is None or not isinstance(held, DTensor):
             return split is None and not isinstance(held, DTensor)
-        return held.device_mesh == split.mesh and tuple(held.placements) == split.placements
+        return split.is_of(held)
 
     def _warn_of_lost_gradient(self, held: nn.Parameter) -> None:
         if held.grad is not None and self.options.writeback and not self.options.with_grads:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as TorchParamGroup
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsdp_compile
@@ -489,6 +489,18 @@ def test_nested_tensors_and_classes_that_were_replaced_are_refused() -> None:
         model.__class__ = type("Other", (type(model),), {})
         message = _refusal(lambda: fully_shard(model))
     assert message.startswith(f"{ConfigError.__name__}: the class of a module was replaced")
+
+
+def test_parameters_that_were_replaced_by_other_dtensors_are_refused() -> None:
+    with fake_world(4):
+        pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        for mesh, placements in ((_mesh(4), [Shard(1)]), (pair, [Shard(0), Replicate()])):
+            model = nn.Sequential(nn.Linear(4, 4, bias=False))
+            fsdp2(model, mesh=_mesh(4))
+            model[0].weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, placements))
+            message = _refusal(lambda model=model: fully_shard(model))  # type: ignore[misc]
+            assert "is not the DTensor that torch.distributed.fsdp.fully_shard has made" in message
+            assert "where: 0.weight" in message
 
 
 def test_wrapped_parts_of_a_plain_model_become_units_of_it() -> None:

@@ -174,6 +174,44 @@ def test_other_layouts_inside_of_full_params_are_refused() -> None:
             assert "head.weight" in error
 
 
+def _replaced_outside() -> list[str]:
+    """Another layout in the place of a split parameter, and the same one, before the next forward."""
+    world = _world()
+    values = torch.ones(VOCABULARY, 16)
+    found = []
+    for placement in (Shard(1), Replicate()):
+        model = _sharded(world)
+        model.head.weight = nn.Parameter(distribute_tensor(values, world["tp"], [placement]))
+        found.append(str(_raised(lambda model=model: model(_batch()))))  # type: ignore[misc]
+    model = _sharded(world)
+    model.head.weight = nn.Parameter(distribute_tensor(values, world["tp"], [Shard(0)]))
+    model(_batch()).backward()
+    assert torch.equal(_values(model)["head.weight"], values)
+    model.head.weight = nn.Parameter(2 * values)
+    model(_batch()).backward()
+    assert torch.equal(_values(model)["head.weight"], 2 * values)
+    error = _raised(
+        lambda: fully_shard(
+            split(_plain(), world["tp"]), mesh=world["dp"], shard_placement_fn=lambda _: _OnAnotherMesh()
+        )  # type: ignore[arg-type, return-value]
+    )
+    return [*found, str(error)]
+
+
+class _OnAnotherMesh:
+    """As torch's `ShardPlacementResult`, which not every version has."""
+
+    placement, mesh_info = Shard(0), None
+
+
+def test_replaced_parameters_have_the_same_layout_or_are_refused() -> None:
+    for *layouts, mesh in run_ranks(_replaced_outside, world_size=4):
+        for error in layouts:
+            assert "head.weight" in error
+            assert "and was split with (Shard(dim=0),)" in error
+        assert "ShardPlacementResult" in mesh
+
+
 def _referred_to() -> list[str]:
     world = _world()
     model = split(_plain(), world["tp"])

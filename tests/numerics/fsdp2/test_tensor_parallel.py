@@ -103,6 +103,20 @@ def _differences(name: str, lower: str | None) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
 
 
+def _check_close(name: str) -> None:
+    ours = _trained(CASES[name], fsdp_compile.fully_shard, "inductor")
+    theirs = _trained(CASES[name], torch.distributed.fsdp.fully_shard, None)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ["two layers", "uneven rows"])
+def test_inductor(name: str) -> None:
+    run_ranks(_check_close, name, world_size=4, timeout_s=500)
+
+
 @long.parametrize("name", CASES, always=["split tokens, bf16", "replicas"])
 def test_uncompiled(name: str) -> None:
     assert run_ranks(_differences, name, None, world_size=4, timeout_s=300) == [[]] * 4
