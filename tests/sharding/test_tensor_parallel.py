@@ -190,11 +190,9 @@ def _replaced_outside() -> list[str]:
     model.head.weight = nn.Parameter(2 * values)
     model(_batch()).backward()
     assert torch.equal(_values(model)["head.weight"], 2 * values)
-    error = _raised(
-        lambda: fully_shard(
-            split(_plain(), world["tp"]), mesh=world["dp"], shard_placement_fn=lambda _: _OnAnotherMesh()
-        )  # type: ignore[arg-type, return-value]
-    )
+    elsewhere: Any = _OnAnotherMesh()
+    call = functools.partial(fully_shard, split(_plain(), world["tp"]), mesh=world["dp"])
+    error = _raised(lambda: call(shard_placement_fn=lambda _: elsewhere))
     return [*found, str(error)]
 
 
