@@ -1,9 +1,9 @@
 """Where each parameter of a unit lies in the unit's flat parameters: a plan, made without memory.
 
-Each slot starts at a multiple of `ALIGNMENT_BYTES` and ends at one, in the stored dtype as in those that are sent and
-reduced: misaligned message slices have been seen to run an all-gather 12 times slower, and Inductor copies inputs that
-are not aligned. Every rank's flat parameter has the same size, so ranks with fewer rows (or none) have padding; rows
-are divided as by `torch.chunk`, as DTensor's `Shard` does.
+Each slot starts at a multiple of `ALIGNMENT_BYTES` and ends at one, in the stored dtype, in those that are sent and
+reduced, and in 16 bits: misaligned message slices have been seen to run an all-gather 12 times slower, and Inductor
+copies inputs that are not aligned. Every rank's flat parameter has the same size, so ranks with fewer rows (or none)
+have padding; rows are divided as by `torch.chunk`, as DTensor's `Shard` does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 
 ALIGNMENT_BYTES = 128
+AUTOCAST_BYTES = 2
+"""Of an element of what `torch.autocast` casts to, in which any parameter may be sent."""
 LARGE_BYTES = 16 * 1024
 """A slot whose share per rank is at least this is sent as a message piece of its own."""
 
@@ -61,6 +63,11 @@ class FlatLayout:
     numel: int
 
 
+def aligned_numel(*dtypes: torch.dtype) -> int:
+    """Elements of which slots are a multiple, in a flat parameter that is stored, sent or reduced in `dtypes`."""
+    return ALIGNMENT_BYTES // min(AUTOCAST_BYTES, *(dtype.itemsize for dtype in dtypes))
+
+
 def shard_numel(shape: tuple[int, ...], dim: int | None, size: int) -> int:
     """Elements of a parameter on each rank, row padding included."""
     if dim is None:
@@ -91,7 +98,7 @@ def plan_layout(
         sent: Dtype of all-gathers, which may be narrower.
         reduced: Dtype of reductions; by default `sent`.
     """
-    step = ALIGNMENT_BYTES // min(dtype.itemsize for dtype in (stored, sent, reduced or sent))
+    step = aligned_numel(stored, sent, reduced or sent)
     numels = [shard_numel(p.shape, p.dim, size) for p in parameters]
     order = sorted(range(len(parameters)), key=lambda i: numels[i] * stored.itemsize >= LARGE_BYTES)
     slots = []

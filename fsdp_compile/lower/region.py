@@ -31,6 +31,7 @@ from fsdp_compile.lower.wrappers import (
     without_autograd,
 )
 from fsdp_compile.ops.effects import erase_markers
+from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.partition import partition
 
 Transform = Callable[[StepGraph], StepGraph]
@@ -122,6 +123,7 @@ class Region:
         with self._telling_of_refusals():
             refuse_hidden_reads(gm)
             name_inputs(gm.graph, self.flats)
+            cast_before_gather(gm.graph)
             with stage(self._said("passes over", Phase.FORWARD, 1)):
                 step = self.transform(StepGraph(gm, Phase.FORWARD))
             self.steps = self._announced([step])

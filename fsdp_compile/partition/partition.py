@@ -16,6 +16,7 @@ from fsdp_compile.ir.queries import parameter_only, read_text, unsharded_value
 from fsdp_compile.layout.spec import Reshard, parse
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import UNSHARD
+from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.post_forward import shard_post_forward
 from fsdp_compile.partition.updated_inputs import save_readers_of_updated_inputs
 
@@ -40,6 +41,7 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
 
     `inputs` and `kwargs` are as AOTAutograd passes them.
     """
+    cast_before_gather(joint.graph)
     shard_post_forward(joint.graph)
     mark_reads(joint.graph)
     save_readers_of_updated_inputs(joint.graph)

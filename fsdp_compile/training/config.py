@@ -128,6 +128,9 @@ class TrainConfig:
     mixed_precision: MixedPrecision = option(  # noqa: RUF009 (an enum member is immutable)
         MixedPrecision.NONE, "bf16: gather and compute in bfloat16, reduce gradients in float32"
     )
+    replicas: int = option(
+        1, "copies of the model: each is sharded over ranks / replicas ranks (hybrid sharding)", at_least=1
+    )
     on_nonfinite: OnNonFinite = option(  # noqa: RUF009 (an enum member is immutable)
         OnNonFinite.STOP, "where a loss or a gradient is not finite: stop ends the run, skip goes on without an update"
     )

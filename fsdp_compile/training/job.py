@@ -194,7 +194,7 @@ def new_job(
         ConfigError: An option, the folder or the text is refused.
     """
     config = TrainConfig.from_dict(options)
-    _check_share(config, placement)
+    _check_ranks(config, placement)
     folder = new_folder(out, restarts)
     # Whatever is refused above is refused without importing torch.
     from fsdp_compile.training.data import read_corpus
@@ -225,7 +225,7 @@ def resumed_job(options: Mapping[str, Any], path: Path | None, placement: Placem
     folder = newest_folder() if path is None else RunFolder(path)
     started = folder.read_config()
     config = started.config.resumed_with(options)
-    _check_share(config, placement)
+    _check_ranks(config, placement)
     checkpoints = CheckpointFolder(folder.checkpoints, started.run)
     done_steps = _done_steps(checkpoints, config.steps)
     if done_steps >= config.steps:
@@ -270,7 +270,14 @@ def _done_steps(checkpoints: CheckpointFolder, steps: int) -> int:
     return step_of(checkpoint) or 0
 
 
-def _check_share(config: TrainConfig, placement: Placement) -> None:
+def _check_ranks(config: TrainConfig, placement: Placement) -> None:
+    """Refuses ranks that batches or replicas do not divide over."""
+    if placement.ranks % config.replicas:
+        raise ConfigError(
+            f"{placement.ranks} ranks cannot be divided into {config.replicas} replicas of one size",
+            where="--replicas",
+            instead=f"a divisor of {placement.ranks}, or another number of ranks",
+        )
     rest = config.batch_size % placement.ranks
     if rest:
         raise ConfigError(

@@ -107,7 +107,8 @@ class _Run:
     def _introduce(self, corpus: Corpus) -> None:
         job, trainer = self.job, self.trainer
         say = self.display.say
-        say(f"{job.ranks} ranks on {self.world.device.type}, run folder {job.folder.path}")
+        replicas = f" ({job.config.replicas} replicas)" if job.config.replicas > 1 else ""
+        say(f"{job.ranks} ranks{replicas} on {self.world.device.type}, run folder {job.folder.path}")
         say(f"text: {corpus.size_bytes / 1e6:.1f} MB, {corpus.source}")
         say(f"each rank will hold {compare_bytes(trainer.sharded, trainer.unsharded)}")
         say("compiling, about a minute where Inductor's cache is cold ...")

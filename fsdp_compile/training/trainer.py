@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -52,12 +53,9 @@ class Trainer:
             ModelShape(width=config.width, layers=config.layers, heads=config.heads, seq_len=config.seq_len)
         ).to(world.device)
         self.unsharded = expected(self.model, 1)
-        self.sharded = expected(self.model, world.size)
-        if config.mixed_precision is MixedPrecision.BF16:
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            fully_shard(self.model, mp_policy=policy)
-        elif shard_now:
-            fully_shard(self.model)
+        self.sharded = expected(self.model, world.size // config.replicas)
+        if shard_now or config.mixed_precision is MixedPrecision.BF16 or config.replicas > 1:
+            fully_shard(self.model, mesh=_mesh(config, world), mp_policy=_precision(config))
         self.compiled = torch.compile(self.model, backend="fsdp")
         # A plain model is sharded at its first call; this optimizer gets the sharded parameters at its next step.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=BETAS, weight_decay=config.weight_decay)
@@ -110,3 +108,17 @@ class Trainer:
         tokens, targets = (half.to(self.world.device) for half in self.batches.draw(blocks, key))
         logits = self.compiled(tokens)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _mesh(config: TrainConfig, world: World) -> DeviceMesh | None:
+    """Replicas of shards; `None` for shards over all ranks."""
+    if config.replicas == 1:
+        return None
+    shape = (config.replicas, world.size // config.replicas)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _precision(config: TrainConfig) -> MixedPrecisionPolicy:
+    if config.mixed_precision is MixedPrecision.NONE:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

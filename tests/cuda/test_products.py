@@ -71,7 +71,7 @@ CASES = {
     "FSDP1's rules": _case(options={"prefetch": "BACKWARD_PRE"}),
     "FSDP2's messages": _case(options={"reduce_layout": "fsdp2"}),
 }  # fmt: skip
-NOT_READ_IN_PLACE = {"8-bit gathers", "autocast"}
+NOT_READ_IN_PLACE = {"8-bit gathers"}
 """Gathered as something else than what matmuls read."""
 NOT_WRITTEN_IN_PLACE = {"accumulating", "reducing what was accumulated", "autocast", "FSDP2's messages"}
 """Gradients are added, cast or joined before they are sent, or not sent."""

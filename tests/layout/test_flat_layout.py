@@ -69,7 +69,7 @@ def test_small_slots_come_first_and_registration_order_is_kept(
 
 
 def test_nothing_to_lay_out_still_has_an_address() -> None:
-    assert plan_layout([], size=4, stored=torch.float32, sent=torch.float32) == FlatLayout((), 32)
+    assert plan_layout([], size=4, stored=torch.float32, sent=torch.float32) == FlatLayout((), 64)
 
 
 @given(

@@ -75,3 +75,9 @@ def test_a_run_of_an_earlier_version_is_told_from_a_damaged_one(run: RunFolder) 
 def test_a_damaged_configuration_is_named(text: str, run: RunFolder) -> None:
     run.config.write_text(text)
     assert _refused(run).startswith(f"{run.config} is damaged: ")
+
+
+def test_replicas_divide_the_ranks(run: RunFolder) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resumed_job({"replicas": 2}, run.path, Placement(3), DeviceKind.CPU)
+    assert str(caught.value).startswith("3 ranks cannot be divided into 2 replicas of one size\n  where: --replicas\n")

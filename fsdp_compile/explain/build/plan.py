@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -19,10 +19,10 @@ from fsdp_compile.explain.build.memory import memory_curve, spans
 from fsdp_compile.explain.build.skipped import skipped
 from fsdp_compile.explain.plan_data import PlanData
 from fsdp_compile.explain.report import GraphPlan, UnitPlan, Volume
-from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
 from fsdp_compile.layout.spec import Reshard, UnshardSpec
 from fsdp_compile.modules.classes import original_class
-from fsdp_compile.runtime.units import FSDPUnit
+from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
 
 
 def build_plan(
@@ -52,15 +52,16 @@ def build_plan(
         for step in steps:
             plan, memory = _graph(step, number, memory, hardware=hardware, fusion=fusion, names=names)
             (forwards if step.phase is Phase.FORWARD else backwards).append(plan)
+    read = _specs_of_reads(regions)
     # Backward runs the regions in the opposite order.
     graphs = (*forwards, *reversed(backwards))
     return PlanData(
         title=original_class(model).__name__,
         world_size=world_size,
         hardware=hardware,
-        units=tuple(_unit(unit, training=bool(backwards)) for unit in made),
+        units=tuple(_unit(unit, read, training=bool(backwards)) for unit in made),
         graphs=graphs,
-        volume=_volume(graphs, made),
+        volume=_volume(graphs, made, read),
         skipped=tuple(skipped(model, made, graphs)),
     )
 
@@ -98,7 +99,24 @@ def _graph(
     return plan, memory
 
 
-def _unit(unit: FSDPUnit, *, training: bool) -> UnitPlan:
+Reads = Mapping[str, Sequence[UnshardSpec]]
+"""How graphs read parameters, by name; more than one way only where several graphs read one differently."""
+
+
+def _specs_of_reads(regions: Sequence[Sequence[StepGraph]]) -> Reads:
+    found: dict[str, dict[UnshardSpec, None]] = {}
+    for node in (node for steps in regions for step in steps for node in step.nodes(Role.FULL)):
+        record = require(node)
+        found.setdefault(record.parameters[0], {})[record.specs[0]] = None
+    return {name: list(specs) for name, specs in found.items()}
+
+
+def _read_as(unit: FSDPUnit, param: FSDPParam, read: Reads) -> Sequence[UnshardSpec]:
+    """How graphs read a parameter: under `torch.autocast` not as its unit says."""
+    return read.get(unit.parameter_name(param), [param.spec])
+
+
+def _unit(unit: FSDPUnit, read: Reads, *, training: bool) -> UnitPlan:
     trained = [slot for slot in unit.params if slot.parameter.requires_grad]
     least = sum(s.spec.numel * s.parameter.element_size() / _ranks(s.spec) for s in unit.params)
     return UnitPlan(
@@ -106,7 +124,9 @@ def _unit(unit: FSDPUnit, *, training: bool) -> UnitPlan:
         parameters=len(list(unit.params)),
         numel=sum(slot.spec.numel for slot in unit.params),
         stored=_names(flat.flat_param.dtype for flat in unit.param_groups),
-        sent=_names(slot.spec.gather_dtype or slot.spec.param_dtype for slot in unit.params),
+        sent=_names(
+            spec.gather_dtype or spec.param_dtype for slot in unit.params for spec in _read_as(unit, slot, read)
+        ),
         reduced=_names(slot.spec.reduce_dtype for slot in trained),
         full_bytes=unit.full_bytes,
         shard_bytes=unit.shard_bytes,
@@ -129,12 +149,15 @@ def _names(dtypes: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))  # type: ignore[attr-defined]
 
 
-def _volume(graphs: Sequence[GraphPlan], made: Sequence[FSDPUnit]) -> Volume:
+def _volume(graphs: Sequence[GraphPlan], made: Sequence[FSDPUnit], read: Reads) -> Volume:
     every = [collective for graph in graphs for collective in graph.collectives]
     sent = {kind: sum(c.sent_bytes for c in every if c.kind is kind) for kind in Kind}
     training = any(graph.phase is Phase.BACKWARD for graph in graphs)
     floor = sum(
-        _floor(slot.spec, slot.spec.numel, trained=training and slot.parameter.requires_grad, training=training)
+        min(
+            _floor(spec, spec.numel, trained=training and slot.parameter.requires_grad, training=training)
+            for spec in _read_as(unit, slot, read)
+        )
         for unit in made
         for slot in unit.params
     )

@@ -19,7 +19,7 @@ from torch import fx
 from fsdp_compile.cost.sizes import Sizes, tensor_bytes, tensors_of, tensors_of_value
 from fsdp_compile.explain.trace.open_sizes import OPEN, OpenSizes
 from fsdp_compile.ir.graph import Record, Role, record_of, role_of
-from fsdp_compile.layout.flat_layout import ALIGNMENT_BYTES
+from fsdp_compile.layout.flat_layout import aligned_numel
 from fsdp_compile.layout.spec import UnshardSpec
 
 RANKS: Final = sympy.Symbol("ranks", integer=True, positive=True)
@@ -32,8 +32,7 @@ def extent(spec: UnshardSpec, stored: torch.dtype) -> sympy.Expr:
 
     `stored` is the dtype of its flat parameter.
     """
-    step = ALIGNMENT_BYTES // min(d.itemsize for d in (stored, spec.param_dtype, spec.reduce_dtype))
-    return _extent(spec.shape, spec.dim, step)
+    return _extent(spec.shape, spec.dim, aligned_numel(stored, spec.param_dtype, spec.reduce_dtype))
 
 
 @functools.cache

@@ -1,0 +1,125 @@
+"""Casts parameters before they are gathered instead of after it, where every reader wants the same narrower dtype.
+
+    %w = fsdp.unshard(%flat, "... param=float32 ...")     ->     %w = fsdp.unshard(%flat, "... param=bfloat16 ...")
+    %c = convert_element_type(%w, bfloat16)
+
+`torch.autocast` casts a weight where it is used. The cast rounds each element by itself, so that it gives the same bits
+on the shards, and half the bytes are sent. A parameter with any other reader in the graph, a norm in float32 say, is
+gathered as it is stored. Gradients are reduced in the dtype that they had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from fsdp_compile.ir.edit import infer_value, set_read_text
+from fsdp_compile.ir.graph import KEY, require
+from fsdp_compile.ir.queries import TEXT_POSITION, is_alias, read_text, unsharded_value
+from fsdp_compile.layout.flat_layout import AUTOCAST_BYTES
+from fsdp_compile.layout.spec import UnshardSpec, parse
+from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass
+class _Uses:
+    """What is made of a parameter.
+
+    Attributes:
+        views: Views of it that are not cast, in graph order.
+        casts: Of it, or of such a view.
+        others: Whether anything else reads it, or a view of it.
+    """
+
+    views: list[fx.Node] = dataclasses.field(default_factory=list)
+    casts: list[fx.Node] = dataclasses.field(default_factory=list)
+    others: bool = False
+
+
+def cast_before_gather(graph: fx.Graph) -> None:
+    """Rewrites the reads of a joint graph, or of a forward graph without a backward."""
+    for flat, text, markers in _parameters(graph):
+        reads = [marker for marker in markers if marker.target is UNSHARD]
+        if any(marker.target not in (UNSHARD, REDUCE_GRAD) for marker in markers) or any(map(unsharded_value, reads)):
+            continue
+        uses = _uses_of(reads)
+        dtype = _narrower(parse(text), uses)
+        if dtype is None:
+            continue
+        sent = dataclasses.replace(parse(text), param_dtype=dtype)
+        _note(flat, sent)
+        for marker in markers:
+            set_read_text(marker, sent.text)
+        for node in (*reads, *uses.views):
+            node.meta["val"] = infer_value(node)
+        for cast in uses.casts:
+            (source,) = cast.all_input_nodes
+            cast.replace_all_uses_with(source)
+            graph.erase_node(cast)
+
+
+def _parameters(graph: fx.Graph) -> Iterable[tuple[fx.Node, str, list[fx.Node]]]:
+    """Each parameter's flat parameter, the text of its spec, and the markers of its reads and gradients."""
+    found: dict[tuple[fx.Node, str], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in TEXT_POSITION:
+            found.setdefault((node.args[0], read_text(node)), []).append(node)
+    return [(flat, text, markers) for (flat, text), markers in found.items()]
+
+
+def _note(flat: fx.Node, sent: UnshardSpec) -> None:
+    """Writes how a parameter is sent into the record of its flat parameter, by which the result is verified."""
+    record = require(flat)
+    specs = tuple(sent if spec.offset == sent.offset else spec for spec in record.specs)
+    flat.meta[KEY] = dataclasses.replace(record, specs=specs)
+
+
+def _narrower(spec: UnshardSpec, uses: _Uses) -> torch.dtype | None:
+    """The one dtype that all readers cast to, if it is a narrower floating one that is not sent yet."""
+    if uses.others or spec.size == 1 or spec.gather_dtype is not None:
+        return None
+    dtypes = {cast.meta["val"].dtype for cast in uses.casts}
+    if len(dtypes) != 1:
+        return None
+    (dtype,) = dtypes
+    is_narrower = dtype.itemsize == AUTOCAST_BYTES < spec.param_dtype.itemsize  # slots are aligned in that many bytes
+    return dtype if is_narrower and dtype.is_floating_point and spec.param_dtype.is_floating_point else None
+
+
+def _uses_of(markers: Sequence[fx.Node]) -> _Uses:
+    uses = _Uses()
+    todo = [(marker, user) for marker in markers for user in marker.users]
+    while todo:
+        value, user = todo.pop()
+        if _is_cast(user, value):
+            uses.casts.append(user)
+        elif is_alias(user) and user.all_input_nodes == [value] and _dtype(user) == _dtype(value):
+            uses.views.append(user)
+            todo.extend((user, further) for further in user.users)
+        else:
+            uses.others = True
+    uses.views.sort()  # nodes compare by their place in the graph
+    return uses
+
+
+def _is_cast(node: fx.Node, value: fx.Node) -> bool:
+    """Whether a node changes nothing but the dtype of a value, inside of the graph."""
+    if node.target is aten._to_copy.default:
+        changes_dtype_alone = set(node.kwargs) == {"dtype"}
+    else:
+        changes_dtype_alone = node.target is torch.ops.prims.convert_element_type.default
+    return (
+        changes_dtype_alone
+        and node.meta["val"].stride() == value.meta["val"].stride()
+        # What a graph returns is the user's: it may not be memory that is freed.
+        and all(user.op != "output" for user in node.users)
+    )
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    return getattr(node.meta["val"], "dtype", None)
