@@ -77,14 +77,15 @@ def mark_split_replaced(parameter: DTensor, param: FSDPParam) -> None:
 
 
 def _is_replaced(parameter: torch.Tensor) -> bool:
-    return type(parameter) is ReplacedParameter or _SUCCESSOR in vars(parameter)
+    # Not by `vars`, in which Dynamo fails: it traces optimizers that step inside of a compiled function.
+    return type(parameter) is ReplacedParameter or hasattr(parameter, _SUCCESSOR)
 
 
 def current(parameter: torch.Tensor) -> torch.Tensor:
     """The sharded parameter that replaced `parameter`, or `parameter` itself."""
     if isinstance(parameter, ReplacedParameter):
         return parameter.param.parameter
-    successor: FSDPParam | None = vars(parameter).get(_SUCCESSOR)
+    successor: FSDPParam | None = getattr(parameter, _SUCCESSOR, None)
     return parameter if successor is None else successor.parameter
 
 

@@ -60,7 +60,7 @@ def _train(step: Step) -> float:
 
 
 @pytest.mark.core
-@long.parametrize("step", [_loss_inside, _all_inside], always=[_loss_inside])
+@long.parametrize("step", [_loss_inside, _all_inside], always=[_all_inside])
 def test_steps_that_are_compiled_with_more_than_the_model(step: Step) -> None:
     assert max(run_ranks(_train, step)) < 1e-5
 
