@@ -116,14 +116,17 @@ class TrainConfig:
     width: int = option(128, "features per position", at_least=2, on_resume=OnResume.FIXED)
     layers: int = option(4, "transformer blocks", at_least=1, on_resume=OnResume.FIXED)
     heads: int = option(4, "attention heads per block", at_least=1, on_resume=OnResume.FIXED)
-    learning_rate: float = option(4e-3, "highest learning rate of AdamW", above=0)
+    # AdamW's step sizes are numbers of float32, and torch refuses larger ones in the middle of a step.
+    learning_rate: float = option(4e-3, "highest learning rate of AdamW", above=0, at_most=1e30)
     warmup_ratio: float = option(
         0.1, "share of the steps in which the learning rate rises from 0", at_least=0, at_most=1
     )
     final_ratio: float = option(
         0.1, "last learning rate as a share of the highest, reached along a cosine", at_least=0, at_most=1
     )
-    weight_decay: float = option(0.1, "weight decay of AdamW per step and unit of learning rate", at_least=0)
+    weight_decay: float = option(
+        0.1, "weight decay of AdamW per step and unit of learning rate", at_least=0, at_most=1e6
+    )
     clip_norm: float = option(1.0, "largest norm of all gradients together", above=0)
     mixed_precision: MixedPrecision = option(  # noqa: RUF009 (an enum member is immutable)
         MixedPrecision.NONE, "bf16: gather and compute in bfloat16, reduce gradients in float32"

@@ -24,6 +24,9 @@ from fsdp_compile.training.config import MixedPrecision, TrainConfig, flag
         ({"learning_rate": 0.0}, "--learning-rate"),
         ({"learning_rate": float("nan")}, "--learning-rate"),
         ({"learning_rate": float("inf")}, "--learning-rate"),
+        ({"learning_rate": 1e38}, "--learning-rate"),  # a step size beyond float32
+        ({"weight_decay": 1e300}, "--weight-decay"),
+        ({"replicas": 0}, "--replicas"),
         ({"warmup_ratio": 1.1}, "--warmup-ratio"),
         ({"final_ratio": -0.1}, "--final-ratio"),
         ({"clip_norm": 0.0}, "--clip-norm"),
