@@ -18,12 +18,15 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from fsdp_compile._torch.distributed import default_store
+from fsdp_compile.comm.answering_store import AnsweringStore
 from fsdp_compile.errors import FSDPCompileError, RankFailedError
 
 _FAILED = "fsdp_compile/failed"
 _ANSWERS = "fsdp_compile/answers"
 _ANSWER_S = 3.0
 """How long the other ranks have to answer: they find out at about the same time."""
+_TELL_S = 1.0
+"""How long a rank that ends by an error tries to tell it."""
 _PAUSE_S = 0.05
 _READ_S = 0.5
 """How long a rank that holds the store goes on for others to read why it ends: more than the pauses between looks."""
@@ -49,14 +52,14 @@ def tell(error: BaseException) -> None:
         return
     what = error.what if isinstance(error, RankFailedError) else f"rank {dist.get_rank()} failed: {_first_lines(error)}"
     with contextlib.suppress(RuntimeError):  # if the store fails, no rank can be told
-        store = default_store()
+        store = AnsweringStore(default_store(), _TELL_S)
         if not store.check([_FAILED]):
             store.set(_FAILED, what)
         if dist.get_rank() == 0:
             time.sleep(_READ_S)
 
 
-def failed_elsewhere(store: dist.Store, waiting: str) -> RankFailedError | None:
+def failed_elsewhere(store: dist.Store | AnsweringStore, waiting: str) -> RankFailedError | None:
     """What another rank has told in the store of the world, if any has; `waiting` says what this rank does."""
     if not store.check([_FAILED]):
         return None
@@ -75,7 +78,7 @@ def refuse_failed_elsewhere(waiting: str) -> None:
     if not dist.is_initialized():
         return
     try:
-        error = failed_elsewhere(default_store(), f"rank {dist.get_rank()}, {waiting}")
+        error = failed_elsewhere(AnsweringStore(default_store(), _ANSWER_S), f"rank {dist.get_rank()}, {waiting}")
     except RuntimeError:
         return
     if error is not None:
@@ -112,15 +115,16 @@ def _explain(error: RuntimeError, doing: str) -> RankFailedError:
     where = f"rank {dist.get_rank()}, {doing}"
     said = str(error).strip().splitlines()[0]
     try:
-        told, absent = _ask()
+        told, absent = _ask(where)
     except RuntimeError as lost:
         return RankFailedError(
             f"the store through which ranks meet does not answer ({lost}), after a collective failed: {said}",
             where=where,
-            instead="see why the process ended that holds the store, rank 0 or the launcher: this is what followed",
+            instead="see why the process ended that holds the store, rank 0 or the launcher, or whether the link to "
+            "its host was cut: this is what followed",
         )
     if told is not None:
-        return failed_elsewhere(default_store(), where) or told
+        return told
     if absent:
         named = ", ".join(map(str, absent))
         return RankFailedError(
@@ -136,9 +140,9 @@ def _explain(error: RuntimeError, doing: str) -> RankFailedError:
     )
 
 
-def _ask() -> tuple[RankFailedError | None, list[int]]:
+def _ask(where: str) -> tuple[RankFailedError | None, list[int]]:
     """What a rank has told, or the ranks that do not answer."""
-    store, rank = default_store(), dist.get_rank()
+    store, rank = AnsweringStore(default_store(), _ANSWER_S), dist.get_rank()
     others = [each for each in range(dist.get_world_size()) if each != rank]
     store.set(f"{_ANSWERS}/{rank}", "")
     deadline_s = time.monotonic() + _ANSWER_S
@@ -146,10 +150,10 @@ def _ask() -> tuple[RankFailedError | None, list[int]]:
     while absent and told is None and time.monotonic() < deadline_s:
         time.sleep(_PAUSE_S)
         absent = [each for each in absent if not store.check([f"{_ANSWERS}/{each}"])]
-        told = failed_elsewhere(store, "")
+        told = failed_elsewhere(store, where)
     if not absent and told is None:
         time.sleep(_PAUSE_S)
-        told = failed_elsewhere(store, "")
+        told = failed_elsewhere(store, where)
     return told, absent
 
 

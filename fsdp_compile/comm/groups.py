@@ -26,6 +26,7 @@ from fsdp_compile._torch.distributed import (
     serial_gloo_group,
     timeout_of,
 )
+from fsdp_compile.comm.answering_store import AnsweringStore
 from fsdp_compile.comm.rendezvous import Rendezvous
 from fsdp_compile.errors import ConfigError
 
@@ -69,7 +70,8 @@ class RankStore:
         prefix = f"fsdp_compile/{name}/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
         rank = ranks.index(dist.get_rank())
         # Worlds of one store may follow each other: each rank counts how often it was in this group.
-        count = default_store().add(f"{prefix}/worlds/{rank}", 1)
+        store = AnsweringStore(default_store(), _timeout().total_seconds())
+        count = store.add(f"{prefix}/worlds/{rank}", 1)
         return cls(f"{prefix}/{count}", ranks, rank)
 
     @property
@@ -79,9 +81,9 @@ class RankStore:
 
     def rendezvous(self, wanted: str = "compile its next collectives") -> Rendezvous:
         """Through which the ranks compare texts, or wait for each other to do what is `wanted`."""
-        store = default_store()
-        prefixed = dist.PrefixStore(self.prefix, store)
-        return Rendezvous(prefixed, self.prefix, self.ranks, self.rank, self.timeout_s, store, wanted)
+        store, seconds = default_store(), self.timeout_s
+        own, world = AnsweringStore(dist.PrefixStore(self.prefix, store), seconds), AnsweringStore(store, seconds)
+        return Rendezvous(own, self.prefix, self.ranks, self.rank, seconds, world, wanted)
 
 
 _WeakGroup = weakref.ref[dist.ProcessGroup]

@@ -22,6 +22,7 @@ import time
 
 import torch.distributed as dist
 
+from fsdp_compile.comm.answering_store import AnsweringStore
 from fsdp_compile.comm.failures import failed_elsewhere
 from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchError
 
@@ -75,12 +76,12 @@ class Rendezvous:
         wanted: What the ranks wait for each other to do.
     """
 
-    store: dist.Store
+    store: dist.Store | AnsweringStore
     name: str
     ranks: tuple[int, ...]
     rank: int
     timeout_s: float
-    world: dist.Store | None = None
+    world: dist.Store | AnsweringStore | None = None
     wanted: str = "compile its next collectives"
 
     def compare(self, number: int | str, digest: str, text: str) -> Difference | None:
