@@ -81,9 +81,10 @@ def test_rows_that_do_not_divide_are_counted_as_padding_and_named() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(1000, 5, bias=False), torch.zeros(8, 1000)
     plan = explain(model, x, world_size=4, options=EAGER)
-    # Each rank holds ceil(5 / 4) = 2 rows of 1000 float32, rounded up to 128 byte; 5/4 of a row would do.
+    # Each rank holds ceil(5 / 4) = 2 rows of 1000 float32, rounded up to 256 bytes, which are 128 in 16 bits; 5/4 of a
+    # row would do.
     (unit,) = plan.units
-    assert (unit.shard_bytes, unit.padding_bytes) == (63 * 128, 63 * 128 - 5000)
+    assert (unit.shard_bytes, unit.padding_bytes) == (32 * 256, 32 * 256 - 5000)
     assert _skipped(plan)["weight: even split"] == "its 5 rows over 4 ranks are padded by 60 %"
 
 

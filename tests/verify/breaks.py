@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from operator import getitem
 from typing import Any
@@ -251,11 +252,14 @@ def gradients_swapped_in_a_message(step: StepGraph) -> fx.Node:
     start = _last(step, Role.REDUCE)
     packed = next(n for n in step.nodes(Role.GRADIENT) if n.target is aten.cat.default and _feeds(n, start))
     parts = list(packed.all_input_nodes)
-    names = [require(_input(part)).parameters[0] for part in parts]
-    a, b = (next(i for i, n in enumerate(names) if n.endswith(end)) for end in ("norm.weight", "norm.bias"))
+    a, b = next(pair for pair in itertools.combinations(range(len(parts)), 2) if _alike(*(parts[i] for i in pair)))
     parts[a], parts[b] = parts[b], parts[a]
     packed.update_arg(0, parts)
     return start
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    return one.meta["val"].shape == other.meta["val"].shape
 
 
 def gradients_swapped_in_fsdp2s_message(step: StepGraph) -> fx.Node:
@@ -375,7 +379,7 @@ def parameter_taken_that_was_to_be_freed(step: StepGraph) -> fx.Node:
 def part_of_the_neighbour_kept(step: StepGraph) -> fx.Node:
     """What is cut out of a packed part starts at another parameter."""
     cut = next(n for n in step.nodes(Role.POST_FORWARD_SHARD) if n.target is aten.slice.Tensor)
-    cut.args = (*cut.args[:2], cut.args[2] + 32, cut.args[3] + 32)  # type: ignore[operator]
+    cut.args = (*cut.args[:2], cut.args[2] + 64, cut.args[3] + 64)  # type: ignore[operator]
     kept = cut
     while kept not in _returned(step):
         kept = next(iter(kept.users))
@@ -628,7 +632,7 @@ BREAKS = (
     Break("nothing-unsharded-saved", transposed_parameter_saved, FORWARD, "weight alone"),
     Break("nothing-unsharded-saved", transposed_parameter_saved, FORWARD, "weight alone", world=OPEN),
     Break("nothing-unsharded-saved", parameter_taken_that_was_to_be_freed, BACKWARD, "forward kept", world=OPEN),
-    Break("nothing-unsharded-saved", part_of_the_neighbour_kept, FORWARD, "keeps 256 bytes", world=KEPT),
+    Break("nothing-unsharded-saved", part_of_the_neighbour_kept, FORWARD, "keeps 512 bytes", world=KEPT),
     Break("nothing-unsharded-saved", gathered_memory_returned_by_backward, BACKWARD, "leaves the backward graph"),
     Break("unsharded-bytes", gather_started_too_early, FORWARD, "2 others", limits=Limits(prefetch=1)),
     Break(

@@ -214,7 +214,8 @@ def test_a_plan_shows_what_travels_in_place_of_the_table() -> None:
     assert [c.kind for c in tables] == [Kind.EXCHANGE, Kind.EXCHANGE]
     rows_bytes, ids_bytes = 12 * WIDTH * 4, 12 * 8
     assert [c.size_bytes for c in tables] == [rows_bytes + ids_bytes] * 2
-    spared = 2 * 40 * WIDTH * 4 - 2 * (rows_bytes + ids_bytes)  # a gather and a reduction of 37 rows, padded to 40
+    # A gather and a reduction of 37 rows: 10 of each of 4 ranks, 640 bytes, padded to 768.
+    spared = 2 * 4 * 768 - 2 * (rows_bytes + ids_bytes)
     assert sum(gathered.volume.sent_bytes.values()) - sum(sharded.volume.sent_bytes.values()) == spared * 3 / 4
     assert not [one for one in sharded.skipped if "table.weight" in str(one) and "not gathered in forward" in str(one)]
     assert "exchange" in str(sharded)
