@@ -20,6 +20,7 @@ from fsdp_compile.config import choices
 from fsdp_compile.config.prefetch import named_rules
 from fsdp_compile.cost.hardware import DEVICES, LINKS
 from fsdp_compile.verify.table import Stage
+from tests import long
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("train", "checkpoint", "explain", "parity", "bench", "opt")
@@ -205,7 +206,10 @@ sharpen
 """
 
 
-@pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
+_LINES = MISTAKES.strip().splitlines()
+
+
+@long.parametrize("line", _LINES, always=_LINES[::4])
 def test_a_mistake_is_refused_without_torch(line: str) -> None:
     code = f"{CALL_MAIN}\nassert status == 2, status"
     assert _top(_loaded(code, *line.split())) & {"torch", "rich", "sympy", "numpy"} == set()

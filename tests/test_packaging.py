@@ -57,6 +57,7 @@ def test_an_entry_point_is_declared_and_loads(group: str, name: str, value: str)
     assert callable(entry_point.load())
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_torch_lists_the_backend_without_importing_the_package_and_finds_it_by_its_name() -> None:
     code = (

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from fsdp_compile._torch.checkpoint import SafeReader
 from fsdp_compile._torch.save_plan import OwnPlanner, PlannedWriter
+from tests import long
 from tests.ranks import run_ranks
 
 
@@ -80,7 +81,7 @@ def _load(folder: Path, mesh_shape: tuple[int, ...]) -> None:
     assert (state["optimizer"]["step"].item(), state["optimizer"]["groups"]) == (3.0, [{"lr": 0.5}])
 
 
-@pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (2, 2)])
+@long.parametrize("mesh", [(1,), (2,), (3,), (2, 2)], always=[(2, 2)])
 def test_metadata_is_torchs_and_every_chunk_is_written_once(mesh: tuple[int, ...], tmp_path: Path) -> None:
     ranks = torch.Size(mesh).numel()
     run_ranks(_save_both_ways, tmp_path, mesh, world_size=ranks)

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, ShardedModule, UnsupportedModelError, fully_shard, units
 from fsdp_compile.layout.spec import Reshard
-from tests import long
 from tests.beside import Beside, Run, close, compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack
@@ -78,7 +77,8 @@ def _converted(first: str) -> None:
     pair.compare()
 
 
-@long.parametrize("first", ["called", "fully_shard"], always=["fully_shard"])
+@pytest.mark.long
+@pytest.mark.parametrize("first", ["called", "fully_shard"])
 def test_every_wrapper_of_a_container_follows_conversions(first: str) -> None:
     run_ranks(_converted, first)
 

@@ -83,7 +83,7 @@ def _ddp(form: str, make: str) -> str:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("make", MODELS)
+@long.parametrize("make", MODELS, always=["small"])
 @pytest.mark.parametrize("form", FORMS)
 def test_ddp_is_refused_wherever_it_stands(form: str, make: str) -> None:
     for message in run_ranks(_ddp, form, make, timeout_s=60):

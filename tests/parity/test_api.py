@@ -25,6 +25,7 @@ from tests.parity.cases import (
 HERE = "tests.parity.cases"
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_the_command_prints_the_table_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", f"{HERE}:make_model", "--steps", "1", "--lower", "eager"]) == 0

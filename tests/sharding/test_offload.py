@@ -112,7 +112,7 @@ def test_gradients_add_up_and_norm_state_and_checkpoints_stay_on_the_host() -> N
         assert rank.norm
         assert rank.norm_device == "cpu"
         assert rank.devices == {torch.device("cpu")}
-        assert rank.on_host == [32]  # 2 of 4 rows of 8, aligned
+        assert rank.on_host == [64]  # 2 of 4 rows of 8, aligned
         assert rank.nodes == [1, 0, 0, 1]
         assert rank.copied == [128, 128] * 2  # in each step the shard goes in, and its gradient out, aligned
 

@@ -79,7 +79,8 @@ def _kind(name: str) -> Differences:
     return train_pair(KINDS[name], lower="inductor", clip=0.5)
 
 
-@pytest.mark.parametrize("name", ["tied", pytest.param("odd-shapes", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["tied", "odd-shapes"])
 def test_kind(name: str) -> None:
     for found in run_ranks(_kind, name, timeout_s=500):
         assert found.loss < 1e-5
