@@ -14,7 +14,7 @@ from fsdp_compile.explain.plan import Plan
 from fsdp_compile.training.model import Llama, ModelShape
 from tests.models.round_sizes import WIDTH, Stack, on_meta
 
-RANKS, DEPTH = 8, 2
+RANKS, DEPTH = 4, 2
 MATRIX, VECTOR = WIDTH * WIDTH, WIDTH
 
 
