@@ -114,7 +114,7 @@ def test_gradients_add_up_and_norm_state_and_checkpoints_stay_on_the_host() -> N
         assert rank.devices == {torch.device("cpu")}
         assert rank.on_host == [64]  # 2 of 4 rows of 8, aligned
         assert rank.nodes == [1, 0, 0, 1]
-        assert rank.copied == [128, 128] * 2  # in each step the shard goes in, and its gradient out, aligned
+        assert rank.copied == [256, 256] * 2  # in each step the shard goes in, and its gradient out, aligned
 
 
 def test_policies_of_both_fsdps_are_understood() -> None:
