@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile.comm.groups import mesh_of_shape
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.training.config import MixedPrecision, Schedule, TrainConfig
 from fsdp_compile.training.data import Batches, Corpus
@@ -114,8 +115,8 @@ def _mesh(config: TrainConfig, world: World) -> DeviceMesh | None:
     """Replicas of shards; `None` for shards over all ranks."""
     if config.replicas == 1:
         return None
-    shape = (config.replicas, world.size // config.replicas)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    # Not torch's `init_device_mesh`, whose groups would wait 30 minutes, whatever `--timeout` says.
+    return mesh_of_shape(world.device.type, (config.replicas, world.size // config.replicas))
 
 
 def _precision(config: TrainConfig) -> MixedPrecisionPolicy:

@@ -99,8 +99,7 @@ def test_a_cut_link_ends_both_hosts_and_the_run_goes_on_when_it_is_mended(tmp_pa
     with _hosts() as hosts:
         launchers = _run(hosts, tmp_path, *TRAIN, "--out", str(run))
         try:
-            complete = run / "checkpoints" / "step-000040" / "complete.json"
-            _wait(launchers, tmp_path, complete.exists, COMPILES_WITHIN_S)
+            _wait(launchers, tmp_path, lambda: any(run.glob("checkpoints/step-*/complete.json")), COMPILES_WITHIN_S)
             _set_link(hosts, "down")
             # Torch's launcher of the host that lacks the store waits until TCP gives up; its ranks do not.
             _wait(launchers, tmp_path, lambda: all(map(_have_said_why, _outputs(tmp_path))), ENDS_WITHIN_S)

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch.distributed import timeout_of
 from fsdp_compile.errors import ConfigError, FSDPCompileError, RankMismatchError
 from fsdp_compile.training.config import TrainConfig
+from fsdp_compile.training.data import read_corpus
 from fsdp_compile.training.job import Job, RunFolder
 from fsdp_compile.training.loop import train
 from fsdp_compile.training.metrics import held_out_losses, read_records
@@ -242,3 +245,19 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
 def test_ranks_that_read_other_text_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(RankMismatchError, match=r"rank 1 read other text than rank 0\n"):
         run_ranks(_train, tmp_path, {}, same_text=False)
+
+
+def _replicated(text: Path) -> tuple[tuple[int, ...], set[float]]:
+    """The shape of the mesh of replicas and shards, and how long its groups wait."""
+    config = TrainConfig.from_dict(TINY | {"data": str(text), "replicas": 2})
+    trainer = Trainer(config, read_corpus(config.data, config.seq_len), _world(), shard_now=False)
+    weight = trainer.model.head.weight
+    assert isinstance(weight, DTensor)
+    groups = weight.device_mesh.get_all_groups()
+    return tuple(weight.device_mesh.shape), {timeout_of(group).total_seconds() for group in groups}
+
+
+def test_replicas_are_sharded_over_their_ranks_and_wait_as_long_as_the_world(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(TEXT)
+    found = run_ranks(_replicated, tmp_path / "text", world_size=4, timeout_s=77.0)
+    assert found == [((2, 2), {77.0})] * 4
