@@ -32,6 +32,7 @@ from fsdp_compile.lower.wrappers import (
 )
 from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
+from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.partition import partition
 
 Transform = Callable[[StepGraph], StepGraph]
@@ -124,6 +125,7 @@ class Region:
             refuse_hidden_reads(gm)
             name_inputs(gm.graph, self.flats)
             cast_before_gather(gm.graph)
+            expand_gather_messages(gm.graph)
             with stage(self._said("passes over", Phase.FORWARD, 1)):
                 step = self.transform(StepGraph(gm, Phase.FORWARD))
             self.steps = self._announced([step])

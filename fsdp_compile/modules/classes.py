@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, SupportsIndex
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from fsdp_compile.comm.gather_extension import is_traceable
 from fsdp_compile.config.casts import ForwardCasts, FullPrecision
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
@@ -30,9 +31,11 @@ from fsdp_compile.modules.loaded_params import (
     refuse_shards_of_other_ranks,
 )
 from fsdp_compile.modules.param_reads import (
+    EXTENDED,
     FLAT,
     READ_NAMES,
     TENSOR_PARALLEL,
+    GatheredBy,
     ParamRead,
     get_parameter,
     named_parameters,
@@ -40,6 +43,7 @@ from fsdp_compile.modules.param_reads import (
 )
 from fsdp_compile.modules.param_views import give_storages
 from fsdp_compile.runtime import update_in_backward
+from fsdp_compile.runtime.extended_reads import register
 from fsdp_compile.runtime.module_state import ReadFrom, ensure_state, reads_of
 from fsdp_compile.runtime.reduce_group import reduce_alias
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit, titles
@@ -121,8 +125,17 @@ def swap_class(module: nn.Module) -> None:
         object.__setattr__(module, f"{FLAT}{i}", group.flat_param)
     marked = note_attributes(module, state.reads)
     split = _note_tensor_parallel(module, state.reads)
+    extended = _note_extended(module, state.reads)
     reads = sorted(
-        ParamRead(n, number[r.group], r.text, state.eval_reads.get(n), n in marked, n in split)
+        ParamRead(
+            n,
+            number[r.group],
+            r.text,
+            state.eval_reads.get(n),
+            n in marked,
+            n in split,
+            extended.get(n, GatheredBy.SPEC),
+        )
         for n, r in state.reads.items()
     )
     now = type(module)
@@ -138,11 +151,27 @@ def swap_class(module: nn.Module) -> None:
 def _note_tensor_parallel(module: nn.Module, reads: Mapping[str, ReadFrom]) -> Collection[str]:
     """Records how parameters that are DTensors in a forward are laid out; returns their names."""
     found = {name: read.param.tensor_parallel for name, read in reads.items() if read.param.tensor_parallel is not None}
-    if found:
-        object.__setattr__(module, TENSOR_PARALLEL, found)
-    elif TENSOR_PARALLEL in module.__dict__:
-        object.__delattr__(module, TENSOR_PARALLEL)
+    _set_or_delete(module, TENSOR_PARALLEL, found)
     return found.keys()
+
+
+def _note_extended(module: nn.Module, reads: Mapping[str, ReadFrom]) -> dict[str, GatheredBy]:
+    """Records shards of parameters whose class says how they are gathered; returns which these are."""
+    params = {name: read.param for name, read in reads.items() if read.param.extension is not None}
+    for param in params.values():
+        register(param)
+    _set_or_delete(module, EXTENDED, params)
+    return {
+        name: GatheredBy.CLASS if is_traceable(param.sharded_view) else GatheredBy.CLASS_OUTSIDE_GRAPHS
+        for name, param in params.items()
+    }
+
+
+def _set_or_delete(module: nn.Module, attribute: str, found: Mapping[str, object]) -> None:
+    if found:
+        object.__setattr__(module, attribute, found)
+    elif attribute in module.__dict__:
+        object.__delattr__(module, attribute)
 
 
 def follow_attributes(unit: FSDPUnit) -> None:

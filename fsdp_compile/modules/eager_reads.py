@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.dynamo import calls_are_compiled, is_compiling_a_frame
-from fsdp_compile._torch.tensors import plain_torch_functions
+from fsdp_compile._torch.tensors import is_wrapper, plain_torch_functions
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
@@ -96,7 +96,7 @@ class GatheredVector(GatheredParameter):
 
 def as_parameter(gathered: torch.Tensor, module: nn.Module) -> GatheredParameter:
     """What code that is not compiled reads as a parameter of a module."""
-    if isinstance(gathered, DTensor):
+    if isinstance(gathered, DTensor) or is_wrapper(gathered):
         gathered._is_param = True  # by which `isinstance(..., nn.Parameter)` goes; as another class it loses its parts
         return gathered  # type: ignore[return-value]
     # Statistics have one dimension and no gradient. Torch's own layers have none among their parameters, and look for

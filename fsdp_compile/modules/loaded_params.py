@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.tensors import local_tensor, set_local_tensor
+from fsdp_compile._torch.tensors import is_wrapper, local_tensor, set_local_tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime.loaded_state import is_of_other_rank
 from fsdp_compile.runtime.module_state import reads_of
@@ -112,5 +112,7 @@ def _params(module: nn.Module) -> Iterator[tuple[str, FSDPParam]]:
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.dtype, one.device, one.shape, one.stride()) != (other.dtype, other.device, other.shape, other.stride()):
+        return False
+    if is_wrapper(one) or is_wrapper(other):
         return False
     return not one.is_meta and (one.numel() == 0 or one.data_ptr() == other.data_ptr())

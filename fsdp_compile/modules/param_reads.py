@@ -5,6 +5,7 @@ In a forward a read gathers the parameter; anywhere else it gives what is regist
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, with_attributes
 from fsdp_compile.modules.eager_reads import as_parameter, read_eagerly, read_once, registered
 from fsdp_compile.modules.forward import enter_running_forward, in_block_without_grad, in_forward
+from fsdp_compile.runtime.extended_reads import read_extended
 from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, swap_in
 
 FLAT = "_fsdp_flat_"
@@ -25,6 +27,18 @@ FLAT = "_fsdp_flat_"
 READ_NAMES = "_fsdp_read_names"
 TENSOR_PARALLEL = "_fsdp_tensor_parallel"
 """Attribute of a module: parameter name to its `TensorParallel`, for those that are DTensors when gathered."""
+EXTENDED = "_fsdp_extended"
+"""Attribute of a module: parameter name to its `FSDPParam`, for those whose class says how they are gathered."""
+
+
+class GatheredBy(enum.Enum):
+    """Who says how a parameter is gathered."""
+
+    SPEC = "spec"
+    CLASS = "class"
+    """The parameter's class (`comm/gather_extension.py`)."""
+    CLASS_OUTSIDE_GRAPHS = "class, outside of graphs"
+    """Its class, which compilers cannot trace: a compiled forward leaves its graph for it."""
 
 
 class ParamRead(NamedTuple):
@@ -37,6 +51,7 @@ class ParamRead(NamedTuple):
         eval_text: The same for eval mode, where that differs.
         has_attributes: Whether users put attributes on the parameter.
         is_tensor_parallel: Whether the gathered parameter is a DTensor.
+        gathered_by: Who says how it is gathered.
     """
 
     name: str
@@ -45,6 +60,7 @@ class ParamRead(NamedTuple):
     eval_text: str | None
     has_attributes: bool
     is_tensor_parallel: bool = False
+    gathered_by: GatheredBy = GatheredBy.SPEC
 
 
 def read_property(read_of: ParamRead) -> property:
@@ -117,6 +133,7 @@ def _gather(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
 
 def _gather_local(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
     name, flat_param, text, eval_text = read_of.name, f"{FLAT}{read_of.flat}", read_of.text, read_of.eval_text
+    unshard = _unshard if read_of.gathered_by is GatheredBy.SPEC else _unshard_extended(read_of)
 
     def gather(module: nn.Module) -> torch.Tensor:
         args = getattr(module, UNSHARD_ARGS)
@@ -125,13 +142,32 @@ def _gather_local(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
             return own
         if eval_text is not None and not module.training:
             # Eval mode has another text, and neither accumulates gradients nor uses unsharded values.
-            return torch.ops.fsdp.unshard(getattr(module, flat_param), eval_text)
+            return unshard(module, flat_param, eval_text)
         if own is None:
-            return torch.ops.fsdp.unshard(getattr(module, flat_param), text)
-        return torch.ops.fsdp.unshard(getattr(module, flat_param), *_arguments(text, own))
+            return unshard(module, flat_param, text)
+        return unshard(module, flat_param, *_arguments(text, own))
 
     skip_code(gather.__code__)
     return gather
+
+
+def _unshard(module: nn.Module, flat_param: str, *arguments: str | torch.Tensor | None) -> torch.Tensor:
+    unsharded: torch.Tensor = torch.ops.fsdp.unshard(getattr(module, flat_param), *arguments)
+    return unsharded
+
+
+def _unshard_extended(read_of: ParamRead) -> Callable[..., torch.Tensor]:
+    name = read_of.name
+
+    def unshard(module: nn.Module, flat_param: str, *arguments: str | torch.Tensor | None) -> torch.Tensor:
+        param = getattr(module, EXTENDED)[name]
+        return read_extended(getattr(module, flat_param), param.sharded_view, param.extension.key, *arguments)
+
+    skip_code(unshard.__code__)
+    return torch.compiler.disable(unshard) if read_of.gathered_by is GatheredBy.CLASS_OUTSIDE_GRAPHS else unshard
+
+
+skip_code(_unshard.__code__)
 
 
 def _arguments(text: str, args: UnshardArgs) -> tuple[str | torch.Tensor | None, ...]:

@@ -29,6 +29,7 @@ def give_storages(
         if (
             param is not None
             and group.flat_param.device.type != "meta"
+            and not group.is_extended  # it has memory of its own
             and param.sharded_view is local_tensor(param.dtensor)
         ):
             destination[prefix + name] = _with_own_storage(param)

@@ -125,8 +125,13 @@ class FlatStep:
             for param in flat.params:
                 if param.parameter.grad is not None and param.parameter in numbers:
                     groups[numbers[param.parameter]].append((flat, param))
-            shown: Shown = [(self._cut((n, flat), trained, optimizer.state), []) for n, trained in enumerate(groups)]
-            self._run(optimizer, shown, {})
+            others: dict[Any, Any] = {}
+            if flat.is_extended:  # no views of one tensor: the optimizer sees the parameters
+                shown: Shown = [([], [param.parameter for _, param in trained]) for trained in groups]
+                others = {p: optimizer.state[p] for _, each in shown for p in each if p in optimizer.state}
+            else:
+                shown = [(self._cut((n, flat), trained, optimizer.state), []) for n, trained in enumerate(groups)]
+            self._run(optimizer, shown, others)
         return [param for trained in groups for _, param in trained]
 
     def _run(self, optimizer: optim.Optimizer, shown: Shown, others: Mapping[Any, Any]) -> None:
@@ -197,7 +202,7 @@ class FlatStep:
         before, places = self._places[number]
         if before != key or any(local_tensor(param.dtensor) is not param.sharded_view for _, param in places):
             wanted = {p: i for i, p in enumerate(parameters)}
-            in_use = [flat for flat in FSDPParamGroup.alive() if flat in flat.unit.param_groups]
+            in_use = [f for f in FSDPParamGroup.alive() if f in f.unit.param_groups and not f.is_extended]
             found = [(flat, param) for flat in in_use for param in flat.params if param.parameter in wanted]
             first: dict[FSDPParamGroup, int] = {}
             for flat, _ in sorted(found, key=lambda place: wanted[place[1].parameter]):

@@ -24,6 +24,7 @@ from fsdp_compile.optim.flat_step import ELEMENTWISE
 from fsdp_compile.optim.group_values import Rewound, Values, difference, values_of
 from fsdp_compile.optim.whole_lbfgs import use_full_vectors
 from fsdp_compile.runtime import loaded_state
+from fsdp_compile.runtime.extended_reads import refuse_extended
 from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
 from fsdp_compile.runtime.replaced_params import SCALARS, shard_like
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
@@ -90,6 +91,8 @@ def _step(optimizer: optim.Optimizer, inner: Callable[[], Any], closure: Callabl
     sharded = sharded_parameters()
     groups, state = optimizer.param_groups, optimizer.state
     given = [group["params"] for group in groups]
+    seen = [sharded[p] for parameters in given for p in parameters if p in sharded]
+    refuse_extended(seen, "whole_step(optimizer)", instead="the optimizer without whole_step()")
     try:
         others = []
         for group, parameters in zip(groups, given, strict=True):

@@ -14,9 +14,11 @@ from torch import fx
 from fsdp_compile._torch.dynamo import CheckpointPolicy, min_cut_rematerialization_partition
 from fsdp_compile.ir.queries import parameter_only, read_text, unsharded_value
 from fsdp_compile.layout.spec import Reshard, parse
+from fsdp_compile.ops.gather_message import GATHER_MESSAGE
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
+from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.post_forward import shard_post_forward
 from fsdp_compile.partition.updated_inputs import save_readers_of_updated_inputs
 
@@ -30,7 +32,7 @@ def mark_reads(joint: fx.Graph) -> None:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _LAST_REGION
         gathers = node.target is UNSHARD and unsharded_value(node) is None
-        if gathers and parse(read_text(node)).reshard is Reshard.AFTER_BACKWARD:
+        if (gathers or node.target is GATHER_MESSAGE) and parse(read_text(node)).reshard is Reshard.AFTER_BACKWARD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if node.target is SHARD_POST_FORWARD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -46,4 +48,7 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
     mark_reads(joint.graph)
     save_readers_of_updated_inputs(joint.graph)
     kwargs.setdefault("compiler", "inductor")
-    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    for half in (forward, backward):
+        expand_gather_messages(half.graph)
+    return forward, backward

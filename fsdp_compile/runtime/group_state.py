@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_compile.comm.gather_extension import StartedGather
 from fsdp_compile.comm.groups import RankStore
 from fsdp_compile.comm.mesh import MeshPlacement
 from fsdp_compile.config.policy import MixedPrecision, Offload
@@ -107,10 +108,12 @@ class PendingAllGather:
     Attributes:
         messages: For each parameter, its message; of a quantized parameter its elements, then its scales.
         version: Of the sharded parameters when it was started.
+        extended: Of parameters with all-gather extensions, in the place of `messages`.
     """
 
     messages: tuple[tuple[torch.Tensor, ...], ...]
     version: tuple[int, ...]
+    extended: tuple[StartedGather, ...] = ()
 
 
 class UnshardedState:

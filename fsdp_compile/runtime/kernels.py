@@ -138,13 +138,14 @@ def _outlives_update(flat: FSDPParamGroup, offsets: Sequence[int]) -> bool:
     return any(update_in_backward.updater_of(p) is None or has_gradient_hooks(p) for p in trained)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+def save_read(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+    """Saves what the gradient of a read needs; `inputs` are those of `fsdp::unshard`."""
     # Not through save_for_backward(): saved-tensor hooks may return a copy, which has another address than the group's.
     ctx.flat, ctx.spec, _, _, ctx.accumulated, ctx.partial = inputs
     note_read(ctx.flat, ctx.spec)
 
 
-skip_code(_save.__code__)
+skip_code(save_read.__code__)
 
 
 def note_read(flat: torch.Tensor, spec: str) -> None:
@@ -163,7 +164,8 @@ def _note_read(flat: torch.Tensor) -> None:
         update_in_backward.note_read(owner)
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def gradient_of_read(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the inputs of `fsdp::unshard`: of the flat parameter, or of the accumulator."""
     if grad.layout is not torch.strided:
         shape = "x".join(map(str, parse(ctx.spec).shape))
         raise UnsupportedModelError(
@@ -204,7 +206,7 @@ def _backward_of_look_up(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | N
     return torch.ops.fsdp.reduce_rows(ctx.flat, grad, ids, *ctx.settings), None, None, None, None
 
 
-torch.library.register_autograd("fsdp::unshard", _backward, setup_context=_save)
+torch.library.register_autograd("fsdp::unshard", gradient_of_read, setup_context=save_read)
 torch.library.register_autograd("fsdp::reduce_grad", refuse_double_backward, lib=_LIBRARY)
 torch.library.register_autograd("fsdp::look_up", _backward_of_look_up, setup_context=_save_look_up)
 torch.library.register_autograd("fsdp::reduce_rows", refuse_double_backward, lib=_LIBRARY)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd
-from fsdp_compile._torch.tensors import local_tensor, make_dtensor, plain_torch_functions, set_local_tensor
+from fsdp_compile._torch.tensors import is_wrapper, local_tensor, make_dtensor, plain_torch_functions, set_local_tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime.units import FSDPParam
 
@@ -58,8 +58,12 @@ def mark_replaced(parameter: nn.Parameter, param: FSDPParam) -> None:
     shape = parameter.shape
     parameter.grad = None
     # A graph that has read it needs the values in its backward.
+    wraps = is_wrapper(parameter)
     if not is_saved_by_autograd(parameter):
-        parameter.data = parameter.data.new_empty(0)
+        if wraps:
+            vars(parameter).clear()
+        else:
+            parameter.data = parameter.data.new_empty(0)
     parameter.__class__ = ReplacedParameter
     assert isinstance(parameter, ReplacedParameter)
     parameter.param, parameter.full_shape = param, shape

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import ViewPlace, local_tensor
+from fsdp_compile.comm.gather_extension import GatherExtension, is_extended
 from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
@@ -58,6 +59,7 @@ class FSDPParam:
         is_read_before: Whether a graph from before it was sharded may send it a gradient.
         tensor_parallel: How it was laid out as a DTensor before it was sharded; then the spec's shape is that of this
             rank's part.
+        extension: How it is gathered, if its class says that; `sharded_view` is a tensor with memory of its own then.
     """
 
     name: str
@@ -73,6 +75,7 @@ class FSDPParam:
     position: int = 0
     is_read_before: bool = False
     tensor_parallel: TensorParallel | None = None
+    extension: GatherExtension | None = None
 
     @property
     def dtensor(self) -> DTensor:
@@ -142,6 +145,11 @@ class FSDPParamGroup:
         """Every parameter group of this process that has memory."""
         return [group for group in dict.fromkeys(FSDPParamGroup._by_address.values()) if group._unit() is not None]
 
+    @property
+    def is_extended(self) -> bool:
+        """Whether its parameters have all-gather extensions: then the flat parameter has no memory."""
+        return self.params[0].extension is not None
+
     def params_at(self, offsets: Collection[int]) -> Sequence[FSDPParam]:
         """The parameters that lie at `offsets`."""
         # The usual case, in every backward.
@@ -169,7 +177,8 @@ class FSDPParamGroup:
             parameter = param.parameter
             if local_tensor(parameter) is not param.sharded_view or parameter.requires_grad is not trainable:  # type: ignore[arg-type]
                 return True
-            if parameter.untyped_storage() is not param.dtensor_storage:
+            is_other = is_extended(param.sharded_view) is not (param.extension is not None)  # methods were put on it
+            if is_other or parameter.untyped_storage() is not param.dtensor_storage:
                 return True
             if any(module._parameters.get(attribute) is not parameter for module, attribute in param.module_refs):
                 return True

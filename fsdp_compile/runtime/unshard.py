@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile._torch.distributed import collectives
+from fsdp_compile.comm.gather_extension import StartedGather
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.layout.spec import UnshardSpec
@@ -143,10 +144,17 @@ def _start(group: FSDPParamGroup) -> PendingAllGather:
     """Starts one grouped all-gather of all parameters for each dtype that is sent."""
     # Before the copies into messages: a write that follows them makes the result outdated.
     before = _version_of(group)
+    if group.is_extended:
+        return PendingAllGather((), before, tuple(_start_extended(param) for param in group.params))
     buffer = group.flat_param.detach()
     sent = [_messages(buffer[s.spec.offset : s.spec.offset + s.spec.extent], s.spec) for s in group.params]
     outputs = iter(_gathered([message for messages in sent for message in messages], group.params[0].spec))
     return PendingAllGather(tuple(tuple(next(outputs) for _ in messages) for messages in sent), before)
+
+
+def _start_extended(param: FSDPParam) -> StartedGather:
+    assert param.extension is not None
+    return param.extension.start(param.sharded_view, param.sharded_view, param.spec.text)
 
 
 def _messages(piece: torch.Tensor, spec: UnshardSpec) -> list[torch.Tensor]:
@@ -173,7 +181,11 @@ def _gathered(messages: list[torch.Tensor], spec: UnshardSpec) -> list[torch.Ten
 def _finished(group: FSDPParamGroup, running: PendingAllGather) -> UnshardedParams:
     """Waits for the all-gathers, and makes unsharded parameters of their messages."""
     values = {}
-    for param, messages in zip(group.params, running.messages, strict=True):
+    for param, started in zip(group.params, running.extended, strict=group.is_extended):
+        assert param.extension is not None
+        shard, dtype = param.sharded_view, param.spec.param_dtype
+        values[param.spec.offset] = param.extension.finish(shard, shard, started, dtype)
+    for param, messages in zip(group.params, running.messages, strict=not group.is_extended):
         spec = param.spec
         done, *scales = [collectives.wait_tensor(m) if spec.size > 1 else m for m in messages]
         if spec.gather_dtype is not None:

@@ -41,7 +41,7 @@ class ViewCheck:
         views: The local tensor of each parameter.
         storages: The own, empty storage of each parameter, which `.data = ...` replaces.
         trainable: Whether each requires gradients.
-        attributes: How many attributes each has.
+        attributes: How many attributes each has, and each local tensor: all-gather extensions may be put on it.
     """
 
     units: tuple[FSDPUnit, ...]
@@ -81,7 +81,7 @@ class ViewCheck:
             views=tuple(param.sharded_view for param in params),
             storages=tuple(param.dtensor_storage for param in params),
             trainable=tuple(group.flat_param.requires_grad for group in groups for _ in group.params),
-            attributes=[len(vars(param.parameter)) for param in params],
+            attributes=[len(vars(t)) for t in (*(p.parameter for p in params), *(p.sharded_view for p in params))],
         )
 
     def is_intact(self) -> bool:
@@ -101,7 +101,7 @@ class ViewCheck:
                 and have_locals(self.parameters, self.views)
                 and _same(map(torch.Tensor.untyped_storage, self.parameters), self.storages)
                 and _same(map(_requires_grad, self.parameters), self.trainable)
-                and list(map(len, map(_attributes_of, self.parameters))) == self.attributes
+                and list(map(len, map(_attributes_of, (*self.parameters, *self.views)))) == self.attributes
             )
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compile._torch.fsdp2 import Setting, WrappedCall, WrappedParam, original_class, wrapped_calls
 from fsdp_compile._torch.tensors import FakeTensor, local_tensor
+from fsdp_compile.comm.gather_extension import is_extended
 from fsdp_compile.comm.mesh import mesh_placement
 from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.config.policy import as_mixed_precision, as_offload, host_buffer
@@ -247,8 +248,9 @@ def _refuse_param(param: WrappedParam, call: WrappedCall, names: Mapping[int, st
             where=name,
             instead=f"a parameter that was not replaced after {_FSDP2}",
         )
-    if type(local_tensor(parameter)) not in (torch.Tensor, FakeTensor):
-        check_params.refuse_subclass(name, type(local_tensor(parameter)))
+    local = local_tensor(parameter)
+    if type(local) not in (torch.Tensor, FakeTensor) and not is_extended(local):
+        check_params.refuse_subclass(name, type(local))
     for hook in (parameter._backward_hooks or {}).values():
         refuse_hook_of_several(hook, name)
     checks.refuse_complex(name, parameter)

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd, move_hooks
-from fsdp_compile._torch.tensors import local_tensor, new_dtensor, set_local_tensor
+from fsdp_compile._torch.tensors import is_wrapper, local_tensor, new_dtensor, set_local_tensor
+from fsdp_compile.comm.gather_extension import is_extended, shard_of
 from fsdp_compile.comm.groups import GroupRole, alias_of, rank_store, run_of
 from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.config.policy import compute_device, host_buffer, refuse_device
@@ -27,7 +28,7 @@ from fsdp_compile.runtime.module_refs import ModuleRefs
 from fsdp_compile.runtime.reduce_group import reduce_alias
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, UnitPolicy, titles
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
-from fsdp_compile.sharding import check_params
+from fsdp_compile.sharding import check_params, gather_extensions
 from fsdp_compile.sharding.arguments import PlacementFn
 
 
@@ -61,6 +62,11 @@ class ParamToShard:
         return self.parameter.shape if self.tensor_parallel is None else self.tensor_parallel.local_shape
 
     @property
+    def is_extended(self) -> bool:
+        """Whether its class says how it is gathered."""
+        return is_extended(local_tensor(self.parameter) if isinstance(self.parameter, DTensor) else self.parameter)
+
+    @property
     def target(self) -> torch.device:
         """The device of its shard."""
         if self.device is not None:
@@ -75,7 +81,7 @@ def allocate_flat_params(unit: FSDPUnit, members: Sequence[ParamToShard]) -> Non
     A parameter that is a DTensor already keeps its identity; a full one is replaced.
     """
     key = lambda m: (  # noqa: E731
-        str(m.parameter.dtype), m.parameter.requires_grad, str(m.target), m.keeps_own_dtype
+        str(m.parameter.dtype), m.parameter.requires_grad, str(m.target), m.keeps_own_dtype, m.is_extended
     )  # fmt: skip
     _refuse_to_lose_gradients(unit)
     kinds = [list(alike) for _, alike in itertools.groupby(sorted(members, key=key), key)]
@@ -144,6 +150,9 @@ def _param_group(unit: FSDPUnit, members: list[ParamToShard]) -> FSDPParamGroup:
 def _buffer(unit: FSDPUnit, members: Sequence[ParamToShard], numel: int) -> torch.Tensor:
     first, offload = members[0].parameter, unit.policy.offload
     device = members[0].target
+    if members[0].is_extended:
+        # Their values are tensors of their own: this is the leaf that gradients go to, for which stride 0 is enough.
+        return torch.zeros(1, dtype=first.dtype, device=device).expand(numel)
     if offload is None or device.type == "meta" or not compute_device(offload, unit.policy.mesh.device_type):
         return torch.zeros(numel, dtype=first.dtype, device=device)
     for member in members:
@@ -168,7 +177,8 @@ def _dtypes(policy: UnitPolicy, member: ParamToShard) -> _Dtypes:
     if member.keeps_own_dtype:
         return _Dtypes(stored, stored, stored)
     sent = (asked.param_dtype or stored) if stored.is_floating_point else stored
-    quantized = asked.gather_dtype if stored.is_floating_point and policy.size > 1 else None
+    is_quantized = stored.is_floating_point and policy.size > 1 and not member.is_extended
+    quantized = asked.gather_dtype if is_quantized else None
     return _Dtypes(stored, sent, asked.reduce_dtype or sent, quantized)
 
 
@@ -208,6 +218,7 @@ def _sharded(
         *(member.name, refs, parameter, spec, policy.rank, size, view),
         position=place.index,
         tensor_parallel=member.tensor_parallel,
+        extension=gather_extensions.extension_of(member.name, refs, parameter, policy) if member.is_extended else None,
     )
     in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_dtype=None)
     if policy.mixed_precision.full_precision_in_eval and in_eval != spec:
@@ -262,7 +273,10 @@ def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
                 where=param.name,
                 instead=f"a full tensor, or one with placements {placements} on {mesh}",
             )
-        param.sharded_view.copy_(local_tensor(parameter).detach())
+        if param.extension is None:
+            param.sharded_view.copy_(local_tensor(parameter).detach())
+        else:
+            param.sharded_view = local_tensor(parameter)
         if parameter.device_mesh != mesh:  # its dimensions have other names, and the two would not mix
             torch.utils.swap_tensors(parameter, _sharded_parameter(parameter, param.sharded_view, mesh, placements))
         set_local_tensor(parameter, param.sharded_view)
@@ -280,7 +294,10 @@ def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
         param.parameter = parameter
     else:
         with torch.no_grad():
-            param.sharded_view.copy_(param.own_part(parameter.detach()))
+            if param.extension is None:
+                param.sharded_view.copy_(param.own_part(parameter.detach()))
+            else:
+                param.sharded_view = shard_of(parameter.detach(), policy.size, policy.rank, param.sharded_view.device)
         param.parameter = _sharded_parameter(parameter, param.sharded_view, mesh, placements)
         if parameter.requires_grad and is_saved_by_autograd(parameter):
             post_backward.await_late_gradient(parameter, param)
@@ -332,7 +349,8 @@ def _sharded_parameter(
     sharded = nn.Parameter(dtensor, requires_grad=full.is_floating_point() or full.is_complex())
     set_local_tensor(sharded, local)  # type: ignore[arg-type]  # nn.Parameter made an alias of it
     for attribute, value in vars(full).items():  # marks that users and libraries put on parameters
-        setattr(sharded, attribute, value)
+        if not (is_wrapper(full) and isinstance(value, torch.Tensor)):  # one of the tensors that it wraps
+            setattr(sharded, attribute, value)
     move_hooks(full, sharded)  # before it is frozen: a frozen tensor takes no hooks, but keeps those it has
     sharded.requires_grad_(full.requires_grad)
     return sharded

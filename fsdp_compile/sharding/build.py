@@ -13,7 +13,16 @@ from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.runtime.group_state import UnitPolicy, WrapSource
 from fsdp_compile.runtime.module_state import ParamOwner, ParamRef, call_on, is_sharded, reads_of, units
 from fsdp_compile.runtime.replaced_params import current
-from fsdp_compile.sharding import allocate, check_params, checks, devices, initial_values, sync_states, wrap
+from fsdp_compile.sharding import (
+    allocate,
+    check_params,
+    checks,
+    devices,
+    gather_extensions,
+    initial_values,
+    sync_states,
+    wrap,
+)
 from fsdp_compile.sharding.allocate import ParamToShard
 from fsdp_compile.sharding.arguments import Arguments, InitFrom
 from fsdp_compile.sharding.checks import refuse_complex, refuse_scripted
@@ -163,6 +172,7 @@ def _units(
         split = _split(full_name, parameter, policy, arguments.init_from)
         shape = None if split is None else split.local_shape
         dim = allocate.shard_dim(full_name, parameter, policy.size, arguments.placement, shape)
+        gather_extensions.refuse(full_name, parameter, dim, policy, arguments.init_from)
         local_name = full_name.removeprefix(f"{unit_name}.") if unit_name else full_name
         members[unit_name][id(parameter)] = ParamToShard(
             local_name,

@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd
 from fsdp_compile._torch.tensors import FakeTensor, local_tensor, memory_place
+from fsdp_compile.comm.gather_extension import is_extended
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.runtime.gradients import refuse_hook_of_several
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
@@ -30,7 +31,6 @@ _CONSTRUCTION = frozenset(
     )
 )
 """Members of a class that say how its instances are made, shown and copied, not how they behave in a forward."""
-_GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def refuse_class(name: str, parameter: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ def refuse_class(name: str, parameter: torch.Tensor) -> None:
     if isinstance(parameter, DTensor):
         parameter = local_tensor(parameter)
     kind = type(parameter)
-    if kind not in (torch.Tensor, nn.Parameter, FakeTensor):
+    if kind not in (torch.Tensor, nn.Parameter, FakeTensor) and not is_extended(parameter):
         refuse_subclass(name, kind)
     for hook in (parameter._backward_hooks or {}).values():
         refuse_hook_of_several(hook, name)
@@ -87,22 +87,6 @@ def refuse_references(name: str, parameter: torch.Tensor) -> None:
 def refuse_subclass(name: str, kind: type) -> None:
     """Raises `UnsupportedModelError` for a class of tensors that are more than their elements."""
     called = f"{kind.__module__}.{kind.__qualname__}"
-    hooks = [hook for hook in _GATHER_HOOKS if hasattr(kind, hook)]
-    if hooks:
-        raise UnsupportedModelError(
-            f"a parameter is a {called}, whose {' and '.join(hooks)} (FSDP2's extension protocol) would not be called",
-            where=name,
-            instead="torch.distributed.fsdp.fully_shard for this model; or keep a plain parameter, with "
-            "MixedPrecision(gather_dtype=...) for an all-gather in 8 bits",
-        )
-    if not issubclass(kind, nn.Parameter):
-        raise UnsupportedModelError(
-            f"a parameter is a {called}, a tensor subclass: a shard of it would be a plain tensor, without the rest "
-            "of its data and without its operators",
-            where=name,
-            instead="plain parameters (each of its tensors registered by itself), or list it in ignored_params, then "
-            "it is neither sharded nor averaged",
-        )
     added = [member for part in kind.__mro__ if part not in nn.Parameter.__mro__ for member in vars(part)]
     behaviour = [member for member in dict.fromkeys(added) if member not in _CONSTRUCTION]
     if behaviour:

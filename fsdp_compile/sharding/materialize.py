@@ -17,6 +17,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.modules import param_views
 from fsdp_compile.modules.classes import original_class, swap_back, swap_to_original_class
+from fsdp_compile.runtime.extended_reads import refuse_extended
 from fsdp_compile.runtime.split_params import refuse_split
 from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
 from fsdp_compile.sharding import checks
@@ -102,6 +103,11 @@ def fill_in(
         "materialize()",
         instead="model.to_empty(device=...) and the model's own initialization, whose DTensors draw random numbers for "
         "themselves; or a checkpoint",
+    )
+    refuse_extended(
+        (param for unit in sharded for param in unit.params),
+        "materialize()",
+        instead="model.to_empty(device=...) and the model's own initialization; or a checkpoint",
     )
     names = {module: name for name, module in model.named_modules()}
     waiting = [module for module in names if any(t.is_meta for t in _own(module).values())]

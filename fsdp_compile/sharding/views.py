@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fsdp_compile._torch.dynamo import calls_are_compiled
 from fsdp_compile._torch.tensors import local_tensor
+from fsdp_compile.comm.gather_extension import is_extended
 from fsdp_compile.config.policy import compute_device
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.classes import follow_attributes
@@ -41,6 +42,9 @@ def check(unit: FSDPUnit) -> None:
                 instead="fsdp_compile.materialize(model), which initializes it, or model.to_empty(device=...) and a "
                 "checkpoint, before the first step",
             )
+        for param in group.params if group.is_extended else ():
+            assert param.extension is not None
+            param.extension.refuse_without_methods(param.sharded_view)
 
 
 def put_in_place(unit: FSDPUnit) -> None:
@@ -172,6 +176,8 @@ def _fits(registered: nn.Parameter, param: FSDPParam, leaf: nn.Parameter) -> boo
         and local.dtype == leaf.dtype
         and local.device == leaf.device
         and registered.requires_grad == leaf.requires_grad
+        and is_extended(local) is (param.extension is not None)
+        and (param.extension is None or type(local) is type(param.sharded_view))
     )
 
 

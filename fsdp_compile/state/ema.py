@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_lerp_, local_tensor
 from fsdp_compile.comm.gather import Receivers, first_rank, gather_whole
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.runtime.extended_reads import refuse_extended
 from fsdp_compile.runtime.loaded_state import is_of_other_rank
 from fsdp_compile.runtime.module_state import params_in, units_below, unwrap
 from fsdp_compile.runtime.split_params import meshes_of
@@ -158,6 +159,11 @@ class EMA:
         refuse_inside_a_step(where, what="parameters and averages are needed as a whole", instead=instead)
         units = units_below(self._model)
         check(units, where, instead=instead)
+        refuse_extended(
+            (param for unit in units for param in unit.params),
+            where,
+            instead="torch.optim.swa_utils.AveragedModel of a model without such parameters",
+        )
         return units
 
     def _current(self, where: str) -> Averages:

@@ -21,6 +21,7 @@ from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.modules import param_views
 from fsdp_compile.modules.classes import original_class, swap_back, swap_to_original_class
 from fsdp_compile.runtime import replaced_params
+from fsdp_compile.runtime.extended_reads import refuse_extended
 from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import params_in, units_below
 from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
@@ -258,6 +259,11 @@ def full_params(
     )
     units = [unit for unit in units_below(module) if recurse or unit.has_root(module)]
     check(units, "full_params()", instead="one full_params() around both blocks")
+    refuse_extended(
+        (param for unit in units for param in params_in(module, unit)),
+        "full_params()",
+        instead="torch.distributed.checkpoint, which saves each rank's part; in a forward, self.weight is gathered",
+    )
     wish = FullParamsOptions(writeback, rank0_only, offload_to_cpu, with_grads)
     held = _FullParams(units, [FullParam(unit, param, wish) for unit in units for param in params_in(module, unit)])
     try:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.comm.gather import Receivers, first_rank, gather_whole
+from fsdp_compile.runtime.extended_reads import refuse_extended
 from fsdp_compile.runtime.module_state import units_below, unwrap
 from fsdp_compile.runtime.split_params import meshes_of
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
@@ -52,6 +53,11 @@ def full_tensors(
     )
     units = units_below(module)
     check(units, _WHERE, instead="full_tensors(model) outside of full_params(); inside, model.state_dict() is full")
+    refuse_extended(
+        (param for unit in units for param in unit.params),
+        _WHERE,
+        instead="torch.distributed.checkpoint, which saves each rank's part",
+    )
     receivers = Receivers.FIRST if rank0_only else Receivers.ALL
     own_rank = dist.get_rank() if dist.is_initialized() else 0
     is_receiver = not rank0_only or own_rank == first_rank(meshes_of(units), _WHERE)

@@ -15,6 +15,7 @@ from fsdp_compile.comm import exchange
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules import buffers
 from fsdp_compile.modules.classes import original_class
+from fsdp_compile.runtime.extended_reads import refuse_extended
 from fsdp_compile.runtime.module_state import units
 from fsdp_compile.runtime.split_params import refuse_split
 from fsdp_compile.runtime.units import FSDPUnit
@@ -144,6 +145,11 @@ def _mesh_of(model: nn.Module, sharded: list[FSDPUnit]) -> DeviceMesh:
         _WHERE,
         instead="torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, options="
         "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)), or torch.distributed.checkpoint",
+    )
+    refuse_extended(
+        (param for unit in sharded for param in unit.params),
+        _WHERE,
+        instead="torch.distributed.checkpoint, which loads each rank's part",
     )
     firsts = {int(unit.policy.mesh.mesh.flatten()[0].item()) for unit in sharded}
     if len(firsts) > 1:

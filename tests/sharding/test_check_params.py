@@ -44,16 +44,6 @@ class Two(torch.Tensor):
         return func(*plain, **(kwargs or {}))
 
 
-class Gathered(Two):
-    """One with FSDP2's extension."""
-
-    def fsdp_pre_all_gather(self, _mesh: object) -> Any:
-        return (self.first, self.second), None
-
-    def fsdp_post_all_gather(self, outputs: Any, *_: object) -> Any:
-        return Two(*outputs), outputs
-
-
 class Marked(nn.Parameter):
     """Plain data, with an attribute."""
 
@@ -95,13 +85,12 @@ def _set(module: nn.Module, value: torch.Tensor) -> None:
     module._parameters["weight"] = value  # type: ignore[assignment]
 
 
-def _two(kind: type[Two] = Two) -> nn.Parameter:
-    return nn.Parameter(kind(torch.ones(7, 6), torch.zeros(7, 6)))
+def _two() -> nn.Parameter:
+    return nn.Parameter(Two(torch.ones(7, 6), torch.zeros(7, 6)))
 
 
 REFUSED = {
-    "wrapper": (lambda m: _set(m.up, _two()), UnsupportedModelError, "Two, a tensor subclass"),
-    "extension": (lambda m: _set(m.up, _two(Gathered)), UnsupportedModelError, "fsdp_pre_all_gather and fsdp_post_all"),
+    "wrapper": (lambda m: _set(m.up, _two()), UnsupportedModelError, "Two is divided by torch.chunk() into Tensors"),
     "behaviour": (lambda m: _set(m.up, Behaving(m.up.weight.data)), UnsupportedModelError, "which has scale, scaled"),
     "sparse": (lambda m: _set(m.up, nn.Parameter(torch.eye(7, 6).to_sparse())), UnsupportedModelError, "not dense"),
     "lazy": (lambda m: setattr(m, "up", nn.LazyLinear(7)), ConfigError, "no shape yet"),

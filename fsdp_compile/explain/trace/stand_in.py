@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from fsdp_compile.comm.gather_extension import is_extended
 from fsdp_compile.cost.sizes import concrete
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.classes import gather_params
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.module_state import units
@@ -28,7 +29,16 @@ def stand_in(model: M) -> M:
 
     Raises:
         ConfigError: If something in the model cannot be copied.
+        UnsupportedModelError: If a parameter has an all-gather extension, which asks for values.
     """
+    for name, parameter in model.named_parameters():
+        if is_extended(parameter):
+            raise UnsupportedModelError(
+                f"a parameter of class {type(parameter).__qualname__} says by itself how it is gathered (an all-gather "
+                "extension), and its methods may ask for values, which this copy of the model has not",
+                where=f"explain({type(model).__name__}), {name}",
+                instead="explain(compiled) after the first step of the compiled model",
+            )
     memo: dict[int, Any] = {}
     for tensor in _tensors(model):
         memo[id(tensor)] = _meta_parameter(tensor) if isinstance(tensor, nn.Parameter) else hollow(tensor)

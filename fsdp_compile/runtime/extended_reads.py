@@ -1,0 +1,114 @@
+"""Reads of parameters with all-gather extensions: gathered by their class, with gradients like those of any read.
+
+Dynamo puts a call of `read_extended` into its graph as it is. AOTAutograd traces it: the methods of the class, the
+all-gathers between them, and in backward `fsdp.reduce_grad`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fsdp_compile.comm.gather_extension import as_plain
+from fsdp_compile.errors import InvariantError, UnsupportedModelError
+from fsdp_compile.layout.spec import parse
+from fsdp_compile.runtime.kernels import gradient_of_read, save_read
+from fsdp_compile.runtime.units import FSDPParam
+
+_numbers = itertools.count()
+_by_key: weakref.WeakValueDictionary[str, FSDPParam] = weakref.WeakValueDictionary()
+"""Graphs name parameters, since an argument of a call in a graph is a tensor or a constant."""
+
+
+def new_key(name: str) -> str:
+    """A name by which graphs may know a parameter with an extension, and no other one."""
+    return f"{name}#{next(_numbers)}"
+
+
+def register(param: FSDPParam) -> None:
+    """Makes a parameter with an extension known to graphs."""
+    assert param.extension is not None
+    _by_key[param.extension.key] = param
+
+
+class _ReadExtended(torch.autograd.Function):
+    """A gathered parameter; its gradient goes where that of `fsdp::unshard` goes, whose inputs it has."""
+
+    @staticmethod
+    def forward(
+        flat: torch.Tensor,  # noqa: ARG004
+        spec: str,  # noqa: ARG004
+        unsharded_param: torch.Tensor,
+        grad_accumulator: torch.Tensor | None,  # noqa: ARG004
+        unsharded_accumulated_grad: torch.Tensor | None,  # noqa: ARG004
+        partial_reduce_output: torch.Tensor | None,  # noqa: ARG004
+    ) -> torch.Tensor:
+        return unsharded_param
+
+    setup_context = staticmethod(save_read)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient_of_read(ctx, as_plain(grad))
+
+
+@torch.compiler.allow_in_graph
+def read_extended(
+    flat: torch.Tensor,
+    shard: torch.Tensor,
+    key: str,
+    spec: str,
+    unsharded_param: torch.Tensor | None = None,
+    grad_accumulator: torch.Tensor | None = None,
+    unsharded_accumulated_grad: torch.Tensor | None = None,
+    partial_reduce_output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gathers one parameter as its class says.
+
+    Args:
+        flat: The leaf that its gradient goes to.
+        shard: This rank's part, or what stands for it in a trace.
+        key: Of the parameter.
+        spec: As of `fsdp::unshard`, like all that follow.
+        unsharded_param: The unsharded parameter, if it is gathered already.
+        grad_accumulator: The leaf for gradients that are not fully reduced.
+        unsharded_accumulated_grad: Pending unsharded gradients.
+        partial_reduce_output: Pending gradients that lack their sum over replicas.
+
+    Returns:
+        The unsharded parameter, of whatever class `fsdp_post_all_gather` returns.
+    """
+    param = _by_key.get(key)
+    if param is None or param.extension is None:
+        raise InvariantError(f"a graph reads the parameter {key}, which is gone")
+    if unsharded_param is None:
+        started = param.extension.start(param.sharded_view, shard, spec)
+        dtype = parse(spec).param_dtype
+        unsharded_param = param.extension.finish(param.sharded_view, shard, started, dtype)
+    read: torch.Tensor = _ReadExtended.apply(
+        flat, spec, unsharded_param, grad_accumulator, unsharded_accumulated_grad, partial_reduce_output
+    )
+    read._is_param = True  # for code that asks what it is
+    return read
+
+
+def refuse_extended(params: Iterable[FSDPParam], where: str, *, instead: str) -> None:
+    """Raises `UnsupportedModelError` if a parameter has an all-gather extension: its class knows no full value.
+
+    Args:
+        params: Those whose full values are needed.
+        where: The call that needs them.
+        instead: What to write.
+    """
+    found = next((param for param in params if param.extension is not None), None)
+    if found is not None:
+        raise UnsupportedModelError(
+            f"a parameter of class {type(found.sharded_view).__qualname__} says by itself how it is gathered for a "
+            "forward (an all-gather extension), and nothing says what its full value is",
+            where=f"{where}, {found.name}",
+            instead=instead,
+        )

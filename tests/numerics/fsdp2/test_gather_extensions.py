@@ -1,0 +1,133 @@
+"""All-gather extensions: bit for bit what FSDP2 makes of parameters of the same classes, compiled or not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import fsdp_compile
+from tests import long
+from tests.models.extended import Eight, Half, Layers, Wrapped
+from tests.ranks import run_ranks
+
+STEPS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """How a model is made and sharded.
+
+    Attributes:
+        kind: Class of some of its weights.
+        rows: Of its hidden layers.
+        micro_batches: Of which all but the last are not reduced.
+        mesh: Its shape; empty for all ranks.
+        arguments: Of `fully_shard`.
+    """
+
+    kind: type[Wrapped] = Half
+    rows: int = 8
+    micro_batches: int = 1
+    mesh: tuple[int, ...] = ()
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return 4 if self.mesh else 2
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+CASES = {
+    "16 bits": _Case(),
+    "uneven rows": _Case(rows=7),
+    "8 bits and scales": _Case(Eight),
+    "8 bits, computed in bf16": _Case(Eight, arguments={"mp_policy": BF16}),
+    "unsharded until backward": _Case(arguments={"reshard_after_forward": False}),
+    "accumulated": _Case(micro_batches=2),
+    "replicas": _Case(mesh=(2, 2)),
+}
+ALWAYS = ("uneven rows", "8 bits and scales")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.detach()
+    local = local._local_tensor if isinstance(local, DTensor) else local
+    return (local.wrapped if isinstance(local, Wrapped) else local).clone()
+
+
+def _trained(case: _Case, shard: Callable[..., Any], *, is_compiled: bool = False) -> list[torch.Tensor]:
+    """Losses, gradients and parameters of this rank over some steps, and the output of a forward without gradients."""
+    torch.manual_seed(0)
+    model = Layers(case.kind, case.rows)
+    arguments = dict(case.arguments)
+    if case.mesh:
+        arguments["mesh"] = init_device_mesh("cpu", case.mesh, mesh_dim_names=("replicate", "shard"))
+    for module in (model.up, model.middle, model.down, model):
+        shard(module, **arguments)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    call: Callable[..., torch.Tensor] = model
+    if is_compiled:
+        call = torch.compile(model, backend="fsdp", fullgraph=True, options={"lower": "eager"})
+    torch.manual_seed(100 + dist.get_rank())
+    found = []
+    for _ in range(STEPS):
+        for number in range(case.micro_batches):
+            model.set_requires_gradient_sync(number == case.micro_batches - 1)  # type: ignore[operator]
+            loss = call(torch.randn(4, 6)).square().sum()
+            loss.backward()
+            found.append(loss.detach().clone())
+        found += [_local(p.grad) for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        found.append(call(torch.ones(2, 6)).clone())
+    return found + [_local(p) for p in model.parameters()]
+
+
+def _compare(name: str) -> None:
+    case = CASES[name]
+    expected = _trained(case, torch.distributed.fsdp.fully_shard)
+    assert len(expected) == STEPS * (case.micro_batches + 6) + 7
+    for is_compiled in (False, True):
+        found = _trained(case, fsdp_compile.fully_shard, is_compiled=is_compiled)
+        for place, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(mine, theirs), (name, is_compiled, place)
+
+
+@long.parametrize("name", CASES, always=ALWAYS)
+def test_bits_are_those_of_fsdp2(name: str) -> None:
+    run_ranks(_compare, name, world_size=CASES[name].world_size)
+
+
+def _by_inductor() -> None:
+    case = CASES["8 bits and scales"]
+    expected = _trained(case, fsdp_compile.fully_shard)
+    torch.manual_seed(0)
+    model = Layers(case.kind)
+    for module in (model.up, model.middle, model.down, model):
+        fsdp_compile.fully_shard(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    compiled: nn.Module = torch.compile(model, backend="fsdp")  # type: ignore[assignment]
+    torch.manual_seed(100 + dist.get_rank())
+    for _ in range(STEPS):
+        compiled(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameter, theirs in zip(model.parameters(), expected[-6:], strict=True):
+        torch.testing.assert_close(_local(parameter), theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+def test_inductor_differs_by_rounding_alone() -> None:
+    run_ranks(_by_inductor)
