@@ -10,11 +10,13 @@ or were put on the shard itself. Gradients are those of any parameter: plain, re
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile._torch.distributed import collectives
-from fsdp_compile._torch.tensors import FakeTensor, foreach_copy_, is_wrapper
+from fsdp_compile._torch.tensors import FakeTensor, FakeTensorMode, TorchDispatchMode, foreach_copy_, is_wrapper
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.ops.gather_message import gather_message
 
@@ -40,16 +42,37 @@ def is_extended(tensor: torch.Tensor) -> bool:
 
 
 def is_traceable(shard: torch.Tensor) -> bool:
-    """Whether compilers can put another tensor of its class in the place of a shard."""
+    """Whether compilers can put another tensor of its class in the place of a shard, with all that it wraps now."""
     if not is_wrapper(shard):
         return type(shard) in (torch.Tensor, FakeTensor)
+    kept = {name for name, value in vars(shard).items() if isinstance(value, torch.Tensor)}
     try:
         names, context = shard.__tensor_flatten__()  # type: ignore[attr-defined]
         wrapped = {name: getattr(shard, name) for name in names}
         made = type(shard).__tensor_unflatten__(wrapped, context, shard.size(), shard.stride())  # type: ignore[attr-defined]
+        remade, _ = made.__tensor_flatten__()
+        FakeTensorMode().from_tensor(shard).__tensor_flatten__()  # type: ignore[attr-defined]  # without values
     except Exception:
         return False
-    return type(made) is type(shard)
+    return type(made) is type(shard) and list(remade) == list(names) and kept <= set(names)
+
+
+class _TracedMethods(TorchDispatchMode):
+    """Refuses, in methods that are traced, collectives that write in place: graphs would not wait for them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        if func.namespace == "c10d":
+            raise UnsupportedModelError(
+                f"a method of an all-gather extension calls a collective that writes in place ({func})",
+                where=self._name,
+                instead="torch.distributed._functional_collectives (all_reduce(x, 'max', mesh), say), which compilers "
+                "trace; or fully_shard(model) without torch.compile",
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def part_of(whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
@@ -60,7 +83,12 @@ def part_of(whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
 
 def shard_of(whole: torch.Tensor, size: int, rank: int, device: torch.device) -> torch.Tensor:
     """The same in memory of its own, on a device."""
-    return part_of(whole, size, rank).to(device, copy=True)
+    part = part_of(whole, size, rank)
+    # By the operators that FSDP2 takes for it: classes have these.
+    own = whole.new_zeros(part.shape)
+    if part.numel():
+        own.copy_(part)
+    return own if own.device == device else own.to(device)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,6 +127,9 @@ class GatherExtension:
         shape: Of the full parameter.
         module: The first that registers it.
         precision: Of the unit.
+        state: Stands for what the methods may ask for that is no tensor (`runtime/extended_reads.py`); empty until a
+            forward begins.
+        runs_in_traces: Whether the methods run with tensors without values in the place of the shard.
     """
 
     name: str
@@ -108,6 +139,8 @@ class GatherExtension:
     shape: torch.Size
     module: weakref.ref[nn.Module]
     precision: MixedPrecisionPolicy
+    state: str = ""
+    runs_in_traces: bool = True
 
     @property
     def stride(self) -> tuple[int, ...]:
@@ -138,7 +171,7 @@ class GatherExtension:
                 "fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)",
             )
         given = (self.mesh, self.shape, self.stride, self.module(), self.precision)
-        with torch.no_grad():
+        with torch.no_grad(), self._watched(shard, traced):
             inputs, metadata = method(*given[:arguments])
             # FSDP2 takes a lone tensor, too: it goes through it by rows.
             inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
@@ -163,7 +196,7 @@ class GatherExtension:
         """
         method = self._method(POST, shard, traced)
         is_running = traced is shard and bool(self.group)
-        with torch.no_grad():
+        with torch.no_grad(), self._watched(shard, traced):
             outputs = tuple(
                 (collectives.wait_tensor(output) if is_running else output).view(dtype).view(-1, *shape[1:])
                 for output, (shape, dtype) in zip(started.outputs, started.inputs, strict=True)
@@ -183,6 +216,20 @@ class GatherExtension:
                 )
             return torch.as_strided(unsharded, self.shape, self.stride, 0)
 
+    def can_be_traced(self, shard: torch.Tensor, spec: str, param_dtype: torch.dtype) -> bool:
+        """Whether the methods run with a fake tensor in the place of a shard; arguments as of `start` and `finish`.
+
+        Methods that ask for values, that compute with tensors besides the shard's, or whose collectives write in place,
+        do not.
+        """
+        try:
+            with FakeTensorMode() as mode:
+                traced = mode.from_tensor(shard)
+                self.finish(shard, traced, self.start(shard, traced, spec), param_dtype)
+        except Exception:
+            return False
+        return True
+
     def refuse_without_methods(self, shard: torch.Tensor) -> None:
         """Raises an error for a shard that has not both methods."""
         missing = [name for name in (PRE, POST) if not hasattr(shard, name)]
@@ -197,11 +244,20 @@ class GatherExtension:
                 "then it is neither sharded nor averaged",
             )
 
+    def _watched(self, shard: torch.Tensor, traced: torch.Tensor) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if traced is shard else _TracedMethods(self.name)
+
     def _method(self, name: str, shard: torch.Tensor, traced: torch.Tensor) -> Any:
         self.refuse_without_methods(shard)
+        if traced is shard:
+            return getattr(shard, name)
+        for attribute, value in vars(shard).items():
+            # What its class does not say to be a part of it, tensors that stand for it have not.
+            if not isinstance(value, torch.Tensor) and attribute not in (PRE, POST):
+                setattr(traced, attribute, value)
         own = vars(shard).get(name)
-        if own is None or traced is shard:
-            return getattr(shard if traced is shard else traced, name)
+        if own is None:
+            return getattr(traced, name)
         if getattr(own, "__self__", None) is not shard:
             raise UnsupportedModelError(
                 f"a shard has a {name} of its own that is not a method of it, and cannot be compiled for another "

@@ -46,7 +46,7 @@ from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.extended_reads import register
 from fsdp_compile.runtime.module_state import ReadFrom, ensure_state, reads_of
 from fsdp_compile.runtime.reduce_group import reduce_alias
-from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit, titles
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, titles
 from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, refresh_unshard_args, set_unshard_args
 
 _KEY = "_fsdp_key"
@@ -161,10 +161,13 @@ def _note_extended(module: nn.Module, reads: Mapping[str, ReadFrom]) -> dict[str
     for param in params.values():
         register(param)
     _set_or_delete(module, EXTENDED, params)
-    return {
-        name: GatheredBy.CLASS if is_traceable(param.sharded_view) else GatheredBy.CLASS_OUTSIDE_GRAPHS
-        for name, param in params.items()
-    }
+    return {name: _gathered_by(param) for name, param in params.items()}
+
+
+def _gathered_by(param: FSDPParam) -> GatheredBy:
+    assert param.extension is not None
+    can_be_traced = param.extension.runs_in_traces and is_traceable(param.sharded_view)
+    return GatheredBy.CLASS if can_be_traced else GatheredBy.CLASS_OUTSIDE_GRAPHS
 
 
 def _set_or_delete(module: nn.Module, attribute: str, found: Mapping[str, object]) -> None:

@@ -19,7 +19,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, with_attributes
 from fsdp_compile.modules.eager_reads import as_parameter, read_eagerly, read_once, registered
 from fsdp_compile.modules.forward import enter_running_forward, in_block_without_grad, in_forward
-from fsdp_compile.runtime.extended_reads import read_extended
+from fsdp_compile.runtime.extended_reads import key_with_state, read_extended
 from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, swap_in
 
 FLAT = "_fsdp_flat_"
@@ -161,7 +161,8 @@ def _unshard_extended(read_of: ParamRead) -> Callable[..., torch.Tensor]:
 
     def unshard(module: nn.Module, flat_param: str, *arguments: str | torch.Tensor | None) -> torch.Tensor:
         param = getattr(module, EXTENDED)[name]
-        return read_extended(getattr(module, flat_param), param.sharded_view, param.extension.key, *arguments)
+        key = key_with_state(param.extension, "training" if module.training else "eval")
+        return read_extended(getattr(module, flat_param), param.sharded_view, key, *arguments)
 
     skip_code(unshard.__code__)
     return torch.compiler.disable(unshard) if read_of.gathered_by is GatheredBy.CLASS_OUTSIDE_GRAPHS else unshard

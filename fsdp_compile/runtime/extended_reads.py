@@ -6,18 +6,20 @@ all-gathers between them, and in backward `fsdp.reduce_grad`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
-from fsdp_compile.comm.gather_extension import as_plain
+from fsdp_compile.comm.gather_extension import GatherExtension, as_plain
 from fsdp_compile.errors import InvariantError, UnsupportedModelError
 from fsdp_compile.layout.spec import parse
 from fsdp_compile.runtime.kernels import gradient_of_read, save_read
-from fsdp_compile.runtime.units import FSDPParam
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 _numbers = itertools.count()
 _by_key: weakref.WeakValueDictionary[str, FSDPParam] = weakref.WeakValueDictionary()
@@ -35,6 +37,59 @@ def register(param: FSDPParam) -> None:
     _by_key[param.extension.key] = param
 
 
+def follow_state(group: FSDPParamGroup) -> bool:
+    """Notes which plain attributes the shard, the class and the module of each parameter have.
+
+    Methods are traced once for each state, and may read such attributes; Dynamo guards on none of them, and not on
+    which tensors a shard has.
+
+    Returns:
+        Whether some have changed since the last call.
+    """
+    changed = False
+    for param in group.params:
+        extension = param.extension
+        assert extension is not None
+        state = _state_of(param.sharded_view, extension.module())
+        if state != extension.state:
+            runs = extension.can_be_traced(param.sharded_view, param.spec.text, param.spec.param_dtype)
+            param.extension = dataclasses.replace(extension, state=state, runs_in_traces=runs)
+            changed = True
+    return changed
+
+
+def has_other_state(group: FSDPParamGroup) -> bool:
+    """Whether such an attribute has changed since `follow_state`."""
+    for param in group.params:
+        assert param.extension is not None
+        state = param.extension.state
+        if state and state != _state_of(param.sharded_view, param.extension.module()):
+            return True
+    return False
+
+
+def key_with_state(extension: GatherExtension, mode: str) -> str:
+    """What a read passes on for the parameter: its key, and all that is no tensor and that its methods may ask for."""
+    return f"{extension.key}{_APART}{extension.state}{_APART}{mode}"
+
+
+_APART = " | "
+
+
+def _state_of(shard: torch.Tensor, module: nn.Module | None) -> str:
+    classes = [kind for kind in type(shard).__mro__ if kind not in torch.Tensor.__mro__]
+    found = [
+        (name, value if isinstance(value, _PLAIN) else None)
+        for owner in (shard, *classes, *(() if module is None else (module,)))
+        for name, value in vars(owner).items()
+        if isinstance(value, (*_PLAIN, torch.Tensor)) and not name.startswith("__") and name != "training"
+    ]
+    return f"{hash(tuple(found)):x}"
+
+
+_PLAIN = (bool, int, float, complex, str, torch.dtype)
+
+
 class _ReadExtended(torch.autograd.Function):
     """A gathered parameter; its gradient goes where that of `fsdp::unshard` goes, whose inputs it has."""
 
@@ -47,7 +102,7 @@ class _ReadExtended(torch.autograd.Function):
         unsharded_accumulated_grad: torch.Tensor | None,  # noqa: ARG004
         partial_reduce_output: torch.Tensor | None,  # noqa: ARG004
     ) -> torch.Tensor:
-        return unsharded_param
+        return unsharded_param.detach()  # of an input torch would make a view, which not all classes have
 
     setup_context = staticmethod(save_read)
 
@@ -72,7 +127,7 @@ def read_extended(
     Args:
         flat: The leaf that its gradient goes to.
         shard: This rank's part, or what stands for it in a trace.
-        key: Of the parameter.
+        key: Of the parameter, and what else its methods may ask for: Dynamo guards on arguments.
         spec: As of `fsdp::unshard`, like all that follow.
         unsharded_param: The unsharded parameter, if it is gathered already.
         grad_accumulator: The leaf for gradients that are not fully reduced.
@@ -82,7 +137,7 @@ def read_extended(
     Returns:
         The unsharded parameter, of whatever class `fsdp_post_all_gather` returns.
     """
-    param = _by_key.get(key)
+    param = _by_key.get(key.partition(_APART)[0])
     if param is None or param.extension is None:
         raise InvariantError(f"a graph reads the parameter {key}, which is gone")
     if unsharded_param is None:

@@ -19,9 +19,9 @@ from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.comm.gather_extension import is_extended
 from fsdp_compile.config.policy import compute_device
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.modules.classes import follow_attributes
+from fsdp_compile.modules.classes import follow_attributes, gather_params
 from fsdp_compile.modules.eager_reads import holds_value, holds_values
-from fsdp_compile.runtime import unshard
+from fsdp_compile.runtime import extended_reads, unshard
 from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import ensure_state, units_below
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
@@ -79,6 +79,13 @@ def _keep_ties_of_meta(group: FSDPParamGroup) -> None:
 def check_inside_graph(group: FSDPParamGroup) -> None:
     """As `put_in_place`, for a compiled region: what does not fit in place is refused."""
     refuse_unsharded(group.unit)
+    if group.is_extended and extended_reads.has_other_state(group):
+        raise ConfigError(
+            "a plain attribute of a shard, of its class or of its module changed, which its methods may read, "
+            "and the compiled function cannot notice that in time",
+            where=group.unit.parameter_name(group.params[0]),
+            instead="compile the module itself (torch.compile(model, backend='fsdp'))",
+        )
     if not group.is_broken():
         return
     for param in group.params:
@@ -240,6 +247,9 @@ def pre_forward(root: nn.Module) -> None:
         # In compiled code a new parameter is an input of a graph, where the backend sees it; until then, check again.
         is_known = not calls_are_compiled() or not checks.holds_plain_parameters(root)
         state.view_check = view_check if is_known and not holds_values(root) else None
+    for group in (group for unit in view_check.units for group in unit.param_groups if group.is_extended):
+        if extended_reads.follow_state(group):
+            gather_params([group])  # graphs may read it no longer, or again
     unshard.pre_forward(view_check.units, view_check.models)
 
 

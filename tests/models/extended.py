@@ -48,6 +48,9 @@ class Wrapped(torch.Tensor):
     def __init__(self, inner: torch.Tensor) -> None:
         self.wrapped = inner
 
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes arguments
+        return f"{type(self).__name__}({self.wrapped!r})"
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["wrapped"], None
 

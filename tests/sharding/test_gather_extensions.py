@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import nn
@@ -157,6 +158,129 @@ def _outside_of_graphs() -> None:
 
 def test_a_class_that_compilers_cannot_trace_is_read_outside_of_graphs() -> None:
     run_ranks(_outside_of_graphs)
+
+
+class Weighted(Half):
+    """One whose method reads attributes that are no tensors."""
+
+    factor = 1.0
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        inputs, _ = super().fsdp_pre_all_gather(mesh, size, stride, module, policy)
+        return inputs, self.factor * getattr(module, "factor", 1.0) * (5.0 if module.training else 7.0)
+
+    def fsdp_post_all_gather(self, outputs: Any, _metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        assert out is None
+        return outputs[0].to(param_dtype) * _metadata, outputs
+
+
+def _changing_attributes() -> None:
+    model = _sharded(Weighted)
+    layer: Any = model.up
+    compiled = compile_eagerly(model)
+    batch, found = torch.ones(2, 6), []
+    for owner, factor in ((Weighted, 1.0), (Weighted, 2.0), (Weighted, 1.0), (_stored(model), 3.0), (layer, 4.0)):
+        owner.factor = factor
+        for is_training in (True, False, True):
+            found.append(model.train(is_training)(batch))
+            assert torch.equal(compiled(batch), found[-1])
+    assert torch.equal(found[0], found[6])
+    assert len({float(each.sum()) for each in found}) == 8
+    call = compile_eagerly(lambda x: 2 * model(x))
+    for is_training in (True, False):
+        expected = 2 * model.train(is_training)(batch)
+        assert torch.equal(call(batch), expected)
+    layer.factor = 5.0
+    with pytest.raises(FSDPCompileError, match="a plain attribute of a shard, of its class or of its module changed"):
+        call(batch)
+
+
+class Reducing(Half):
+    """One whose methods ask for values, of the shard and of other tensors, and reduce in place."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        largest = self.wrapped.abs().max()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
+        module.history.copy_(largest)
+        inputs, _ = Half(self.wrapped / module.history).fsdp_pre_all_gather(mesh, size, stride, module, policy)
+        return inputs, largest.item()
+
+    def fsdp_post_all_gather(self, outputs: Any, _metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        assert out is None
+        return outputs[0].to(param_dtype) * _metadata, outputs
+
+
+class Traced(Half):
+    """The same without values, and with a functional collective."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        largest = funcol.all_reduce(self.wrapped.abs().max(), "max", mesh)
+        inputs, _ = Half(self.wrapped / largest).fsdp_pre_all_gather(mesh, size, stride, module, policy)
+        return inputs, largest
+
+    fsdp_post_all_gather = Reducing.fsdp_post_all_gather
+
+
+def _with_history(kind: type[Wrapped]) -> Layers:
+    model = _sharded(kind)
+    for layer in (model.up, model.down):
+        layer.register_buffer("history", torch.zeros(()), persistent=False)
+    return model
+
+
+def _values_in_methods() -> None:
+    expected = _with_history(Reducing)
+    for kind, fullgraph in ((Reducing, False), (Traced, True)):
+        torch._dynamo.reset()
+        model = _with_history(kind)
+        compiled: Any = torch.compile(model, backend="fsdp", fullgraph=fullgraph, options={"lower": "eager"})
+        expected = _with_history(Reducing)
+        for _ in range(2):
+            assert torch.equal(_step(compiled, model), _step(expected, expected))
+        _assert_equal(model, expected)
+    whole: Any = torch.compile(_with_history(Reducing), backend="fsdp", fullgraph=True, options={"lower": "eager"})
+    with pytest.raises(Exception, match=r"torch.compiler.disable"):
+        whole(torch.ones(2, 6))
+    # Nothing has run the methods before a compiled function meets them: a named error.
+    model = _with_history(Reducing)
+    with pytest.raises(Exception, match=r"collective that writes in place \(c10d\.allreduce_"):
+        compile_eagerly(lambda x: 2 * model(x))(torch.ones(2, 6))
+
+
+def test_methods_that_ask_for_values_run_outside_of_graphs() -> None:
+    run_ranks(_values_in_methods)
+
+
+class Scaled(Half):
+    """One that gets another tensor later, which its method to make it anew does not know."""
+
+    scale: torch.Tensor | None = None
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["wrapped", *(["scale"] if self.scale is not None else [])], None
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        scale = 1.0 if self.scale is None else self.scale
+        return Half(self.wrapped * scale).fsdp_pre_all_gather(mesh, size, stride, module, policy)
+
+
+def _tensors_that_come_later() -> None:
+    model = _sharded(Scaled)
+    compiled, batch, found = compile_eagerly(model), torch.ones(2, 6), []
+    for scale in (None, torch.tensor(2.0), torch.tensor(3.0), None):
+        _stored(model).scale = scale
+        found.append(model(batch))
+        assert torch.equal(compiled(batch), found[-1])
+    assert torch.equal(found[0], found[3])
+    assert len({float(each.sum()) for each in found}) == 3
+
+
+def test_tensors_that_a_shard_gets_later_are_read() -> None:
+    run_ranks(_tensors_that_come_later)
+
+
+def test_attributes_that_methods_read_are_followed() -> None:
+    run_ranks(_changing_attributes)
 
 
 def _stays_unsharded() -> None:
