@@ -28,7 +28,7 @@ from fsdp_compile.capture.first_call import (
 from fsdp_compile.capture.reject_registry_reads import refuse_registry_reads
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.modules.eager_reads import GatheredParameter
+from fsdp_compile.modules.eager_reads import is_gathered
 from fsdp_compile.modules.forward import enter_own_forward
 from fsdp_compile.modules.param_views import is_swapped_in
 from fsdp_compile.options import FSDPOptions
@@ -174,7 +174,8 @@ def _refuse_shown(module: nn.Module, parameter: nn.Parameter) -> None:
 def _is_plain(value: object) -> TypeGuard[nn.Parameter]:
     return (
         isinstance(value, nn.Parameter)
-        and not isinstance(value, DTensor | ReplacedParameter | GatheredParameter)
+        and not isinstance(value, DTensor | ReplacedParameter)
+        and not is_gathered(value)
         and FSDPParamGroup.of(value) is None
     )
 

@@ -16,8 +16,9 @@ from fsdp_compile._torch.tensors import memory_id
 from fsdp_compile.capture.written import written_nodes
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.source_line import source_line
-from fsdp_compile.modules.eager_reads import GatheredParameter
+from fsdp_compile.modules.eager_reads import is_gathered
 from fsdp_compile.ops.unshard import UNSHARD
+from fsdp_compile.runtime.extended_reads import read_extended
 from fsdp_compile.runtime.units import FSDPParamGroup
 
 
@@ -30,13 +31,13 @@ def refuse_updates(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     names = _read_parameters(inputs)
     guarded: dict[int, str] = {}
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        if isinstance(value, GatheredParameter):  # read before a graph break
+        if is_gathered(value):  # read before a graph break
             guarded |= dict.fromkeys(_memory(node), "a gathered parameter")
         if id(value) in names:
             guarded |= {key: names[id(value)] for key in _memory(node)}
     # Bodies of checkpoints and branches are graphs of their own.
     nodes = [node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes]
-    reads = [node for node in nodes if node.target in (torch.ops.fsdp.unshard, UNSHARD)]
+    reads = [node for node in nodes if node.target in (torch.ops.fsdp.unshard, UNSHARD, read_extended)]
     for node in reads:
         guarded |= dict.fromkeys(_memory(node), "a gathered parameter")
     for node in nodes:

@@ -121,6 +121,11 @@ def gathered_from(gathered: torch.Tensor, group: FSDPParamGroup, param: FSDPPara
     gathered.__dict__[_GATHERED_FROM] = _Sharded(group, param)
 
 
+def is_gathered(value: object) -> bool:
+    """Whether a value is a gathered parameter, of whatever class."""
+    return isinstance(value, GatheredParameter) or _GATHERED_FROM in getattr(value, "__dict__", ())
+
+
 def _has_gradient(of: _Sharded) -> bool:
     return of.param.parameter.grad is not None or _waits(of)
 

@@ -17,9 +17,10 @@ from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
 from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, with_attributes
-from fsdp_compile.modules.eager_reads import as_parameter, read_eagerly, read_once, registered
+from fsdp_compile.modules.eager_reads import as_parameter, gathered_from, read_eagerly, read_once, registered
 from fsdp_compile.modules.forward import enter_running_forward, in_block_without_grad, in_forward
 from fsdp_compile.runtime.extended_reads import key_with_state, read_extended
+from fsdp_compile.runtime.module_state import reads_of
 from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, UnshardArgs, swap_in
 
 FLAT = "_fsdp_flat_"
@@ -164,8 +165,15 @@ def _unshard_extended(read_of: ParamRead) -> Callable[..., torch.Tensor]:
         key = key_with_state(param.extension, "training" if module.training else "eval")
         return read_extended(getattr(module, flat_param), param.sharded_view, key, *arguments)
 
+    @torch.compiler.disable
+    def unshard_outside(module: nn.Module, flat_param: str, *arguments: str | torch.Tensor | None) -> torch.Tensor:
+        gathered = unshard(module, flat_param, *arguments)
+        read = reads_of(module)[name]
+        gathered_from(gathered, read.group, read.param)  # the next graph has it as an input
+        return gathered
+
     skip_code(unshard.__code__)
-    return torch.compiler.disable(unshard) if read_of.gathered_by is GatheredBy.CLASS_OUTSIDE_GRAPHS else unshard
+    return unshard if read_of.gathered_by is GatheredBy.CLASS else unshard_outside
 
 
 skip_code(_unshard.__code__)

@@ -251,6 +251,30 @@ def test_methods_that_ask_for_values_run_outside_of_graphs() -> None:
     run_ranks(_values_in_methods)
 
 
+class Writing(Layers):
+    """One whose forward writes into a weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+        return super().forward(x)
+
+
+def _writes() -> None:
+    for kind, is_compiled in ((Half, False), (Half, True), (Reducing, True)):
+        torch._dynamo.reset()
+        model = Writing(kind)
+        model.up.register_buffer("history", torch.zeros(()))
+        model.down.register_buffer("history", torch.zeros(()))
+        fully_shard(model)
+        with pytest.raises(Exception, match="gathered parameter"):
+            (compile_eagerly(model) if is_compiled else model)(torch.ones(2, 6))
+
+
+def test_writes_into_a_gathered_one_are_refused() -> None:
+    run_ranks(_writes)
+
+
 class Scaled(Half):
     """One that gets another tensor later, which its method to make it anew does not know."""
 
