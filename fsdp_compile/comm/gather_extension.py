@@ -210,7 +210,7 @@ class GatherExtension:
             unsharded: torch.Tensor = returned[0]
             if unsharded.shape == self.shape:
                 return unsharded
-            if unsharded.dim() != len(self.shape) or unsharded.shape[0] < self.shape[0]:
+            if unsharded.shape[1:] != self.shape[1:] or unsharded.shape[0] < self.shape[0]:
                 raise self._error(
                     f"{POST} returned a tensor of shape {tuple(unsharded.shape)}", f"one of {tuple(self.shape)}"
                 )

@@ -218,7 +218,7 @@ def _sharded(
         *(member.name, refs, parameter, spec, policy.rank, size, view),
         position=place.index,
         tensor_parallel=member.tensor_parallel,
-        extension=gather_extensions.extension_of(member.name, refs, parameter, policy) if member.is_extended else None,
+        extension=gather_extensions.extension_of(member.name, refs, parameter, member.dim, policy),
     )
     in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_dtype=None)
     if policy.mixed_precision.full_precision_in_eval and in_eval != spec:

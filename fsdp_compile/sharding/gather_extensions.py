@@ -86,16 +86,23 @@ def _unsupported(name: str, parameter: torch.Tensor, what: str) -> FSDPCompileEr
 
 
 def extension_of(
-    name: str, places: Sequence[tuple[nn.Module, str]], parameter: torch.Tensor, policy: UnitPolicy
-) -> GatherExtension:
-    """The extension of a parameter that `refuse` accepts.
+    name: str, places: Sequence[tuple[nn.Module, str]], parameter: torch.Tensor, dim: int | None, policy: UnitPolicy
+) -> GatherExtension | None:
+    """The extension of a parameter that `refuse` accepts, or whose shard got its methods later; `None` if it has none.
 
     Args:
         name: Of the parameter, for errors.
         places: Every (module, attribute) that registers it.
         parameter: Full or sharded.
+        dim: The dimension that is sharded.
         policy: Of its unit.
+
+    Raises:
+        ConfigError: If an option of the unit does not go with it.
     """
+    if not is_extended(local_tensor(parameter) if isinstance(parameter, DTensor) else parameter):
+        return None
+    _refuse_option(name, dim, policy, InitFrom.EACH_RANK)
     mesh = _shard_mesh(policy)
     asked = policy.mixed_precision
     return GatherExtension(

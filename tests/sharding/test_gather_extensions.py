@@ -422,6 +422,29 @@ def test_what_does_not_go_with_it_is_refused_by_name(case: str) -> None:
     assert caught.value.instead
 
 
+def test_methods_that_are_put_on_shards_do_not_go_with_every_option() -> None:
+    with fake_world(2):
+        model = _sharded(None, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+        _put_methods_on(model)
+        with pytest.raises(FSDPCompileError, match=r"(?s)sharded on dimension 1.*weight"):
+            model(torch.ones(2, 6))
+
+
+class Transposing(Half):
+    """One that gives something else."""
+
+    def fsdp_post_all_gather(self, outputs: Any, _metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        assert out is None
+        return outputs[0].T.to(param_dtype), outputs
+
+
+def test_an_unsharded_parameter_of_another_shape_is_refused() -> None:
+    with fake_world(2):
+        model = _sharded(Transposing)
+        with pytest.raises(FSDPCompileError, match=r"(?s)returned a tensor of shape \(6, 8\).*\(8, 6\)"):
+            model(torch.ones(2, 6))
+
+
 def _without_padding(self: Any, _mesh: object) -> Any:
     return (self.wrapped.bfloat16(),), None
 
