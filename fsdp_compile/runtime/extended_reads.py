@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compile.comm.gather_extension import GatherExtension, as_plain
+from fsdp_compile.comm.gather_extension import GatherExtension
 from fsdp_compile.errors import InvariantError, UnsupportedModelError
 from fsdp_compile.layout.spec import parse
 from fsdp_compile.runtime.kernels import gradient_of_read, save_read
@@ -108,7 +108,7 @@ class _ReadExtended(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradient_of_read(ctx, as_plain(grad))
+        return gradient_of_read(ctx, grad)
 
 
 @torch.compiler.allow_in_graph

@@ -10,6 +10,7 @@ import torch
 from fsdp_compile._torch.autograd import has_gradient_hooks, is_accumulated_in_this_backward
 from fsdp_compile._torch.dynamo import skip_code
 from fsdp_compile.comm.failures import refuse_lost_ranks
+from fsdp_compile.comm.gather_extension import as_plain
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, Update, parse
@@ -173,7 +174,8 @@ def gradient_of_read(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None,
             where=f"the parameter of shape {shape}, in nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)",
             instead="sparse=False; options={'embedding': 'sharded'} keeps a large table from being gathered",
         )
-    gradient = torch.ops.fsdp.reduce_grad(ctx.flat, grad, ctx.spec, ctx.accumulated, ctx.partial)
+    # Parameters of a class make results of it, and so gradients of plain parameters beside them.
+    gradient = torch.ops.fsdp.reduce_grad(ctx.flat, as_plain(grad), ctx.spec, ctx.accumulated, ctx.partial)
     if parse(ctx.spec).grad_placement is GradPlacement.REDUCED:
         # The gradient of the flat parameter; otherwise it goes to the accumulator, the fourth argument of
         # `fsdp::unshard`.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
@@ -105,6 +106,23 @@ class Eight(Wrapped):
         assert metadata == {"largest": 127}
         numbers, scales = outputs
         return _given((numbers.to(scales.dtype) * scales).to(param_dtype), outputs, out)
+
+
+class Pair(TwoTensor):
+    """Two tensors, both of which are sent; the unsharded parameter is a pair, and so are its gradients."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], _metadata: None, size: Any, stride: Any) -> Pair:
+        return Pair(inner["a"], inner["b"], size, stride)
+
+    def fsdp_pre_all_gather(self, _mesh: Any) -> Any:
+        return (self.a, self.b), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Sequence[torch.Tensor], _metadata: None, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        assert param_dtype is outputs[0].dtype
+        return None if out is not None else (Pair(*outputs), outputs)
 
 
 def _given(value: torch.Tensor, outputs: Sequence[torch.Tensor], out: torch.Tensor | None) -> Any:

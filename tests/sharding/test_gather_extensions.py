@@ -355,6 +355,32 @@ def test_values_that_are_loaded_or_assigned_are_read() -> None:
         run_ranks(_other_values, folder)
 
 
+def _updated() -> None:
+    """Optimizers that see several parameters as one, or step in backward, leave these to themselves."""
+
+    def run(change: Callable[[torch.optim.Optimizer], object], *, is_compiled: bool) -> Layers:
+        model = _sharded()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        change(optimizer)
+        call: Any = compile_eagerly(model) if is_compiled else model
+        torch.manual_seed(dist.get_rank())
+        for _ in range(2):
+            call(torch.randn(4, 6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    expected = run(lambda _: None, is_compiled=False)
+    assert not torch.equal(_values(expected)[0], _values(_sharded())[0])
+    for change in (fsdp_compile.flat_step, fsdp_compile.step_in_backward):
+        for is_compiled in (False, True):
+            _assert_equal(run(change, is_compiled=is_compiled), expected)
+
+
+def test_optimizers_of_this_package_update_it() -> None:
+    run_ranks(_updated)
+
+
 def _taken_over() -> None:
     expected = _sharded()
     torch.manual_seed(0)

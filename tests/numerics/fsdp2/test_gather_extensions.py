@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_compile
 from tests import long
-from tests.models.extended import Eight, Half, Layers, Wrapped
+from tests.models.extended import Eight, Half, Layers, Pair, Wrapped
 from tests.ranks import run_ranks
 
 STEPS = 2
@@ -108,6 +108,47 @@ def _compare(name: str) -> None:
 @long.parametrize("name", CASES, always=ALWAYS)
 def test_bits_are_those_of_fsdp2(name: str) -> None:
     run_ranks(_compare, name, world_size=CASES[name].world_size)
+
+
+def _pairs(shard: Callable[..., Any], *, is_compiled: bool = False) -> list[torch.Tensor]:
+    """The same of two layers, of whose plain biases pairs make gradients that are pairs."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(6, 8), nn.Linear(8, 6)
+    model = nn.Sequential(first, nn.Tanh(), last)
+    for layer in (first, last):
+        value = layer.weight.detach()
+        layer.weight = nn.Parameter(Pair(value, value + 1))
+        shard(layer)
+    shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    call: Any = model
+    if is_compiled:
+        call = torch.compile(model, backend="fsdp", fullgraph=True, options={"lower": "eager"})
+    torch.manual_seed(100 + dist.get_rank())
+    found = []
+    for _ in range(STEPS):
+        loss = call(torch.randn(4, 6)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.a.detach().clone(), loss.b.detach().clone()]
+    for parameter in model.parameters():
+        local: Any = parameter._local_tensor  # type: ignore[attr-defined]
+        parts = [local.a, local.b] if isinstance(local, Pair) else [local]
+        found += [part.detach().clone() for part in parts]
+    return found
+
+
+def _compare_pairs() -> None:
+    expected = _pairs(torch.distributed.fsdp.fully_shard)
+    for is_compiled in (False, True):
+        found = _pairs(fsdp_compile.fully_shard, is_compiled=is_compiled)
+        assert all(map(torch.equal, found, expected)), is_compiled
+        assert len(found) == len(expected) == 2 * STEPS + 6
+
+
+def test_unsharded_parameters_may_be_of_a_class() -> None:
+    run_ranks(_compare_pairs)
 
 
 def _by_inductor() -> None:
