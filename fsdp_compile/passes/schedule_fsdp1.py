@@ -5,7 +5,8 @@ computes.
 
     wait 1, compute 1, reduce 1, gather 0, wait 0   ->   gather 0, wait 1, compute 1, reduce 1, wait 0
 
-BACKWARD_POST: where the bucket before it is freed and its gradients are ready, ahead of their reduction on the link.
+BACKWARD_POST: where each bucket is freed that is freed before it is needed, and the gradients of the one before it are
+ready, ahead of their reduction on the link.
 
     wait 1, compute 1, reduce 1, gather 0, wait 0   ->   wait 1, compute 1, gather 0, reduce 1, wait 0
 
@@ -77,21 +78,26 @@ def _anchors(
     if rule is Ahead.BEFORE_COMPUTE:
         return [None, *(first_wait(gather, order) for gather in before)][: len(gathers)]
     reductions = [chain[0] for chain in chains_of(followers_of(step))]
-    later = [_freed_and_computed(step, gather, reductions, order) for gather in before]
-    needs = [first_of([*upstream(gather, *SENT), gather], order) for gather in gathers[1:]]
-    kept = [at if order[at] < order[need] else None for at, need in zip(later, needs, strict=True)]
-    return [None, *kept][: len(gathers)]
+    needs = [first_of([*upstream(gather, *SENT), gather], order) for gather in gathers]
+    freed = [_freed(step, gather, order) for gather in before]
+    anchors: list[fx.Node | None] = [None]
+    for k, gather in enumerate(before):
+        computed = _computed(gather, freed[k], reductions, order)
+        # Buckets before that one may be freed later than it: a root's norms, which a whole block reads.
+        later = [node for node in (computed, *freed[:k]) if order[node] < order[needs[k + 1]]]
+        anchors.append(last_of(later, order) if computed in later else None)
+    return anchors[: len(gathers)]
 
 
-def _freed_and_computed(
-    step: StepGraph, gather: fx.Node, reductions: Sequence[fx.Node], order: dict[fx.Node, int]
-) -> fx.Node:
-    """The first node after the last use of a bucket, or what begins the last reduction of its gradients if later."""
+def _freed(step: StepGraph, gather: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
+    """The first node after the last use of a bucket; the output if the bucket leaves the graph and is never freed."""
     shared = aliases(waits_of(gather))
-    freed = last_of([*shared, *(user for node in shared for user in node.users)], order)
-    # The bucket leaves the graph and is never freed.
-    if freed is step.output:
-        return freed
+    last = last_of([*shared, *(user for node in shared for user in node.users)], order)
+    return last if last is step.output else last.next
+
+
+def _computed(gather: fx.Node, freed: fx.Node, reductions: Sequence[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
+    """Where a bucket is freed, or what begins the last reduction of its gradients if that is later."""
     mine = set(require(gather).claims)
     reduced = [first_message_node(node) for node in reductions if not mine.isdisjoint(require(node).claims)]
-    return last_of([freed.next, *reduced], order)
+    return last_of([freed, *reduced], order)

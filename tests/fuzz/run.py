@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from fsdp_compile import fully_shard
 from tests.fuzz.sides import Fsdp2Ranks, OneProcess, Ranks, Side
-from tests.fuzz.verdict import Outcome, Verdict, of_error, of_notes, worst
+from tests.fuzz.verdict import Outcome, Verdict, beside_fsdp2, of_error, of_notes, worst
 from tests.rank_worker import reset_torch
 from tests.ranks import RankError, run_ranks
 
@@ -51,9 +51,14 @@ def run_programs(texts: list[str], contender: Contender = Contender.HERE) -> Ite
     """The outcome of each program, in order."""
     left = list(texts)
     while left:
-        found = _call(left, contender)
-        yield from found
-        left = left[len(found) :]
+        for outcome in _call(left, contender):
+            yield _beside_fsdp2(left.pop(0), outcome) if contender is Contender.HERE else outcome
+
+
+def _beside_fsdp2(text: str, outcome: Outcome) -> Outcome:
+    if outcome.verdict is not Verdict.WRONG or "bfloat16" not in text:
+        return outcome
+    return beside_fsdp2(outcome, next(run_programs([text], Contender.FSDP2)))
 
 
 def _call(texts: list[str], contender: Contender) -> list[Outcome]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -10,9 +11,9 @@ from tests import long
 from tests.fuzz.__main__ import fuzz, report
 from tests.fuzz.draw import draw, simpler
 from tests.fuzz.program import Accumulation, Case, Layer, Place, Script
-from tests.fuzz.run import run_programs
+from tests.fuzz.run import Contender, run_programs
 from tests.fuzz.shrink import shrink
-from tests.fuzz.verdict import GOOD, Verdict
+from tests.fuzz.verdict import GOOD, Outcome, Verdict
 from tests.ranks import run_ranks  # noqa: F401  these tests need ranks
 
 LONG = os.environ.get("FSDP_COMPILE_LONG", "") not in ("", "0")
@@ -54,6 +55,25 @@ def test_verdicts(line: str, other: str, verdict: str) -> None:
     assert line in text
     (outcome,) = run_programs([text.replace(line, other)])
     assert outcome.verdict == verdict, outcome
+
+
+@pytest.mark.parametrize(
+    ("fsdp2", "verdict"), [(2.0, Verdict.AS_FSDP2), (1.4, Verdict.WRONG), (math.inf, Verdict.WRONG)]
+)
+def test_what_bfloat16_rounds_is_measured_by_fsdp2(
+    fsdp2: float, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def call(texts: list[str], contender: Contender) -> list[Outcome]:
+        asked.append(contender)
+        excess = 3.0 if contender is Contender.HERE else fsdp2
+        return [Outcome(Verdict.WRONG, "loss: differs by 0.2, and 0.1 is rounding", "", excess) for _ in texts]
+
+    monkeypatch.setattr("tests.fuzz.run._call", call)
+    outcomes = run_programs(["torch.bfloat16", "torch.float32"])
+    assert [outcome.verdict for outcome in outcomes] == [verdict, Verdict.WRONG]
+    assert asked == [Contender.HERE, Contender.FSDP2]
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ class _ReadTwice(nn.Module):
         return self.last(x).tanh() * self.scale
 
 
-def _trained(*, in_backward: bool) -> list[torch.Tensor]:
+def _trained(lower: str, *, in_backward: bool) -> list[torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = _ReadTwice()
@@ -39,7 +39,8 @@ def _trained(*, in_backward: bool) -> list[torch.Tensor]:
     if in_backward:
         optimizer = step_in_backward(optimizer)
     # A graph in Inductor's cache would tell of the code as it was.
-    options: dict[str, Any] = {"inductor": {"fx_graph_cache": False}}
+    settings = {"inductor": {"fx_graph_cache": False}} if lower == "inductor" else {}
+    options: dict[str, Any] = {"lower": lower, **settings}
     compiled = torch.compile(model, backend="fsdp", options=options)
     compiled(torch.randn(8, WIDTH)).square().mean().backward()
     optimizer.step()
@@ -47,7 +48,7 @@ def _trained(*, in_backward: bool) -> list[torch.Tensor]:
 
 
 def _both() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return _trained(in_backward=True), _trained(in_backward=False)
+    return _trained("inductor", in_backward=True), _trained("eager", in_backward=False)
 
 
 @pytest.mark.inductor

@@ -247,6 +247,7 @@ def _values_in_methods() -> None:
         compile_eagerly(lambda x: 2 * model(x))(torch.ones(2, 6))
 
 
+@pytest.mark.long
 def test_methods_that_ask_for_values_run_outside_of_graphs() -> None:
     run_ranks(_values_in_methods)
 
@@ -299,6 +300,7 @@ def _tensors_that_come_later() -> None:
     assert len({float(each.sum()) for each in found}) == 3
 
 
+@pytest.mark.long
 def test_tensors_that_a_shard_gets_later_are_read() -> None:
     run_ranks(_tensors_that_come_later)
 
