@@ -12,6 +12,7 @@ BENCHMARKS = (
     "cost_model",
     "compile_time",
     "first_step",
+    "agreement",
     "overhead",
     "scaling",
     "slow_network",

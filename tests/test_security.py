@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from fsdp_compile.comm.answering_store import AnsweringStore
 from fsdp_compile.comm.failures import _FAILED, failed_elsewhere
 from fsdp_compile.comm.rendezvous import Rendezvous
 from fsdp_compile.errors import FSDPCompileError, RankFailedError
@@ -68,7 +69,7 @@ def test_what_a_stranger_writes_into_the_store_is_shown_and_not_executed(store: 
     told = failed_elsewhere(store, "waiting")
     assert isinstance(told, RankFailedError)
     assert "_touch" in told.what
-    meeting = Rendezvous(dist.PrefixStore("group", store), "group", (0, 1), 0, 0.1)
+    meeting = Rendezvous(AnsweringStore(dist.PrefixStore("group", store), 10), "group", (0, 1), 0, 0.1)
     for key in ("failed", "0/refused"):
         meeting.store.set(key, hostile)
         with pytest.raises((FSDPCompileError, ValueError)):

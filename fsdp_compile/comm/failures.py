@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from fsdp_compile._torch.distributed import default_store
-from fsdp_compile.comm.answering_store import AnsweringStore
+from fsdp_compile.comm.answering_store import AnsweringStore, pauses
 from fsdp_compile.errors import FSDPCompileError, RankFailedError
 
 _FAILED = "fsdp_compile/failed"
@@ -142,19 +142,19 @@ def _explain(error: RuntimeError, doing: str) -> RankFailedError:
 
 def _ask(where: str) -> tuple[RankFailedError | None, list[int]]:
     """What a rank has told, or the ranks that do not answer."""
-    store, rank = AnsweringStore(default_store(), _ANSWER_S), dist.get_rank()
-    others = [each for each in range(dist.get_world_size()) if each != rank]
-    store.set(f"{_ANSWERS}/{rank}", "")
+    store, ranks = AnsweringStore(default_store(), _ANSWER_S), dist.get_world_size()
+    keys = {f"{_ANSWERS}/{each}": each for each in range(ranks)}
+    store.set(f"{_ANSWERS}/{dist.get_rank()}", "")
     deadline_s = time.monotonic() + _ANSWER_S
-    told, absent = None, others
-    while absent and told is None and time.monotonic() < deadline_s:
-        time.sleep(_PAUSE_S)
-        absent = [each for each in absent if not store.check([f"{_ANSWERS}/{each}"])]
+    answered, told, pause_s = False, None, pauses(ranks)
+    while not answered and told is None and time.monotonic() < deadline_s:
+        time.sleep(next(pause_s))
+        answered = store.check(list(keys))
         told = failed_elsewhere(store, where)
-    if not absent and told is None:
+    if answered and told is None:
         time.sleep(_PAUSE_S)
         told = failed_elsewhere(store, where)
-    return told, absent
+    return told, [] if answered or told is not None else [keys[key] for key in store.missing(list(keys))]
 
 
 def _first_lines(error: BaseException) -> str:

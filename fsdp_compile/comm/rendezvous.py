@@ -20,13 +20,10 @@ import hashlib
 import json
 import time
 
-import torch.distributed as dist
-
-from fsdp_compile.comm.answering_store import AnsweringStore
+from fsdp_compile.comm.answering_store import AnsweringStore, pauses
 from fsdp_compile.comm.failures import failed_elsewhere
 from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchError
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 0.1
 _KINDS: dict[str, type[FSDPCompileError]] = {kind.__name__: kind for kind in (RankFailedError, RankMismatchError)}
 
 
@@ -76,12 +73,12 @@ class Rendezvous:
         wanted: What the ranks wait for each other to do.
     """
 
-    store: dist.Store | AnsweringStore
+    store: AnsweringStore
     name: str
     ranks: tuple[int, ...]
     rank: int
     timeout_s: float
-    world: dist.Store | AnsweringStore | None = None
+    world: AnsweringStore | None = None
     wanted: str = "compile its next collectives"
 
     def compare(self, number: int | str, digest: str, text: str) -> Difference | None:
@@ -154,15 +151,15 @@ class Rendezvous:
         return Difference(store.get(f"{at}text/0").decode(), other, store.get(f"{at}text/{other}").decode())
 
     def _wait(self, at: str, key: str) -> None:
-        deadline_s, pause_s = time.monotonic() + self.timeout_s, _FIRST_PAUSE_S
+        deadline_s = time.monotonic() + self.timeout_s
+        pause_s = pauses(len(self.ranks))
         # Polling, not the blocking `store.wait`: a failure or a refusal of another rank must end the wait.
         while not self.store.check([key]):
             self._refuse_failed()
             self._refuse_refused(at)
             if time.monotonic() > deadline_s:
                 raise self._timed_out(at)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            time.sleep(next(pause_s))
 
     def _refuse_failed(self) -> None:
         if self.world is not None:
@@ -179,8 +176,8 @@ class Rendezvous:
             raise RefusedElsewhereError(**json.loads(self.store.get(f"{at}refused")), heard_in=self.name)
 
     def _timed_out(self, at: str) -> RankFailedError:
-        absent = [r for number, r in enumerate(self.ranks) if not self.store.check([f"{at}here/{number}"])]
-        named = ", ".join(map(str, absent))
+        keys = {f"{at}here/{number}": rank for number, rank in enumerate(self.ranks)}
+        named = ", ".join(str(keys[key]) for key in self.store.missing(list(keys)))
         return RankFailedError(
             f"rank {named} did not {self.wanted} within {self.timeout_s:g} s",
             where=f"rank {self.ranks[self.rank]} is there, and waits for ranks {self.ranks}",

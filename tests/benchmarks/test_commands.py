@@ -53,6 +53,13 @@ def test_bytes_that_are_sent_are_the_floor_and_padding(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_many_ranks_agree(tmp_path: Path) -> None:
+    rows = _run("agreement", tmp_path)["results"]
+    assert len({row["the last one"] for row in rows}) == len(rows) == 4
+    assert all(row["requests_per_rank"] > 1 for row in rows)
+
+
+@pytest.mark.long
 def test_peak_memory_is_measured_and_predicted(tmp_path: Path) -> None:
     results = _run("memory", tmp_path, *_EAGER)["results"]
     size_bytes = parameter_bytes(llama(SMOKE).make())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compile.comm import failures
-from fsdp_compile.comm.answering_store import AnsweringStore
+from fsdp_compile.comm.answering_store import AnsweringStore, pauses
 from fsdp_compile.errors import RankFailedError
 from tests.fake_world import fake_world
 
@@ -48,6 +49,33 @@ def test_answers_and_errors_are_those_of_the_store() -> None:
     assert not store.check(["key"])
     with pytest.raises(RuntimeError, match="Not a directory"):
         AnsweringStore(dist.FileStore("/dev/null/nowhere", 1), 10.0).check(["key"])
+
+
+def test_few_of_many_that_are_missing_are_found_with_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = AnsweringStore(dist.HashStore(), 10.0)
+    keys = [str(number) for number in range(1000)]
+    gone = ["0", "500", "999"]
+    for key in keys:
+        if key not in gone:
+            store.set(key, "")
+    asked: list[int] = []
+
+    def check(keys: list[str]) -> bool:
+        asked.append(len(keys))
+        return AnsweringStore.check(store, keys)
+
+    monkeypatch.setattr(store, "check", check)
+    assert store.missing(keys) == gone
+    assert len(asked) <= 3 * 2 * 10 + 1  # 2**10 is 1000: each is found in ten halvings
+    asked.clear()
+    assert store.missing(keys[1:400]) == []
+    assert asked == [399]
+
+
+def test_many_ranks_look_more_seldom() -> None:
+    first, *_, longest = itertools.islice(pauses(8), 20)
+    assert (first, longest) == (1e-3, 0.1)
+    assert list(itertools.islice(pauses(1000), 20))[-1] == 0.5
 
 
 def test_no_answer_is_an_error(cut_off: _CutOff) -> None:

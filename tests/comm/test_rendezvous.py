@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compile import RankFailedError, RankMismatchError
+from fsdp_compile.comm.answering_store import AnsweringStore
 from fsdp_compile.comm.rendezvous import Difference, Rendezvous, digest_of
 
 T = TypeVar("T")
@@ -19,9 +20,11 @@ TIMEOUT_S = 60.0
 
 def _rooms(store: dist.Store, ranks: tuple[int, ...], *, timeout_s: float = TIMEOUT_S) -> list[Rendezvous]:
     prefix = "-".join(map(str, ranks))
-    return [
-        Rendezvous(dist.PrefixStore(prefix, store), prefix, ranks, number, timeout_s) for number in range(len(ranks))
-    ]
+    return [Rendezvous(_answering(store, prefix), prefix, ranks, number, timeout_s) for number in range(len(ranks))]
+
+
+def _answering(store: dist.Store, prefix: str) -> AnsweringStore:
+    return AnsweringStore(dist.PrefixStore(prefix, store), TIMEOUT_S)
 
 
 def _at_once(*calls: Callable[[], T]) -> list[T]:
@@ -96,7 +99,7 @@ class _Lost(dist.Store):
 
 
 def test_a_store_that_fails_is_no_mismatch() -> None:
-    room = Rendezvous(_Lost(), "4-5", (4, 5), 1, TIMEOUT_S)
+    room = Rendezvous(AnsweringStore(_Lost(), TIMEOUT_S), "4-5", (4, 5), 1, TIMEOUT_S)
     with pytest.raises(RankFailedError, match=r"does not answer: Connection reset by peer\n.*where: rank 5"):
         room.compare(1, "", "")
     room.tell(RankFailedError("nobody can hear this"))
