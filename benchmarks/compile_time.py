@@ -1,4 +1,4 @@
-"""Time of our passes beside the time that plain `torch.compile` takes for the same model, at 4 and at 48 layers.
+"""Time of our compiles, and of the passes in them, beside that of plain `torch.compile`, at 4 and at 48 layers.
 
 Each compile starts with empty caches and is the first step of a fresh model, from Dynamo to the end of backward.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import models
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "nodes": str,
         "plain_s": _s,
         "fsdp_compile_s": _s,
+        "share_code_s": _s,
         "passes_s": _s,
         "passes_share": percent,
     }
@@ -46,15 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(layers: int, ranks: int, rounds: int) -> dict[str, Any]:
-    """Compiles a Llama of `layers` narrow blocks both ways, in turn."""
+    """Compiles a Llama of `layers` narrow blocks in all ways, in turn."""
     task = models.llama(dataclasses.replace(models.SMOKE, layers=layers))
-    plain, ours, passes = Samples(), Samples(), Samples()
+    plain, ours, shared, passes = Samples(), Samples(), Samples(), Samples()
     nodes = 0
     with emulated_world(ranks, Network(Link(bytes_per_s=1e15))), recorded(ours):
         for _ in range(rounds):
             plain.seconds.append(_cold(UNSHARDED, task))
             with timed_passes() as times:
                 ours.seconds.append(_cold(OURS, task))
+            shared.seconds.append(_cold(OURS, task, {"share_code": True}))
             passes.seconds.append(sum(one.seconds for one in times))
             nodes = sum(one.nodes for one in times)
     if ours.error:
@@ -64,15 +66,16 @@ def run(layers: int, ranks: int, rounds: int) -> dict[str, Any]:
         "nodes": nodes,
         "plain_s": plain.median_s,
         "fsdp_compile_s": ours.median_s,
+        "share_code_s": shared.median_s,
         "passes_s": passes.median_s,
         "passes_share": passes.median_s / plain.median_s,
     }
 
 
-def _cold(contender: Contender, task: Task) -> float:
+def _cold(contender: Contender, task: Task, options: Mapping[str, Any] | None = None) -> float:
     forget_compiles()
     model = task.make()
-    prepared = Prepared(model, contender.prepare(model, Setup(task.block)), task)
+    prepared = Prepared(model, contender.prepare(model, Setup(task.block, options=options or {})), task)
     with fresh_cache():
         return time_once(prepared.step)
 

@@ -66,6 +66,8 @@ def fsdp(
             where="torch.compile(mode=...)" if mode else "options={'inductor': ...}",
             instead="lower='inductor', or leave them out",
         )
+    settings = list_mode_options(mode) if mode else {}
+    _refuse_cuda_graphs(checked, settings)
     # This graph reads plain parameters; the frame's next trace reads the flat ones.
     if shard_plain_models(gm, example_inputs, checked, _plain_models):
         raise trace_again()
@@ -98,15 +100,23 @@ def fsdp(
 
     whole = is_whole_model(example_inputs)
     flats = flat_inputs(example_inputs)
-    region = Region(flats, run_passes, keep_what_fits, ran.number, announce, tell)
+    region = Region(flats, run_passes, keep_what_fits, ran.number, checked.share_code, announce, tell)
     say(f"region {ran.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
     if checked.lower == "eager":
         return give_parameters(compile_eagerly(gm, example_inputs, region), returned)
-    settings = list_mode_options(mode) if mode else {}
     # Only a budget needs memory to be exactly as estimated; reuse saves allocations otherwise.
     exact = {} if checked.memory_budget_gb is None else FREE_AT_LAST_USE
     compiled = compile_with_inductor(gm, example_inputs, region, {**exact, **settings, **checked.inductor})
     return give_parameters(compiled, returned)
+
+
+def _refuse_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> None:
+    if options.share_code and {**settings, **options.inductor}.get("triton.cudagraphs"):
+        raise ConfigError(
+            "CUDA graphs are recorded of whole graphs, and segments of a graph were to share their code",
+            where="options={'share_code': True} with CUDA graphs, by options={'inductor': ...} or mode=...",
+            instead="one of the two",
+        )
 
 
 watch_compiles(fsdp, _plain_models)

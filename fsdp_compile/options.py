@@ -71,6 +71,9 @@ class FSDPOptions:
             with two). Steps that accumulate unreduced gradients (`no_sync`) gather.
         poison: Fill gathered parameters with NaN where they are freed, and raise `PoisonError` if a message of a
             collective has NaN: what reads freed memory then shows. The host waits for each collective.
+        share_code: Lower what lies between communication in segments, each kind of them once, so that layers that are
+            alike share their code: the time of a compile grows less with their number. Nothing is fused across
+            communication. Graphs with sizes that are open are lowered as a whole. Not with `memory_budget_gb`.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
@@ -92,6 +95,7 @@ class FSDPOptions:
     bucket_mb: float | Literal["auto"] = "auto"
     embedding: Literal["gathered", "sharded"] = "gathered"
     poison: bool = False
+    share_code: bool = False
     stop_after: str | None = None
     mesh: DeviceMesh | None = None
     mp_policy: AnyPrecisionPolicy | None = None
@@ -109,8 +113,7 @@ class FSDPOptions:
             raise bad_option("reduce_layout", self.reduce_layout, '"aligned" or "fsdp2"')
         if self.embedding not in ("gathered", "sharded"):
             raise bad_option("embedding", self.embedding, '"gathered" or "sharded"')
-        if not isinstance(self.poison, bool):
-            raise bad_option("poison", self.poison, "True or False")
+        self._check_switches()
         size = self.bucket_mb
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf):
             raise bad_option("bucket_mb", size, '"auto", 0 for none, or a number of 1e6 byte')
@@ -121,6 +124,23 @@ class FSDPOptions:
             raise bad_option("artifacts", self.artifacts, "the path of a folder")
         if self.mp_policy is not None and not isinstance(self.mp_policy, AnyPrecisionPolicy):
             raise bad_option("mp_policy", self.mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
+
+    def _check_switches(self) -> None:
+        for name in ("poison", "share_code"):
+            if not isinstance(getattr(self, name), bool):
+                raise bad_option(name, getattr(self, name), "True or False")
+        if self.share_code and self.lower == "eager":
+            raise ConfigError(
+                "option 'share_code' has no effect where operators run one by one",
+                where="options={'share_code': True, 'lower': 'eager'}",
+                instead="'lower': 'inductor', or leave it out",
+            )
+        if self.share_code and self.memory_budget_gb is not None:
+            raise ConfigError(
+                "a budget counts on whole graphs: segments that share code write more values to memory",
+                where="options={'share_code': True, 'memory_budget_gb': ...}",
+                instead="one of the two",
+            )
 
     def _check_schedule(self) -> None:
         planned, rules = self.prefetch == "auto", named_rules(self.prefetch)

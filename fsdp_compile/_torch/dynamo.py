@@ -6,7 +6,8 @@ import dataclasses
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -60,6 +61,26 @@ _SAVED: tuple[type, ...] = tuple(
     for name in ("SavedForBackwardsAOTOutput", "SavedForBackwardsNoVcCheckAOTOutput")
     if hasattr(descriptors, name)
 )
+
+
+@contextmanager
+def given_output_strides(strides: Sequence[tuple[int, ...] | None]) -> Iterator[None]:
+    """Tells AOTAutograd the strides of a graph's outputs, and not those of the graphs that are compiled in the block.
+
+    Args:
+        strides: Of each output, in elements; `None` for one that is no tensor.
+    """
+    context = TracingContext.try_get()
+    asked = None if context is None else context.output_strides
+    if context is None or asked is None:
+        yield
+        return
+    context.output_strides = None
+    try:
+        yield
+    finally:
+        context.output_strides = asked
+    asked.extend(strides)
 
 
 def is_saved_for_backward(description: object) -> bool:

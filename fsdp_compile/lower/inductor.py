@@ -16,6 +16,7 @@ from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.once import compile_once
 from fsdp_compile.lower.open_dequantize import open_dequantize
 from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.share_code import can_share_code, compile_segments
 from fsdp_compile.lower.wrappers import Compiled
 from fsdp_compile.lower.write_before_waits import write_before_waits
 from fsdp_compile.lower.written_order import compare, planned_calls
@@ -67,11 +68,19 @@ def compile_with_inductor(
             write_before_waits(gm.graph)
             keep_matmuls(gm.graph)
             gm.recompile()  # caches look graphs up by their code
+            if region.shares_code and can_share_code(gm.graph):
+                return compile_segments(gm, compile_segment)
             planned = planned_calls(gm.graph)  # Inductor changes the graph
             text = _text(gm, example_inputs, patches)
             compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
             compare(planned, getattr(compiled, "source_code", ""), phase.value)
             return compiled
+
+        def compile_segment(segment: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            text = _text(segment, inputs, patches)
+            # Which inputs stay where they are is known of the whole graph's.
+            own = {**kwargs, "static_input_idxs": ()}
+            return compile_once(text, lambda: compile_fx_inner(segment, inputs, **own))
 
         return region.finish(gm, phase, compile_graph)
 

@@ -62,6 +62,7 @@ class Region:
         refuse: Called with the error if there will be no such graphs.
         keep: Chooses what stays unsharded from forward to backward where that was left open.
         number: Of the region among those of its model, for what is said while it compiles.
+        shares_code: Whether segments of graphs that are alike are lowered once.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         again: Parameter groups that are updated in backward, and that backward reads as forward does.
         digests: What stands for the collectives of each transformed graph, by process group.
@@ -71,6 +72,7 @@ class Region:
     transform: Transform
     keep: Keep = keep_nothing
     number: int = 0
+    shares_code: bool = False
     announce: Callable[[StepGraph], None] = _announce_nothing
     refuse: Callable[[FSDPCompileError], None] = _refuse_silently
     steps: list[StepGraph] = dataclasses.field(default_factory=list)

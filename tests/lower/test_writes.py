@@ -29,7 +29,7 @@ class _ReadTwice(nn.Module):
         return self.last(x).tanh() * self.scale
 
 
-def _trained(lower: str, *, in_backward: bool) -> list[torch.Tensor]:
+def _trained(lower: str, *, in_backward: bool, **options: Any) -> list[torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = _ReadTwice()
@@ -39,19 +39,19 @@ def _trained(lower: str, *, in_backward: bool) -> list[torch.Tensor]:
     if in_backward:
         optimizer = step_in_backward(optimizer)
     # A graph in Inductor's cache would tell of the code as it was.
-    settings = {"inductor": {"fx_graph_cache": False}} if lower == "inductor" else {}
-    options: dict[str, Any] = {"lower": lower, **settings}
-    compiled = torch.compile(model, backend="fsdp", options=options)
+    settings: dict[str, Any] = {"inductor": {"fx_graph_cache": False}} if lower == "inductor" else {}
+    compiled = torch.compile(model, backend="fsdp", options={"lower": lower, **settings, **options})
     compiled(torch.randn(8, WIDTH)).square().mean().backward()
     optimizer.step()
     return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
 
 
-def _both() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return _trained("inductor", in_backward=True), _trained("eager", in_backward=False)
+def _both(options: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return _trained("inductor", in_backward=True, **options), _trained("eager", in_backward=False)
 
 
 @pytest.mark.inductor
-def test_a_parameter_that_is_read_again_is_updated_after_that() -> None:
-    ((in_backward, after),) = run_ranks(_both, world_size=1)
+@pytest.mark.parametrize("options", [{}, pytest.param({"share_code": True}, marks=pytest.mark.long)])
+def test_a_parameter_that_is_read_again_is_updated_after_that(options: dict[str, Any]) -> None:
+    ((in_backward, after),) = run_ranks(_both, options, world_size=1)
     torch.testing.assert_close(in_backward, after)

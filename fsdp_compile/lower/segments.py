@@ -1,0 +1,131 @@
+"""Cuts a planned graph at its communication, so that what lies between is compiled apart, and what is alike once.
+
+    %g = all_gather(%shard_1)      run as it is
+    %a = mm(...); %b = relu(%a)    a segment
+    %w = wait(%g)                  run as it is
+    %c = mm(%b, %w); ...           a segment, like that of the layer before
+
+Nothing is fused across a start or a wait anyway, and the order of the plan cannot be undone. Values that leave a
+segment have the strides that the graph says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_compile._torch.tensors import OpOverload
+from fsdp_compile.cost.fusion import WRITTEN, shares_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Neighbouring nodes that communicate nothing.
+
+    Attributes:
+        nodes: In their order.
+        inputs: Nodes before them that they read.
+        outputs: Those of them that are read behind them.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def cut(graph: fx.Graph) -> list[Segment | fx.Node]:
+    """The nodes of a graph in their order, without inputs and output, those that compute in segments."""
+    parts: list[Segment | fx.Node] = []
+    calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    for stays, run in itertools.groupby(calls, _is_run_as_it_is):
+        nodes = list(run)
+        parts += nodes if stays or all(map(_makes_a_view, nodes)) else [_segment(nodes)]
+    return parts
+
+
+def _is_run_as_it_is(node: fx.Node) -> bool:
+    """Whether a node is an operator of communication, or of this package, or takes a message out of its result."""
+    if node.target is getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and _is_run_as_it_is(source)
+    return isinstance(node.target, OpOverload) and node.target.namespace in ("_c10d_functional", "fsdp")
+
+
+def _makes_a_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and shares_memory(node)
+
+
+def _segment(nodes: Sequence[fx.Node]) -> Segment:
+    mine = dict.fromkeys(nodes)
+    inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in mine)
+    outputs = [node for node in nodes if any(user not in mine for user in node.users)]
+    return Segment(tuple(nodes), tuple(inputs), tuple(outputs))
+
+
+def text_of(segment: Segment) -> str:
+    """What a segment computes: the same for segments that may share their code."""
+    place: dict[fx.Node, str] = {node: f"in{i}" for i, node in enumerate(segment.inputs)}
+    place |= {node: f"%{i}" for i, node in enumerate(segment.nodes)}
+
+    def written(value: Any) -> str:
+        return place[value] if isinstance(value, fx.Node) else repr(value)
+
+    lines = [f"{place[node]}: {_type(node)}" for node in segment.inputs]
+    for node in segment.nodes:
+        arguments = fx.node.map_aggregate((node.args, node.kwargs), lambda value: _Written(written(value)))
+        marks = f" {WRITTEN}" * (WRITTEN in node.meta)
+        lines.append(f"{place[node]} = {node.op} {node.target} {arguments}{marks} : {_type(node)}")
+    return "\n".join([*lines, " ".join(place[node] for node in segment.outputs)])
+
+
+class _Written(str):
+    """Text that is shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _type(node: fx.Node) -> str:
+    return ", ".join(map(_value, _values(node)))
+
+
+def _values(node: fx.Node) -> Iterator[Any]:
+    value = node.meta.get("val")
+    yield from value if isinstance(value, list | tuple) else (value,)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+    return type(value).__name__
+
+
+def has_open_sizes(graph: fx.Graph) -> bool:
+    """Whether a graph has sizes that are known only when it runs."""
+    values = (value for node in graph.nodes for value in _values(node))
+    return any(
+        isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+        or (isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape))
+        for value in values
+    )
+
+
+def graph_of(segment: Segment, owner: fx.GraphModule) -> fx.GraphModule:
+    """A graph of its own, from the segment's inputs to a tuple of its outputs; `owner` has its attributes."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(segment.inputs):
+        copies[node] = graph.placeholder(f"in{i}")
+        copies[node].meta = {name: node.meta[name] for name in ("val", "tensor_meta") if name in node.meta}
+    for node in segment.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    result = graph.output(tuple(copies[node] for node in segment.outputs))
+    # Who reads them was compiled for the strides that the graph says.
+    result.meta["user_visible_output_idxs"] = list(range(len(segment.outputs)))
+    return fx.GraphModule(owner, graph)
