@@ -50,11 +50,16 @@ def cut(graph: fx.Graph) -> list[Segment | fx.Node]:
 
 
 def _is_run_as_it_is(node: fx.Node) -> bool:
-    """Whether a node is an operator of communication, or of this package, or takes a message out of its result."""
+    """Whether a node is an operator of communication, or of this package, or takes a message out of its result.
+
+    So are writes into inputs: a segment cannot know which of its inputs share memory with one that it writes into.
+    """
     if node.target is getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and _is_run_as_it_is(source)
-    return isinstance(node.target, OpOverload) and node.target.namespace in ("_c10d_functional", "fsdp")
+    if not isinstance(node.target, OpOverload):
+        return False
+    return node.target.namespace in ("_c10d_functional", "fsdp") or node.target._schema.is_mutable
 
 
 def _makes_a_view(node: fx.Node) -> bool:

@@ -75,6 +75,18 @@ def test_views_alone_are_no_segment() -> None:
     assert [type(part) for part in cut(graph)] == [fx.Node]
 
 
+def test_writes_are_no_part_of_a_segment() -> None:
+    graph = fx.Graph()
+    buffer, x = graph.placeholder("buffer"), graph.placeholder("x")
+    mean = graph.call_function(torch.ops.aten.add.Tensor, (buffer, x))
+    written = graph.call_function(torch.ops.aten.copy_.default, (buffer, mean))
+    graph.output((mean,))
+    segment, write = cut(graph)
+    assert isinstance(segment, Segment)
+    assert segment.nodes == (mean,)
+    assert write is written
+
+
 def test_open_sizes_are_seen() -> None:
     graph = _two_layers()
     assert not has_open_sizes(graph)
