@@ -129,6 +129,9 @@ def _contend(program: Any, contender: Contender) -> Side:
         program.shard(model, fully_shard)
         return _trained(program, model, program.compiled(model), Ranks(model, world))
     program.BACKEND = {"backend": "eager"}
+    for module in model.modules():  # FSDP2's units have one dtype each
+        if any(parameter.dtype is torch.bfloat16 for parameter in module.parameters(recurse=False)):
+            torchs_fully_shard(module)
     program.shard(model, torchs_fully_shard)
     if not hasattr(model, "set_requires_gradient_sync"):
         torchs_fully_shard(model)

@@ -162,6 +162,12 @@ class Fsdp2Ranks(Ranks):
         """FSDP2 has none."""
         return optimizer
 
+    def see_the_end(self) -> None:
+        """An evaluation leaves the parameters of FSDP2's root unsharded."""
+        model: Any = self.model
+        model.reshard()
+        super().see_the_end()
+
 
 class OneProcess(Side):
     """All shares in one process; buffers are those of the rank whose share is computed."""
