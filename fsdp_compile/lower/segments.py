@@ -5,8 +5,8 @@
     %w = wait(%g)                  run as it is
     %c = mm(%b, %w); ...           a segment, like that of the layer before
 
-Nothing is fused across a start or a wait anyway, and the order of the plan cannot be undone. Values that leave a
-segment have the strides that the graph says.
+The order of the plan cannot be undone. Nothing is fused across communication: what leaves a segment is in memory, with
+the strides that the graph says.
 """
 
 from __future__ import annotations

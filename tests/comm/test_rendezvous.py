@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compile import RankFailedError, RankMismatchError
+from fsdp_compile.comm import rendezvous
 from fsdp_compile.comm.answering_store import AnsweringStore
 from fsdp_compile.comm.rendezvous import Difference, Rendezvous, digest_of
 
@@ -86,6 +88,18 @@ def test_who_waits_in_another_group_hears_of_a_failure_at_once_and_so_does_who_c
         assert isinstance(each, RankMismatchError)
         assert str(each) == str(error)
     assert _at_once(*(_comparing(room, "same") for room in first)) == [None, None], "another group goes on"
+
+
+def test_pauses_are_those_of_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def pauses(ranks: int) -> Iterator[float]:
+        asked.append(ranks)
+        return itertools.repeat(0.01)
+
+    monkeypatch.setattr(rendezvous, "pauses", pauses)
+    assert isinstance(_failure(_rooms(dist.HashStore(), (4, 5, 6), timeout_s=0.05)[0])(), RankFailedError)
+    assert asked == [3]
 
 
 class _Lost(dist.Store):
