@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import have_locals, plain_torch_functions
-from fsdp_compile.runtime.units import FSDPUnit, ModelState
+from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit, ModelState
 
 _tables_of = operator.attrgetter("_parameters", "_modules")
 _parameters_of = operator.attrgetter("_parameters")
@@ -34,6 +34,7 @@ class ViewCheck:
 
     Attributes:
         units: The units that modules in it read from.
+        extended: Their parameter groups with all-gather extensions.
         outside: Modules outside of it that have parameters of the units.
         tables: The dicts of parameters and of modules of each of `modules`, and of parameters of each of `outside`.
         names: The keys of these dicts.
@@ -45,6 +46,7 @@ class ViewCheck:
     """
 
     units: tuple[FSDPUnit, ...]
+    extended: tuple[FSDPParamGroup, ...]
     models: tuple[ModelState, ...]
     layout_versions: list[int]
     modules: tuple[weakref.ref[nn.Module], ...]
@@ -70,6 +72,7 @@ class ViewCheck:
         models = tuple(dict.fromkeys(unit.model for unit in units))
         return ViewCheck(
             units=tuple(units),
+            extended=tuple(group for group in groups if group.is_extended),
             models=models,
             layout_versions=[model.layout_version for model in models],
             modules=tuple(map(weakref.ref, modules)),

@@ -77,7 +77,6 @@ def _calls_of_a_step(blocks: int, parameters: int) -> tuple[int, int]:
     return counts[-2].total(), counts[-1].total()
 
 
-@pytest.mark.long
 @pytest.mark.core
 def test_a_forward_calls_nothing_per_parameter_and_a_backward_few_functions() -> None:
     with fake_world(2):
