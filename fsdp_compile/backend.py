@@ -34,6 +34,7 @@ from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.region_key import region_key
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import keep, transform
 
@@ -88,10 +89,6 @@ def fsdp(
     def run_passes(step: StepGraph) -> StepGraph:
         return transform(step, checked)
 
-    def announce(step: StepGraph) -> None:
-        agree(step)
-        ran.add(step)
-
     def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
         keep(forward, backward, checked, whole=whole)
 
@@ -100,7 +97,17 @@ def fsdp(
 
     whole = is_whole_model(example_inputs)
     flats = flat_inputs(example_inputs)
-    region = Region(flats, run_passes, keep_what_fits, ran.number, checked.share_code, announce, tell)
+    region = Region(
+        flats,
+        run_passes,
+        keep_what_fits,
+        ran.number,
+        checked.share_code,
+        region_key(gm, flats, example_inputs, checked, whole=whole),
+        agree,
+        ran.add,
+        tell,
+    )
     say(f"region {ran.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
     if checked.lower == "eager":
         return give_parameters(compile_eagerly(gm, example_inputs, region), returned)

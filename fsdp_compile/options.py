@@ -20,7 +20,7 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import ReduceLayout
 
-_SHARDING = (
+SHARDING = (
     "mesh",
     "mp_policy",
     "reshard_after_forward",
@@ -191,6 +191,6 @@ class FSDPOptions:
     @property
     def sharding(self) -> dict[str, Any]:
         """The arguments for `fully_shard` among the options, without those left at their default."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in _SHARDING}
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in SHARDING}
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         return {name: value for name, value in given.items() if value is not defaults[name]}

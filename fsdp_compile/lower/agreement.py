@@ -11,7 +11,7 @@ only one that compiles, and go on with a graph that it has.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -29,7 +29,11 @@ _REFUSED = "refused"
 """The digest of an order that a rank refused to compile."""
 
 
-def agree(step: StepGraph) -> None:
+Collectives = Mapping[str, Sequence[str]]
+"""A line for each collective of a graph, by the alias of its process group."""
+
+
+def agree(collectives: Collectives) -> None:
     """Compares the collectives of a transformed graph with those that the other ranks of their groups compile.
 
     Raises:
@@ -37,7 +41,7 @@ def agree(step: StepGraph) -> None:
         RefusedElsewhereError: If a rank has refused to compile as many orders; all may try again.
         RankFailedError: If a rank does not compile as many orders in time, or the store fails.
     """
-    for alias, mine in _collectives(step).items():
+    for alias, mine in collectives.items():
         place = groups.rank_store(alias)
         if place is None:
             continue
@@ -51,9 +55,9 @@ def agree(step: StepGraph) -> None:
                 raise
 
 
-def digests(step: StepGraph) -> dict[str, int]:
+def digests(collectives: Collectives) -> dict[str, int]:
     """For each group on which a transformed graph communicates, a number that stands for its collectives on it."""
-    return {alias: int(_digest(lines)[:14], 16) for alias, lines in _collectives(step).items()}
+    return {alias: int(_digest(lines)[:14], 16) for alias, lines in collectives.items()}
 
 
 def in_order(records: Iterable[Record]) -> list[Record]:
@@ -61,7 +65,7 @@ def in_order(records: Iterable[Record]) -> list[Record]:
     return sorted(records, key=lambda record: _natural(record.parameters[0]))
 
 
-def _collectives(step: StepGraph) -> dict[str, list[str]]:
+def collectives_of(step: StepGraph) -> dict[str, list[str]]:
     """The lines of a graph's collectives, by group; of groups whose ranks are processes."""
     starts = [node for node in step.graph.nodes if node.meta.get("fsdp") and require(node).role in _STARTS]
     found: dict[str, list[str]] = {}
@@ -72,7 +76,7 @@ def _collectives(step: StepGraph) -> dict[str, list[str]]:
     return found
 
 
-def _digest(lines: list[str]) -> str:
+def _digest(lines: Sequence[str]) -> str:
     return digest_of("\n".join(_numbered(lines)))
 
 
@@ -95,7 +99,7 @@ def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
         place.rendezvous().refuse(len(place.agreed), error)
 
 
-def _compare(place: groups.RankStore, number: int, digest: str, mine: list[str]) -> None:
+def _compare(place: groups.RankStore, number: int, digest: str, mine: Sequence[str]) -> None:
     room = place.rendezvous()
     try:
         difference = room.compare(number, digest, "\n".join(mine))
@@ -128,7 +132,7 @@ def _line(node: fx.Node) -> str:
     return f"{record.phase.value}: {operator} of {', '.join(record.parameters)} ({sizes})"
 
 
-def _numbered(lines: list[str]) -> list[str]:
+def _numbered(lines: Sequence[str]) -> list[str]:
     """The lines with each parameter as its place among those of the graph, in the order of their numbered names.
 
     Layers of one shape share a graph, which has the names of the layer that was called first: on a rank that compiles

@@ -11,20 +11,31 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.lower.graph_text import GraphText
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
 
 @dataclasses.dataclass(eq=False)
 class CompiledRegion:
-    """One compiled region; `number` counts the regions of a model in the order of their compiles."""
+    """One compiled region; `number` counts the regions of a model in the order of their compiles.
+
+    Attributes:
+        graphs: The transformed ones, forward first; the text of each where the code was loaded.
+    """
 
     number: int
     lower: str
-    steps: list[StepGraph] = dataclasses.field(default_factory=list)
+    graphs: list[StepGraph | GraphText] = dataclasses.field(default_factory=list)
 
-    def add(self, step: StepGraph) -> None:
-        """Stores a copy of a transformed graph."""
-        self.steps.append(step.copy())
+    def add(self, graph: StepGraph | GraphText) -> None:
+        """Stores a copy of a transformed graph, or its text."""
+        self.graphs.append(graph if isinstance(graph, GraphText) else graph.copy())
+
+    @property
+    def steps(self) -> list[StepGraph]:
+        """The transformed graphs."""
+        self.graphs = [each.read() if isinstance(each, GraphText) else each for each in self.graphs]
+        return [each for each in self.graphs if isinstance(each, StepGraph)]
 
 
 def register_region(inputs: Sequence[object], lower: str) -> CompiledRegion:
@@ -47,5 +58,5 @@ def register_region(inputs: Sequence[object], lower: str) -> CompiledRegion:
 
 def regions_of(units: Iterable[FSDPUnit]) -> list[CompiledRegion]:
     """Regions that read any of `units`, each once, in the order in which they were compiled."""
-    found = {region for unit in units for region in unit.compiled_regions.values() if region.steps}
+    found = {region for unit in units for region in unit.compiled_regions.values() if region.graphs}
     return sorted(found, key=lambda region: region.number)

@@ -10,6 +10,7 @@ from torch import fx
 
 from fsdp_compile._torch.dynamo import CustomPartitionerFn, compile_fx, compile_fx_inner, functorch_config
 from fsdp_compile._torch.lowerings import compute_readers_first
+from fsdp_compile._torch.stored_compiles import DO_NOT_STORE, STORE, STORE_GRAPHS_ALONE, StoredGraph, add_to_key
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.lower.keep_matmuls import keep_matmuls
 from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
@@ -17,6 +18,7 @@ from fsdp_compile.lower.once import compile_once
 from fsdp_compile.lower.open_dequantize import open_dequantize
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.share_code import can_share_code, compile_segments
+from fsdp_compile.lower.summary import GraphSummary
 from fsdp_compile.lower.wrappers import Compiled
 from fsdp_compile.lower.write_before_waits import write_before_waits
 from fsdp_compile.lower.written_order import compare, planned_calls
@@ -40,6 +42,10 @@ class _Partitioner(CustomPartitionerFn):
 
     def __init__(self, region: Region) -> None:
         self._region = region
+
+    def take_loaded(self, summary: GraphSummary) -> None:
+        """Receives the summary of each graph of a compile that was loaded."""
+        self._region.loaded.append(summary)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         return self._region.partition(gm, joint_inputs, **kwargs)
@@ -72,7 +78,8 @@ def compile_with_inductor(
                 return compile_segments(gm, compile_segment)
             planned = planned_calls(gm.graph)  # Inductor changes the graph
             text = _text(gm, example_inputs, patches)
-            compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
+            with functorch_config.patch(STORE_GRAPHS_ALONE):
+                compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
             compare(planned, getattr(compiled, "source_code", ""), phase.value)
             return compiled
 
@@ -82,14 +89,27 @@ def compile_with_inductor(
             own = {**kwargs, "static_input_idxs": ()}
             return compile_once(text, lambda: compile_fx_inner(segment, inputs, **own))
 
-        return region.finish(gm, phase, compile_graph)
+        if region.key is None:
+            return region.finish(gm, phase, compile_graph)
+        surroundings = region.surroundings(gm, phase)
+        with region.lowering(phase):
+            code = compile_graph()
+        return StoredGraph(code, region.summary(surroundings))
 
     for operator in (UPDATE, POISON, CHECK_MESSAGE):
         compute_readers_first(operator)
     patches = {**KEEP_OUR_ORDER, **FEW_LAUNCHES, **settings, "custom_partitioner_fn": _Partitioner(region)}
-    # AOTAutograd's cache would return graphs of other passes and options: its key knows neither.
-    with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
+
+    def compile_region() -> Any:
+        with functorch_config.patch(DO_NOT_STORE if region.key is None else STORE):
+            return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
+
+    if region.key is None:
+        return compile_region()
+    add_to_key(gm, region.key)
+    compiled = compile_once("\n".join([region.key, _text(gm, inputs, patches)]), compile_region)
+    region.compare_stored()
+    return compiled
 
 
 def _text(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> str:

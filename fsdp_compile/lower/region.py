@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import fx
@@ -13,23 +13,12 @@ from fsdp_compile.capture.functions import refuse_hidden_reads
 from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
-from fsdp_compile.lower.agreement import digests
-from fsdp_compile.lower.gradient_outputs import grad_outputs, note_grad_outputs
+from fsdp_compile.lower.agreement import Collectives, collectives_of, digests
+from fsdp_compile.lower.graph_text import GraphText
 from fsdp_compile.lower.progress import stage
-from fsdp_compile.lower.wrappers import (
-    Compiled,
-    FlatKey,
-    check_inputs,
-    count_reads,
-    flat_inputs,
-    host_copies_from,
-    note_order,
-    read_again,
-    refuse_batched_gradients,
-    runs_optimizers,
-    wait_for_host_copies,
-    without_autograd,
-)
+from fsdp_compile.lower.summary import GraphSummary
+from fsdp_compile.lower.surroundings import Surroundings
+from fsdp_compile.lower.wrappers import Compiled, FlatKey, read_again
 from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.gather_messages import expand_gather_messages
@@ -43,8 +32,12 @@ def keep_nothing(forward: StepGraph, backward: StepGraph) -> None:
     """Leaves forward and backward as the partition made them."""
 
 
-def _announce_nothing(step: StepGraph) -> None:
+def _compare_nothing(collectives: Collectives) -> None:
     """For graphs that no other rank compiles."""
+
+
+def _show_nothing(graph: StepGraph | GraphText) -> None:
+    """For graphs of which no report is asked."""
 
 
 def _refuse_silently(error: FSDPCompileError) -> None:
@@ -58,14 +51,19 @@ class Region:
     Attributes:
         flats: Records of Dynamo's inputs that are parameter groups, or belong to one.
         transform: Runs the passes on one graph.
-        announce: Called with each graph once all of a compile are transformed: ranks compare them.
+        compare: Called with the collectives of each graph once all of a compile are transformed: ranks compare them.
+        show: Called with each transformed graph, or its text where the compile was loaded, for reports.
         refuse: Called with the error if there will be no such graphs.
         keep: Chooses what stays unsharded from forward to backward where that was left open.
         number: Of the region among those of its model, for what is said while it compiles.
         shares_code: Whether segments of graphs that are alike are lowered once.
+        key: All that its compile depends on besides Dynamo's graph, if the compile is stored: then ranks of a host wait
+            for the one that compiles, and all compare when they have it.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         again: Parameter groups that are updated in backward, and that backward reads as forward does.
-        digests: What stands for the collectives of each transformed graph, by process group.
+        collectives: Those of each transformed graph.
+        texts: The text of each transformed graph, if the compile is stored.
+        loaded: Summaries of the graphs if the compile was loaded.
     """
 
     flats: Mapping[int, Record]
@@ -73,11 +71,15 @@ class Region:
     keep: Keep = keep_nothing
     number: int = 0
     shares_code: bool = False
-    announce: Callable[[StepGraph], None] = _announce_nothing
+    key: str | None = None
+    compare: Callable[[Collectives], None] = _compare_nothing
+    show: Callable[[StepGraph | GraphText], None] = _show_nothing
     refuse: Callable[[FSDPCompileError], None] = _refuse_silently
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
     again: frozenset[FlatKey] = frozenset()
-    digests: dict[Phase, dict[str, int]] = dataclasses.field(default_factory=dict)
+    collectives: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)
+    texts: dict[Phase, GraphText] = dataclasses.field(default_factory=dict)
+    loaded: list[GraphSummary] = dataclasses.field(default_factory=list)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
@@ -112,14 +114,30 @@ class Region:
                 refused.append(error)
         if refused:
             raise max(refused, key=lambda error: error.least_bytes)
-        return self._announced(steps)
+        return self._compared(steps)
 
-    def _announced(self, steps: list[StepGraph]) -> list[StepGraph]:
+    def _compared(self, steps: list[StepGraph]) -> list[StepGraph]:
         # Only when all are transformed: a rank whose second graph is refused must not have announced the first.
         for step in steps:
-            self.announce(step)
-            self.digests[step.phase] = digests(step)
+            self.collectives[step.phase] = collectives_of(step)
+            if self.key is None:
+                self.compare(self.collectives[step.phase])
+            else:
+                self.texts[step.phase] = GraphText.of(step)
+            self.show(step)
         return steps
+
+    def compare_stored(self) -> None:
+        """Compares a compile that is stored with those of other ranks, once it is compiled or loaded.
+
+        Not before: a rank of this host may wait for this one to compile, and would not answer.
+        """
+        is_loaded = not self.steps  # else what was loaded was not complete, and was compiled
+        with self._telling_of_refusals():
+            for collectives in [each.collectives for each in self.loaded] if is_loaded else self.collectives.values():
+                self.compare(collectives)
+        for summary in self.loaded if is_loaded else ():
+            self.show(summary.graph)
 
     def inference(self, gm: fx.GraphModule) -> None:
         """Transforms a graph that has no backward and so was never partitioned."""
@@ -130,7 +148,7 @@ class Region:
             expand_gather_messages(gm.graph)
             with stage(self._said("passes over", Phase.FORWARD, 1)):
                 step = self.transform(StepGraph(gm, Phase.FORWARD))
-            self.steps = self._announced([step])
+            self.steps = self._compared([step])
 
     def _said(self, doing: str, phase: Phase, graphs: int) -> str:
         place = 1 if phase is Phase.FORWARD else 2
@@ -138,24 +156,23 @@ class Region:
 
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:
         """Compiles a transformed graph and adds what has to run around it."""
-        step = StepGraph(gm, phase)
-        noted = grad_outputs(step) if phase is Phase.BACKWARD else []
-        inputs = flat_inputs(step) if phase is Phase.FORWARD else []
-        copies_from = host_copies_from(step)
-        updates = runs_optimizers(step)
+        surroundings = self.surroundings(gm, phase)
+        with self.lowering(phase):
+            compiled = compile_graph()
+        return surroundings.around(compiled)
+
+    def surroundings(self, gm: fx.GraphModule, phase: Phase) -> Surroundings:
+        """What has to run around a transformed graph, whose markers are erased: from then on it can be lowered."""
+        found = Surroundings.of(StepGraph(gm, phase), digests(self.collectives.get(phase, {})), self.again)
         erase_markers(gm.graph)
         gm.recompile()
-        with stage(self._said("lowering", phase, len(self.steps))):
-            compiled = compile_graph()
-        if not updates:
-            compiled = without_autograd(compiled)
-        if copies_from:
-            compiled = wait_for_host_copies(compiled, copies_from)
-        if noted:
-            compiled = note_grad_outputs(compiled, noted)
-        if self.again:
-            compiled = count_reads(compiled, step, self.again)
-        if noted:
-            compiled = refuse_batched_gradients(compiled, step)
-        compiled = note_order(compiled, step, self.digests.get(phase, {}))
-        return check_inputs(compiled, inputs) if inputs else compiled
+        return found
+
+    def summary(self, surroundings: Surroundings) -> GraphSummary:
+        """What is stored beside the code of a graph."""
+        phase = surroundings.phase
+        return GraphSummary(surroundings, self.collectives[phase], self.texts[phase])
+
+    def lowering(self, phase: Phase) -> AbstractContextManager[None]:
+        """Says that a graph is being lowered."""
+        return stage(self._said("lowering", phase, len(self.steps)))

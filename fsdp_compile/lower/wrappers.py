@@ -84,7 +84,7 @@ def _replace_stale(args: list[Any], flat: FSDPParamGroup, at: FlatInput) -> None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Noted:
+class Noted:
     """A parameter group among the inputs of a graph, and what to note for it in each of its process groups, if any."""
 
     position: int
@@ -92,28 +92,39 @@ class _Noted:
     in_replicate_group: int | None
 
 
-def note_order(compiled: Compiled, step: StepGraph, digests: Mapping[str, int]) -> Compiled:
-    """Wraps a compiled graph so that ranks compare for which parameter groups it communicates.
+def noted_order(step: StepGraph, digests: Mapping[str, int]) -> list[Noted]:
+    """What to note of a graph's parameter groups, so that ranks compare for which of them it communicates.
 
     Args:
-        compiled: Its collectives are the same on all ranks; layers share it, so what they are for is known at the call.
-        step: The graph.
+        step: Its collectives are the same on all ranks; layers share it, so what they are for is known at the call.
         digests: What stands for its collectives, by the alias of their process group.
     """
-    placeholders = step.graph.find_nodes(op="placeholder")
-    position_of = {require(node): i for i, node in enumerate(placeholders) if role_of(node) is Role.FLAT}
-    is_forward = step.phase is Phase.FORWARD
-    done = Done.READ if is_forward else Done.REDUCED
+    position_of = {record: i for i, record in _flats(step)}
+    done = Done.READ if step.phase is Phase.FORWARD else Done.REDUCED
     noted = []
     for record in in_order(position_of):
         spec = record.specs[0]
         over_shards = sum(digests.get(alias, 0) for alias in (spec.group, spec.reduce_group, spec.post_forward_group))
         over_replicas = digests.get(spec.replicate_group)
         in_replicate_group = None if over_replicas is None else in_graph(over_replicas, done)
-        noted.append(_Noted(position_of[record], in_graph(over_shards % LARGEST_DIGEST, done), in_replicate_group))
+        noted.append(Noted(position_of[record], in_graph(over_shards % LARGEST_DIGEST, done), in_replicate_group))
+    return noted
 
-    units = ", ".join(dict.fromkeys(record.unit for record in position_of))
-    doing = f"in a compiled {step.phase.value} of unit {units}"
+
+def units_of(step: StepGraph) -> str:
+    """The units whose parameter groups a graph reads, as errors name them."""
+    return ", ".join(dict.fromkeys(record.unit for _, record in _flats(step)))
+
+
+def _flats(step: StepGraph) -> list[tuple[int, Record]]:
+    placeholders = enumerate(step.graph.find_nodes(op="placeholder"))
+    return [(i, require(node)) for i, node in placeholders if role_of(node) is Role.FLAT]
+
+
+def note_order(compiled: Compiled, noted: Sequence[Noted], phase: Phase, units: str) -> Compiled:
+    """Wraps a compiled graph so that ranks compare for which parameter groups it communicates."""
+    is_forward = phase is Phase.FORWARD
+    doing = f"in a compiled {phase.value} of unit {units}"
 
     def run(args: list[Any]) -> Any:
         for each in noted:
@@ -131,7 +142,7 @@ def note_order(compiled: Compiled, step: StepGraph, digests: Mapping[str, int]) 
         return result
 
     run._boxed_call = True  # type: ignore[attr-defined]
-    return run if noted else compiled
+    return run
 
 
 def read_again(forward: StepGraph, backward: StepGraph) -> frozenset[FlatKey]:
@@ -144,14 +155,14 @@ def _updated(step: StepGraph) -> frozenset[FlatKey]:
     return frozenset(flat_key(record) for record in records if record.specs[0].update is Update.IN_BACKWARD)
 
 
-def count_reads(compiled: Compiled, step: StepGraph, flats: frozenset[FlatKey]) -> Compiled:
-    """Wraps a compiled graph so that updates in backward know of forwards whose backward has not run.
+def counted_reads(step: StepGraph, flats: frozenset[FlatKey]) -> list[int]:
+    """Positions of those parameter groups among a graph's inputs that `read_again` found."""
+    return [i for i, record in _flats(step) if flat_key(record) in flats]
 
-    `flats` are those that `read_again` found.
-    """
-    placeholders = enumerate(step.graph.find_nodes(op="placeholder"))
-    positions = [i for i, node in placeholders if role_of(node) is Role.FLAT and flat_key(require(node)) in flats]
-    note = update_in_backward.note_read if step.phase is Phase.FORWARD else update_in_backward.note_backward
+
+def count_reads(compiled: Compiled, positions: Sequence[int], phase: Phase) -> Compiled:
+    """Wraps a compiled graph so that updates in backward know of forwards whose backward has not run."""
+    note = update_in_backward.note_read if phase is Phase.FORWARD else update_in_backward.note_backward
 
     def run(args: list[Any]) -> Any:
         for position in positions:
@@ -161,7 +172,7 @@ def count_reads(compiled: Compiled, step: StepGraph, flats: frozenset[FlatKey]) 
         return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
-    return run if positions else compiled
+    return run
 
 
 def runs_optimizers(step: StepGraph) -> bool:
@@ -181,10 +192,14 @@ def without_autograd(compiled: Compiled) -> Compiled:
     return run
 
 
-def refuse_batched_gradients(compiled: Compiled, step: StepGraph) -> Compiled:
-    """Wraps a compiled backward so that it refuses a batch of gradients: collectives have no rule for one."""
+def tangents_of(step: StepGraph) -> list[int]:
+    """Positions of the gradients of outputs among a backward graph's inputs."""
     placeholders = enumerate(step.graph.find_nodes(op="placeholder"))
-    tangents = [i for i, node in placeholders if node.name.startswith("tangents")]
+    return [i for i, node in placeholders if node.name.startswith("tangents")]
+
+
+def refuse_batched_gradients(compiled: Compiled, tangents: Sequence[int]) -> Compiled:
+    """Wraps a compiled backward so that it refuses a batch of gradients: collectives have no rule for one."""
 
     def run(args: list[Any]) -> Any:
         for i in tangents:

@@ -1,0 +1,86 @@
+"""All that a compile depends on besides Dynamo's graph: the key under which it is stored.
+
+What is left out of a key is silently ignored where a compile is loaded. So the key has whole records and options, and
+the digest of every file of this package, and a compile that depends on more is not stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import fx
+
+from fsdp_compile._torch.inductor_cache import looks_into_cache
+from fsdp_compile._torch.stored_compiles import CAN_STORE
+from fsdp_compile.comm import groups
+from fsdp_compile.ir.graph import Record
+from fsdp_compile.layout.spec import UnshardSpec, Update, parse
+from fsdp_compile.ops.embedding import LOOK_UP
+from fsdp_compile.ops.unshard import UNSHARD
+from fsdp_compile.options import SHARDING, FSDPOptions
+
+_NOT_OF_GRAPHS: Final = {*SHARDING, "artifacts", "inductor", "hardware"}
+"""Options that change no graph, or are in another part of the key, or are a reason not to store."""
+
+
+def region_key(
+    gm: fx.GraphModule, flats: Mapping[int, Record], inputs: Sequence[object], options: FSDPOptions, *, whole: bool
+) -> str | None:
+    """The key of a compile, equal on all ranks that make the same graphs; `None` if it is not stored.
+
+    Args:
+        gm: Dynamo's graph.
+        flats: Records of Dynamo's inputs that are parameter groups, or belong to one.
+        inputs: Its inputs.
+        options: Of the compile.
+        whole: Whether the graph is all of the model.
+    """
+    if not (CAN_STORE and looks_into_cache() and options.lower == "inductor"):
+        return None
+    # Artifacts are written by a compile; hardware may have functions; segments are compiled one by one.
+    if options.artifacts is not None or options.hardware is not None or options.share_code:
+        return None
+    if any(isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) for value in inputs):
+        return None  # backward is compiled when it is known which sizes are open
+    if any(spec.update is not Update.AFTER_BACKWARD or spec.hook for spec in _reads(gm)):
+        return None  # optimizers and hooks are objects of this process
+    specs = [spec for record in flats.values() for spec in record.specs]
+    aliases = sorted({a for s in specs for a in (s.group, s.replicate_group, s.post_forward_group, s.reduce_group)})
+    chosen = [(f.name, getattr(options, f.name)) for f in dataclasses.fields(options) if f.name not in _NOT_OF_GRAPHS]
+    parts = (
+        _package_digest(),
+        sorted(flats.items()),
+        chosen,
+        whole,
+        [(alias, groups.rank_store(alias) is not None) for alias in aliases if alias],
+        _device(),
+    )
+    return "\n".join(map(repr, parts))
+
+
+def _reads(gm: fx.GraphModule) -> Iterator[UnshardSpec]:
+    """How a graph, and those of its checkpointed regions and branches, read parameters."""
+    for part in (module for module in gm.modules() if isinstance(module, fx.GraphModule)):
+        for node in part.graph.nodes:
+            if node.target in (torch.ops.fsdp.unshard, UNSHARD, LOOK_UP):
+                yield parse(next(value for value in node.args if isinstance(value, str)))
+
+
+def _device() -> tuple[str, int]:
+    """What plans of unnamed hardware depend on."""
+    return (torch.cuda.get_device_name(), torch.cuda.device_count()) if torch.cuda.is_available() else ("", 0)
+
+
+@functools.cache
+def _package_digest() -> str:
+    """Stands for the code of this package."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,93 @@
+"""All that runs around one compiled graph at every step, as plain data that can be stored beside its code."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs, note_grad_outputs
+from fsdp_compile.lower.wrappers import (
+    Compiled,
+    FlatInput,
+    FlatKey,
+    Noted,
+    check_inputs,
+    count_reads,
+    counted_reads,
+    flat_inputs,
+    host_copies_from,
+    note_order,
+    noted_order,
+    refuse_batched_gradients,
+    runs_optimizers,
+    tangents_of,
+    units_of,
+    wait_for_host_copies,
+    without_autograd,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What runs around a compiled graph; positions are those of its inputs.
+
+    Attributes:
+        units: Whose parameter groups it reads, as errors name them.
+        inputs: Of a forward: parameter groups that are checked where a compiled function enters it.
+        noted: What ranks compare.
+        grad_outputs: Of a backward: the gradients that it makes.
+        counted: Parameter groups that are updated in backward, and that both graphs of the region read.
+        tangents: Of a backward that makes gradients: those of outputs.
+        host_copies_from: Type of the device from which it copies gradients to the host; empty if it copies none.
+        has_updates: Whether it runs optimizers.
+    """
+
+    phase: Phase
+    units: str
+    inputs: tuple[FlatInput, ...]
+    noted: tuple[Noted, ...]
+    grad_outputs: tuple[GradOutput, ...]
+    counted: tuple[int, ...]
+    tangents: tuple[int, ...]
+    host_copies_from: str
+    has_updates: bool
+
+    @staticmethod
+    def of(step: StepGraph, digests: Mapping[str, int], again: frozenset[FlatKey]) -> Surroundings:
+        """What belongs around a transformed graph.
+
+        Args:
+            step: The graph, with its markers.
+            digests: What stands for its collectives, by the alias of their process group.
+            again: Parameter groups that `read_again` found in its region.
+        """
+        is_forward = step.phase is Phase.FORWARD
+        made = () if is_forward else tuple(grad_outputs(step))
+        return Surroundings(
+            phase=step.phase,
+            units=units_of(step),
+            inputs=tuple(flat_inputs(step)) if is_forward else (),
+            noted=tuple(noted_order(step, digests)),
+            grad_outputs=made,
+            counted=tuple(counted_reads(step, again)),
+            tangents=tuple(tangents_of(step)) if made else (),
+            host_copies_from=host_copies_from(step),
+            has_updates=runs_optimizers(step),
+        )
+
+    def around(self, compiled: Compiled) -> Compiled:
+        """The compiled graph with all of it."""
+        if not self.has_updates:
+            compiled = without_autograd(compiled)
+        if self.host_copies_from:
+            compiled = wait_for_host_copies(compiled, self.host_copies_from)
+        if self.grad_outputs:
+            compiled = note_grad_outputs(compiled, self.grad_outputs)
+        if self.counted:
+            compiled = count_reads(compiled, self.counted, self.phase)
+        if self.tangents:
+            compiled = refuse_batched_gradients(compiled, self.tangents)
+        if self.noted:
+            compiled = note_order(compiled, self.noted, self.phase, self.units)
+        return check_inputs(compiled, self.inputs) if self.inputs else compiled

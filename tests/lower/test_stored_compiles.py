@@ -1,0 +1,225 @@
+"""Stored compiles: they are loaded where nothing has changed, and only there, and train as what was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile import RankMismatchError, explain, fully_shard, step_in_backward
+from fsdp_compile._torch.inductor_cache import cache_in
+from fsdp_compile._torch.stored_compiles import CAN_STORE
+from fsdp_compile.lower import region_key
+from tests.fake_world import fake_world
+from tests.models.kinds import KINDS
+from tests.numerics.one_process.pair import Differences, loss_of, train_pair
+from tests.numerics.one_process.test_model_kinds import assert_equal_training
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.inductor,
+    pytest.mark.skipif(not CAN_STORE, reason="this torch's cache of whole compiles has another form"),
+]
+
+
+class _Model(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[None]:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with cache_in(folder):
+        yield
+
+
+def _step(
+    options: Mapping[str, Any] | None = None, *, width: int = 8, rows: int = 4, evaluate: bool = False, **shard: Any
+) -> tuple[str, str]:
+    """Trains or evaluates a new model once with a clean Dynamo; says where its compile came from, and its report."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = _Model(width)
+    fully_shard(model.first, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **shard)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **shard)
+    compiled = torch.compile(model, backend="fsdp", options=dict(options or {}))
+    with torch.set_grad_enabled(not evaluate):
+        loss = loss_of(compiled(torch.ones(rows, 8)))
+    if not evaluate:
+        loss.backward()
+    return _where(), str(explain(compiled))
+
+
+def _where() -> str:
+    """Where the compiles since counters were cleared came from."""
+    found = counters["aot_autograd"]
+    return "loaded" if found["autograd_cache_hit"] else "compiled" if found["autograd_cache_saved"] else "not stored"
+
+
+def test_the_second_compile_is_loaded_and_reports_the_same(tmp_path: Path) -> None:
+    with fake_world(2), _new_folder(tmp_path / "cache"):
+        (first, report), (second, report_again) = _step(), _step()
+        assert (first, second) == ("compiled", "loaded")
+        assert report_again == report
+        assert [_step(evaluate=True)[0] for _ in range(2)] == ["compiled", "loaded"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"options": {"prefetch": 0}},
+        {"options": {"bucket_mb": 1.0}},
+        {"options": {"reduce_layout": "fsdp2"}},
+        {"options": {"memory_budget_gb": 1.0}},
+        {"options": {"poison": True}},
+        {"options": {"inductor": {"epilogue_fusion": False}}},
+        {"reshard_after_forward": False},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        {"width": 16},
+        {"rows": 8},
+    ],
+    ids=str,
+)
+def test_another_option_unit_or_shape_is_compiled(changed: dict[str, Any], tmp_path: Path) -> None:
+    with fake_world(2), _new_folder(tmp_path / "cache"):
+        _step()
+        assert _step(**changed)[0] == "compiled"
+        assert _step()[0] == "loaded"
+
+
+def test_another_version_of_this_package_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(2), _new_folder(tmp_path / "cache"):
+        _step()
+        monkeypatch.setattr(region_key, "_package_digest", lambda: "another one")
+        assert _step()[0] == "compiled"
+
+
+def test_another_number_of_ranks_compiles(tmp_path: Path) -> None:
+    with _new_folder(tmp_path / "cache"):
+        with fake_world(2):
+            _step()
+        with fake_world(4):
+            assert _step()[0] == "compiled"
+
+
+@pytest.mark.parametrize("options", [{"artifacts": True}, {"share_code": True}, {"lower": "eager"}], ids=str)
+def test_what_more_depends_on_is_not_stored(options: dict[str, Any], tmp_path: Path) -> None:
+    given = {"artifacts": str(tmp_path / "artifacts")} if "artifacts" in options else options
+    with fake_world(2), _new_folder(tmp_path / "cache"):
+        assert [_step(given)[0] for _ in range(2)] == ["not stored"] * 2
+
+
+def test_updates_in_backward_are_not_stored(tmp_path: Path) -> None:
+    with fake_world(2), _new_folder(tmp_path / "cache"):
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            model = fully_shard(_Model(), mesh=init_device_mesh("cpu", (2,)))
+            step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+            loss_of(torch.compile(model, backend="fsdp")(torch.ones(4, 8))).backward()
+            assert _where() == "not stored"
+
+
+def test_open_sizes_are_not_stored(tmp_path: Path) -> None:
+    with fake_world(2), _new_folder(tmp_path / "cache"):
+        model = fully_shard(_Model(), mesh=init_device_mesh("cpu", (2,)))
+        compiled = torch.compile(model, backend="fsdp", dynamic=True)
+        counters.clear()
+        loss_of(compiled(torch.ones(4, 8))).backward()
+        assert _where() == "not stored"
+
+
+@pytest.mark.parametrize("folder", ["fxgraph", "aotautograd"])
+def test_a_damaged_folder_costs_a_compile(folder: str, tmp_path: Path) -> None:
+    with fake_world(2), _new_folder(tmp_path / "cache"):
+        _step()
+        damaged = [path for path in (tmp_path / "cache" / folder).rglob("*") if path.is_file()]
+        assert damaged
+        for path in damaged:
+            path.write_bytes(b"")
+        assert _step()[0] != "loaded"
+
+
+def _train_twice(kind: str, folder: str) -> tuple[Differences, int]:
+    """Trains beside one process with what this rank compiles, or waits for, and again with what it loads."""
+    with cache_in(Path(folder)):
+        train_pair(KINDS[kind], options={"lower": "inductor"})
+        dist.barrier()
+        torch._dynamo.reset()
+        counters.clear()
+        return train_pair(KINDS[kind], options={"lower": "inductor"}), counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@pytest.mark.parametrize("kind", ["frozen"])
+def test_what_is_loaded_trains_like_one_process(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    results = run_ranks(_train_twice, kind, str(tmp_path / "cache"))
+    assert all(hits for _, hits in results)
+    assert_equal_training([differences for differences, _ in results])
+
+
+class _Chosen(nn.Module):
+    """Reads one of two layers of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.wide = nn.Linear(8, 64)
+        self.chosen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(x) if self.chosen == 2 else self.layers[self.chosen](x)
+
+
+def _mismatch(error: BackendCompilerFailed) -> RankMismatchError:
+    if not isinstance(error.inner_exception, RankMismatchError):
+        raise error
+    return error.inner_exception
+
+
+def _choose(which: list[list[int]], folder: str) -> tuple[str, int]:
+    """Trains new models that read one layer after the other, as `which` says for each rank."""
+    hits = 0
+    with cache_in(Path(folder)):
+        for chosen in which[dist.get_rank()]:
+            torch._dynamo.reset()
+            counters.clear()
+            torch.manual_seed(0)
+            model = _Chosen()
+            model.chosen = chosen
+            for layer in (*model.layers, model.wide):
+                fully_shard(layer)
+            fully_shard(model)
+            try:
+                loss_of(torch.compile(model, backend="fsdp")(torch.ones(4, 8))).backward()
+            except BackendCompilerFailed as error:
+                return str(_mismatch(error)), counters["aot_autograd"]["autograd_cache_hit"]
+            hits += counters["aot_autograd"]["autograd_cache_hit"]
+            dist.barrier()
+    return "", hits
+
+
+def test_ranks_that_load_other_graphs_are_told(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    first = run_ranks(_choose, [[0, 2], [0, 2]], str(tmp_path / "cache"))
+    assert all(text == "" for text, _ in first)
+    assert sum(hits for _, hits in first) == 2, "one of two ranks compiles each, the other one loads"
+    results = run_ranks(_choose, [[0], [2]], str(tmp_path / "cache"))
+    assert [hits for _, hits in results] == [1, 1]
+    assert all("compile different collectives" in text for text, _ in results), results
