@@ -102,6 +102,7 @@ def fsdp(
         run_passes,
         keep_what_fits,
         ran.number,
+        checked.may_recompute,
         checked.share_code,
         region_key(gm, flats, example_inputs, checked, whole=whole),
         agree,

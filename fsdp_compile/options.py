@@ -51,6 +51,9 @@ class FSDPOptions:
             1e9 byte, by the estimate of `explain`: shards, activations, gathered parameters and gradients.
             Optimizer state comes on top. By default gathered parameters and gradients get what is in use at once,
             and room for one more bucket of each.
+        activations: Under `memory_budget_gb`: "auto" computes blocks again in backward, as few as it takes, where the
+            budget does not hold their activations; "saved" refuses such a budget. A block is what lies between the
+            reads of two units. Programs that checkpoint by themselves are left as they are.
         hardware: For `prefetch="auto"`: device and link that times are estimated for, from
             `fsdp_compile.cost.hardware`. By default chosen by the device that the model is on.
         inductor: Settings of Inductor for this compile, as in `torch._inductor.config`.
@@ -88,6 +91,7 @@ class FSDPOptions:
     lower: Literal["inductor", "eager"] = "inductor"
     prefetch: int | str | FSDPPrefetch | BackwardPrefetch = "auto"
     memory_budget_gb: float | None = None
+    activations: Literal["auto", "saved"] = "auto"
     hardware: Hardware | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     artifacts: str | os.PathLike[str] | None = None
@@ -111,6 +115,8 @@ class FSDPOptions:
             raise bad_option("lower", self.lower, '"inductor" or "eager"')
         if self.reduce_layout not in tuple(ReduceLayout):
             raise bad_option("reduce_layout", self.reduce_layout, '"aligned" or "fsdp2"')
+        if self.activations not in ("auto", "saved"):
+            raise bad_option("activations", self.activations, '"auto" or "saved"')
         if self.embedding not in ("gathered", "sharded"):
             raise bad_option("embedding", self.embedding, '"gathered" or "sharded"')
         self._check_switches()
@@ -187,6 +193,11 @@ class FSDPOptions:
                     instead=f"{near[0]!r}" if near else f"one of {', '.join(known)}",
                 )
         return cls(**options)
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether blocks are recomputed where the budget does not hold their activations."""
+        return self.memory_budget_gb is not None and self.activations == "auto"
 
     @property
     def sharding(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
 from fsdp_compile.lower.agreement import Collectives, collectives_of, digests
 from fsdp_compile.lower.graph_text import GraphText
-from fsdp_compile.lower.progress import stage
+from fsdp_compile.lower.progress import say, stage
 from fsdp_compile.lower.summary import GraphSummary
 from fsdp_compile.lower.surroundings import Surroundings
 from fsdp_compile.lower.wrappers import Compiled, FlatKey, read_again
@@ -23,6 +23,7 @@ from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.partition import partition
+from fsdp_compile.partition.recompute import blocks, with_fewest
 
 Transform = Callable[[StepGraph], StepGraph]
 Keep = Callable[[StepGraph, StepGraph], None]
@@ -56,6 +57,7 @@ class Region:
         refuse: Called with the error if there will be no such graphs.
         keep: Chooses what stays unsharded from forward to backward where that was left open.
         number: Of the region among those of its model, for what is said while it compiles.
+        may_recompute: Whether blocks are recomputed in backward where a budget does not hold their activations.
         shares_code: Whether segments of graphs that are alike are lowered once.
         key: All that its compile depends on besides Dynamo's graph, if the compile is stored: then ranks of a host wait
             for the one that compiles, and all compare when they have it.
@@ -70,6 +72,7 @@ class Region:
     transform: Transform
     keep: Keep = keep_nothing
     number: int = 0
+    may_recompute: bool = False
     shares_code: bool = False
     key: str | None = None
     compare: Callable[[Collectives], None] = _compare_nothing
@@ -86,12 +89,23 @@ class Region:
         with self._telling_of_refusals():
             refuse_hidden_reads(joint)
             name_inputs(joint.graph, self.flats)
-            forward, backward = partition(joint, inputs, **kwargs)
-            steps = StepGraph(forward, Phase.FORWARD), StepGraph(backward, Phase.BACKWARD)
-            self.keep(*steps)
-            self.steps = self._both(steps)
+            self.steps = with_fewest(
+                lambda recomputed: self._split(joint, inputs, recomputed, kwargs),
+                lambda: len(blocks(joint.graph)) if self.may_recompute else 0,
+            )
+            self._compare_now()
         self.again = read_again(*self.steps)
-        return forward, backward
+        return self.steps[0].gm, self.steps[1].gm
+
+    def _split(self, joint: fx.GraphModule, inputs: Any, recomputed: int, kwargs: Mapping[str, Any]) -> list[StepGraph]:
+        if self.may_recompute:
+            joint = StepGraph(joint, Phase.FORWARD).copy().gm  # another attempt may follow
+        if recomputed:
+            say(f"region {self.number}: computing {recomputed} of {len(blocks(joint.graph))} blocks again in backward")
+        forward, backward = partition(joint, inputs, recomputed=recomputed, **kwargs)
+        steps = StepGraph(forward, Phase.FORWARD), StepGraph(backward, Phase.BACKWARD)
+        self.keep(*steps)
+        return self._both(steps)
 
     @contextmanager
     def _telling_of_refusals(self) -> Iterator[None]:
@@ -114,18 +128,17 @@ class Region:
                 refused.append(error)
         if refused:
             raise max(refused, key=lambda error: error.least_bytes)
-        return self._compared(steps)
+        return steps
 
-    def _compared(self, steps: list[StepGraph]) -> list[StepGraph]:
+    def _compare_now(self) -> None:
         # Only when all are transformed: a rank whose second graph is refused must not have announced the first.
-        for step in steps:
+        for step in self.steps:
             self.collectives[step.phase] = collectives_of(step)
             if self.key is None:
                 self.compare(self.collectives[step.phase])
             else:
                 self.texts[step.phase] = GraphText.of(step)
             self.show(step)
-        return steps
 
     def compare_stored(self) -> None:
         """Compares a compile that is stored with those of other ranks, once it is compiled or loaded.
@@ -148,7 +161,8 @@ class Region:
             expand_gather_messages(gm.graph)
             with stage(self._said("passes over", Phase.FORWARD, 1)):
                 step = self.transform(StepGraph(gm, Phase.FORWARD))
-            self.steps = self._compared([step])
+            self.steps = [step]
+            self._compare_now()
 
     def _said(self, doing: str, phase: Phase, graphs: int) -> str:
         place = 1 if phase is Phase.FORWARD else 2

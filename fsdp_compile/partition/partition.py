@@ -20,6 +20,7 @@ from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.post_forward import shard_post_forward
+from fsdp_compile.partition.recompute import blocks, recompute
 from fsdp_compile.partition.updated_inputs import save_readers_of_updated_inputs
 
 _LAST_REGION = 1 << 60
@@ -38,13 +39,17 @@ def mark_reads(joint: fx.Graph) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(
+    joint: fx.GraphModule, inputs: Any, *, recomputed: int = 0, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Splits a joint graph into forward and backward with the min-cut partitioner, after marking.
 
-    `inputs` and `kwargs` are as AOTAutograd passes them.
+    `inputs` and `kwargs` are as AOTAutograd passes them; the first `recomputed` blocks are computed again in backward.
     """
     cast_before_gather(joint.graph)
     shard_post_forward(joint.graph)
+    if recomputed:
+        recompute(blocks(joint.graph)[:recomputed])
     mark_reads(joint.graph)
     save_readers_of_updated_inputs(joint.graph)
     kwargs.setdefault("compiler", "inductor")

@@ -120,7 +120,7 @@ def _region(gm: fx.GraphModule, examples: Sequence[Any], inputs: OpenInputs, opt
     whole = is_whole_model(examples)
 
     def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
-        captured.extend([forward.copy(), backward.copy()])
+        captured[:] = [forward.copy(), backward.copy()]  # of the last attempt, if a budget takes several
         if not inputs.sizes:
             keep(forward, backward, options, whole=whole)
 
@@ -133,6 +133,7 @@ def _region(gm: fx.GraphModule, examples: Sequence[Any], inputs: OpenInputs, opt
         flat_inputs(examples),
         run_passes,
         keep_what_fits,
+        may_recompute=options.may_recompute and not inputs.sizes,
         captured=captured,
         whole=whole,
         names=dict(inputs.symbols(gm, examples)),
