@@ -18,6 +18,7 @@ from torch import fx
 
 from fsdp_compile._torch.inductor_cache import looks_into_cache
 from fsdp_compile._torch.stored_compiles import CAN_STORE
+from fsdp_compile._torch.tensors import is_wrapper, tree_leaves
 from fsdp_compile.comm import groups
 from fsdp_compile.ir.graph import Record
 from fsdp_compile.layout.spec import UnshardSpec, Update, parse
@@ -46,8 +47,10 @@ def region_key(
     # Artifacts are written by a compile; hardware may have functions; segments are compiled one by one.
     if options.artifacts is not None or options.hardware is not None or options.share_code:
         return None
-    if any(isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) for value in inputs):
+    if any(isinstance(value, _SYMBOLS) for value in inputs):
         return None  # backward is compiled when it is known which sizes are open
+    if not all(map(_is_plain, _values(gm))):
+        return None  # what AOTAutograd makes of a DTensor differs between ranks (a table's rows are some of them)
     if any(spec.update is not Update.AFTER_BACKWARD or spec.hook for spec in _reads(gm)):
         return None  # optimizers and hooks are objects of this process
     specs = [spec for record in flats.values() for spec in record.specs]
@@ -62,6 +65,21 @@ def region_key(
         _device(),
     )
     return "\n".join(map(repr, parts))
+
+
+_SYMBOLS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _values(gm: fx.GraphModule) -> Iterator[object]:
+    """What Dynamo knows of the results of a graph, and of those of its checkpointed regions and branches."""
+    for part in (module for module in gm.modules() if isinstance(module, fx.GraphModule)):
+        for node in part.graph.nodes:
+            yield from tree_leaves(node.meta.get("example_value"))
+
+
+def _is_plain(value: object) -> bool:
+    is_symbol = isinstance(value, _SYMBOLS)
+    return not (is_symbol or (isinstance(value, torch.Tensor) and is_wrapper(value)))
 
 
 def _reads(gm: fx.GraphModule) -> Iterator[UnshardSpec]:

@@ -15,6 +15,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from fsdp_compile import RankMismatchError, explain, fully_shard, step_in_backward
 from fsdp_compile._torch.inductor_cache import cache_in
@@ -142,6 +144,27 @@ def test_open_sizes_are_not_stored(tmp_path: Path) -> None:
         compiled = torch.compile(model, backend="fsdp", dynamic=True)
         counters.clear()
         loss_of(compiled(torch.ones(4, 8))).backward()
+        assert _where() == "not stored"
+
+
+class _Looked(nn.Module):
+    """A table of which each rank of `tp` has some rows: which ones is a constant of AOTAutograd's graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids))
+
+
+def test_tensor_parallelism_is_not_stored(tmp_path: Path) -> None:
+    with fake_world(4), _new_folder(tmp_path / "cache"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize_module(_Looked(), mesh["tp"], {"table": RowwiseParallel(input_layouts=Replicate())})
+        counters.clear()
+        compiled = torch.compile(fully_shard(model, mesh=mesh["dp"]), backend="fsdp")
+        loss_of(compiled(torch.arange(4))).backward()
         assert _where() == "not stored"
 
 
