@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from fsdp_compile.explain.plan import Plan
 from fsdp_compile.partition.recompute import with_fewest
 from tests.ranks import run_ranks
 
-WIDTH, ROWS, BLOCKS = 32, 64, 4
+WIDTH, ROWS, BLOCKS = 32, 64, 3
 CPU = hardware("cpu", "ethernet-10")
 
 
@@ -56,6 +57,7 @@ def _compute_us(plan: Plan) -> float:
     return sum(graph.compute_us for graph in plan.graphs)
 
 
+@functools.cache
 def _least_bytes(**options: Any) -> int:
     with pytest.raises(BudgetTooSmallError) as caught:
         _plan(memory_budget_gb=1e-9, **options)
