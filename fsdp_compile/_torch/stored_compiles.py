@@ -1,6 +1,6 @@
 """AOTAutograd's cache of whole compiles: the form in which it stores our graphs, and what turns it on.
 
-The names are those of torch 2.13; where one is missing, nothing is stored.
+It was looked at in torch 2.13 alone; with other versions nothing is stored.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
+CAN_STORE: Final = torch.__version__.startswith("2.13.")
+"""Whether compiles are stored with this torch."""
 try:
     from torch._functorch._aot_autograd.aot_autograd_result import FxGraphCacheLoadable
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
     from torch._inductor.output_code import OutputCode
-except ImportError:
-    CAN_STORE = False
+except ImportError:  # in another version
     OutputCode = object  # type: ignore[assignment,misc]
-else:
-    CAN_STORE = hasattr(functorch_config, "bundled_autograd_cache")
 
 STORE: Final = {
     "enable_autograd_cache": True,
@@ -29,7 +29,7 @@ STORE: Final = {
 """Settings of functorch for a compile that is stored."""
 DO_NOT_STORE: Final = {"enable_autograd_cache": False}
 """The same for one that is not."""
-STORE_GRAPHS_ALONE: Final = {"bundled_autograd_cache": False}
+STORE_GRAPHS_ALONE: Final[dict[str, bool]] = {"bundled_autograd_cache": False} if CAN_STORE else {}
 """The same while Inductor compiles one graph: it stores that in its own cache."""
 _KEY = "_fsdp_compile_key"
 
