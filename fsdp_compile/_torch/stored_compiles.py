@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
-from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 CAN_STORE: Final = torch.__version__.startswith("2.13.")
