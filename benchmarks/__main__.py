@@ -9,6 +9,7 @@ BENCHMARKS = (
     "step_time",
     "sent_bytes",
     "memory",
+    "activations",
     "cost_model",
     "compile_time",
     "first_step",

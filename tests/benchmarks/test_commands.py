@@ -74,6 +74,15 @@ def test_peak_memory_is_measured_and_predicted(tmp_path: Path) -> None:
     assert all(row["predicted_bytes"] <= row["budget_bytes"] for row in held_to)
 
 
+@pytest.mark.long
+def test_budgets_that_do_not_hold_activations_are_kept(tmp_path: Path) -> None:
+    rows = _run("activations", tmp_path, "--lower", "eager")["results"]
+    assert [row["budget"] for row in rows] == ["unlimited", "saved", "halfway", "least"]
+    budgets = [row["budget_bytes"] for row in rows[1:]]
+    assert budgets == sorted(budgets, reverse=True)
+    assert all(row["peak_bytes"] <= row["budget_bytes"] for row in rows[1:])
+
+
 @_ALL
 @pytest.mark.optional
 @pytest.mark.inductor
