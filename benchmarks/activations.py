@@ -35,10 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = made.parse_args(argv)
     quiet()
     # More tokens than the other benchmarks have, so that activations are most of the memory.
-    size = (
-        models.SMOKE if arguments.smoke else dataclasses.replace(models.TWO_CORES, tokens=models.TWO_CORES.tokens * 2)
-    )
-    rows = run(models.llama(size), arguments.ranks, 1 if arguments.smoke else arguments.rounds)
+    longer = dataclasses.replace(models.TWO_CORES, tokens=models.TWO_CORES.tokens * 2)
+    task = models.llama(models.SMOKE if arguments.smoke else longer)
+    rows = run(task, arguments.lower, arguments.ranks, 1 if arguments.smoke else arguments.rounds)
     columns: Columns = {
         "budget": str,
         "budget_bytes": mib,
