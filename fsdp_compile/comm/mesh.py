@@ -13,7 +13,6 @@ FSDP1's five strategies and FSDP2's mesh with `reshard_after_forward` are two wa
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Literal
 
 import torch
@@ -21,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp_compile.comm.groups import check_mesh, default_mesh, mesh_of_shape
+from fsdp_compile.comm.groups import alias_of, check_mesh, default_mesh, mesh_of_shape, run_of
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.layout.hosts import ranks_per_host
 from fsdp_compile.layout.spec import Reshard
 
 ReshardAfterForward = bool | int | Literal["auto"]
@@ -61,6 +61,19 @@ class MeshPlacement:
     def replicas(self) -> int:
         """Ranks in the replicate group."""
         return 1 if self.replicate_dim is None else self.mesh.size(self.replicate_dim)
+
+    def stride(self, dim: int | None) -> int:
+        """Distance of neighbours along a dimension of the mesh, in ranks of the world; 1 where there are none."""
+        if dim is None:
+            return 1
+        steps = self.mesh.mesh.diff(dim=dim)  # of all its groups, so that every rank finds the same
+        return int(steps.abs().max()) if steps.numel() else 1
+
+    def post_forward_alias(self) -> str:
+        """Name of the group that keeps unsharded parameters together, empty if none do; all ranks call this."""
+        if self.post_forward_size == 1:
+            return ""
+        return alias_of(run_of(self.mesh.get_group(self.shard_dim), self.post_forward_size), "post_forward")
 
     def placements(self, dim: int | None) -> tuple[Shard | Replicate, ...]:
         """Placements of a DTensor that is sharded on `dim`; `None` for a 0-d one, which every rank has whole."""
@@ -162,13 +175,13 @@ def hybrid_mesh(device_type: str) -> DeviceMesh:
 
 
 def _ranks_per_machine(device_type: str) -> int:
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if told.isdecimal() and int(told) > 0:
-        return int(told)
+    told = ranks_per_host()
+    if told is not None:
+        return told
     count = 0 if device_type == "cpu" else torch.get_device_module(device_type).device_count()
     if not count:
         raise ConfigError(
-            f"it is not known how many ranks share a machine: LOCAL_WORLD_SIZE is {told!r}, and a {device_type} is "
+            f"it is not known how many ranks share a machine: there is no LOCAL_WORLD_SIZE, and a {device_type} is "
             "not counted",
             where="sharding_strategy=HYBRID_SHARD without a mesh",
             instead="torchrun, which sets LOCAL_WORLD_SIZE, or a mesh (replicate, shard)",

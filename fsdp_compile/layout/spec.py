@@ -16,6 +16,8 @@ from urllib.parse import quote, unquote
 
 import torch
 
+from fsdp_compile.layout.hosts import GroupRanks
+
 _PREFETCH = ("forward_prefetch", "backward_prefetch")
 
 
@@ -63,6 +65,8 @@ class UnshardSpec:
         group: Alias of the shard group (`comm/groups.py`), empty if parameters are not sharded.
         replicas: Ranks in the replicate group, 1 if there is none.
         replicate_group: Alias of the replicate group, empty if there is none.
+        stride: Distance of neighbours in the shard group, in ranks of the world: how times are estimated depends on it.
+        replicate_stride: The same of the replicate group; 1 if there is none.
         param_dtype: Dtype of the unsharded parameter, which is sent unless `gather_dtype` says otherwise.
         gather_dtype: 8-bit dtype that is sent, with scales (`ops/quantize.py`); `None` sends `param_dtype`.
         hook: Key of the user's function that reduces gradients over the group; empty for an average.
@@ -85,6 +89,8 @@ class UnshardSpec:
     group: str
     replicas: int = 1
     replicate_group: str = ""
+    stride: int = 1
+    replicate_stride: int = 1
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reshard: Reshard = Reshard.AFTER_FORWARD
@@ -135,6 +141,21 @@ class UnshardSpec:
         return tuple(shape)
 
     @property
+    def shard_ranks(self) -> GroupRanks:
+        """The ranks of the shard group."""
+        return GroupRanks(self.size, self.stride)
+
+    @property
+    def post_forward_ranks(self) -> GroupRanks:
+        """The ranks that together save the unsharded parameter for backward: neighbours in the shard group."""
+        return GroupRanks(self.post_forward_size, self.stride)
+
+    @property
+    def replicate_ranks(self) -> GroupRanks:
+        """The ranks of the replicate group."""
+        return GroupRanks(self.replicas, self.replicate_stride)
+
+    @property
     def scatter_group(self) -> str:
         """Alias of the group that gradients are reduce-scattered over."""
         return self.reduce_group or self.group
@@ -168,6 +189,10 @@ class UnshardSpec:
         if self.hook:
             fields["hook"] = self.hook
         fields["reshard"] = self.reshard.value
+        if self.stride != 1:
+            fields["stride"] = self.stride
+        if self.replicate_stride != _usual_replicate_stride(self.size, self.stride, self.replicas):
+            fields["replicate_stride"] = self.replicate_stride
         if self.order:
             fields["order"] = "x".join(map(str, self.order))
         return " ".join(f"{key}={value}" for key, value in (fields | self._set_by_calls()).items())
@@ -201,6 +226,8 @@ def parse(text: str) -> UnshardSpec:
         replicate_group, replicas = fields.get("replicas", "/1").rsplit("/", 1)
         post_forward_group, post_forward_size = fields.get("post_forward", "/1").rsplit("/", 1)
         shape = fields["shape"]
+        stride = int(fields.get("stride", 1))
+        usual = _usual_replicate_stride(int(size), stride, int(replicas))
         spec = UnshardSpec(
             offset=int(fields["offset"]),
             extent=int(fields["extent"]),
@@ -210,6 +237,8 @@ def parse(text: str) -> UnshardSpec:
             group=group,
             replicas=int(replicas),
             replicate_group=replicate_group,
+            stride=stride,
+            replicate_stride=int(fields.get("replicate_stride", usual)),
             param_dtype=_dtype(fields["param"]),
             hook=fields.get("hook", ""),
             gather_dtype=_dtype(fields["gather"]) if "gather" in fields else None,
@@ -233,6 +262,11 @@ def parse(text: str) -> UnshardSpec:
     if spec.order and sorted(spec.order) != list(range(len(spec.shape))):
         raise ValueError(f"not the text of a read: {text!r}")
     return spec
+
+
+def _usual_replicate_stride(size: int, stride: int, replicas: int) -> int:
+    """In a mesh (replicate, shard): replicas are one shard group apart."""
+    return size * stride if replicas > 1 else 1
 
 
 def _names(names: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from fsdp_compile._torch.autograd import is_saved_by_autograd, move_hooks
 from fsdp_compile._torch.tensors import is_wrapper, local_tensor, new_dtensor, set_local_tensor
 from fsdp_compile.comm.gather_extension import is_extended, shard_of
-from fsdp_compile.comm.groups import GroupRole, alias_of, rank_store, run_of
+from fsdp_compile.comm.groups import GroupRole, alias_of, rank_store
 from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.config.policy import compute_device, host_buffer, refuse_device
 from fsdp_compile.errors import ConfigError
@@ -196,6 +196,8 @@ def _sharded(
         group=_alias(policy, policy.mesh_placement.shard_dim, "shard"),
         replicas=policy.mesh_placement.replicas,
         replicate_group=_alias(policy, policy.mesh_placement.replicate_dim, "replicate"),
+        stride=policy.mesh_placement.stride(policy.mesh_placement.shard_dim),
+        replicate_stride=policy.mesh_placement.stride(policy.mesh_placement.replicate_dim),
         param_dtype=dtypes.sent,
         reduce_dtype=dtypes.reduced,
         hook=unit.hook.key if unit.hook is not None and parameter.requires_grad else "",
@@ -204,7 +206,7 @@ def _sharded(
         order=member.order or memory_order(parameter),
         divide=unit.divide,
         post_forward_size=policy.mesh_placement.post_forward_size,
-        post_forward_group=_post_forward_alias(policy),
+        post_forward_group=policy.mesh_placement.post_forward_alias(),
         compute=compute_device(policy.offload, policy.mesh.device_type),
         reduce_group=reduce_alias(unit),
         forward_prefetch=titles(unit.prefetched("forward_prefetch")),
@@ -243,13 +245,6 @@ def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
     order = sorted(range(parameter.dim()), key=parameter.stride().__getitem__, reverse=True)
     # With gaps or overlaps it has no order: its readers get a contiguous one.
     return tuple(order) if parameter.permute(order).is_contiguous() else ()
-
-
-def _post_forward_alias(policy: UnitPolicy) -> str:
-    placement = policy.mesh_placement
-    if placement.post_forward_size == 1:
-        return ""
-    return alias_of(run_of(policy.mesh.get_group(placement.shard_dim), placement.post_forward_size), "post_forward")
 
 
 def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:

@@ -17,6 +17,7 @@ from fsdp_compile import ConfigError, FSDPOptions, fully_shard, units
 from fsdp_compile._torch.distributed import resolve_group
 from fsdp_compile.comm import mesh as mesh_module
 from fsdp_compile.comm.mesh import MeshPlacement
+from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.layout.spec import Reshard, parse
 from fsdp_compile.runtime.units import FSDPUnit
 from tests.fake_world import fake_world
@@ -89,6 +90,22 @@ def test_calls_without_a_mesh_share_the_groups_of_a_hybrid_one(monkeypatch: pyte
         assert mesh.mesh.tolist() == [[0, 1], [2, 3], [4, 5]]
         assert mesh.mesh_dim_names == ("dp_replicate", "fsdp")
         assert mesh.get_local_rank("fsdp") == 1
+
+
+@pytest.mark.parametrize(
+    ("dims", "stride", "replicate_stride"),
+    [(("d",), 1, 1), (("b",), 4, 1), (("b", "c"), 2, 4), (("a", "c"), 2, 8), (("c", "d"), 1, 2)],
+)
+def test_strides_of_groups_are_those_of_their_ranks(dims: tuple[str, ...], stride: int, replicate_stride: int) -> None:
+    with fake_world(16, rank=5):
+        mesh = init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=("a", "b", "c", "d"))[dims]
+        (unit,) = units(fully_shard(Small(), mesh=mesh))
+        for slot in unit.params:
+            assert (slot.spec.stride, slot.spec.replicate_stride) == (stride, replicate_stride)
+            assert parse(slot.spec.text) == slot.spec
+            group = resolve_group(slot.spec.group)
+            assert group is not None
+            assert GroupRanks.of(dist.get_process_group_ranks(group)) == slot.spec.shard_ranks
 
 
 def test_names_of_dimensions_are_those_of_the_mesh_that_was_given() -> None:

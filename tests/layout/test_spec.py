@@ -38,6 +38,8 @@ def specs(draw: st.DrawFn) -> UnshardSpec:
         group=f"fsdp.shard.{draw(st.integers(0, 20))}",
         replicas=replicas,
         replicate_group=f"fsdp.replicate.{draw(st.integers(0, 20))}" if replicas > 1 else "",
+        stride=draw(st.integers(1, 8)),
+        replicate_stride=draw(st.integers(1, 64)) if replicas > 1 else 1,
         param_dtype=draw(st.sampled_from(DTYPES)),
         reduce_dtype=draw(st.sampled_from(DTYPES)),
         reshard=draw(st.sampled_from(Reshard)),
@@ -59,6 +61,10 @@ def test_the_text_is_this() -> None:
     assert SPEC.text == TEXT
     replicated = dataclasses.replace(SPEC, shape=(), dim=None, replicas=2, replicate_group="fsdp.replicate.0")
     assert "shape=scalar dim=none over=fsdp.shard.0/4 replicas=fsdp.replicate.0/2 param=" in replicated.text
+    # Strides of a mesh (replicate, shard) of neighbours are left out.
+    assert "stride" not in dataclasses.replace(replicated, replicate_stride=4).text
+    between = dataclasses.replace(replicated, stride=2, replicate_stride=16)
+    assert between.text.endswith("reshard=after_forward stride=2 replicate_stride=16")
 
 
 @pytest.mark.parametrize(
