@@ -24,8 +24,9 @@ from benchmarks.step_time import add_network_arguments
 from benchmarks.steps import prepare
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.formulas import share_of_others
-from fsdp_compile.cost.hardware import Link as ModelledLink
+from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.explain import Plan, measured
+from fsdp_compile.layout.hosts import GroupRanks
 
 Row = dict[str, Any]
 _CALLS: dict[Kind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -86,7 +87,7 @@ def run(task: Task, setup: Setup, arguments: Any) -> tuple[list[Row], Link]:
             prepared.model.zero_grad(set_to_none=True)
             peak = measured_peak_bytes(prepared.model, task.inputs, prepared.step, setup.device)
             rows.append(_compared("peak memory", plans["measured"].peak_bytes, peak, "byte"))
-        rows += _collectives(world, ranks, known.link, arguments)
+        rows += _collectives(world, ranks, known, arguments)
     return rows, link
 
 
@@ -94,7 +95,7 @@ def _compute_us(plan: Plan) -> float:
     return sum(graph.compute_us for graph in plan.graphs)
 
 
-def _collectives(world: World, ranks: int, link: ModelledLink, arguments: Any) -> list[Row]:
+def _collectives(world: World, ranks: int, known: Hardware, arguments: Any) -> list[Row]:
     """Single collectives of a few sizes on the emulated network."""
     rows = []
     for kind, call in _CALLS.items():
@@ -103,7 +104,8 @@ def _collectives(world: World, ranks: int, link: ModelledLink, arguments: Any) -
             one, whole = torch.zeros(numel), torch.zeros(numel * ranks)
             output, source = (whole, one) if kind is Kind.GATHER else (one, whole)
             samples = alternate({"": lambda: call(output, source)}, rounds=arguments.rounds)[""]  # noqa: B023
-            predicted = link.collective_us(kind.value, 4 * numel * ranks * share_of_others(ranks), ranks)
+            sent_bytes = 4 * numel * ranks * share_of_others(ranks)
+            predicted = known.collective_us(kind.value, sent_bytes, GroupRanks(ranks))
             rows.append(_row(f"{kind.value}, {size_mb:g} MB", predicted, samples, "us"))
     world.reset()
     return rows

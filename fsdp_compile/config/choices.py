@@ -11,8 +11,8 @@ from typing import Final
 
 from fsdp_compile.errors import ConfigError
 
-DEVICES: Final = ("h100-sxm", "h200-sxm", "a100-sxm", "cpu")
-LINKS: Final = ("ib-400", "ib-200", "nvlink4", "nvlink3", "ethernet-10", "ethernet-1")
+DEVICES: Final = ("b200", "h200-sxm", "h100-sxm", "h100-nvl", "h100-pcie", "gh200", "a100-sxm", "cpu")
+LINKS: Final = ("ib-400", "ib-200", "nvlink5", "nvlink4", "nvlink3", "pcie-5", "ethernet-10", "ethernet-1")
 DTYPES: Final = ("bfloat16", "float16", "float32")
 LOWER: Final = ("inductor", "eager")
 STAGES: Final = ("after-insert", "after-bucket", "final")

@@ -12,9 +12,10 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fsdp_compile.cost.devices import Device
 from fsdp_compile.cost.formulas import maximum, minimum, roofline_us
 from fsdp_compile.cost.fusion import Kernels, is_fusible, launches_nothing, shares_memory
-from fsdp_compile.cost.hardware import Device
+from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.own_collectives import is_own, own_us
 from fsdp_compile.cost.sizes import NUMBERS, Sizes, concrete, tensors_of
 from fsdp_compile.ir.graph import record_of
@@ -77,11 +78,12 @@ class NodeCost:
 FREE = NodeCost(0, 0, 0.0)
 
 
-def node_costs(graph: fx.Graph, device: Device, kernels: Kernels) -> dict[fx.Node, NodeCost]:
+def node_costs(graph: fx.Graph, hardware: Hardware, kernels: Kernels) -> dict[fx.Node, NodeCost]:
     """Costs of all nodes; memory that a kernel reads twice is counted at the first node that reads it."""
+    device = hardware.device
     costs = dict.fromkeys(graph.nodes, FREE)
     for node, work in node_work(graph, kernels).items():
-        time_us = own_us(node, device.near) if is_own(node) else _known_us(node, device, kernels)
+        time_us = own_us(node, hardware) if is_own(node) else _known_us(node, device, kernels)
         if time_us is None:
             rate = device.flops_per_s(work.dtype)
             time_us = roofline_us(work.flops, work.size_bytes, rate, device.bytes_per_s)
@@ -170,6 +172,9 @@ def _read_bytes(reader: fx.Node, views: Sequence[fx.Node], sizes: Sizes) -> Any:
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
-    """The dtype in which a matmul multiplies: that of its last tensor input."""
+    """The dtype in which a matmul multiplies: the narrowest of its inputs.
+
+    A bias, scales of 8-bit factors, and the logarithms that attention saves are wider, and are not multiplied.
+    """
     floating = [t.dtype for n in node.all_input_nodes for t in tensors_of(n) if t.is_floating_point()]
-    return floating[-1] if floating else None
+    return min(floating, key=lambda dtype: dtype.itemsize, default=None)

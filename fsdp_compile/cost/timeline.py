@@ -227,7 +227,7 @@ class Schedule:
 
 def schedule(step: StepGraph, hardware: Hardware, kernels: Kernels) -> Schedule:
     """Estimates when every node of a graph runs."""
-    costs = node_costs(step.graph, hardware.device, kernels)
+    costs = node_costs(step.graph, hardware, kernels)
     communications = {node: transfer_of(node, hardware) for node in step.graph.nodes if is_start(node)}
     return Schedule(costs, communications, simulate(_events(step, costs, communications)))
 

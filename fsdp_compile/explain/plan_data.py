@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from fsdp_compile.cost.communicate import COPIES
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.explain.report import GraphPlan, Skipped, UnitPlan, Volume
+from fsdp_compile.explain.build.numbers import numbers
+from fsdp_compile.explain.report import GraphPlan, Number, Skipped, UnitPlan, Volume
 from fsdp_compile.explain.trace.open_sizes import OpenSizes
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.options import FSDPOptions
@@ -77,6 +79,17 @@ class PlanData:
     def backward(self) -> tuple[GraphPlan, ...]:
         """Backward graphs; none without gradients."""
         return tuple(graph for graph in self.graphs if graph.phase is Phase.BACKWARD)
+
+    @property
+    def links(self) -> str:
+        """Names of the links that collectives are sent on."""
+        used = dict.fromkeys(c.link for graph in self.graphs for c in graph.collectives if c.kind not in COPIES)
+        return ", ".join(used) or self.hardware.links
+
+    @property
+    def numbers(self) -> tuple[Number, ...]:
+        """What times were estimated with, and where each number comes from."""
+        return tuple(numbers(self.hardware, [c for graph in self.graphs for c in graph.collectives]))
 
     @property
     def step_us(self) -> float:

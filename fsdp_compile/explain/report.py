@@ -62,6 +62,8 @@ class Collective:
         unit: The unit that it serves; several have commas between them.
         group: Alias of the process group; of a copy, the direction.
         ranks: Size of the group; of a copy, 1.
+        link: Name of the link that it is sent on, or of the bus.
+        bytes_per_s: What a rank sends on it in a large message.
         size_bytes: Bytes of the whole, on all ranks together, padding included.
         sent_bytes: Bytes that each rank sends.
         wait: Where it is first waited for.
@@ -80,6 +82,8 @@ class Collective:
     dtype: str
     group: str
     ranks: int
+    link: str
+    bytes_per_s: float
     size_bytes: int
     sent_bytes: float
     start: Place
@@ -234,6 +238,22 @@ class Volume:
     def total_bytes(self) -> float:
         """All kinds together."""
         return sum(self.sent_bytes.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A number that times were estimated with.
+
+    Attributes:
+        of: The device or the link.
+        source: Where it comes from.
+    """
+
+    of: str
+    what: str
+    value: float
+    unit: str
+    source: str
 
 
 @dataclasses.dataclass(frozen=True)

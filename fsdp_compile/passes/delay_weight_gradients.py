@@ -71,7 +71,7 @@ class DelayWeightGradients:
         if len(chains) < 2:
             return DelayPlan((), (), 0.0, 0.0)
         order = step.order()
-        costs = node_costs(step.graph, self.hardware.device, plan_kernels(step.graph, self.fusion))
+        costs = node_costs(step.graph, self.hardware, plan_kernels(step.graph, self.fusion))
         times_us = {node: costs[node].time_us for node in step.graph.nodes}
         last, *others = (self._with_costs(chain, order, times_us) for chain in reversed(chains[-MOST:]))
         delayed = _most_useful(others, last.link_us)
@@ -90,7 +90,7 @@ class DelayWeightGradients:
         self, chain: Sequence[fx.Node], order: Mapping[fx.Node, int], times_us: Mapping[fx.Node, float]
     ) -> Delayed:
         made = _made_for(chain[0], order)
-        link_us = sum(communication(start, self.hardware.link).time_us for start in chain)
+        link_us = sum(communication(start, self.hardware).time_us for start in chain)
         return Delayed(chain[0], made, sum(times_us[node] for node in made), link_us)
 
 

@@ -50,8 +50,8 @@ def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:
     # Buckets that share a collective are in memory longer, which a budget may not have room for.
     if counts_units or options.memory_budget_gb is not None or not specs:
         return 0.0
-    ranks = max(max(spec.size, spec.replicas) for spec in specs)
-    return worth_joining_bytes(options.hardware or hardware_of(step), ranks) / 1e6
+    largest = max((each for spec in specs for each in (spec.shard_ranks, spec.replicate_ranks)), key=lambda r: r.size)
+    return worth_joining_bytes(options.hardware or hardware_of(step), largest) / 1e6
 
 
 def limits_of(phase: Phase, options: FSDPOptions) -> Limits:

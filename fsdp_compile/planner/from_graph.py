@@ -49,7 +49,7 @@ def pose(
         hardware: What times are estimated for.
         fusion: How the graph will be run.
     """
-    costs = node_costs(step.graph, hardware.device, plan_kernels(step.graph, fusion))
+    costs = node_costs(step.graph, hardware, plan_kernels(step.graph, fusion))
     starts = {*step.nodes(Role.GATHER), *(start for chain in chains for start in chain)}
     positions: dict[fx.Node, int] = {}
     steps: list[fx.Node] = []
@@ -64,7 +64,7 @@ def pose(
     nodes = tuple(step.nodes(Role.GATHER))
     problem = Problem(
         tuple(
-            communication(node, hardware.link).time_us if role_of(node) in EXCHANGES else costs[node].time_us
+            communication(node, hardware).time_us if role_of(node) in EXCHANGES else costs[node].time_us
             for node in steps
         ),
         tuple(gathers[i] for i in order),
@@ -134,7 +134,7 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
         need=min(positions[node] for node in received),
         free=end if leaves and not kept else 1 + max(positions[node] for node in used),
         size_bytes=result_bytes(start),
-        time_us=communication(start, hardware.link).time_us,
+        time_us=communication(start, hardware).time_us,
         sent_bytes=sum(result_bytes(node) for node in sent if not shares_memory(node)),
         copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
         copy_bytes=sum(map(result_bytes, copies)),
@@ -166,6 +166,6 @@ def _reduction(
         born=min(positions[node] for node in gradients),
         ready=positions[first],
         size_bytes=sum(map(result_bytes, first.all_input_nodes)),
-        stages_us=tuple(communication(start, hardware.link).time_us for start in chain),
+        stages_us=tuple(communication(start, hardware).time_us for start in chain),
         copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
     )

@@ -16,7 +16,7 @@ from fsdp_compile.cost.communicate import EXCHANGED, Kind, exchange
 from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.formulas import share_of_others
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
-from fsdp_compile.cost.hardware import Hardware, Link
+from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.memory import memory_of
 from fsdp_compile.ir.edit import sink
 from fsdp_compile.ir.graph import StepGraph
@@ -48,7 +48,7 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
     # The passes compute these right before their first use, too.
     sink(values)
     kernels = plan_kernels(step.graph, fusion)
-    costs = node_costs(step.graph, hardware.device, kernels)
+    costs = node_costs(step.graph, hardware, kernels)
     positions: dict[fx.Node, int] = {}
     steps: list[fx.Node] = []
     apart = {*values, *step.graph.find_nodes(op="call_function", target=REDUCE_GRAD)}
@@ -56,7 +56,7 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
         positions[node] = len(steps)
         if node.op == "call_function" and node not in apart:
             steps.append(node)
-    gathers = sorted(_gathers(step, positions, frozenset(values), hardware.link), key=lambda pair: pair[0].need)
+    gathers = sorted(_gathers(step, positions, frozenset(values), hardware), key=lambda pair: pair[0].need)
     least: tuple[int, ...] = ()
     if everything:
         live = memory_of(step, kernels).live_bytes()
@@ -65,13 +65,13 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
         least = tuple(max(live[begin:end]) for begin, end in itertools.pairwise([*places, len(live)]))
     problem = Problem(
         tuple(
-            exchange(node, parse(read_text(node)), hardware.link).time_us
+            exchange(node, parse(read_text(node)), hardware).time_us
             if node.target in EXCHANGED
             else costs[node].time_us
             for node in steps
         ),
         tuple(gather for gather, _ in gathers),
-        tuple(sorted(_reductions(step, positions, hardware.link), key=lambda reduction: reduction.ready)),
+        tuple(sorted(_reductions(step, positions, hardware), key=lambda reduction: reduction.ready)),
         least,
         exchanges=frozenset(index for index, node in enumerate(steps) if node.target in EXCHANGED),
     )
@@ -92,7 +92,7 @@ def _specs(markers: Iterable[fx.Node]) -> list[UnshardSpec]:
 
 
 def _gathers(
-    step: StepGraph, positions: Mapping[fx.Node, int], values: frozenset[fx.Node], link: Link
+    step: StepGraph, positions: Mapping[fx.Node, int], values: frozenset[fx.Node], hardware: Hardware
 ) -> Iterable[tuple[Gather, str]]:
     reads = (
         node for node in step.graph.find_nodes(op="call_function", target=UNSHARD) if unsharded_value(node) is None
@@ -104,7 +104,7 @@ def _gathers(
         if ranks == 1 or not users:
             continue
         size_bytes = sum(spec.size * spec.extent * spec.wire_dtype.itemsize for spec in specs)
-        time_us = link.collective_us(Kind.GATHER.value, size_bytes * share_of_others(ranks), ranks)
+        time_us = hardware.collective_us(Kind.GATHER.value, size_bytes * share_of_others(ranks), specs[0].shard_ranks)
         yield Gather(need=min(users), free=1 + max(users), size_bytes=size_bytes, time_us=time_us), flat.name
 
 
@@ -123,7 +123,7 @@ def _users(markers: Iterable[fx.Node], values: frozenset[fx.Node]) -> set[fx.Nod
     return found - values
 
 
-def _reductions(step: StepGraph, positions: Mapping[fx.Node, int], link: Link) -> Iterable[Reduction]:
+def _reductions(step: StepGraph, positions: Mapping[fx.Node, int], hardware: Hardware) -> Iterable[Reduction]:
     for markers in _by_flat(step.graph.find_nodes(op="call_function", target=REDUCE_GRAD)).values():
         specs = _specs(markers)
         first = specs[0]
@@ -131,11 +131,11 @@ def _reductions(step: StepGraph, positions: Mapping[fx.Node, int], link: Link) -
         stages = []
         if first.size > 1 and first.grad_placement is not GradPlacement.UNREDUCED:
             sent_bytes = size_bytes * share_of_others(first.size)
-            stages.append(link.collective_us(Kind.REDUCE.value, sent_bytes, first.size))
+            stages.append(hardware.collective_us(Kind.REDUCE.value, sent_bytes, first.shard_ranks))
         if first.replicas > 1 and first.grad_placement is GradPlacement.REDUCED:
             shard_bytes = size_bytes / first.size
             sent_bytes = 2 * shard_bytes * share_of_others(first.replicas)
-            stages.append(link.collective_us(Kind.REPLICATE.value, sent_bytes, first.replicas))
+            stages.append(hardware.collective_us(Kind.REPLICATE.value, sent_bytes, first.replicate_ranks))
         if stages:
             made = [positions[source] for marker in markers for source in marker.all_input_nodes[1:2]]
             ready = max(positions[marker] for marker in markers)

@@ -13,7 +13,8 @@ from fsdp_compile.cost.hardware import hardware
 from tests.cost.graphs import Sketch
 
 aten = torch.ops.aten
-DEVICE = hardware("h100-sxm").device
+HARDWARE = hardware("h100-sxm")
+DEVICE = HARDWARE.device
 
 
 def test_a_matmul_costs_two_flops_per_product_at_the_rate_of_its_dtype() -> None:
@@ -22,7 +23,7 @@ def test_a_matmul_costs_two_flops_per_product_at_the_rate_of_its_dtype() -> None
         x = s.input("x", 4096, 8192, dtype=dtype)
         w = s.input("w", 8192, 1024, dtype=dtype)
         y = s.call(aten.mm.default, x, w)
-        cost = node_costs(s.done(y).graph, DEVICE, plan_kernels(s.graph, Fusion.NONE))[y]
+        cost = node_costs(s.done(y).graph, HARDWARE, plan_kernels(s.graph, Fusion.NONE))[y]
         assert cost.flops == 2 * 4096 * 8192 * 1024
         assert cost.size_bytes == (4096 * 8192 + 8192 * 1024 + 4096 * 1024) * dtype.itemsize
         assert cost.time_us == pytest.approx(cost.flops / (tflops * 0.7 * 1e6))
@@ -32,7 +33,7 @@ def test_a_pointwise_operator_is_bound_by_memory() -> None:
     s = Sketch()
     x = s.input("x", 1024, 1024)
     y = s.call(aten.add.Tensor, x, x)
-    cost = node_costs(s.done(y).graph, DEVICE, plan_kernels(s.graph, Fusion.NONE))[y]
+    cost = node_costs(s.done(y).graph, HARDWARE, plan_kernels(s.graph, Fusion.NONE))[y]
     assert cost.size_bytes == 2 * 4 * 1024 * 1024  # read once, written once
     assert cost.time_us == pytest.approx(cost.size_bytes / (3.35e12 * 0.9) * 1e6)
 
@@ -45,9 +46,9 @@ def test_a_fused_kernel_reads_its_input_once_and_writes_what_leaves_it() -> None
     c = s.call(aten.mm.default, b, x)
     piece = 4 * 1024 * 1024
     step = s.done(c)
-    alone = node_costs(step.graph, DEVICE, plan_kernels(step.graph, Fusion.NONE))
+    alone = node_costs(step.graph, HARDWARE, plan_kernels(step.graph, Fusion.NONE))
     assert [alone[n].size_bytes for n in (a, b)] == [2 * piece, 3 * piece]
-    fused = node_costs(step.graph, DEVICE, plan_kernels(step.graph, Fusion.KERNELS))
+    fused = node_costs(step.graph, HARDWARE, plan_kernels(step.graph, Fusion.KERNELS))
     assert [fused[n].size_bytes for n in (a, b)] == [piece, piece]
 
 
@@ -57,7 +58,7 @@ def test_views_are_free_and_lookups_read_only_their_rows() -> None:
     rows = s.input("rows", 10, dtype=torch.int64)
     found = s.call(aten.embedding.default, table, rows)
     turned = s.call(aten.t.default, found)
-    costs = node_costs(s.done(turned).graph, DEVICE, plan_kernels(s.graph, Fusion.NONE))
+    costs = node_costs(s.done(turned).graph, HARDWARE, plan_kernels(s.graph, Fusion.NONE))
     assert costs[turned].time_us == 0.0
     assert costs[found].size_bytes == 2 * 10 * 64 * 4 + 10 * 8
 
@@ -69,7 +70,7 @@ def test_a_causal_kernel_does_half_the_attention() -> None:
         q, k, v = (s.input(name, 1, 8, 512, 64) for name in "qkv")
         op = aten._scaled_dot_product_flash_attention_for_cpu.default
         both = s.call(op, q, k, v, 0.0, causal)
-        flops.append(node_costs(s.done(both).graph, DEVICE, plan_kernels(s.graph, Fusion.NONE))[both].flops)
+        flops.append(node_costs(s.done(both).graph, HARDWARE, plan_kernels(s.graph, Fusion.NONE))[both].flops)
     assert flops == [2 * 2 * 8 * 512 * 512 * 64, 2 * 8 * 512 * 512 * 64]
 
 

@@ -20,6 +20,7 @@ from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.explain import measure, measured
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
+from fsdp_compile.layout.hosts import GroupRanks
 from tests.cost.graphs import Sketch
 from tests.models.round_sizes import Stack, on_meta
 from tests.ranks import run_ranks
@@ -37,7 +38,7 @@ def _graph() -> tuple[fx.Graph, fx.Node, fx.Node]:
 
 def _times(device: Device, fusion: Fusion = Fusion.KERNELS) -> tuple[float, float]:
     graph, y, z = _graph()
-    costs = node_costs(graph, device, plan_kernels(graph, fusion))
+    costs = node_costs(graph, dataclasses.replace(hardware(), device=device), plan_kernels(graph, fusion))
     return costs[y].time_us, costs[z].time_us
 
 
@@ -64,20 +65,22 @@ def test_a_signature_tells_shapes_layouts_and_dtypes_apart_and_nothing_else() ->
 
 
 def test_measured_collectives_are_interpolated_and_others_follow_the_formula() -> None:
-    formula = hardware(link=50.0).link
+    formula = hardware(link=50.0)
     table = MeasuredCollective("all-gather", 8, ((1e3, 20.0), (1e6, 120.0), (3e6, 320.0)))
-    link = dataclasses.replace(formula, measured=(table,))
-    gathered = [link.collective_us(Kind.GATHER.value, size, 8) for size in (0, 1e3, 2e6, 3e6, 5e6)]
+    known = dataclasses.replace(formula, link=dataclasses.replace(formula.link, measured=(table,)))
+    group = GroupRanks(8)
+    gathered = [known.collective_us(Kind.GATHER.value, size, group) for size in (0, 1e3, 2e6, 3e6, 5e6)]
     assert gathered == pytest.approx([20.0, 20.0, 220.0, 320.0, 520.0])
     for kind, ranks in ((Kind.REDUCE, 8), (Kind.GATHER, 4)):
-        assert link.collective_us(kind.value, 1e6, ranks) == formula.collective_us(kind.value, 1e6, ranks)
+        other = GroupRanks(ranks)
+        assert known.collective_us(kind.value, 1e6, other) == formula.collective_us(kind.value, 1e6, other)
     with pytest.raises(ConfigError, match="two or more sizes, growing"):
         MeasuredCollective("all-gather", 8, ((1e6, 20.0), (1e3, 120.0)))
 
 
 def test_a_plan_takes_measured_collectives() -> None:
     table = [MeasuredCollective(kind.value, 4, ((0.0, 1e4), (1e12, 2e4))) for kind in (Kind.GATHER, Kind.REDUCE)]
-    there = hardware()
+    there = hardware(link=50.0)
     there = dataclasses.replace(there, link=dataclasses.replace(there.link, measured=tuple(table)))
     model, x = on_meta(Stack)
     plan = explain(model, x, world_size=4, options={"lower": "eager"}, hardware=there)

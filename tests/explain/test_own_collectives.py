@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compile import explain, fully_shard
-from fsdp_compile.cost.hardware import LINKS
+from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.cost.own_collectives import is_own, own_us
+from fsdp_compile.layout.hosts import GroupRanks
 from tests.fake_world import fake_world
 
 collectives = torch.ops._c10d_functional
@@ -26,10 +27,11 @@ MB = 2**20
         pytest.param(collectives.reduce_scatter_tensor.default, ("sum", 4), MB * 3 / 4, id="reduce-scatter"),
     ],
 )
+@pytest.mark.parametrize(("per_host", "rate"), [(4, 0.9 * 450e9), (2, 2 * 50e9 * 323 / 400)])
 def test_time_of_a_collective(
-    operator: torch._ops.OpOverload, arguments: tuple[object, ...], sent_bytes: float
+    operator: torch._ops.OpOverload, arguments: tuple[object, ...], sent_bytes: float, per_host: int, rate: float
 ) -> None:
-    link = LINKS["nvlink4"]
+    there = hardware("h100-sxm", ranks_per_host=per_host)
     with fake_world(4), FakeTensorMode():
         group = torch.distributed.group.WORLD
         assert group is not None
@@ -39,7 +41,7 @@ def test_time_of_a_collective(
         node = graph.call_function(operator, (x, *arguments, group.group_name))  # type: ignore[arg-type]
         node.meta["val"] = operator(x.meta["val"], *arguments, group.group_name)
         assert is_own(node)
-        assert own_us(node, link) == pytest.approx(link.collective_us("any", sent_bytes, 4))
+        assert own_us(node, there) == pytest.approx(there.link_of(GroupRanks(4)).formula_us(sent_bytes, 4, rate))
 
 
 def test_a_report_counts_them_as_compute() -> None:

@@ -106,7 +106,7 @@ const place = p => p ? `%${p.node} (#${p.index})` : "–";
 function transferTip(c) {
   const own = c.messages.filter(m => m.layout === "own message").length, packed = c.messages.filter(m => m.layout === "packed").reduce((n, m) => n + m.parameters.length, 0);
   return `<b>${escapeHtml(c.kind)} of ${escapeHtml(c.unit)}</b>${escapeHtml(c.exposure === "hidden" ? "hidden: " : `${time(c.exposed_us)} exposed: `)}${escapeHtml(c.reason)}` +
-    rowsOf([["whole", `${bytes(c.size_bytes)} ${c.dtype}, ${own} own, ${packed} packed`], ["on the link", `${time(c.time_us)} over ${c.ranks} ranks`], ["starts", place(c.start)], ["waited for", place(c.wait)], ["last used", place(c.last_use)], ["freed", place(c.reshard)]]);
+    rowsOf([["whole", `${bytes(c.size_bytes)} ${c.dtype}, ${own} own, ${packed} packed`], ["on the link", `${time(c.time_us)} on ${c.link} over ${c.ranks} ranks`], ["starts", place(c.start)], ["waited for", place(c.wait)], ["last used", place(c.last_use)], ["freed", place(c.reshard)]]);
 }
 
 function hover(event) {

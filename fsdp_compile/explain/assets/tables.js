@@ -6,9 +6,9 @@ function table(id, head, rows) {
 
 function fillSummary() {
   const sum = name => plan.graphs.reduce((s, g) => s + g[name], 0);
-  const { device, link } = plan.hardware;
+  const { device } = plan.hardware;
   byId("title").textContent = `${plan.title} on ${plan.world_size} ranks`;
-  byId("setting").textContent = `${device.name}, ${link.name}; estimated from the graphs, nothing was run`;
+  byId("setting").textContent = `${device.name}, ${plan.links}; estimated from the graphs, nothing was run`;
   const numel = plan.units.reduce((s, u) => s + u.numel, 0), held = plan.units.reduce((s, u) => s + u.shard_bytes, 0);
   const sent = plan.volume.total_bytes, floor = plan.volume.floor_bytes;
   const cards = [
@@ -60,12 +60,9 @@ function fillRest() {
   table("units", ["unit", "parameters ", "elements ", "stored, sent, reduced", "full ", "per rank "], plan.units.map(u => ({
     cells: [escapeHtml(u.name), u.parameters, u.numel.toLocaleString("en"), `<span class="whole">${[u.stored, u.sent, u.reduced].map(d => d.join("/").replace("float", "f") || "–").join(", ")}</span>`, bytes(u.full_bytes), `<span title="padding ${bytes(u.padding_bytes)}">${bytes(u.shard_bytes)}</span>`] })));
   table("skipped", ["what", "why"], plan.skipped.length ? plan.skipped.map(s => ({ cells: [escapeHtml(s.what), escapeHtml(s.why)] })) : [{ cells: ["nothing", ""] }]);
-  const { device, link } = plan.hardware;
-  const quantity = (name, q) => ({ cells: [name, q.value >= 1e6 ? q.value.toExponential(3) : String(q.value), escapeHtml(q.unit), `<span class="quiet">${escapeHtml(q.source)}</span>`] });
-  table("assumptions", ["quantity", "value ", "unit", "source"], [
-    ...Object.entries(device.matmul).filter(([k]) => k !== "torch.float64").map(([k, q]) => quantity(`matmul ${k.replace("torch.", "")}`, q)),
-    quantity("matmul share", device.matmul_share), quantity("memory rate", device.memory_rate), quantity("memory share", device.memory_share), quantity("memory", device.memory),
-    quantity("link rate", link.rate), quantity("link share", link.rate_share), quantity("launch", link.launch), quantity("per doubling of ranks", link.hop)]);
+  const number = n => Math.abs(n.value) >= 1e6 ? n.value.toExponential(3) : String(+n.value.toFixed(4));
+  table("assumptions", ["of", "quantity", "value ", "unit", "source"], plan.numbers.map(n => ({
+    cells: [escapeHtml(n.of), escapeHtml(n.what), number(n), escapeHtml(n.unit), `<span class="quiet">${escapeHtml(n.source)}</span>`] })));
 }
 
 function light(id, on) {

@@ -38,6 +38,8 @@ def collectives(step: StepGraph, schedule: Schedule) -> Iterator[Collective]:
             dtype=str(tensors_of(waits[0] if waits else start)[0].dtype).removeprefix("torch."),
             group=communication.group,
             ranks=communication.ranks,
+            link=communication.sent_on,
+            bytes_per_s=communication.bytes_per_s,
             size_bytes=communication.size_bytes,
             sent_bytes=communication.sent_bytes,
             start=place(start),

@@ -108,7 +108,7 @@ def scaling(plan: PlanData, world_sizes: Sequence[int], gb_per_s: float | None) 
     if not world_sizes:
         raise ConfigError("no number of ranks is given", where="Plan.scaling(world_sizes=[])", instead="[8, 64, 512]")
     plans = [rescaled(plan, world_size=ranks, gb_per_s=gb_per_s, sizes={}) for ranks in world_sizes]
-    return Scaling(plan.title, plans[0].hardware.link.name, tuple(map(_row, plans)))
+    return Scaling(plan.title, plans[0].hardware.links, tuple(map(_row, plans)))
 
 
 def _row(plan: PlanData) -> ScalingRow:

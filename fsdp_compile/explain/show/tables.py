@@ -71,8 +71,8 @@ def render(plan: PlanData, *, width: int) -> str:
 
 def parts(plan: PlanData) -> Iterator[RenderableType]:
     """Everything that is shown, in order."""
-    device, link = plan.hardware.device, plan.hardware.link
-    yield f"{plan.title} on {plan.world_size} ranks, {device.name}, {link.name}: estimates, nothing was run\n"
+    device = plan.hardware.device.name
+    yield f"{plan.title} on {plan.world_size} ranks, {device}, {plan.links}: estimates, nothing was run\n"
     yield _summary(plan)
     yield _units(plan)
     for graph in plan.graphs:
@@ -83,6 +83,7 @@ def parts(plan: PlanData) -> Iterator[RenderableType]:
             yield f"{title}: copied {_copied(graph)}\n"
     if any(graph.collectives for graph in plan.graphs):
         yield _LEGEND
+    yield _numbers(plan)
     if plan.skipped:
         yield _skipped(plan)
 
@@ -123,8 +124,7 @@ def _summary_rows(plan: PlanData) -> Iterator[tuple[str, str]]:
     own = sum(graph.own_collectives for graph in plan.graphs)
     if own:
         own_us = sum(graph.own_us for graph in plan.graphs)
-        near = plan.hardware.device.near.name
-        yield "of the program", f"{own} collectives, {time(own_us)} on {near}, counted as compute"
+        yield "of the program", f"{own} collectives, {time(own_us)}, counted as compute"
     larger = f"larger of compute {time(compute)} and link {time(link)}"
     yield "floor", f"{time(plan.floor_us)}, the {larger}; floor / step = {share(plan.floor_us, plan.step_us)}"
     peak = max(plan.graphs, key=lambda g: g.memory.peak_bytes, default=None)
@@ -166,13 +166,14 @@ def _collectives(title: str, graph: GraphPlan) -> Table:
         f"{len(graph.collectives) - copies} collectives, {f'{copies} copies, ' * bool(copies)}{graph.nodes} nodes"
     )
     table = _table(heading, "unit", "what", "bytes ", "on link ", "exposed ", "because")
+    several_links = len({c.link for c in graph.collectives if c.kind not in COPIES}) > 1
     by_kind = sorted(graph.collectives, key=lambda c: list(Kind).index(c.kind))  # so that layers stand in a row
     for _, same in itertools.groupby(by_kind, key=_alike):
         group = list(same)
         first = group[0]
         table.add_row(
             _names([c.unit for c in group]),
-            f"{_SHORT[first.kind]}\n{_layout(first)}",
+            "\n".join(filter(None, (_SHORT[first.kind], _layout(first), first.link * several_links))),
             size(first.size_bytes),
             time(first.time_us),
             _exposed(group),
@@ -244,6 +245,15 @@ def _peak(title: str, graph: GraphPlan) -> Table:
 def _copied(graph: GraphPlan) -> str:
     ways = [way for way in Way if graph.phase is Phase.BACKWARD or way in (Way.INTO_GATHERS, Way.OUT_OF_GATHERS)]
     return ", ".join(f"{size(graph.copied_bytes[way])} {way.value}" for way in ways)
+
+
+def _numbers(plan: PlanData) -> Table:
+    table = _table("estimated with", "what", "value", "from")
+    for of, same in itertools.groupby(plan.numbers, key=lambda number: number.of):
+        for index, number in enumerate(same):
+            what = f"{of}: {number.what}" if index == 0 else number.what
+            table.add_row(what, f"{number.value:.4g} {number.unit}", number.source)
+    return table
 
 
 def _skipped(plan: PlanData) -> Table:

@@ -1,6 +1,6 @@
 """Whether the large parameters of a bucket are messages of their own, or packed with their neighbours.
 
-A message of its own is read in place, and costs `Link.message` on the link. Packed, large parameters are copied out of
+A message of its own is read in place, and costs `Link.message` on its link. Packed, large parameters are copied out of
 the gathered message, and gradients into the one that is reduced. The cheaper one is taken, by the times of the cost
 model, which are the same on every rank.
 """
@@ -26,7 +26,7 @@ def cheapest_bucket(singles: Sequence[ParamCollective], hardware: Hardware | Non
     if not all(_can_be_packed(single, partials) for single in singles):
         return apart
     packed = make_bucket(singles, Packing.PACKED)
-    saved_us = (len(apart.pieces) - len(packed.pieces)) * hardware.link.message.value
+    saved_us = (len(apart.pieces) - len(packed.pieces)) * hardware.link_of(singles[0].ranks).message.value
     return packed if saved_us > _copies_us(packed, hardware) else apart
 
 

@@ -15,20 +15,20 @@ from torch import fx
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.queries import InputsByFlat
+from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.passes.bucketing.messages import ParamCollective, collective_of
 from fsdp_compile.passes.bucketing.split_edges import LEAST_LATENCIES
 
 Groups = list[list[ParamCollective]]
 
 
-def worth_joining_bytes(hardware: Hardware, ranks: int) -> int:
-    """Bytes of a message below which it pays to send two as one, in a group of `ranks`.
+def worth_joining_bytes(hardware: Hardware, ranks: GroupRanks) -> int:
+    """Bytes of a message below which it pays to send two as one, in a group of some ranks.
 
     A message of this size takes `LEAST_LATENCIES` times as long on the link as the latency of its collective.
     """
-    link = hardware.link
-    waiting_us = link.collective_us(Kind.GATHER.value, 0, ranks)
-    return round(LEAST_LATENCIES * waiting_us * link.bytes_per_s / 1e6)
+    waiting_us = hardware.collective_us(Kind.GATHER.value, 0, ranks)
+    return round(LEAST_LATENCIES * waiting_us * hardware.bytes_per_s(ranks) / 1e6)
 
 
 def join_gathers(groups: Groups, limit_bytes: int, partials: InputsByFlat) -> Groups:

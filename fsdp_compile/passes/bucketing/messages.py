@@ -21,6 +21,7 @@ from fsdp_compile._torch.tensors import OpOverload
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Record, Role, require
 from fsdp_compile.layout.flat_layout import LARGE_BYTES
+from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.layout.spec import UnshardSpec
 
 
@@ -58,9 +59,9 @@ class ParamCollective:
         return require(self.flat).role is Role.POST_FORWARD_SHARD
 
     @property
-    def ranks(self) -> int:
+    def ranks(self) -> GroupRanks:
         """Ranks that the collective runs over."""
-        return self.spec.post_forward_size if self.is_post_forward else self.spec.size
+        return self.spec.post_forward_ranks if self.is_post_forward else self.spec.shard_ranks
 
     @property
     def extent(self) -> int:
@@ -71,7 +72,7 @@ class ParamCollective:
     def full_bytes(self) -> int:
         """Bytes of the messages of all ranks."""
         values = [message.meta["val"] for message in self.start.all_input_nodes]
-        times = self.ranks if require(self.start).role is Role.GATHER else 1
+        times = self.ranks.size if require(self.start).role is Role.GATHER else 1
         return times * sum(value.numel() * value.element_size() for value in values)
 
     @property

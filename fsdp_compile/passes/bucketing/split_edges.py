@@ -20,8 +20,9 @@ from torch import fx
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
-from fsdp_compile.cost.hardware import Hardware, Link
+from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.passes.bucketing.messages import ParamCollective, is_small
 
 LEAST_LATENCIES = 4.0
@@ -37,7 +38,7 @@ class Edges:
 
     before_us: dict[fx.Node, float]
     total_us: float
-    link: Link
+    hardware: Hardware
 
     def split_gathers(self, groups: Groups) -> Groups:
         """Splits groups, in the order in which they are read, that would delay computing from their first use on."""
@@ -96,16 +97,16 @@ class Edges:
             runs[-2:] = [runs[-2] + runs[-1]]
         return runs
 
-    def _is_enough(self, shard_bytes: int, ranks: int, kind: Kind) -> bool:
-        latency_us = self.link.collective_us(kind.value, 0, ranks)
+    def _is_enough(self, shard_bytes: int, ranks: GroupRanks, kind: Kind) -> bool:
+        latency_us = self.hardware.collective_us(kind.value, 0, ranks)
         enough: bool = self._sending_us(shard_bytes, ranks, kind) >= (1 + LEAST_LATENCIES) * latency_us
         return enough
 
     def _time_us(self, singles: Sequence[ParamCollective], kind: Kind) -> float:
         return self._sending_us(sum(map(_shard_bytes, singles)), singles[0].ranks, kind)
 
-    def _sending_us(self, shard_bytes: int, ranks: int, kind: Kind) -> float:
-        time_us: float = self.link.collective_us(kind.value, shard_bytes * (ranks - 1), ranks)
+    def _sending_us(self, shard_bytes: int, ranks: GroupRanks, kind: Kind) -> float:
+        time_us: float = self.hardware.collective_us(kind.value, shard_bytes * (ranks.size - 1), ranks)
         return time_us
 
 
@@ -117,7 +118,7 @@ def _shard_bytes(single: ParamCollective) -> int:
 
 def edges_of(step: StepGraph, hardware: Hardware) -> Edges:
     """Times of a graph in which nothing is scheduled yet."""
-    costs = node_costs(step.graph, hardware.device, plan_kernels(step.graph, Fusion.KERNELS))
+    costs = node_costs(step.graph, hardware, plan_kernels(step.graph, Fusion.KERNELS))
     reached = itertools.accumulate((costs[node].time_us for node in step.graph.nodes), initial=0.0)
     before_us = dict(zip(step.graph.nodes, reached, strict=False))
-    return Edges(before_us, sum(cost.time_us for cost in costs.values()), hardware.link)
+    return Edges(before_us, sum(cost.time_us for cost in costs.values()), hardware)

@@ -154,7 +154,7 @@ def test_hybrid_sharding_reduces_inside_the_group_and_averages_only_the_shard(re
     assert _bytes(averages) * group == gradient
     sent = dict.fromkeys(Kind, 0.0)
     for node in (*scatters, *averages):
-        moved = communication(node, hardware().link)
+        moved = communication(node, hardware())
         sent[moved.kind] += moved.sent_bytes
     assert sent[Kind.REDUCE] == gradient * (group - 1) / group
     assert sent[Kind.REPLICATE] == pytest.approx(2 * (replicas - 1) / replicas * gradient / group)
@@ -181,7 +181,7 @@ def test_backward_gathers_a_kept_parameter_over_fewer_ranks() -> None:
     assert not [node for node in full if role_of(node) in (Role.FULL, Role.GATHER_WAIT)]
     whole = graph(Phase.BACKWARD, world=World(8))
     sent = [
-        sum(communication(node, hardware().link).sent_bytes for node in step.nodes(Role.GATHER))
+        sum(communication(node, hardware()).sent_bytes for node in step.nodes(Role.GATHER))
         for step in (backward, whole)
     ]
     assert sent[0] < 0.6 * sent[1], "1/2 instead of 7/8"
