@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile._torch.dynamo import list_mode_options
@@ -26,9 +27,10 @@ from fsdp_compile.capture.returned_reads import give_parameters, returned_reads
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.capture.watch_compiles import watch_compiles
+from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.lower.agreement import agree, refuse
+from fsdp_compile.lower.agreement import Collectives, agree, refuse
 from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
@@ -89,6 +91,9 @@ def fsdp(
     def run_passes(step: StepGraph) -> StepGraph:
         return transform(step, checked)
 
+    def compare(collectives: Collectives) -> None:
+        agree(collectives, _measured(checked))
+
     def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
         keep(forward, backward, checked, whole=whole)
 
@@ -97,6 +102,7 @@ def fsdp(
 
     whole = is_whole_model(example_inputs)
     flats = flat_inputs(example_inputs)
+    _refuse_other_cluster(checked, example_inputs, tell)
     region = Region(
         flats,
         run_passes,
@@ -105,7 +111,7 @@ def fsdp(
         checked.may_recompute,
         checked.share_code,
         region_key(gm, flats, example_inputs, checked, whole=whole),
-        agree,
+        compare,
         ran.add,
         tell,
     )
@@ -125,6 +131,24 @@ def _refuse_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> No
             where="options={'share_code': True} with CUDA graphs, by options={'inductor': ...} or mode=...",
             instead="one of the two",
         )
+
+
+def _refuse_other_cluster(
+    options: FSDPOptions, example_inputs: Sequence[Any], tell: Callable[[FSDPCompileError], None]
+) -> None:
+    devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    try:
+        refuse_elsewhere(options.planned_for, "cpu" if devices <= {"cpu"} else "cuda", ranks)
+    except ConfigError as error:
+        tell(error)
+        raise
+
+
+def _measured(options: FSDPOptions) -> str:
+    """What stands for the measured times that plans are made with; empty without a file of them."""
+    cluster = options.planned_for.cluster if options.planned_for is not None else None
+    return "" if cluster is None else cluster.digest
 
 
 watch_compiles(fsdp, _plain_models)

@@ -16,6 +16,7 @@ from fsdp_compile.config.choices import bad_option, check_prefetch
 from fsdp_compile.config.policy import AnyOffloadPolicy as OffloadedBy
 from fsdp_compile.config.policy import AnyPrecisionPolicy, WrapPolicy
 from fsdp_compile.config.prefetch import FSDPPrefetch, named_rules
+from fsdp_compile.cost.calibrated import load_hardware
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import ReduceLayout
@@ -54,8 +55,9 @@ class FSDPOptions:
         activations: Under `memory_budget_gb`: "auto" computes blocks again in backward, as few as it takes, where the
             budget does not hold their activations; "saved" refuses such a budget. A block is what lies between the
             reads of two units. Programs that checkpoint by themselves are left as they are.
-        hardware: For `prefetch="auto"`: device and link that times are estimated for, from
-            `fsdp_compile.cost.hardware`. By default chosen by the device that the model is on.
+        hardware: For `prefetch="auto"`: device and links that times are estimated for, from
+            `fsdp_compile.cost.hardware`, or the path of a file that `fsdp-compile calibrate` has written, which must
+            have the same content on all ranks. By default chosen by the device that the model is on.
         inductor: Settings of Inductor for this compile, as in `torch._inductor.config`.
         artifacts: A folder into which the first rank writes each graph before and after each pass, with plan and
             difference.
@@ -92,7 +94,7 @@ class FSDPOptions:
     prefetch: int | str | FSDPPrefetch | BackwardPrefetch = "auto"
     memory_budget_gb: float | None = None
     activations: Literal["auto", "saved"] = "auto"
-    hardware: Hardware | None = None
+    hardware: Hardware | str | os.PathLike[str] | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     artifacts: str | os.PathLike[str] | None = None
     reduce_layout: Literal["aligned", "fsdp2"] = "aligned"
@@ -161,8 +163,10 @@ class FSDPOptions:
                     where=f"options={{{name!r}: ..., 'prefetch': {self.prefetch!r}}}",
                     instead="'prefetch': 'auto', or leave it out",
                 )
+        if isinstance(self.hardware, str | os.PathLike):
+            object.__setattr__(self, "hardware", load_hardware(self.hardware))
         if self.hardware is not None and not isinstance(self.hardware, Hardware):
-            raise bad_option("hardware", self.hardware, "fsdp_compile.cost.hardware.hardware(device, link)")
+            raise bad_option("hardware", self.hardware, "fsdp_compile.cost.hardware.hardware(device, link), or a path")
         budget = self.memory_budget_gb
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
             raise bad_option("memory_budget_gb", budget, "a positive number of 1e9 byte")
@@ -198,6 +202,12 @@ class FSDPOptions:
     def may_recompute(self) -> bool:
         """Whether blocks are recomputed where the budget does not hold their activations."""
         return self.memory_budget_gb is not None and self.activations == "auto"
+
+    @property
+    def planned_for(self) -> Hardware | None:
+        """The hardware that was given, a file of measured times being read."""
+        assert self.hardware is None or isinstance(self.hardware, Hardware)
+        return self.hardware
 
     @property
     def sharding(self) -> dict[str, Any]:

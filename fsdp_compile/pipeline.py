@@ -50,7 +50,7 @@ KINDS_OF_SCHEDULES: Final = ("auto", "BACKWARD_PRE", 1)
 
 def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
     """The passes in the order in which they run; `bucket_mb="auto"` depends on a graph, and joins no units here."""
-    hardware = options.hardware or named_hardware()
+    hardware = options.planned_for or named_hardware()
     bucket = BucketCollectives(
         hardware=hardware if options.prefetch == "auto" else None,
         reduce_layout=ReduceLayout(options.reduce_layout),
@@ -86,7 +86,7 @@ def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole
     """
     if not whole or options.prefetch != "auto" or not asks_for_choice(backward):
         return ()
-    hardware = options.hardware or hardware_of(forward)
+    hardware = options.planned_for or hardware_of(forward)
     budget = budget_bytes(options)
     graph_bytes = None if budget is None else of_graphs(budget)
     return keep_unsharded(forward, backward, hardware, FUSION[options.lower], budget_bytes=graph_bytes, margin=MARGIN)

@@ -38,7 +38,7 @@ FLOORS = [
         lower
         backend
         explain
-        parity training integrations
+        parity training integrations calibrate
         __init__
         cli
     """.strip().splitlines()

@@ -23,7 +23,7 @@ from fsdp_compile.verify.table import Stage
 from tests import long
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("train", "checkpoint", "explain", "parity", "bench", "opt")
+COMMANDS = ("train", "checkpoint", "explain", "calibrate", "parity", "bench", "opt")
 LOADED = """
 import sys
 print("LOADED", *sorted(sys.modules))
@@ -178,6 +178,11 @@ explain --device h10
 explain --link none
 explain --link 0
 explain --scaling picture.gif
+explain --hardware nowhere.json
+explain --hardware pyproject.toml --link 5
+calibrate --secnods 5
+calibrate --seconds 0
+calibrate --out nowhere/hardware.json
 parity --stesp 1
 parity --reference fsdp3
 parity --level exact

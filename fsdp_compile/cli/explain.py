@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 NAME = "explain"
 ABOUT = "Show units, collectives, time and memory of a model on any number of ranks; nothing is run."
 
+_DEVICE: Final = "h100-sxm"
+_LINK: Final = "ib-400"
 _RULES: Final = ", ".join(SHORT_FORMS)
 _BUILT_IN: Final = {"width": 1024, "layers": 8, "heads": 16, "seq_len": 2048}
 _BATCH: Final = 4
@@ -58,8 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f'buckets gathered ahead, "auto" (default) for a planned schedule, or a rule of FSDP1: {_RULES}',
     )
     parser.add_argument("--lower", choices=LOWER, default="inductor", help="default: inductor")
-    parser.add_argument("--device", default="h100-sxm", metavar="NAME", help=f"one of {', '.join(DEVICES)}")
-    parser.add_argument("--link", default="ib-400", metavar="NAME", help=f"one of {', '.join(LINKS)}, or GB/s per rank")
+    parser.add_argument("--device", metavar="NAME", help=f"one of {', '.join(DEVICES)} (default: {_DEVICE})")
+    parser.add_argument(
+        "--link", metavar="NAME", help=f"between hosts: one of {', '.join(LINKS)}; or GB/s per rank (default: {_LINK})"
+    )
+    parser.add_argument(
+        "--ranks-per-host", type=int, metavar="N", help="default: as torchrun says, else as hosts usually have"
+    )
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help="written by fsdp-compile calibrate, instead")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="also write a trace for Perfetto")
     parser.add_argument(
@@ -83,14 +91,18 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: If the model cannot be found, or an option has an impossible value.
         UnsupportedModelError: If it cannot be traced.
     """
-    link = _link(arguments.link)
+    link = _link(arguments.link or _LINK)
     _check(arguments, link)
     # Whatever is refused above is refused without importing torch.
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from fsdp_compile.cost.calibrated import load_hardware
     from fsdp_compile.cost.hardware import hardware
     from fsdp_compile.explain.api import explain
+
+    named = hardware(arguments.device or _DEVICE, link, ranks_per_host=arguments.ranks_per_host)
+    there = named if arguments.hardware is None else load_hardware(arguments.hardware)
 
     with torch.device("meta"):
         model, args, kwargs = _built_in() if arguments.model is None else _load(arguments.model)
@@ -100,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         *args,
         world_size=arguments.world_size,
         options={"lower": arguments.lower, "prefetch": arguments.prefetch, "mp_policy": MixedPrecisionPolicy(dtype)},
-        hardware=hardware(arguments.device, link),
+        hardware=there,
         **kwargs,
     )
     _show(plan, arguments)
@@ -114,13 +126,26 @@ def _check(arguments: argparse.Namespace, link: str | float) -> None:
     """Refuses names and numbers that are impossible, before torch is imported."""
     if arguments.scaling is not None:
         _check_picture(arguments.scaling)
+    if arguments.hardware is not None:
+        _check_file(arguments)
     if isinstance(link, float):
         check_rate(link)
-    check_name(arguments.device, DEVICES, "device")
+    check_name(arguments.device or _DEVICE, DEVICES, "device")
     if isinstance(link, str):
         check_name(link, LINKS, "link")
     check_prefetch(arguments.prefetch)
     check_world_size(arguments.world_size)
+
+
+def _check_file(arguments: argparse.Namespace) -> None:
+    if any(value is not None for value in (arguments.device, arguments.link, arguments.ranks_per_host)):
+        raise ConfigError(
+            "the file says which device and links there are",
+            where="--hardware with --device, --link or --ranks-per-host",
+            instead="--hardware alone, or the others",
+        )
+    if not arguments.hardware.is_file():
+        raise ConfigError(f"there is no file {arguments.hardware}", where="--hardware", instead="one that exists")
 
 
 def _check_picture(path: Path) -> None:

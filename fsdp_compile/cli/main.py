@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from fsdp_compile.cli import bench, checkpoint, explain, opt, parity, train
+from fsdp_compile.cli import bench, calibrate, checkpoint, explain, opt, parity, train
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 
 
@@ -27,7 +27,7 @@ class Command(Protocol):
         """Do it, and return the exit status."""
 
 
-COMMANDS: Final[tuple[Command, ...]] = (train, checkpoint, explain, parity, bench, opt)
+COMMANDS: Final[tuple[Command, ...]] = (train, checkpoint, explain, calibrate, parity, bench, opt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -47,7 +47,7 @@ def explain(
         *args: What its forward is called with; only types, shapes and Python values matter.
         world_size: Ranks to plan for. May be left out if a process group is initialized.
         options: As for `torch.compile(..., backend="fsdp", options=...)`.
-        hardware: What times are estimated for; by default that of `options`, or an H100 with 400 Gb/s per device.
+        hardware: What times are estimated for; by default that of `options`, or hosts of H100 with 400 Gb/s per device.
         dims: Dimensions of the inputs that stay open, so that `Plan.at` and `Plan.formulas` take other sizes of them:
             `{"batch": 0, "sequence": 1}` for every tensor argument with so many dimensions, or, where only some have
             it, `{"sequence": {"input_ids": 1, "labels": 1}}`. Python numbers among the arguments stay as they are.
@@ -66,7 +66,7 @@ def explain(
             instead="the model, or what torch.compile(model) returned",
         )
     plain = getattr(model, "_orig_mod", model)
-    estimated_for = _one_of(hardware, checked.hardware) or named_hardware()
+    estimated_for = _one_of(hardware, checked.planned_for) or named_hardware()
     if units(plain):
         if args or kwargs or options is not None or dims:
             raise ConfigError(
@@ -76,7 +76,7 @@ def explain(
             )
         return _as_it_ran(plain, world_size, estimated_for)
     if checked.prefetch == "auto":
-        checked = dataclasses.replace(checked, hardware=checked.hardware or estimated_for)
+        checked = dataclasses.replace(checked, hardware=checked.planned_for or estimated_for)
     inputs = open_inputs(plain, args, kwargs, dims or {})
     with planning_world(world_size) as ranks:
         copied = stand_in(plain)

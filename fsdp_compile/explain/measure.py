@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +24,10 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.sizes import concrete, tensor_bytes
 from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.explain.plan_data import PlanData
+from fsdp_compile.explain.timed import median_us as _median_us
 
 Times = Mapping[str, float]
 """Times in us by `signature_of`."""
-_WARM_UP: Final = 1
 
 
 def measured(
@@ -140,24 +138,6 @@ def _runnable(node: fx.Node, device: torch.device) -> Callable[[], object]:
     args, kwargs = tree_map(made_up, (node.args, dict(node.kwargs)))
     target: Any = node.target
     return lambda: target(*args, **kwargs)
-
-
-def _median_us(run: Callable[[], object], device: torch.device, rounds: int) -> float:
-    samples = []
-    with torch.no_grad():
-        # The first run may pick a kernel or allocate memory.
-        for _ in range(_WARM_UP + rounds):
-            _synchronize(device)
-            start_s = time.perf_counter()
-            run()
-            _synchronize(device)
-            samples.append((time.perf_counter() - start_s) * 1e6)
-    return statistics.median(samples[_WARM_UP:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _of_the_first_rank(times: Callable[[], Times]) -> Times:

@@ -25,6 +25,8 @@ from fsdp_compile.ir.graph import EXCHANGES, Record, Role, StepGraph, require, r
 _STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE, *EXCHANGES)
 _NAMES = re.compile(r"(?<= of )(.*)(?= \()")
 """The names of parameters in a line."""
+_PLANNED = "planned with measured times "
+"""How the first line begins where times were measured."""
 _REFUSED = "refused"
 """The digest of an order that a rank refused to compile."""
 
@@ -33,8 +35,12 @@ Collectives = Mapping[str, Sequence[str]]
 """A line for each collective of a graph, by the alias of its process group."""
 
 
-def agree(collectives: Collectives) -> None:
+def agree(collectives: Collectives, measured: str = "") -> None:
     """Compares the collectives of a transformed graph with those that the other ranks of their groups compile.
+
+    Args:
+        collectives: Of the graph.
+        measured: Stands for the measured times that the graph was planned with; empty if there are none.
 
     Raises:
         RankMismatchError: On every rank of a group, if two of them differ.
@@ -45,11 +51,12 @@ def agree(collectives: Collectives) -> None:
         place = groups.rank_store(alias)
         if place is None:
             continue
-        digest = _digest(mine)
+        lines = [f"{_PLANNED}{measured}", *mine] if measured else mine
+        digest = _digest(lines)
         if digest not in place.agreed:
             place.agreed.append(digest)
             try:
-                _compare(place, len(place.agreed), digest, mine)
+                _compare(place, len(place.agreed), digest, lines)
             except RefusedElsewhereError:
                 place.agreed[-1] = _REFUSED  # a refusal counts as an order, on all ranks
                 raise
@@ -156,6 +163,12 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _mismatch(ranks: tuple[int, ...], found: Difference) -> RankMismatchError:
     first, second, other = found.first.splitlines(), found.second.splitlines(), found.other
+    if first[0] != second[0] and any(lines[0].startswith(_PLANNED) for lines in (first, second)):
+        return RankMismatchError(
+            f"rank {ranks[0]} and rank {ranks[other]} plan with different measured times",
+            where="options={'hardware': ...}",
+            instead="the same file of fsdp-compile calibrate on all hosts, or a path that all hosts share",
+        )
     pairs = zip(_numbered(first), _numbered(second), strict=False)
     number = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
     return RankMismatchError(

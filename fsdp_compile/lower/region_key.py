@@ -21,6 +21,7 @@ from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile._torch.tensors import is_wrapper, tree_leaves
 from fsdp_compile.comm import groups
 from fsdp_compile.ir.graph import Record
+from fsdp_compile.layout.hosts import ranks_per_host
 from fsdp_compile.layout.spec import UnshardSpec, Update, parse
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
@@ -62,7 +63,7 @@ def region_key(
         chosen,
         whole,
         [(alias, groups.rank_store(alias) is not None) for alias in aliases if alias],
-        _device(),
+        _hardware(),
     )
     return "\n".join(map(repr, parts))
 
@@ -90,9 +91,10 @@ def _reads(gm: fx.GraphModule) -> Iterator[UnshardSpec]:
                 yield parse(next(value for value in node.args if isinstance(value, str)))
 
 
-def _device() -> tuple[str, int]:
-    """What plans of unnamed hardware depend on."""
-    return (torch.cuda.get_device_name(), torch.cuda.device_count()) if torch.cuda.is_available() else ("", 0)
+def _hardware() -> tuple[str, int | None, str]:
+    """What plans of unnamed hardware depend on: the device, the ranks of a host, and how float32 is multiplied."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return name, ranks_per_host(), torch.backends.cuda.matmul.fp32_precision
 
 
 @functools.cache

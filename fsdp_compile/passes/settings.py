@@ -51,7 +51,7 @@ def _bucket_mb(step: StepGraph, options: FSDPOptions) -> float:
     if counts_units or options.memory_budget_gb is not None or not specs:
         return 0.0
     largest = max((each for spec in specs for each in (spec.shard_ranks, spec.replicate_ranks)), key=lambda r: r.size)
-    return worth_joining_bytes(options.hardware or hardware_of(step), largest) / 1e6
+    return worth_joining_bytes(options.planned_for or hardware_of(step), largest) / 1e6
 
 
 def limits_of(phase: Phase, options: FSDPOptions) -> Limits:

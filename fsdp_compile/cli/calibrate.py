@@ -1,0 +1,82 @@
+"""`fsdp-compile calibrate`: measures the cluster that it runs on, for the plans of later jobs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement
+
+if TYPE_CHECKING:
+    from fsdp_compile.cost.calibrated import Calibration
+
+NAME = "calibrate"
+ABOUT = "Measure collectives, matmuls and copies of this cluster into a file, for options={'hardware': FILE}."
+
+_HOW = "below torchrun on all ranks of a job, or alone for what one device reaches"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the file is written, and how long it may take."""
+    parser.description = f"{ABOUT} It runs {_HOW}."
+    parser.add_argument(
+        "--out", type=Path, default=Path("hardware.json"), metavar="FILE", help="on each host (default: hardware.json)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=[kind.value for kind in DeviceKind],
+        default=DeviceKind.AUTO.value,
+        help="cpu uses gloo, cuda uses NCCL (default: cuda where every local rank has a GPU)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="X", help="about how long to measure (default: 60)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, and writes the file on each host.
+
+    Raises:
+        ConfigError: If the file cannot be written, or there are fewer devices than ranks.
+    """
+    if not arguments.seconds > 0:
+        raise ConfigError(f"nothing is measured in {arguments.seconds} s", where="--seconds", instead="60")
+    if not arguments.out.parent.is_dir():
+        raise ConfigError(f"there is no folder {arguments.out.parent}", where="--out", instead="one that exists")
+    placement = Placement.find(None)
+    alone = not placement.joins
+    kind = DeviceKind(arguments.device).resolve(1 if alone else placement.local_ranks)
+    # Whatever is refused above is refused without measuring.
+    import torch
+
+    from fsdp_compile.calibrate.run import calibrate, save
+    from fsdp_compile.training.world import join_world
+
+    if alone:
+        found = calibrate(torch.device(kind.value), arguments.seconds)
+        save(found, arguments.out)
+    else:
+        with join_world(kind, max(TIMEOUT_S, 2 * arguments.seconds)) as world:
+            found = calibrate(world.device, arguments.seconds)
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                save(found, arguments.out)
+            if not world.is_first:
+                return 0
+    print(_summary(found, arguments.out), end="")
+    return 0
+
+
+def _summary(found: Calibration, path: Path) -> str:
+    """What was measured, a line each."""
+    lines = [f"{found.cluster}", f"copies {found.memory_bytes_per_s / 1e9:.4g} GB/s"]
+    lines += [f"matmuls of {dtype} {rate / 1e12:.4g} TFLOP/s" for dtype, rate in found.matmul.items()]
+    for table in found.collectives:
+        (_, least_us), *_, (sent, most_us) = table.points
+        lines.append(
+            f"{table.kind} over {table.ranks} ranks, {table.on_one_host} on one host: {least_us:.0f} us, "
+            f"{sent / most_us / 1e3:.4g} GB/s of {sent / 1e6:.4g} MB sent"
+        )
+    return "\n".join([*lines, f'wrote {path}: options={{"hardware": "{path}"}}']) + "\n"
