@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from operator import getitem
 
 import pytest
 import torch
 
-from fsdp_compile.cost.compute import node_costs
+from fsdp_compile.cost.compute import node_costs, node_work
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import hardware
 from tests.cost.graphs import Sketch
@@ -72,6 +73,24 @@ def test_a_causal_kernel_does_half_the_attention() -> None:
         both = s.call(op, q, k, v, 0.0, causal)
         flops.append(node_costs(s.done(both).graph, HARDWARE, plan_kernels(s.graph, Fusion.NONE))[both].flops)
     assert flops == [2 * 2 * 8 * 512 * 512 * 64, 2 * 8 * 512 * 512 * 64]
+
+
+def test_matmuls_are_of_the_dtype_of_their_factors() -> None:
+    """Scales of 8-bit factors, and the logarithms that attention saves, are wider and come last."""
+    s = Sketch()
+    a, b = (s.input(name, 64, 64, dtype=torch.float8_e4m3fn) for name in "ab")
+    scales = [s.input(name, 1) for name in ("scale_a", "scale_b")]
+    eight = s.call(aten._scaled_mm.default, a, s.call(aten.t.default, b), *scales, None, None, torch.bfloat16)
+    causal = True
+    q, k, v = (s.input(name, 1, 8, 64, 64, dtype=torch.bfloat16) for name in "qkv")
+    both = s.call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v)
+    out, logarithms = (s.call(getitem, both, index) for index in range(2))
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    grads = s.call(backward, out, q, k, v, out, logarithms, 0.0, causal)
+    work = node_work(s.done(grads).graph, plan_kernels(s.graph, Fusion.NONE))
+    assert work[eight].dtype is torch.float8_e4m3fn
+    assert work[eight].flops == 2 * 64**3
+    assert work[grads].dtype is torch.bfloat16
 
 
 def test_an_unknown_dtype_takes_the_slowest_rate() -> None:

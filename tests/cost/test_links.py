@@ -103,18 +103,18 @@ def test_devices_are_known_by_what_cuda_calls_them(reported: str, name: str) -> 
     assert device_reported_as(reported).name == name
 
 
-def test_float32_matmuls_take_tf32_where_torch_may_round_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_matmuls_take_tf32_where_torch_may_round_to_it() -> None:
     device = DEVICES["h100-sxm"]
-    before = torch.backends.cuda.matmul.fp32_precision
+    before = torch.get_float32_matmul_precision()
     try:
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision("highest")
         assert device.flops_per_s(torch.float32) == pytest.approx(0.7 * 66.9e12)
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.set_float32_matmul_precision("high")
         assert device.flops_per_s(torch.float32) == pytest.approx(0.7 * 494.7e12)
         assert device.flops_per_s(torch.float64) == pytest.approx(0.7 * 66.9e12)
         assert DEVICES["cpu"].flops_per_s(torch.float32) == pytest.approx(0.7 * 0.1e12)
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        torch.set_float32_matmul_precision(before)
 
 
 def test_8_bit_matmuls_take_twice_the_rate_of_16_bit_ones() -> None:

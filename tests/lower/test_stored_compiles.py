@@ -112,6 +112,36 @@ def test_another_version_of_this_package_compiles(tmp_path: Path, monkeypatch: p
         assert _step()[0] == "compiled"
 
 
+def test_plans_of_unnamed_hardware_depend_on_hosts_and_float32_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_float32_matmul_precision()
+    found = []
+    try:
+        for precision, local in (("highest", "1"), ("high", "1"), ("high", "2"), ("highest", "1")):
+            torch.set_float32_matmul_precision(precision)
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+            found.append(region_key._hardware())
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(set(found)) == 3
+    assert found[0] == found[3]
+
+
+@pytest.mark.long
+def test_other_hosts_or_float32_matmuls_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    before = torch.get_float32_matmul_precision()
+    with fake_world(2), _new_folder(tmp_path / "cache"):
+        _step()
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+        assert _step()[0] == "compiled"
+        torch.set_float32_matmul_precision("high")
+        try:
+            assert _step()[0] == "compiled"
+        finally:
+            torch.set_float32_matmul_precision(before)
+        assert _step()[0] == "loaded"
+
+
 def test_another_number_of_ranks_compiles(tmp_path: Path) -> None:
     with _new_folder(tmp_path / "cache"):
         with fake_world(2):
