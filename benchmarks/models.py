@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -98,6 +98,12 @@ def llama(size: LlamaSize, *, device: str = "cpu", dtype: torch.dtype = torch.fl
     tokens = torch.randint(size.vocabulary, (size.batch, size.tokens), generator=generator).to(device)
     keywords = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     return Task(make, LlamaDecoderLayer, lambda model: model(**keywords), lambda out: out.loss, ((), keywords))
+
+
+def llama_3_8b() -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
+    """For `fsdp-compile explain benchmarks.models:llama_3_8b`: one sequence of 8192, on meta."""
+    task = llama(LLAMA_3_8B, device="meta")
+    return (task.make(), *task.inputs)
 
 
 class TinyLayer(nn.Module):
