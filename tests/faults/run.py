@@ -20,8 +20,8 @@ from tests.training.command import DRIVER, ROOT, TEXT, TINY
 TIMEOUT_S = 10.0
 """Of all groups: ranks that a busy machine starts seconds apart wait for each other as long."""
 ENDS_WITHIN_S = TIMEOUT_S + 5
-LAST_LINES = 60
-"""Of a launcher: a traceback may be among them."""
+_LAST_LINES = 60
+"""Of `fsdp-compile train`: a traceback may be among them."""
 _ALLOWED_S = 150.0
 """Torch's own timeout is 30 minutes; starting the program, which a busy machine takes its time for, is included."""
 _GONE_WITHIN_S = 1.0
@@ -102,8 +102,13 @@ def _run_launcher(fault: Fault, arguments: Sequence[str], folder: Path, **enviro
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
     text = output.read_text()
-    said = "\n".join(text.splitlines()[-LAST_LINES:])
-    return _outcome(fault, text, said, None if left else ended, failed=launcher.returncode > 0)
+    return _outcome(fault, text, _last_lines(text), None if left else ended, failed=launcher.returncode > 0)
+
+
+def _last_lines(text: str) -> str:
+    """What a launcher says at the end: of torchrun all that it says of the first failure, a long traceback maybe."""
+    _, is_of_torchrun, said = text.rpartition("Root Cause (first observed failure):")
+    return said if is_of_torchrun else "\n".join(text.splitlines()[-_LAST_LINES:])
 
 
 def _start(arguments: Sequence[str], output: Path, **environment: str) -> subprocess.Popen[bytes]:
