@@ -68,7 +68,7 @@ TRICKS = {
         "modules/classes.py",
         "runtime/replaced_params.py",
     },
-    r"(?<![\w.])gc\.": {"pipeline.py"},
+    r"(?<![\w.])gc\.": {"pipeline.py", "comm/failures.py"},
     r"_getframe": {"_torch/dynamo.py"},
     r"(?<![\w.])eval\(": {"_torch/dynamo.py"},
     r"\.f_locals": {"_torch/dynamo.py"},

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import ipaddress
+import os
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp_compile import fully_shard
 from fsdp_compile.comm.answering_store import AnsweringStore
 from fsdp_compile.comm.failures import _FAILED, failed_elsewhere
 from fsdp_compile.comm.rendezvous import Rendezvous
 from fsdp_compile.errors import FSDPCompileError, RankFailedError
+from tests.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_compile"
 EXECUTES = {
@@ -78,3 +87,51 @@ def test_what_a_stranger_writes_into_the_store_is_shown_and_not_executed(store: 
     assert not trap.exists()
     pickle.loads(pickle.dumps(_Trap(trap)))
     assert trap.exists(), "the trap works"
+
+
+_LISTENS = "0A"
+"""The state of a socket in the kernel's tables."""
+
+
+def _listening() -> set[str]:
+    """The addresses on which this process listens."""
+    found = set()
+    sockets = _sockets()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, of_socket = line.split()[:10]
+            if state == _LISTENS and of_socket in sockets:
+                found.add(_address(local.partition(":")[0]))
+    return found
+
+
+def _sockets() -> set[str]:
+    """The numbers of this process's sockets."""
+    found = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one of the listing itself
+            found.add(str(file.readlink()).removeprefix("socket:[").removesuffix("]"))
+    return found
+
+
+def _address(digits: str) -> str:
+    """The kernel writes words of 32 bits in the order of the machine."""
+    words = [bytes.fromhex(digits[i : i + 8]) for i in range(0, len(digits), 8)]
+    ordered = [word[::-1] for word in words] if sys.byteorder == "little" else words
+    return str(ipaddress.ip_address(b"".join(ordered)))
+
+
+def _trains_on_replicas() -> tuple[set[str], set[str]]:
+    """Where a rank listens, before and after a model was sharded that uses every kind of group."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    before = _listening()
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh, separate_reduce_group=True)
+    model(torch.ones(2, 8)).sum().backward()
+    return before, _listening()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc; tests listen on lo there")
+def test_ranks_listen_on_the_interface_that_was_asked_for_alone() -> None:
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    for before, after in run_ranks(_trains_on_replicas, world_size=4):
+        assert before == after == {"127.0.0.1"}

@@ -107,14 +107,20 @@ def resolve_group(name: str) -> dist.ProcessGroup | None:
 _SERIAL_GLOO = "fsdp_serial_gloo"
 
 
-def serial_gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+def serial_gloo_group(ranks: Sequence[int], timeout: timedelta, description: str) -> dist.ProcessGroup:
     """A second gloo group of some ranks whose collectives run one after the other, on one thread."""
     if _SERIAL_GLOO not in dist.Backend.backend_list:
         dist.Backend.register_backend(_SERIAL_GLOO, _make_serial_gloo, devices=["cpu"])
     # Gloo runs the collectives of a group on two threads, and with several in flight it corrupts its heap now and then
     # (`docs/versions.md`). The number of threads can only be set on the backend itself: `new_group` does not pass
     # options on to gloo. Collectives still overlap with computation.
-    made = dist.new_group(list(ranks), timeout=timeout, backend=f"cpu:{_SERIAL_GLOO}", use_local_synchronization=True)
+    made = dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend=f"cpu:{_SERIAL_GLOO}",
+        use_local_synchronization=True,
+        group_desc=description,
+    )
     assert isinstance(made, dist.ProcessGroup)
     return made
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import os
 import re
 import sys
 import time
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 
 from fsdp_compile._torch.distributed import default_store
 from fsdp_compile.comm.answering_store import AnsweringStore, pauses
+from fsdp_compile.comm.stopped_ranks import continue_stopped_ranks
 from fsdp_compile.errors import FSDPCompileError, RankFailedError
 
 _FAILED = "fsdp_compile/failed"
@@ -41,14 +45,41 @@ def tell_of_uncaught_errors() -> None:
 
     def told(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         before(kind, error, trace)
-        tell(error)
+        _report(error)
+        end_by(error)
 
     sys.excepthook = told
 
 
+def _report(error: BaseException) -> None:
+    """Leaves an error to torch's launcher, for its last lines, unless the program has done so (torch's `record`)."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None or Path(file).exists() or not dist.is_initialized():
+        return
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    with contextlib.suppress(OSError):  # a full disk: the error was printed
+        try:
+            raise error  # noqa: TRY301
+        except BaseException as raised:  # the report has the traceback of what is caught
+            ErrorHandler().record_exception(raised)
+
+
+def end_by(error: BaseException) -> None:
+    """What a rank does last that ends by an error: it tells all ranks of the world why, and then ends quickly."""
+    tell(error)
+    # Else the interpreter looks for cycles among all objects several times: more than a second of processor time,
+    # for which the launcher waits.
+    gc.freeze()
+
+
 def tell(error: BaseException) -> None:
     """Tells all ranks of the world that this one ends, and why; what was told first stays."""
-    if not dist.is_initialized() or _is_of_communication(error):  # that is another rank's failure
+    if not dist.is_initialized():
+        return
+    continue_stopped_ranks()
+    error = getattr(error, "inner_exception", error)  # Dynamo puts its own around those of backends
+    if _is_of_communication(error):  # that is another rank's failure
         return
     what = error.what if isinstance(error, RankFailedError) else f"rank {dist.get_rank()} failed: {_first_lines(error)}"
     with contextlib.suppress(RuntimeError):  # if the store fails, no rank can be told

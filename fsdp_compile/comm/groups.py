@@ -176,7 +176,7 @@ def _made_once(
     purpose: str,
     ranks: tuple[int, ...],
     timeout: timedelta,
-    make: Callable[[Sequence[int], timedelta], dist.ProcessGroup],
+    make: Callable[[Sequence[int], timedelta, str], dist.ProcessGroup],
 ) -> dist.ProcessGroup:
     """The group of some ranks for a purpose; they call this together if there is none in this world yet."""
     known = registry.made.get((purpose, ranks))
@@ -186,7 +186,7 @@ def _made_once(
         assert dist.group.WORLD is not None
         if _has_processes(dist.group.WORLD):
             RankStore.of_ranks(f"making {purpose}", ranks).rendezvous("make a process group").meet(0)
-        found = make(ranks, timeout)
+        found = make(ranks, timeout, f"fsdp_compile: {purpose}")
         registry.made[purpose, ranks] = weakref.ref(found)
     return found
 
@@ -196,8 +196,8 @@ def _is_alive(group: dist.ProcessGroup | None) -> bool:
     return group is not None and resolve_group(group.group_name) is group
 
 
-def _new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
-    made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+def _new_group(ranks: Sequence[int], timeout: timedelta, description: str) -> dist.ProcessGroup:
+    made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=description)
     assert isinstance(made, dist.ProcessGroup)
     return made
 

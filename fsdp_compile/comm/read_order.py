@@ -63,10 +63,7 @@ def _pairs(notes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _mismatch(ranks: tuple[int, ...], found: Difference) -> RankMismatchError:
-    first, second = found.first.splitlines(), found.second.splitlines()
-    pairs = enumerate(zip(first, second, strict=False))
-    number = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
-    mine, others = (lines[number] if number < len(lines) else "nothing more" for lines in (first, second))
+    number, mine, others = found.parting()
     return RankMismatchError(
         f"rank {ranks[0]} and rank {ranks[found.other]} gather or reduce different parameters in the same place of a "
         "step: what this step computed is a mixture of them, and no parameter was changed",

@@ -58,6 +58,14 @@ class Difference:
     other: int
     second: str
 
+    def parting(self) -> tuple[int, str, str]:
+        """The first line in which the texts differ: its number, from 0, and what it is in each, or "nothing more"."""
+        first, second = self.first.splitlines(), self.second.splitlines()
+        pairs = enumerate(zip(first, second, strict=False))
+        number = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+        mine, others = (lines[number] if number < len(lines) else "nothing more" for lines in (first, second))
+        return number, mine, others
+
 
 @dataclasses.dataclass(frozen=True)
 class Rendezvous:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.lower.failed_collective import waits_of
 from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs, note_grad_outputs
 from fsdp_compile.lower.wrappers import (
     Compiled,
@@ -34,6 +35,7 @@ class Surroundings:
 
     Attributes:
         units: Whose parameter groups it reads, as errors name them.
+        waits: What it waits for, as errors name it, by the names of its nodes, in its order.
         inputs: Of a forward: parameter groups that are checked where a compiled function enters it.
         noted: What ranks compare.
         grad_outputs: Of a backward: the gradients that it makes.
@@ -45,6 +47,7 @@ class Surroundings:
 
     phase: Phase
     units: str
+    waits: Mapping[str, str]
     inputs: tuple[FlatInput, ...]
     noted: tuple[Noted, ...]
     grad_outputs: tuple[GradOutput, ...]
@@ -67,6 +70,7 @@ class Surroundings:
         return Surroundings(
             phase=step.phase,
             units=units_of(step),
+            waits=waits_of(step.graph),
             inputs=tuple(flat_inputs(step)) if is_forward else (),
             noted=tuple(noted_order(step, digests)),
             grad_outputs=made,
@@ -89,5 +93,5 @@ class Surroundings:
         if self.tangents:
             compiled = refuse_batched_gradients(compiled, self.tangents)
         if self.noted:
-            compiled = note_order(compiled, self.noted, self.phase, self.units)
+            compiled = note_order(compiled, self.noted, self.phase, self.units, self.waits)
         return check_inputs(compiled, self.inputs) if self.inputs else compiled

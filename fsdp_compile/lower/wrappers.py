@@ -15,6 +15,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.lower.agreement import in_order
+from fsdp_compile.lower.failed_collective import failed_wait
 from fsdp_compile.modules.forward import in_forward
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.read_order import LARGEST_DIGEST, Done, compare_after_forward, in_graph, note_all
@@ -121,7 +122,9 @@ def _flats(step: StepGraph) -> list[tuple[int, Record]]:
     return [(i, require(node)) for i, node in placeholders if role_of(node) is Role.FLAT]
 
 
-def note_order(compiled: Compiled, noted: Sequence[Noted], phase: Phase, units: str) -> Compiled:
+def note_order(
+    compiled: Compiled, noted: Sequence[Noted], phase: Phase, units: str, waits: Mapping[str, str]
+) -> Compiled:
     """Wraps a compiled graph so that ranks compare for which parameter groups it communicates."""
     is_forward = phase is Phase.FORWARD
     doing = f"in a compiled {phase.value} of unit {units}"
@@ -134,7 +137,8 @@ def note_order(compiled: Compiled, noted: Sequence[Noted], phase: Phase, units: 
         try:
             result = compiled(args)
         except RuntimeError as error:
-            refuse_lost_ranks(error, doing)
+            waited = failed_wait(error, waits)
+            refuse_lost_ranks(error, doing if waited is None else f"waiting for {waited} {doing}")
             raise
         # A compiled function enters it without the model's own `__call__`, at whose end ranks compare.
         if is_forward and not in_forward():

@@ -23,6 +23,7 @@ from fsdp_compile.comm.exchange import all_reduce_max, wire_of
 from fsdp_compile.errors import RankMismatchError
 from fsdp_compile.runtime.module_state import ParamOwner
 from fsdp_compile.runtime.units import FSDPUnit, ModelState
+from fsdp_compile.sharding import same_settings
 from fsdp_compile.sharding.arguments import InitFrom
 
 _CHUNK = 2**20
@@ -79,6 +80,8 @@ class _Comparison:
 
     def run(self) -> None:
         """Compares; raises `RankMismatchError` on all ranks if two of them differ."""
+        if not self.initial and not self.buffers:
+            return
         held = {name: (m, attribute) for name, ref, attribute in self.buffers if (m := ref()) is not None}
         buffers = {name: hash_of(module._buffers.get(attribute)) for name, (module, attribute) in held.items()}
         hashes = {**{each.name: each.unchanged() for each in self.initial}, **buffers}
@@ -112,7 +115,7 @@ class InitialValues:
     def note(self, made: Iterable[FSDPUnit], model: ModelState) -> None:
         """Has the values compared before the first forward of the model, now that they are sharded."""
         made = list(made)
-        if not self.full and not self.buffers:
+        if self.mesh.size() == 1:
             return
         place = next((groups.rank_store(param.spec.group) for unit in made for param in unit.params), None)
         number = 0 if place is None else next(place.sharding_calls)
@@ -152,21 +155,15 @@ def compare(model: ModelState) -> None:
     """Compares what was hashed with the other ranks, once; all ranks of the mesh call it together.
 
     Raises:
-        RankMismatchError: On all ranks, if two of them were sharded with different values.
+        RankMismatchError: On all ranks, if two of them were sharded with different values, or in different ways.
+        RankFailedError: If a rank does not come, or fails meanwhile.
     """
     if model.before_first_forward:
-        _meet(model)
+        # Through the store, where this rank hears of one that fails in its first compile.
+        same_settings.compare(model)
     while model.before_first_forward:
         model.before_first_forward[0]()
         del model.before_first_forward[0]
-
-
-def _meet(model: ModelState) -> None:
-    """Waits for the other ranks through the store, where this rank hears of one that fails in its first compile."""
-    compared = [group.compared for unit in model.units for group in unit.param_groups if group.compared is not None]
-    places = [place for each in compared for place in (each.shard, each.replicate) if place is not None]
-    for place in dict.fromkeys(places):
-        place.rendezvous("begin its first forward").meet(f"first/{next(place.comparisons)}")
 
 
 def _saved_buffers(root: nn.Module, apart: set[nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fsdp_compile.comm.failures import explained, tell
+from fsdp_compile.comm.failures import end_by, explained
 from fsdp_compile.errors import (
     CheckpointError,
     ConfigError,
@@ -99,7 +99,7 @@ def _run_rank(job: Job) -> None:
             with explained("in training"):
                 train(world.from_first(_restarted(job)), world)
         except Exception as error:
-            tell(error)  # torch's launcher catches it
+            end_by(error)  # torch's launcher catches it
             raise
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from fsdp_compile import RankFailedError, RankMismatchError
 from fsdp_compile.comm import failures
 from fsdp_compile.comm.groups import RankStore
+from tests.fake_world import fake_world
 from tests.ranks import run_ranks
 
 LOST = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
@@ -35,6 +39,24 @@ def _told() -> str:
 def test_what_a_rank_has_told_is_said_by_those_that_wait() -> None:
     said, _ = run_ranks(_told, timeout_s=60)
     assert said.startswith("rank 1 failed: ValueError: a broken row\n  where: rank 0, gathering a.weight\n")
+
+
+class _OfDynamoError(Exception):
+    inner_exception = RankFailedError("rank 0 did not come")
+
+
+def _told_by_a_compile() -> str:
+    place = RankStore.of_ranks("a test", (0, 1))
+    if dist.get_rank() == 1:
+        failures.tell(_OfDynamoError())
+        return ""
+    with pytest.raises(RankFailedError) as waiting:
+        place.rendezvous("come").meet(0)
+    return waiting.value.what
+
+
+def test_a_failure_that_a_compile_has_met_is_told_as_it_is() -> None:
+    assert run_ranks(_told_by_a_compile, timeout_s=60)[0] == "rank 0 did not come"
 
 
 def _does_not_answer() -> str:
@@ -76,11 +98,30 @@ def test_other_errors_are_left_alone() -> None:
 
 
 def test_an_error_that_nothing_catches_is_printed_as_before() -> None:
-    with mock.patch.object(sys, "excepthook") as before:
+    with mock.patch.object(sys, "excepthook") as before, mock.patch.object(gc, "freeze") as freeze:
         failures.tell_of_uncaught_errors.__wrapped__()
         error = ValueError("no world was started")
         sys.excepthook(ValueError, error, None)
         before.assert_called_once_with(ValueError, error, None)
+        freeze.assert_called_once_with()  # the process then ends quickly
+
+
+def test_an_error_that_nothing_catches_is_left_for_the_lines_of_torchs_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setattr(failures, "end_by", lambda _error: None)
+    with mock.patch.object(sys, "excepthook"):
+        failures.tell_of_uncaught_errors.__wrapped__()
+        sys.excepthook(ValueError, ValueError("no world was started"), None)
+        assert not file.exists()
+        with fake_world(2):
+            sys.excepthook(ValueError, ValueError("a broken row"), None)
+            sys.excepthook(ValueError, ValueError("what followed"), None)
+    message = json.loads(file.read_text())["message"]
+    assert message["message"] == "ValueError: a broken row"
+    assert message["extraInfo"]["py_callstack"].rstrip().endswith("ValueError: a broken row")
 
 
 def test_collectives_of_gloo_say_what_is_looked_for() -> None:

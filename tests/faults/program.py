@@ -1,8 +1,8 @@
-"""A training program, one process for each rank and no launcher, in which rank 1 has a fault.
+"""A training program in which rank 1 has a fault, as torchrun starts it or one process for each rank without it.
 
     python program.py FAULT WAY TIMEOUT_S    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
 
-WAY is "compiled" or "uncompiled". It prints the time of the fault, and when and by what this rank has ended.
+WAY is "compiled" or "uncompiled". Each rank prints its process, and the time when it comes to the fault.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import fully_shard
 
 FAULT, WAY, TIMEOUT_S = (*sys.argv[1:4], "", "", "")[:3]
-OPTIONS: Any = {"lower": "eager"}
 LATER = 2
 """The step of faults that come when everything is compiled."""
 
@@ -37,6 +38,8 @@ def _has(fault: str) -> bool:
 def _do(when: str) -> None:
     if _has(f"raises {when}"):
         raise ValueError("a row of this rank's data is broken")
+    if _has(f"out of memory {when}"):
+        torch.empty(2**60, dtype=torch.uint8)
     if _has(f"killed {when}"):
         os.kill(os.getpid(), signal.SIGKILL)
     if _has(f"stopped {when}"):
@@ -44,15 +47,15 @@ def _do(when: str) -> None:
 
 
 class _Model(nn.Module):
-    """With an operator between its layers whose fake implementation may be broken."""
+    """With an operator behind its layers whose fake implementation may be broken."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
+    def forward(self, x: torch.Tensor, order: Iterable[int]) -> torch.Tensor:
+        for number in order:
+            x = torch.tanh(self.layers[number](x))
         return torch.ops.faults.same(x)
 
 
@@ -71,21 +74,38 @@ def _(x: torch.Tensor) -> torch.Tensor:
 torch.library.register_autograd("faults::same", lambda _, grad: grad)
 
 
+def _options() -> dict[str, Any]:
+    options: dict[str, Any] = {"lower": "eager"}
+    if _has("wrong option"):
+        options["prefetch"] = "nonsense"
+    if _has("too small a budget"):
+        options["memory_budget_gb"] = 1e-6
+    return options
+
+
+def _settings() -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if _has("other setting") else {}
+
+
 def _main() -> None:
+    print(f"process {os.getpid()}", flush=True)
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(TIMEOUT_S)))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = _Model()
-    options = {**OPTIONS, "prefetch": "nonsense"} if _has("wrong option") else OPTIONS
+    options = _options()
     _do("first")
-    run = torch.compile(model, backend="fsdp", options=options) if WAY == "compiled" else fully_shard(model)
+    fully_shard(model, **_settings())
+    run = torch.compile(model, backend="fsdp", options=options) if WAY == "compiled" else model
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(4):
         if step == LATER:
             if _has("leaves a step out"):
                 continue
             _do("later")
-        run(torch.ones(2, 8)).sum().backward()
+        when = "first" if step == 0 else "later"
+        other = step in (0, LATER) and _has(f"other order {when}")
+        run(torch.ones(2, 8), (1, 0, 2) if other else (0, 1, 2)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 

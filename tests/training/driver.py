@@ -7,12 +7,16 @@ Ranks are spawned, so each imports this file before it trains and has the same t
     FULL_AT=3       the disk of rank 1 is full from step 3 on
     KILL_AT=3       rank 1 is killed in step 3
     STOP_AT=3       rank 1 is stopped in step 3
+    NAN_AT=3        a parameter of rank 1 is not a number from step 3 on
     TROUBLES=2      all this also after the first restart, and not only before it
+
+Each rank prints its process, and the time when it comes to the trouble.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import signal
 import sys
@@ -27,6 +31,7 @@ from fsdp_compile.training.trainer import StepResult, Trainer
 PAUSE_AT = int(os.environ.get("PAUSE_AT", "0"))
 FAIL_AT = int(os.environ.get("FAIL_AT", "0"))
 FULL_AT = int(os.environ.get("FULL_AT", "0"))
+NAN_AT = int(os.environ.get("NAN_AT", "0"))
 SIGNALS = {int(os.environ.get("KILL_AT", "0")): signal.SIGKILL, int(os.environ.get("STOP_AT", "0")): signal.SIGSTOP}
 
 torch.compile = functools.partial(torch.compile, options={"lower": "eager"})
@@ -42,10 +47,15 @@ def _troubled_step(self: Trainer, step: int) -> StepResult:
         if self.world.rank == 0:  # which writes the metrics: another rank may be in this step before they are written
             print("paused", flush=True)
         time.sleep(600)
+    if step in (FAIL_AT, FULL_AT, NAN_AT, *SIGNALS):
+        print(f"process {os.getpid()}\nfault at {time.time()}", flush=True)
     if step == FAIL_AT and self.world.rank == 1:
         raise RuntimeError("trouble on demand")
     if step in SIGNALS and self.world.rank == 1:
         os.kill(os.getpid(), SIGNALS[step])
+    if step == NAN_AT and self.world.rank == 1:
+        with torch.no_grad():
+            next(self.model.parameters()).fill_(math.nan)
     if step == FULL_AT:
         Path.mkdir = _mkdir_on_a_full_disk  # type: ignore[method-assign]
     return _step(self, step)

@@ -1,0 +1,91 @@
+"""The faults of docs/faults.md that end a job: how each is made, and what must be said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+
+
+class Start(StrEnum):
+    """How the ranks are started."""
+
+    ALONE = "without a launcher"
+    TORCHRUN = "torchrun"
+    COMMAND = "fsdp-compile train"
+
+
+class Way(StrEnum):
+    """How the model runs; `fsdp-compile train` always compiles."""
+
+    COMPILED = "compiled"
+    UNCOMPILED = "uncompiled"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault of rank 1 of two.
+
+    Attributes:
+        name: That of `program.py`, or the variable of `tests/training/driver.py`.
+        start: How the ranks are started.
+        told: A pattern of what the other rank says, or the last lines of the launcher.
+        own: A pattern of what the last lines of the launcher may say as well, if they are of rank 1.
+        stays: Whether rank 1 is stopped, so that nothing but a launcher ends it.
+    """
+
+    name: str
+    way: Way
+    start: Start
+    told: str
+    own: str | None = None
+    stays: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.way}, {self.start}"
+
+
+_ROW = "ValueError: a row of this rank's data is broken"
+_MEMORY = r"RuntimeError: (?s:.)*can't allocate memory"
+_GONE = r"rank 1 (does not answer|did not (make a process group|begin its first forward|come) within 10 s)"
+_BOTH: dict[str, tuple[str, str | None]] = {
+    "raises first": (f"rank 1 failed: {_ROW}", _ROW),
+    "raises later": (f"rank 1 failed: {_ROW}", _ROW),
+    "out of memory first": (f"rank 1 failed: {_MEMORY}", _MEMORY),
+    "out of memory later": (f"rank 1 failed: {_MEMORY}", _MEMORY),
+    "killed first": (_GONE, r"Signal 9 \(SIGKILL\)"),
+    "killed later": (_GONE, r"Signal 9 \(SIGKILL\)"),
+    "stopped first": (_GONE, None),
+    "stopped later": (_GONE, None),
+    "other setting": (r"rank 0 and rank 1 shard a model differently(?s:.)*torch\.bfloat16\] on rank 1", None),
+}
+_COMPILED: dict[str, tuple[str, str | None]] = {
+    "wrong option": (r"rank 1 failed: (fsdp_compile\.errors\.)?ConfigError: (?s:.)*prefetch", "prefetch"),
+    "broken fake": (r"rank 1 failed: (?s:.)*this fake implementation is broken", "this fake implementation is broken"),
+    "too small a budget": (r"rank 1 refused to compile: (?s:.)*budget", "budget"),
+    "other order first": (r"rank 0 and rank 1 compile different collectives(?s:.)*layers\.", None),
+    "other order later": (r"rank 0 did not compile its next collectives within 10 s", None),
+    "leaves a step out": (r"rank 1 (does not answer|did not)", None),
+}
+_UNCOMPILED: dict[str, tuple[str, str | None]] = {
+    "other order later": (r"rank 0 and rank 1 gather or reduce different parameters(?s:.)*layers\.1\.", None),
+}
+_COMMAND: dict[str, tuple[str, str | None]] = {
+    "FAIL_AT": (r"rank 1 failed(?s:.)*RuntimeError: trouble on demand", None),
+    "KILL_AT": ("rank 1 was ended by SIGKILL", None),
+    "STOP_AT": ("rank 1 does not answer", None),
+    "FULL_AT": (r"CheckpointError: rank 1 cannot write a checkpoint: .*No space left on device", None),
+    "NAN_AT": (r"rank 0 is nan", None),
+}
+
+
+def _faults(said: dict[str, tuple[str, str | None]], way: Way, start: Start) -> list[Fault]:
+    return [Fault(name, way, start, told, own, stays=name.startswith("stopped")) for name, (told, own) in said.items()]
+
+
+FAULTS = [
+    *_faults(_BOTH | _COMPILED, Way.COMPILED, Start.ALONE),
+    *_faults(_BOTH | _UNCOMPILED, Way.UNCOMPILED, Start.ALONE),
+    *_faults(_BOTH | _COMPILED, Way.COMPILED, Start.TORCHRUN),
+    *_faults(_BOTH | _UNCOMPILED, Way.UNCOMPILED, Start.TORCHRUN),
+    *_faults(_COMMAND, Way.COMPILED, Start.COMMAND),
+]
