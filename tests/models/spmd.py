@@ -1,4 +1,4 @@
-"""A small model that is written for a whole mesh: its parameters and what it computes with are DTensors over all of it."""
+"""A small model that is written for a whole mesh: all that it computes with are DTensors over all of it."""
 
 from __future__ import annotations
 
