@@ -23,12 +23,13 @@ class FeedForward(nn.Module):
 
 
 class Spmd(nn.Module):
-    """Rows to the mean of the squares of its outputs; makes the DTensor of this rank's rows by itself."""
+    """Makes the DTensor of this rank's rows by itself, if it is not given one."""
 
     def __init__(self, layers: int = 2, hidden: int = 12) -> None:
         super().__init__()
         self.layers = nn.ModuleList(FeedForward(hidden) for _ in range(layers))
         self.mesh: DeviceMesh | None = None
+        self.names: tuple[str, ...] = ()
         self.rows_over: tuple[str, ...] = ()
 
     def spread(self, mesh: DeviceMesh, tensor_parallel: str | None, rows_over: tuple[str, ...]) -> Spmd:
@@ -43,14 +44,13 @@ class Spmd(nn.Module):
                 module, attribute = layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
                 whole = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
                 setattr(module, attribute, nn.Parameter(whole))
-        self.mesh, self.rows_over = mesh, rows_over
+        self.mesh, self.names, self.rows_over = mesh, names, rows_over
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        placements = [Shard(0) if name in self.rows_over else Replicate() for name in self.names]
         if self.mesh is not None and not isinstance(x, DTensor):
-            assert self.mesh.mesh_dim_names is not None
-            placements = [Shard(0) if name in self.rows_over else Replicate() for name in self.mesh.mesh_dim_names]
             x = DTensor.from_local(x, self.mesh, placements, run_check=False)
         for layer in self.layers:
             x = layer(x)
-        return x
+        return x.redistribute(self.mesh, placements) if isinstance(x, DTensor) else x
