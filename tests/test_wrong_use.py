@@ -164,7 +164,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "reshard-zero": ({"reshard_after_forward": 0}, "reshard_after_forward=0", "reshard_after_forward=", "1, 2, 4"),
     "reshard-text": ({"reshard_after_forward": "no"}, "reshard_after_forward='no'", "reshard_after_forward=", "True"),
     "no-precision": ({"mp_policy": torch.bfloat16}, "mp_policy is a dtype", "mp_policy=", "MixedPrecisionPolicy"),
-    "mesh-dims": ({"dp_mesh_dims": "fsdp"}, "DTensors already", "dp_mesh_dims=", "dp_replicate"),
+    "mesh-dims": ({"dp_mesh_dims": "fsdp"}, "no DataParallelMeshDims", "dp_mesh_dims=", "shard="),
     "placement": ({"shard_placement_fn": lambda _: Replicate()}, "Replicate()", "scale", "Shard(dim)"),
     "placement-dim": ({"shard_placement_fn": lambda _: Shard(5)}, "Shard(dim=5)", "weight", "Shard(0)"),
     "mesh": ({"mesh": "cuda"}, "mesh is a str", "mesh=", "init_device_mesh"),

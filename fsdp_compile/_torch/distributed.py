@@ -41,6 +41,11 @@ def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
         raise ValueError(str(error)) from error
 
 
+def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The 1-D mesh of all ranks of a mesh with names, made once; its name is theirs, joined by underscores."""
+    return mesh._flatten()
+
+
 def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """The largest number of all ranks of a group at each place; they call this together, and wait for each other.
 

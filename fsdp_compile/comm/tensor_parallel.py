@@ -63,23 +63,35 @@ class TensorParallel:
                 'parallelize_module(model, mesh["tp"], ...), then fully_shard(model, mesh=mesh["dp"]); or list it in '
                 "ignored_params, then it is neither sharded nor averaged",
             ) from error
+        cls.refuse_layout(name, parameter)
+        if own.ndim > _MOST_DIMENSIONS:
+            raise UnsupportedModelError(
+                f"a parameter is a DTensor over {_described(own)}, which has more than {_MOST_DIMENSIONS} dimensions",
+                where=name,
+                instead="at most two dimensions besides those of sharding; or list it in ignored_params, then it is "
+                "neither sharded nor averaged",
+            )
+        local = local_tensor(parameter)
+        return cls(own, tuple(parameter.placements), parameter.shape, parameter.stride(), local.shape)
+
+    @staticmethod
+    def refuse_layout(name: str, parameter: DTensor) -> None:
+        """Raises `UnsupportedModelError` for a DTensor whose parts cannot be divided further."""
         odd = [p for p in parameter.placements if type(p) not in (Shard, Replicate)]
-        if odd or own.ndim > _MOST_DIMENSIONS:
+        if odd:
             raise UnsupportedModelError(
                 f"a parameter is a DTensor with placements {tuple(parameter.placements)}"
                 + (", a sum that was not made yet" if any(isinstance(p, Partial) for p in odd) else ""),
                 where=name,
-                instead="Shard and Replicate, over at most two dimensions (parameter.redistribute(placements=...)); or "
-                "list it in ignored_params, then it is neither sharded nor averaged",
+                instead="Shard and Replicate (parameter.redistribute(placements=...)); or list it in ignored_params, "
+                "then it is neither sharded nor averaged",
             )
-        local = local_tensor(parameter)
-        if not (local.is_contiguous() and parameter.is_contiguous()):
+        if not (local_tensor(parameter).is_contiguous() and parameter.is_contiguous()):
             raise UnsupportedModelError(
                 f"a parameter is a DTensor that is not contiguous, with strides {parameter.stride()}",
                 where=name,
                 instead="distribute_tensor(value.contiguous(), mesh, placements)",
             )
-        return cls(own, tuple(parameter.placements), parameter.shape, parameter.stride(), local.shape)
 
     @classmethod
     def of_sharded(cls, parameter: DTensor, data_parallel: DeviceMesh) -> TensorParallel | None:
@@ -94,6 +106,10 @@ class TensorParallel:
     def is_of(self, parameter: DTensor) -> bool:
         """Whether a DTensor is laid out like this."""
         return parameter.device_mesh == self.mesh and tuple(parameter.placements) == self.placements
+
+    def is_sharded(self, parameter: DTensor) -> bool:
+        """Whether a DTensor in the parameter's place is sharded, and not split over the parameter's own mesh alone."""
+        return parameter.device_mesh.ndim > self.mesh.ndim
 
     def refuse_other_layout(self, name: str, parameter: DTensor) -> None:
         """Raises `ConfigError` for a DTensor in the parameter's place that is laid out in another way."""

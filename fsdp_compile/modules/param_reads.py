@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
+from fsdp_compile.comm.spmd_params import SpmdParam
 from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.modules.attributes import PARAM_ATTRIBUTES, with_attributes
@@ -127,7 +128,7 @@ def _gather(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
             return local
         return getattr(module, TENSOR_PARALLEL)[name].gathered(local)
 
-    for function in (gather_dtensor, TensorParallel.gathered):
+    for function in (gather_dtensor, TensorParallel.gathered, SpmdParam.gathered):
         skip_code(function.__code__)
     return gather_dtensor
 

@@ -109,7 +109,7 @@ def reference_side(experiment: Experiment, unit_names: list[str]) -> Side | None
 
 def unit_names(model: nn.Module) -> list[str]:
     """Module paths of the units of a sharded model, deepest first, without the root's."""
-    names = [unit.name for unit in units(model) if unit.name]
+    names = dict.fromkeys(unit.name for unit in units(model) if unit.name)
     return sorted(names, key=lambda name: -name.count("."))
 
 

@@ -284,6 +284,7 @@ class FSDPUnit:
         sharded_by_backend: Whether a compile made it, with the options of that compile.
         compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
         number: Of the units that its ranks have sharded over their group, the same on all of them.
+        number_in_call: 1, or another one for each further mesh of the parameters of one call.
     """
 
     root_ref: weakref.ref[nn.Module]
@@ -303,6 +304,7 @@ class FSDPUnit:
     root_names: tuple[str, ...] = ()
     compiled_regions: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
     number: int | None = None
+    number_in_call: int = 1
 
     def prefetched(self, field: Literal["forward_prefetch", "backward_prefetch"]) -> Iterator[FSDPUnit]:
         """The units of one of these two fields that are not deleted."""
@@ -345,8 +347,7 @@ class FSDPUnit:
         """How far its gradients are reduced now."""
         if not self.comm_settings.reduce_gradients:
             return GradPlacement.UNREDUCED
-        has_replicas = self.policy.mesh.ndim == 2 and self.policy.mesh.size(0) > 1
-        if has_replicas and not self.comm_settings.all_reduce:
+        if self.policy.mesh.ndim == 2 and self.policy.mesh.size(0) > 1 and not self.comm_settings.all_reduce:
             return GradPlacement.REDUCE_SCATTERED
         return GradPlacement.REDUCED
 
@@ -362,9 +363,8 @@ class FSDPUnit:
         """Whether unsharded parameters outlive backward."""
         # As FSDP1's ZeRO-2 between microbatches: no update follows a backward that does not reduce.
         keeps_for_backward = self.policy.mesh_placement.reshard is Reshard.AFTER_BACKWARD
-        return not self.comm_settings.reshard_after_backward or (
-            keeps_for_backward and self.grad_placement is GradPlacement.UNREDUCED
-        )
+        is_unreduced = self.grad_placement is GradPlacement.UNREDUCED
+        return not self.comm_settings.reshard_after_backward or (keeps_for_backward and is_unreduced)
 
     @property
     def params(self) -> Iterator[FSDPParam]:
@@ -373,8 +373,8 @@ class FSDPUnit:
 
     @property
     def title(self) -> str:
-        """Name for messages: never empty."""
-        return self.name or "(root)"
+        """Name for messages: never empty, and of no other unit of the model."""
+        return (self.name or "(root)") + (f"#{self.number_in_call}" if self.number_in_call > 1 else "")
 
     def parameter_name(self, param: FSDPParam) -> str:
         """Fully qualified name of a parameter in the outermost sharded module."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd, move_hooks
 from fsdp_compile._torch.tensors import is_wrapper, local_tensor, new_dtensor, set_local_tensor
@@ -29,7 +29,6 @@ from fsdp_compile.runtime.reduce_group import reduce_alias
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, UnitPolicy, titles
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from fsdp_compile.sharding import check_params, gather_extensions
-from fsdp_compile.sharding.arguments import PlacementFn
 
 
 @dataclasses.dataclass
@@ -306,7 +305,7 @@ def _is_sharded(parameter: nn.Parameter, tensor_parallel: TensorParallel | None)
     """Whether a parameter is a DTensor that is sharded, not one that is split over its tensor-parallel mesh alone."""
     if not isinstance(parameter, DTensor):
         return False
-    return tensor_parallel is None or parameter.device_mesh.ndim > tensor_parallel.mesh.ndim
+    return tensor_parallel is None or tensor_parallel.is_sharded(parameter)
 
 
 def _layout(param: FSDPParam, policy: UnitPolicy) -> tuple[DeviceMesh, tuple[Placement, ...]]:
@@ -349,47 +348,3 @@ def _sharded_parameter(
     move_hooks(full, sharded)  # before it is frozen: a frozen tensor takes no hooks, but keeps those it has
     sharded.requires_grad_(full.requires_grad)
     return sharded
-
-
-def shard_dim(
-    name: str, parameter: nn.Parameter, size: int, placement: PlacementFn | None, shape: torch.Size | None = None
-) -> int | None:
-    """The dimension on which a parameter is sharded.
-
-    Args:
-        name: Of the parameter, for errors.
-        parameter: What `placement` is asked about.
-        size: Ranks in the shard group.
-        placement: The user's choice.
-        shape: Of what is divided, if that is a part of the parameter.
-
-    Raises:
-        ConfigError: If `shard_placement_fn` returns no `Shard`, or names a dimension that does not exist, or one other
-            than 0 that the group does not divide.
-    """
-    if parameter.dim() == 0:
-        return None
-    chosen = placement(parameter) if placement is not None else None
-    if chosen is None:
-        return 0
-    where = f"shard_placement_fn, parameter {name} of shape {tuple(parameter.shape)}"
-    if hasattr(chosen, "mesh_info"):
-        raise ConfigError(
-            "it returned a ShardPlacementResult, and the parameters of one call are on one mesh",
-            where=where,
-            instead="fully_shard(module, mesh=...) of the module whose parameters are on another mesh (the experts, "
-            "say), before the call on the module that contains it",
-        )
-    if not isinstance(chosen, Shard):
-        raise ConfigError(f"it returned {chosen!r}", where=where, instead="Shard(dim), or None for Shard(0)")
-    dim = chosen.dim + parameter.dim() if chosen.dim < 0 else chosen.dim
-    if not 0 <= dim < parameter.dim():
-        raise ConfigError(f"{chosen!r} names a dimension that does not exist", where=where, instead="Shard(0)")
-    divided = (parameter.shape if shape is None else shape)[dim]
-    if dim > 0 and divided % size:
-        raise ConfigError(
-            f"dimension {dim} of size {divided} does not divide over {size} ranks",
-            where=where,
-            instead="Shard(0), which pads, or a dimension that divides",
-        )
-    return dim

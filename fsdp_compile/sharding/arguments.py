@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.tensor import Shard
 
 from fsdp_compile.comm.mesh import mesh_placement, with_reshard
 from fsdp_compile.config.policy import (
@@ -29,9 +28,9 @@ from fsdp_compile.runtime.group_state import ReduceGroup, UnitPolicy
 from fsdp_compile.sharding import checks, devices
 from fsdp_compile.sharding.checks import Ignored, refuse_reshard
 from fsdp_compile.sharding.devices import Device
+from fsdp_compile.sharding.shard_placement import PlacementFn
 
 InitFn = Callable[[nn.Module], object]
-PlacementFn = Callable[[nn.Parameter], Shard | None]
 
 
 class InitFrom(enum.Enum):
@@ -71,6 +70,7 @@ class UnitArguments:
     Attributes:
         strategy: FSDP1's name.
         device_type: Of a mesh that has to be made.
+        dp_mesh_dims: Which dimensions of `mesh` are data-parallel, if it is a larger one.
     """
 
     strategy: ShardingStrategy | None
@@ -79,6 +79,7 @@ class UnitArguments:
     precision: MixedPrecision
     device_type: str
     offload: Offload | None
+    dp_mesh_dims: object = None
 
     def policy(self) -> UnitPolicy:
         """The policy of a unit without overrides; raises `ConfigError` if arguments contradict each other."""
@@ -87,6 +88,7 @@ class UnitArguments:
             self.mesh,
             reshard_after_forward=self.reshard_after_forward,
             device_type=self.device_type,
+            dp_mesh_dims=self.dp_mesh_dims,
         )
         return UnitPolicy(placement, self.precision, self.offload)
 
@@ -109,6 +111,12 @@ class UnitArguments:
         refuse_reshard(kept)
         # Either takes the place of all that the call says about resharding after forward.
         if "sharding_strategy" in overrides or "mesh" in overrides:
+            if self.dp_mesh_dims is not None:
+                raise ConfigError(
+                    "the wrap policy returned other ranks for a unit, and dp_mesh_dims has named those of all units",
+                    where="auto_wrap_policy, fully_shard(dp_mesh_dims=...)",
+                    instead="one of the two, or a call of fully_shard for that module",
+                )
             strategy, mesh = overrides.get("sharding_strategy", self.strategy), overrides.get("mesh", self.mesh)
             placement = mesh_placement(strategy, mesh, reshard_after_forward=kept, device_type=self.device_type)
             return UnitPolicy(placement, precision, self.offload)
@@ -128,6 +136,7 @@ class UnitChoices:
     reshard_after_forward: bool | int | Literal["auto"] | None
     mp_policy: AnyPrecisionPolicy
     offload_policy: AnyOffloadPolicy
+    dp_mesh_dims: object = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +148,7 @@ class Arguments:
         modules: The modules of the call, none in another one of them.
         is_list: Whether the call is on a list of modules, which become one unit.
         device: Where shards and buffers go that are on the CPU or on meta; `None` leaves them.
-        placement: Which dimension of a parameter is sharded.
+        placement: Which dimension of a parameter is sharded, and over which mesh.
         wrap_policy: Which modules become units; `None` for the automatic split.
         init_fn: Initializes what is on meta.
     """
@@ -185,7 +194,13 @@ class Arguments:
         checks.refuse_gradients(module, ignored.ids)
         kind = devices.kind_of(module, device_id, offload)
         unit = UnitArguments(
-            choices.sharding_strategy, choices.mesh, choices.reshard_after_forward, precision, kind, offload
+            choices.sharding_strategy,
+            choices.mesh,
+            choices.reshard_after_forward,
+            precision,
+            kind,
+            offload,
+            choices.dp_mesh_dims,
         )
         policy = unit.policy()
         device = devices.chosen(policy.mesh, device_id)

@@ -84,17 +84,6 @@ def roots_of(target: object) -> tuple[nn.Module, ...]:
     return tuple(module for module in listed if module not in inside)
 
 
-def refuse_mesh_dims(dp_mesh_dims: object) -> None:
-    """Raises `ConfigError` for FSDP2's `dp_mesh_dims`: DTensors over a whole mesh are not sharded further."""
-    if dp_mesh_dims is not None:
-        raise ConfigError(
-            "it names the data-parallel dimensions of a mesh over all of which parameters are DTensors already",
-            where=f"fully_shard(dp_mesh_dims={dp_mesh_dims!r})",
-            instead='parameters that are plain, or DTensors over the other dimensions alone (mesh["tp"]), and the '
-            'data-parallel part of the mesh: mesh=mesh["dp_replicate", "fsdp"]',
-        )
-
-
 def refuse_policy_for_list(wrap_policy: object, *, is_list: bool) -> None:
     """Raises `ConfigError` for a wrap policy in a call on a list of modules, which become one unit."""
     if is_list and wrap_policy is not None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 
 from fsdp_compile.comm.failures import tell_of_uncaught_errors
+from fsdp_compile.comm.mesh import MeshPlacement
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy
 from fsdp_compile.modules.attributes import follow_replaced
 from fsdp_compile.modules.classes import gather_on_read, give_methods, rebuild_specs
@@ -38,11 +39,12 @@ from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, Mode
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from fsdp_compile.sharding import adopt, checks, devices
 from fsdp_compile.sharding.allocate import ParamToShard, allocate_flat_params
-from fsdp_compile.sharding.arguments import Arguments, InitFn, PlacementFn, UnitChoices, whole
+from fsdp_compile.sharding.arguments import Arguments, InitFn, UnitChoices, whole
 from fsdp_compile.sharding.build import ShardingPlan, plan_units
 from fsdp_compile.sharding.fsdp1_methods import refuse_fsdp1_methods
 from fsdp_compile.sharding.materialize import fill_in
 from fsdp_compile.sharding.mixed_precision import any_full_precision, cast_at
+from fsdp_compile.sharding.shard_placement import PlacementFn
 from fsdp_compile.sharding.views import pre_forward
 
 tell_of_uncaught_errors()
@@ -64,7 +66,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     sync_module_states: bool = False,
     device_id: devices.Device | None = None,
     separate_reduce_group: bool = False,
-    dp_mesh_dims: None = None,
+    dp_mesh_dims: object = None,
 ) -> M:
     """Shards the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -83,7 +85,8 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         reshard_after_forward: True frees gathered parameters after forward and gathers them again in backward, False
             keeps them, a divisor k of the shard group keeps 1/k on each rank, and backward gathers over k neighbours
             alone. "auto" keeps as many of the last ones as fit into the planned memory. By default True.
-        shard_placement_fn: Names another dimension than 0 to shard a parameter on; it must divide evenly.
+        shard_placement_fn: Names another dimension than 0 to shard a parameter on, which must divide evenly; torch's
+            `ShardPlacementResult` also names another mesh. Parameters on other meshes are units of their own.
         mp_policy: Dtypes of gathered parameters, reduction, inputs and outputs: FSDP2's `MixedPrecisionPolicy`, FSDP1's
             `MixedPrecision`, or ours, which has more options.
         offload_policy: `CPUOffloadPolicy()`, or FSDP1's `CPUOffload(True)`, keeps shards, gradients and optimizer state
@@ -103,13 +106,15 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         device_id: Where shards and buffers go that are on the CPU now: a device of the mesh's type, or the index of
             one. Only this rank's part of a parameter is moved.
         separate_reduce_group: As `set_separate_reduce_scatter_group()`.
-        dp_mesh_dims: FSDP2's argument for parameters that are DTensors over the whole mesh; only `None` is supported.
+        dp_mesh_dims: Torch's `DataParallelMeshDims`: which dimensions of `mesh`, over all of which the parameters are
+            DTensors already, are to be sharded over, and which are replicas. Several are flattened into one.
 
     Returns:
         `module` itself.
 
     Raises:
-        ConfigError: If a module is sharded already, the mesh has not 1 or 2 dimensions, a policy is not supported,
+        ConfigError: If a module is sharded already, the mesh has not 1 or 2 dimensions (or not those that
+            `dp_mesh_dims` names), a policy is not supported,
             arguments contradict each other, a device does not exist, parameters are on another one or on the CPU with a
             mesh of GPUs (and not offloaded), a parameter has a gradient already, or is a DTensor over a mesh that has
             no dimensions beside those of `mesh`.
@@ -118,7 +123,6 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
             divided further, or shares memory with another parameter or a buffer.
     """
     given = dict(locals())
-    checks.refuse_mesh_dims(dp_mesh_dims)
     roots = checks.roots_of(module)
     is_taken_over = all(map(adopt.is_wrapped, roots))
     if is_taken_over:
@@ -128,7 +132,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
         return module
     arguments = Arguments.read(
         module,
-        UnitChoices(sharding_strategy, mesh, reshard_after_forward, mp_policy, offload_policy),
+        UnitChoices(sharding_strategy, mesh, reshard_after_forward, mp_policy, offload_policy, dp_mesh_dims),
         ignored_params=ignored_params,
         device_id=device_id,
         shard_placement_fn=shard_placement_fn,
@@ -172,7 +176,8 @@ def _shard(arguments: Arguments) -> None:
     _initialize(root, made, plan, arguments)
     model = ensure_state(root).model
     assert model is not None
-    plan.initial.note(made, model)
+    for initial in plan.initial:
+        initial.note(made, model)
 
 
 def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> list[FSDPUnit]:
@@ -204,6 +209,7 @@ def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> li
         unit.other_roots = tuple(weakref.ref(other) for other in others)
         if others:
             unit.rename(names)
+        unit.number_in_call = planned.number
         unit.reduce_group = arguments.reduce_group
         allocate_flat_params(unit, planned.params)
         made.append(unit)
@@ -250,19 +256,28 @@ def _initialize(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arg
     device = arguments.device
     if device is not None:
         devices.move_buffers(module, device, [*plan.below, *arguments.ignored.modules])
-    plan.first_rank.send(module, made, device)
+    for first_rank in plan.first_rank:
+        first_rank.send(module, made, device)
     if arguments.init_fn is not None:
         fill_in(module, device, arguments.init_fn, arguments.init_from)
 
 
 def _undo_split(root: nn.Module, model: ModelState) -> None:
-    """Makes one unit of an automatic split."""
+    """Makes one unit for each mesh of an automatic split."""
     call = call_on(root)
     assert call is not None
     # The call was not alone, as the split assumed, but the first of a bottom-up series.
     parts = call.units
     if len(parts) < 2 or any(part.wrap_source is not WrapSource.SPLIT for part in parts):
         return
+    alike: dict[MeshPlacement, list[FSDPUnit]] = {}
+    for part in parts:
+        alike.setdefault(part.policy.mesh_placement, []).append(part)
+    call.units = [_joined(root, held, number, model) for number, held in enumerate(alike.values(), start=1)]
+
+
+def _joined(root: nn.Module, parts: Sequence[FSDPUnit], number: int, model: ModelState) -> FSDPUnit:
+    """One unit of the parameters of several."""
     first = parts[0]
     unit = FSDPUnit(
         weakref.ref(root),
@@ -273,6 +288,7 @@ def _undo_split(root: nn.Module, model: ModelState) -> None:
         hook=first.hook,
         comm_settings=first.comm_settings,
         reduce_group=first.reduce_group,
+        number_in_call=number,
     )
     names = {id(m): name for name, m in root.named_modules()}
     params = [
@@ -289,7 +305,7 @@ def _undo_split(root: nn.Module, model: ModelState) -> None:
         for param in part.params
     ]
     allocate_flat_params(unit, params)
-    call.units = [unit]
+    return unit
 
 
 def _tie(param: FSDPParam, module: nn.Module, attribute: str) -> None:

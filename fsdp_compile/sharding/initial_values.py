@@ -114,7 +114,7 @@ class InitialValues:
 
     def note(self, made: Iterable[FSDPUnit], model: ModelState) -> None:
         """Has the values compared before the first forward of the model, now that they are sharded."""
-        made = list(made)
+        made = [unit for unit in made if unit.policy.mesh == self.mesh]
         if self.mesh.size() == 1:
             return
         place = next((groups.rank_store(param.spec.group) for unit in made for param in unit.params), None)

@@ -29,6 +29,7 @@ from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit
 from fsdp_compile.runtime.view_check import ViewCheck
 from fsdp_compile.sharding import allocate, check_params, checks, initial_values
 from fsdp_compile.sharding.mixed_precision import any_full_precision
+from fsdp_compile.sharding.shard_placement import shard_dim
 
 
 def check(unit: FSDPUnit) -> None:
@@ -229,9 +230,8 @@ def members(unit: FSDPUnit) -> list[allocate.ParamToShard]:
 def _dim(unit: FSDPUnit, param: FSDPParam, parameter: nn.Parameter) -> int | None:
     """The parameter's dimension, or the default one if a new parameter has another number of dimensions."""
     if parameter.dim() == len(param.spec.shape) and param.spec.dim is not None:
-        chosen = Shard(param.spec.dim)
-        return allocate.shard_dim(unit.parameter_name(param), parameter, unit.policy.size, lambda _: chosen)
-    return allocate.shard_dim(unit.parameter_name(param), parameter, unit.policy.size, None)
+        return shard_dim(unit.parameter_name(param), parameter, unit.policy.size, Shard(param.spec.dim))
+    return shard_dim(unit.parameter_name(param), parameter, unit.policy.size, None)
 
 
 def pre_forward(root: nn.Module) -> None:

@@ -1,0 +1,193 @@
+"""Meshes that a call names by dimensions, or parameter by parameter: units, whole values, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fsdp_compile
+from fsdp_compile import FSDPCompileError, fully_shard
+from tests.models.spmd import WIDTH, Spmd
+from tests.ranks import run_ranks
+
+Dims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
+Result: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
+needs_dims = pytest.mark.skipif(Dims is None, reason="torch has no DataParallelMeshDims")
+needs_result = pytest.mark.skipif(Result is None, reason="torch has no ShardPlacementResult")
+
+
+def _raised(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except FSDPCompileError as error:
+        return str(error)
+    return ""
+
+
+def _refused_dims() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    nameless = init_device_mesh("cpu", (2, 2))
+    three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+
+    def shard(dims: Any, over: Any = mesh, model: nn.Module | None = None, **others: Any) -> Callable[[], object]:
+        given = Spmd(1).spread(mesh, "tp", ("data",)) if model is None else model
+        return lambda: fully_shard(given, mesh=over, dp_mesh_dims=dims, **others)
+
+    linear = nn.Linear(4, 4, bias=False)
+    split = nn.Linear(4, 4, bias=False)
+    split.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Replicate()]))
+    found = [
+        shard("data"),
+        shard(Dims("data"), None),
+        shard(Dims("data"), nameless),
+        shard(Dims("other")),
+        shard(Dims("data", "data")),
+        shard(Dims(("a", "c")), three),
+        shard(Dims("data"), model=linear),
+        shard(Dims("data"), init_device_mesh("cpu", (4, 1), mesh_dim_names=("data", "tp"))),
+        shard(Dims("data"), model=split),
+        shard(Dims("data"), sharding_strategy=ShardingStrategy.FULL_SHARD),
+    ]
+    return [_raised(call) for call in found]
+
+
+@needs_dims
+def test_wrong_dimensions_are_refused_by_name() -> None:
+    expected = [
+        "no DataParallelMeshDims",
+        "there is none",
+        "mesh has no names",
+        "'other' is none of the mesh's dimensions",
+        "a dimension is named twice",
+        "not next to each other",
+        "a parameter is a plain tensor",
+        "a parameter is a DTensor over",
+        "over the data-parallel dimension 'data' it is not replicated",
+        "FULL_SHARD says already",
+    ]
+    for errors in run_ranks(_refused_dims, world_size=4):
+        for error, said in zip(errors, expected, strict=True):
+            assert said in error
+
+
+def test_a_torch_without_the_dimensions_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed.fsdp, "DataParallelMeshDims", raising=False)
+    error = _raised(lambda: fully_shard(nn.Linear(2, 2), dp_mesh_dims="dp"))
+    assert f"torch {torch.__version__} does not have it" in error
+
+
+def _whole_values_of_spmd() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    torch.manual_seed(0)
+    plain = Spmd(1)
+    torch.manual_seed(0)
+    model = Spmd(1).spread(mesh, "tp", ("data",))
+    fully_shard(model, mesh=mesh, dp_mesh_dims=Dims("data"))
+    expected = {name: p.detach() for name, p in plain.named_parameters()}
+    for found in (
+        {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)},
+        dict(fsdp_compile.full_tensors(model)),
+    ):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    plain(x).square().mean().backward()
+    out: Any = model(x.chunk(2)[mesh.get_local_rank("data")])
+    out.to_local().square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    torch.testing.assert_close(fsdp_compile.clip_grad_norm_(model, 1e9), norm)
+    with fsdp_compile.full_params(model):
+        weight = model.get_parameter("layers.0.up.weight")
+        assert isinstance(weight, DTensor)
+        assert weight.placements == (Replicate(), Shard(0))
+        with torch.no_grad():
+            weight.mul_(2)
+    held: Any = model.get_parameter("layers.0.up.weight")
+    assert torch.equal(held.full_tensor(), 2 * expected["layers.0.up.weight"])
+
+
+@needs_dims
+def test_whole_values_and_norms_of_a_model_over_a_whole_mesh() -> None:
+    run_ranks(_whole_values_of_spmd, world_size=4)
+
+
+class _Two(nn.Module):
+    """Parameters of one module that belong to two meshes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.expert = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.dense(x)) * self.scale
+
+
+def _two_meshes() -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    every = init_device_mesh("cpu", (4,), mesh_dim_names=("every",))
+    info = _fsdp_common.FSDPMeshInfo(mesh["dp"], shard_mesh_dim=0)
+
+    def fn(model: _Two) -> Callable[[nn.Parameter], Any]:
+        # The expert of each rank of "ep", and the scale, which has no dimension, are its own.
+        return lambda p: Result(None, info) if p is model.expert.weight or p is model.scale else None
+
+    torch.manual_seed(0)
+    model = _Two()
+    own = mesh.get_local_rank("ep")
+    with torch.no_grad():
+        model.expert.weight.mul_(own + 1)  # other values on ranks that have another expert
+        model.scale.add_(own)
+    fully_shard(model, mesh=every, shard_placement_fn=fn(model))
+    parent = nn.Sequential(model)  # a call above it makes of the split one unit for each mesh
+    fully_shard(parent, mesh=every)
+    made = fsdp_compile.units(parent)
+    units = [(unit.title, [p.name for p in unit.params], unit.policy.mesh.size()) for unit in made]
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    parent(x).sum().backward()
+    mine: Any = model.scale.grad
+    value = mine.full_tensor()
+    values = [torch.zeros(()) for _ in range(4)]
+    dist.all_gather(values, value)
+    wrong = _raised(
+        lambda: fully_shard(
+            _Two(), mesh=every, shard_placement_fn=lambda _: Result(None, _fsdp_common.FSDPMeshInfo(mesh, 0))
+        )
+    )
+    return [units, [v.item() for v in values], wrong]
+
+
+@needs_result
+def test_parameters_of_one_module_on_two_meshes() -> None:
+    for units, scales, wrong in run_ranks(_two_meshes, world_size=4):
+        assert units == [
+            ("0", ["scale", "expert.weight"], 2),
+            ("0#2", ["dense.weight", "dense.bias"], 4),
+        ]
+        assert scales[0] == scales[2] != scales[1] == scales[3]  # averaged over "dp" alone
+        assert "to shard over dimension 0" in wrong
+
+
+def _other_values() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    info = _fsdp_common.FSDPMeshInfo(mesh["dp"], shard_mesh_dim=0)
+    torch.manual_seed(mesh.get_local_rank("dp"))
+    model = nn.Linear(4, 4)
+    fully_shard(model, shard_placement_fn=lambda _: Result(None, info))
+    return _raised(lambda: model(torch.ones(1, 4)))
+
+
+@needs_result
+def test_values_are_compared_over_the_mesh_of_each_parameter() -> None:
+    for error in run_ranks(_other_values, world_size=4):
+        assert "ranks start with different values of a parameter" in error
