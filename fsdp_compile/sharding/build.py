@@ -14,7 +14,6 @@ from fsdp_compile.runtime.group_state import UnitPolicy, WrapSource
 from fsdp_compile.runtime.module_state import ParamOwner, ParamRef, call_on, is_sharded, reads_of, units
 from fsdp_compile.runtime.replaced_params import current
 from fsdp_compile.sharding import (
-    allocate,
     check_params,
     checks,
     devices,
@@ -25,8 +24,10 @@ from fsdp_compile.sharding import (
 )
 from fsdp_compile.sharding.allocate import ParamToShard
 from fsdp_compile.sharding.arguments import Arguments, InitFrom
-from fsdp_compile.sharding.checks import refuse_complex, refuse_scripted
+from fsdp_compile.sharding.checks import refuse_scripted
+from fsdp_compile.sharding.class_comparisons import refuse_class_comparisons
 from fsdp_compile.sharding.mixed_precision import PrecisionPlan, any_full_precision
+from fsdp_compile.sharding.shard_dim import shard_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,7 @@ def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
     ignored = arguments.ignored.ids | earlier
     occurrences, tied = _places(module, ignored, arguments.init_from)
     checks.refuse_renormalized(occurrences)
+    refuse_class_comparisons(module)
     managed = {parameter for _, _, _, parameter in occurrences}
     check_params.refuse_shared_memory(module, managed)
     roots: dict[nn.Module, UnitPolicy] = {}
@@ -136,7 +138,6 @@ def _places(
                 path = f"{name}.{attribute}".removeprefix(".")
                 if source is not InitFrom.SHARDS:
                     check_params.refuse_class(path, parameter)
-                refuse_complex(path, parameter)
                 occurrences.append((name, module, attribute, parameter))
     return occurrences, tied
 
@@ -171,7 +172,7 @@ def _units(
         policy = roots[chosen[unit_name]]
         split = _split(full_name, parameter, policy, arguments.init_from)
         shape = None if split is None else split.local_shape
-        dim = allocate.shard_dim(full_name, parameter, policy.size, arguments.placement, shape)
+        dim = shard_dim(full_name, parameter, policy.size, arguments.placement, shape)
         gather_extensions.refuse(full_name, parameter, dim, policy, arguments.init_from)
         local_name = full_name.removeprefix(f"{unit_name}.") if unit_name else full_name
         members[unit_name][id(parameter)] = ParamToShard(
