@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -69,8 +69,22 @@ def waits_for_other_gradients(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__qualname__", "").startswith(made_in) and hook.__module__ == "torch.autograd.graph"
 
 
-def before_each_backward(check: Callable[[Sequence[object]], None]) -> None:
-    """Calls `check` with each sequence that a backward is given before it runs.
+RunBackward = Callable[[Sequence[Any]], tuple[torch.Tensor | None, ...]]
+"""Runs a backward for other inputs, of which some may get no gradient."""
+
+
+class OtherInputs(Protocol):
+    """What takes the place of what `backward(inputs=...)` or `autograd.grad()` is asked for."""
+
+    def run(
+        self, backward: RunBackward, grads_of_outputs: Sequence[object], *, accumulates: bool, allows_unused: bool
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Runs the backward, and returns what the caller asked for."""
+        ...
+
+
+def replace_inputs_of_backwards(choose: Callable[[Sequence[object]], OtherInputs | None]) -> None:
+    """Calls `choose` with each sequence that a backward is given before it runs, until it returns something.
 
     What `backward(inputs=...)` and `autograd.grad()` are asked for is one of them; others are outputs and gradients.
     """
@@ -78,15 +92,23 @@ def before_each_backward(check: Callable[[Sequence[object]], None]) -> None:
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
 
-    # Which argument is which differs between versions of torch.
     @functools.wraps(run)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, tuple | list):
-                check(given)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        for place, given in enumerate(args):
+            other = choose(given) if isinstance(given, tuple | list) else None
+            if other is None:
+                continue
+            # After the inputs `autograd.grad()` says whether they may be unused: leaves may, in any case.
+            rest = args[place + 1 :]
+            return other.run(
+                lambda leaves: run(*args[:place], leaves, *(True for _ in rest), **kwargs),  # noqa: B023  runs at once
+                args[1],
+                accumulates=kwargs["accumulate_grad"],
+                allows_unused=all(rest),
+            )
         return run(*args, **kwargs)
 
-    autograd._engine_run_backward = checked
+    autograd._engine_run_backward = replaced
 
 
 def after_this_backward(call: Callable[[], None]) -> None:

@@ -1,10 +1,10 @@
 """Refuses reads of `.grad` in compiled code, by `clip_grad_norm_` and `zero_grad` too, which would find no gradient.
 
 Compiled code reads gathered parameters, results of an operator, and Dynamo answers `.grad` of such by itself: `None`,
-or something that is not `None` and has no value. Neither leaves anything in the graph. What tells are the lines that
-read the parameters:
+or something that is not `None` and has no value. Of `id()` it gives each read a number of its own. None of this leaves
+anything in the graph. What tells are the lines that read the parameters:
 
-- the user's function around one reads some `.grad`;
+- the user's function around one reads some `.grad`, or calls `id()`;
 - outside of forwards, nothing uses what is read. (In a forward, code may ask a parameter for its dtype alone.)
 """
 
@@ -27,7 +27,7 @@ from fsdp_compile.ops.unshard import UNSHARD
 _TORCHS_LAYERS = "torch.nn.modules."
 _HAVE_A_FUNCTION_GRAD = ("autograd", "func")
 """Modules of torch whose `grad` computes gradients."""
-_GRAD = re.compile(r"\.\s*grad\b")
+_ASKS = re.compile(r"\.\s*grad\b|\bid\s*\(")
 
 
 def refuse_gradient_reads(gm: fx.GraphModule) -> None:
@@ -39,14 +39,21 @@ def refuse_gradient_reads(gm: fx.GraphModule) -> None:
     parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]
     found = [node for part in parts for node in part.graph.nodes if node.target in (torch.ops.fsdp.unshard, UNSHARD)]
     frames = {node: source_frame(node) for node in found if not _is_of_torchs_layer(node)}
-    asks = {frame: _reads_gradient(frame) for frame in frames.values() if frame is not None}
+    asks = {frame: _function_of(frame) for frame in frames.values() if frame is not None}
     for node in found:
         frame = frames.get(node)
-        if frame is not None and asks[frame]:
+        function = None if frame is None else asks[frame]
+        if function is not None and function.reads_gradient:
             raise UnsupportedModelError(
                 "a compiled function reads parameters and some .grad: a gathered parameter has no gradient",
                 where=source_line(node),
                 instead=_INSTEAD,
+            )
+        if function is not None and function.asks_id:
+            raise UnsupportedModelError(
+                "a compiled function reads parameters and calls id(): each read of a parameter is another object to it",
+                where=source_line(node),
+                instead="one.weight is other.weight, which is answered as in one process, or names of parameters",
             )
         # Of the outermost module's forward, Dynamo notes nothing at a node.
         if not node.users and not node.meta.get("nn_module_stack") and not in_forward():
@@ -70,27 +77,34 @@ def _is_of_torchs_layer(read: fx.Node) -> bool:
     return bool(stack) and str(getattr(stack[-1][1], "__module__", stack[-1][1])).startswith(_TORCHS_LAYERS)
 
 
-def _reads_gradient(frame: Frame) -> bool:
-    """Whether the function of a frame has `x.grad` for its value, as far as its source is known."""
-    source = "".join(linecache.getlines(frame.file))
-    if not _GRAD.search(source):
-        return False
-    around = [function for function in _functions(source) if function.first_line <= frame.line <= function.last_line]
-    innermost = min(around, key=lambda function: function.last_line - function.first_line, default=None)
-    return innermost is not None and innermost.reads_gradient
-
-
 class _Function(NamedTuple):
+    """What a function of the user's asks for.
+
+    Attributes:
+        reads_gradient: Whether it has `x.grad` for its value.
+        asks_id: Whether it calls `id()`.
+    """
+
     first_line: int
     last_line: int
     reads_gradient: bool
+    asks_id: bool
+
+
+def _function_of(frame: Frame) -> _Function | None:
+    """The function of a frame, as far as its source is known."""
+    source = "".join(linecache.getlines(frame.file))
+    if not _ASKS.search(source):
+        return None
+    around = [function for function in _functions(source) if function.first_line <= frame.line <= function.last_line]
+    return min(around, key=lambda function: function.last_line - function.first_line, default=None)
 
 
 @functools.lru_cache(maxsize=16)
 def _functions(source: str) -> tuple[_Function, ...]:
     """The functions of a file; recompiles ask for the same one again and again."""
     return tuple(
-        _Function(node.lineno, node.end_lineno or node.lineno, _has_gradient(node))
+        _Function(node.lineno, node.end_lineno or node.lineno, _has_gradient(node), _calls_id(node))
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     )
@@ -100,6 +114,11 @@ def _has_gradient(function: ast.AST) -> bool:
     inside = list(ast.walk(function))
     called = {node.func for node in inside if isinstance(node, ast.Call)}
     return any(_is_gradient(node) for node in inside if node not in called)
+
+
+def _calls_id(function: ast.AST) -> bool:
+    calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+    return any(isinstance(called, ast.Name) and called.id == "id" for called in calls)
 
 
 def _is_gradient(node: ast.AST) -> bool:

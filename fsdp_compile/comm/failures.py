@@ -167,7 +167,8 @@ def _explain(error: RuntimeError, doing: str) -> RankFailedError:
     return RankFailedError(
         f"a collective failed, and all ranks still answer: {said}",
         where=where,
-        instead="see whether each rank runs the same modules in the same order, and whether the network lost a link",
+        instead="see whether each rank runs the same modules in the same order (forwards, full_params and checkpoints "
+        "are for all ranks, not inside of `if rank == 0:`), and whether the network lost a link",
     )
 
 

@@ -33,7 +33,7 @@ class ReduceLayout(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class ParameterShape:
-    """The full shape of one parameter, and the dimension to shard: `None` for a 0-d parameter."""
+    """The full shape of one parameter, and the dimension to shard: `None` for a single number, or a pair."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ def aligned_numel(*dtypes: torch.dtype) -> int:
 def shard_numel(shape: tuple[int, ...], dim: int | None, size: int) -> int:
     """Elements of a parameter on each rank, row padding included."""
     if dim is None:
-        return 1
+        return math.prod(shape)
     rows = -(-shape[dim] // size)
     return rows * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fsdp_compile.errors import UnsupportedModelError
@@ -25,6 +26,7 @@ class GradOutput:
     Attributes:
         flat: Position of the flat parameter among the inputs.
         offsets: Slots that get gradients.
+        covers_all: Whether these are all slots of the flat parameter.
         grad_placement: How far they are reduced.
         unsharded_accumulated_grad: Position of the unreduced gradients that are added to them, if there are any.
         partial_reduce_output: Position of the reduce-scattered gradients that are added before the all-reduce, if there
@@ -34,6 +36,7 @@ class GradOutput:
 
     flat: int
     offsets: tuple[int, ...]
+    covers_all: bool
     grad_placement: GradPlacement
     unsharded_accumulated_grad: int | None
     partial_reduce_output: int | None
@@ -60,7 +63,8 @@ def grad_outputs(step: StepGraph) -> list[GradOutput]:
             offsets = tuple(sorted(spec.offset for spec in mine))
             held, partial = (_place_of(node, role, place) for role in (Role.UNREDUCED_GRAD, Role.PARTIAL_GRAD))
             update = Update.IN_BACKWARD if index in updated else Update.AFTER_BACKWARD
-            found.append(GradOutput(index, offsets, mine[0].grad_placement, held, partial, update))
+            covers_all = sum(spec.extent for spec in mine) == node.meta["val"].numel()
+            found.append(GradOutput(index, offsets, covers_all, mine[0].grad_placement, held, partial, update))
     return found
 
 
@@ -73,7 +77,7 @@ def note_grad_outputs(compiled: Compiled, noted: Sequence[GradOutput]) -> Compil
     """Wraps a compiled backward so that parameters without a gradient keep `None`, and pending gradients count once."""
 
     def run(args: list[Any]) -> Any:
-        flats = [FSDPParamGroup.of(args[each.flat]) for each in noted]
+        flats = [FSDPParamGroup.of(args[each.flat]) or _copied_from(args[each.flat], each) for each in noted]
         for flat, each in zip(flats, noted, strict=True):
             _before(args, each, flat)
         made = compiled(args)
@@ -86,9 +90,37 @@ def note_grad_outputs(compiled: Compiled, noted: Sequence[GradOutput]) -> Compil
     return run
 
 
+def _copied_from(copy: torch.Tensor, each: GradOutput) -> FSDPParamGroup | None:
+    """The group of a copy of a flat parameter; `None` for values of no group, all of whose slots get gradients."""
+    if each.update is Update.IN_BACKWARD:
+        raise _is_copy(
+            "backward was given a copy of the parameters that it is to update",
+            "step_in_backward()",
+            ", or optimizer.step() without step_in_backward()",
+        )
+    owner = _group_with_values(copy)
+    if owner is None and not each.covers_all:
+        raise _is_copy(
+            "backward was given other values than the parameters have, or those of several parameter groups, and "
+            "cannot tell which parameters get no gradient",
+            "a forward that leaves parameters out,",
+        )
+    return owner
+
+
+def _group_with_values(flat: torch.Tensor) -> FSDPParamGroup | None:
+    """The one group whose flat parameter has the values of a tensor that hooks on saved tensors have copied."""
+    alike = [
+        group
+        for group in FSDPParamGroup.alive()
+        if (group.flat_param.shape, group.flat_param.dtype, group.flat_param.device)
+        == (flat.shape, flat.dtype, flat.device)
+        and torch.equal(group.flat_param, flat)
+    ]
+    return alike[0] if len(alike) == 1 else None
+
+
 def _before(args: list[Any], each: GradOutput, flat: FSDPParamGroup | None) -> None:
-    if flat is None and each.update is Update.IN_BACKWARD:
-        raise _updates_a_copy()
     if each.unsharded_accumulated_grad is not None or each.partial_reduce_output is not None:
         _consume_pending(args, each, flat)
 
@@ -107,10 +139,9 @@ def _consume_pending(args: list[Any], each: GradOutput, flat: FSDPParamGroup | N
             args[at] = value
 
 
-def _updates_a_copy() -> UnsupportedModelError:
+def _is_copy(what: str, where: str, or_else: str = "") -> UnsupportedModelError:
     return UnsupportedModelError(
-        "backward was given a copy of the parameters that it is to update: hooks on saved tensors replaced them",
-        where="step_in_backward() under torch.autograd.graph.saved_tensors_hooks() or save_on_cpu()",
-        instead="hooks that return the very tensors that do not require grad or are leaves, or optimizer.step() "
-        "without step_in_backward()",
+        f"{what}: hooks on saved tensors replaced them",
+        where=f"{where} under torch.autograd.graph.saved_tensors_hooks() or save_on_cpu()",
+        instead=f"hooks that return the very tensors that do not require grad or are leaves{or_else}",
     )

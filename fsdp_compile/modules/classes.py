@@ -22,6 +22,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
 from fsdp_compile.modules import buffers
 from fsdp_compile.modules.attributes import is_noted, note_attributes
+from fsdp_compile.modules.eager_reads import register_parameter
 from fsdp_compile.modules.forward import enter_own_forward, forward
 from fsdp_compile.modules.loaded_params import (
     keep_ties,
@@ -135,6 +136,7 @@ def swap_class(module: nn.Module) -> None:
             n in marked,
             n in split,
             extended.get(n, GatheredBy.SPEC),
+            r.param.sharded_view.is_complex(),
         )
         for n, r in state.reads.items()
     )
@@ -265,6 +267,7 @@ def _members_over(original: type[nn.Module]) -> dict[str, Any]:
         "__reduce_ex__": _refuse_pickle,
         "named_parameters": named_parameters,
         "get_parameter": get_parameter,
+        "register_parameter": register_parameter,
         "_save_to_state_dict": _save_to_state_dict,
         "_load_from_state_dict": _load_from_state_dict,
         "load_state_dict": _load_state_dict,

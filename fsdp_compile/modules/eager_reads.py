@@ -121,6 +121,13 @@ def gathered_from(gathered: torch.Tensor, group: FSDPParamGroup, param: FSDPPara
     gathered.__dict__[_GATHERED_FROM] = _Sharded(group, param)
 
 
+def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """`register_parameter()`; of a gathered parameter that a forward puts back, the sharded one."""
+    is_known = param is not None and not torch.compiler.is_compiling()
+    of: _Sharded | None = param.__dict__.get(_GATHERED_FROM) if is_known else None
+    _original_class(module).register_parameter(module, name, param if of is None else of.param.parameter)
+
+
 def is_gathered(value: object) -> bool:
     """Whether a value is a gathered parameter, of whatever class."""
     return isinstance(value, GatheredParameter) or _GATHERED_FROM in getattr(value, "__dict__", ())

@@ -133,6 +133,7 @@ class GradState:
             reached. A stage that nothing has asked for is not in it.
         accumulators: The leaves that autograd accumulates such gradients into.
         unwritten: Offsets of parameters whose gradients are in the flat parameter's `.grad` and not yet in their own.
+        wanted: Offsets of those that the running backward is asked for; `None` for all.
     """
 
     def __init__(self, specs: Sequence[UnshardSpec]) -> None:
@@ -140,6 +141,7 @@ class GradState:
         self.pending: dict[GradPlacement, PendingGrads] = {}
         self.accumulators: dict[GradPlacement, torch.Tensor] = {}
         self.unwritten: set[int] = set()
+        self.wanted: frozenset[int] | None = None
         self._all = frozenset(spec.offset for spec in specs)
         self._produced: dict[GradPlacement, set[int]] = {}
         self._produced_in = -1
@@ -182,11 +184,10 @@ class GradState:
             # All gradients of this backward are reduced less far, and autograd calls a leaf's hook for none as well.
             return set()
         if produced is None:
-            # Saved-tensor hooks gave backward a copy of the flat parameter, and only the address tells which group it
-            # is.
+            # Saved-tensor hooks gave backward values that are those of no group, or of several.
             warnings.warn(
-                "hooks on saved tensors gave backward a copy of a flat parameter: parameters without a gradient get "
-                "zeros instead of None. Let the hooks return tensors that are leaves as they are.",
+                "hooks on saved tensors gave backward other values than a flat parameter has: gradients of all of its "
+                "parameters were computed with them. Let the hooks return tensors that are leaves as they are.",
                 stacklevel=2,
             )
             return set(self._all)

@@ -11,6 +11,7 @@ from torch import nn
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype, waits_for_other_gradients
 from fsdp_compile._torch.tensors import make_dtensor, views_of
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.layout.pairs import as_read
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
@@ -41,10 +42,19 @@ def write_sharded_grads(group: FSDPParamGroup) -> None:
     accumulate_sharded_grads(group, gradient, offsets)
 
 
+def part_of(param: FSDPParam, flat: torch.Tensor) -> torch.Tensor:
+    """The part of one parameter in a tensor without history that is laid out like the flat parameter."""
+    return as_read(views_of(flat, [param.place])[0], param.sharded_view.dtype)
+
+
 def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offsets: Collection[int]) -> None:
     """Adds a gradient, laid out and typed as the flat parameter, to the `.grad` of the parameters at `offsets`."""
+    if group.grads.wanted is not None:
+        offsets = group.grads.wanted.intersection(offsets)
     params = group.params_at(offsets)
     parts = views_of(gradient, [param.place for param in params])
+    if group.params[0].sharded_view.is_complex():
+        parts = [torch.view_as_complex(part) for part in parts]
     for param, part in zip(params, parts, strict=True):
         accumulate(param, make_dtensor(part, param.parameter))
     update_in_backward.note_new_grads(group)

@@ -16,10 +16,11 @@ from fsdp_compile._torch.autograd import (
     own_gradient,
 )
 from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
-from fsdp_compile._torch.tensors import make_dtensor, views_of
+from fsdp_compile._torch.tensors import make_dtensor
+from fsdp_compile.layout.pairs import as_stored
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.layout.spec import GradPlacement
-from fsdp_compile.runtime import accumulation, gradients, read_order, unshard, update_in_backward
+from fsdp_compile.runtime import accumulation, chosen_gradients, gradients, read_order, unshard, update_in_backward
 from fsdp_compile.runtime.module_state import reads_of
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, ModelState
 
@@ -103,6 +104,8 @@ def _collect(reference: weakref.ref[FSDPParamGroup], placement: GradPlacement, a
     group = reference()
     gradient, accumulator.grad = accumulator.grad, None
     if group is not None and gradient is not None:
+        if group.grads.wanted is not None:
+            raise chosen_gradients.refusal_of_held(group.params[0])
         accumulation.collect(group, placement, gradient)
         queue_post_backward(group)
 
@@ -122,8 +125,9 @@ def await_late_gradient(parameter: nn.Parameter, param: FSDPParam) -> None:
             module, attribute = param.module_refs[0]
             text, group, _ = reads_of(module)[attribute]  # the text by which gradients are reduced at once
             with torch.no_grad():
-                reduced = torch.ops.fsdp.reduce_grad(group.flat_param, gradient.to(param.spec.param_dtype), text)
-                gradients.accumulate(param, make_dtensor(views_of(reduced, [param.place])[0], param.dtensor))
+                sent = as_stored(gradient).to(param.spec.param_dtype)
+                reduced = torch.ops.fsdp.reduce_grad(group.flat_param, sent, text)
+                gradients.accumulate(param, make_dtensor(gradients.part_of(param, reduced), param.dtensor))
             update_in_backward.note_new_grads(group)
             queue_post_backward(group)
 

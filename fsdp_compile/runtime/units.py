@@ -23,6 +23,7 @@ from fsdp_compile._torch.tensors import ViewPlace, local_tensor
 from fsdp_compile.comm.gather_extension import GatherExtension, is_extended
 from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.layout.flat_layout import local_part
+from fsdp_compile.layout.pairs import stored_shape
 from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
 from fsdp_compile.ops.comm_hook import Registered
 from fsdp_compile.runtime.grad_state import GradState
@@ -51,8 +52,7 @@ class FSDPParam:
         rank: This rank's place in the shard group.
         sharded_size: Shape of this rank's part, without padding; rows may be fewer than on other ranks, or none.
         sharded_view: The view of the flat parameter that is the DTensor's local tensor.
-        dtensor_storage: The DTensor's own, empty storage; `parameter.data = ...` replaces it and does not change
-            `sharded_view`.
+        dtensor_storage: The DTensor's own, empty storage, which `parameter.data = ...` replaces.
         eval_spec: How it is gathered in eval mode, where that differs.
         grad_dtype: Dtype of its `.grad`, where that is not its own.
         position: Its place in the order of registration, among the parameters of its group.
@@ -95,8 +95,8 @@ class FSDPParam:
     @functools.cached_property
     def place(self) -> ViewPlace:
         """Its place in a contiguous tensor that is laid out like the flat parameter."""
-        strides = tuple(math.prod(self.sharded_size[dim + 1 :]) for dim in range(len(self.sharded_size)))
-        return self.sharded_size, strides, self.spec.offset
+        size = stored_shape(self.sharded_size, self.sharded_view.dtype)
+        return size, tuple(math.prod(size[dim + 1 :]) for dim in range(len(size))), self.spec.offset
 
 
 class FSDPParamGroup:

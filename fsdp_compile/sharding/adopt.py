@@ -253,7 +253,6 @@ def _refuse_param(param: WrappedParam, call: WrappedCall, names: Mapping[int, st
         check_params.refuse_subclass(name, type(local))
     for hook in (parameter._backward_hooks or {}).values():
         refuse_hook_of_several(hook, name)
-    checks.refuse_complex(name, parameter)
     checks.refuse_renormalized([(path, module, attribute, parameter)])
 
 

@@ -20,6 +20,7 @@ from fsdp_compile.config.policy import compute_device, host_buffer, refuse_devic
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout import flat_layout
 from fsdp_compile.layout.flat_layout import local_part, local_shape
+from fsdp_compile.layout.pairs import as_read, stored_dtype, stored_shape
 from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.modules.classes import gather_params, rebuild_specs
 from fsdp_compile.runtime import post_backward, replaced_params, update_in_backward
@@ -134,11 +135,11 @@ def _param_group(unit: FSDPUnit, members: list[ParamToShard]) -> FSDPParamGroup:
     first = members[0].parameter
     policy = unit.policy
     dtypes = _dtypes(policy, members[0])
-    shapes = [flat_layout.ParameterShape(m.name, tuple(m.shape), m.dim) for m in members]
+    shapes = [flat_layout.ParameterShape(m.name, stored_shape(m.shape, first.dtype), m.dim) for m in members]
     planned = flat_layout.plan_layout(
         shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.quantized or dtypes.sent, reduced=dtypes.reduced
     )
-    buffer = _buffer(unit, members, planned.numel)
+    buffer = _buffer(unit, members, planned.numel, dtypes.stored)
     params = [_sharded(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
     flat = FSDPParamGroup(unit, nn.Parameter(buffer, requires_grad=first.requires_grad), params)
     post_backward.install_grad_hooks(flat)
@@ -146,18 +147,17 @@ def _param_group(unit: FSDPUnit, members: list[ParamToShard]) -> FSDPParamGroup:
     return flat
 
 
-def _buffer(unit: FSDPUnit, members: Sequence[ParamToShard], numel: int) -> torch.Tensor:
-    first, offload = members[0].parameter, unit.policy.offload
-    device = members[0].target
+def _buffer(unit: FSDPUnit, members: Sequence[ParamToShard], numel: int, dtype: torch.dtype) -> torch.Tensor:
+    device, offload = members[0].target, unit.policy.offload
     if members[0].is_extended:
         # Their values are tensors of their own: this is the leaf that gradients go to, for which stride 0 is enough.
-        return torch.zeros(1, dtype=first.dtype, device=device).expand(numel)
+        return torch.zeros(1, dtype=dtype, device=device).expand(numel)
     if offload is None or device.type == "meta" or not compute_device(offload, unit.policy.mesh.device_type):
-        return torch.zeros(numel, dtype=first.dtype, device=device)
+        return torch.zeros(numel, dtype=dtype, device=device)
     for member in members:
         if _is_sharded(member.parameter, member.tensor_parallel):  # sharded before, and moved since
             refuse_device(member.name, member.target)
-    return host_buffer(numel, first.dtype, offload)
+    return host_buffer(numel, dtype, offload)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +171,9 @@ class _Dtypes:
 
 
 def _dtypes(policy: UnitPolicy, member: ParamToShard) -> _Dtypes:
-    """Integer parameters, and those that mixed precision excludes, are sent and reduced as stored."""
-    stored, asked = member.parameter.dtype, policy.mixed_precision
-    if member.keeps_own_dtype:
+    """Integer and complex parameters, and those that mixed precision excludes, are sent and reduced as stored."""
+    stored, asked = stored_dtype(member.parameter.dtype), policy.mixed_precision
+    if member.keeps_own_dtype or member.parameter.is_complex():
         return _Dtypes(stored, stored, stored)
     sent = (asked.param_dtype or stored) if stored.is_floating_point else stored
     is_quantized = stored.is_floating_point and policy.size > 1 and not member.is_extended
@@ -185,7 +185,7 @@ def _sharded(
     unit: FSDPUnit, member: ParamToShard, place: flat_layout.Slot, buffer: torch.Tensor, dtypes: _Dtypes
 ) -> FSDPParam:
     policy, parameter = unit.policy, member.parameter
-    shape = tuple(member.shape)
+    shape = stored_shape(member.shape, parameter.dtype)
     spec = UnshardSpec(
         offset=place.offset,
         extent=place.extent,
@@ -202,7 +202,7 @@ def _sharded(
         hook=unit.hook.key if unit.hook is not None and parameter.requires_grad else "",
         gather_dtype=dtypes.quantized if flat_layout.is_large(shape, member.dim, policy.size, dtypes.stored) else None,
         reshard=policy.mesh_placement.reshard,
-        order=member.order or memory_order(parameter),
+        order=member.order or _stored_order(parameter),
         divide=unit.divide,
         post_forward_size=policy.mesh_placement.post_forward_size,
         post_forward_group=policy.mesh_placement.post_forward_alias(),
@@ -212,11 +212,12 @@ def _sharded(
         backward_prefetch=titles(unit.prefetched("backward_prefetch")),
     )
     # Without padding: what the DTensor has as its local tensor.
-    size = local_shape(shape, member.dim, policy.size, policy.rank)
-    view = buffer[place.offset : place.offset + torch.Size(size).numel()].view(size)
+    stored = local_shape(shape, member.dim, policy.size, policy.rank)
+    numbers = buffer[place.offset : place.offset + torch.Size(stored).numel()].view(stored)
+    view = as_read(numbers, parameter.dtype)
     refs = ModuleRefs(member.module_refs)
     param = FSDPParam(
-        *(member.name, refs, parameter, spec, policy.rank, size, view),
+        *(member.name, refs, parameter, spec, policy.rank, tuple(view.shape), view),
         position=place.index,
         tensor_parallel=member.tensor_parallel,
         extension=gather_extensions.extension_of(member.name, refs, parameter, member.dim, policy),
@@ -244,6 +245,11 @@ def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
     order = sorted(range(parameter.dim()), key=parameter.stride().__getitem__, reverse=True)
     # With gaps or overlaps it has no order: its readers get a contiguous one.
     return tuple(order) if parameter.permute(order).is_contiguous() else ()
+
+
+def _stored_order(parameter: torch.Tensor) -> tuple[int, ...]:
+    order = memory_order(parameter)
+    return (*order, parameter.dim()) if order and parameter.is_complex() else order
 
 
 def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:

@@ -28,7 +28,8 @@ from fsdp_compile.sharding import (
 )
 from fsdp_compile.sharding.allocate import ParamToShard
 from fsdp_compile.sharding.arguments import Arguments, InitFrom
-from fsdp_compile.sharding.checks import refuse_complex, refuse_scripted
+from fsdp_compile.sharding.checks import refuse_scripted
+from fsdp_compile.sharding.class_comparisons import refuse_class_comparisons
 from fsdp_compile.sharding.mixed_precision import PrecisionPlan, any_full_precision
 from fsdp_compile.sharding.shard_placement import Choice, choices, shard_dim
 
@@ -94,6 +95,7 @@ def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
     ignored = arguments.ignored.ids | earlier
     occurrences, tied = _places(module, ignored, arguments.init_from)
     checks.refuse_renormalized(occurrences)
+    refuse_class_comparisons(module)
     managed = {parameter for _, _, _, parameter in occurrences}
     check_params.refuse_shared_memory(module, managed)
     roots: dict[nn.Module, UnitPolicy] = {}
@@ -145,7 +147,6 @@ def _places(
                 path = f"{name}.{attribute}".removeprefix(".")
                 if source is not InitFrom.SHARDS:
                     check_params.refuse_class(path, parameter)
-                refuse_complex(path, parameter)
                 occurrences.append((name, module, attribute, parameter))
     return occurrences, tied
 

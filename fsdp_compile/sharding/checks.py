@@ -191,17 +191,6 @@ def refuse_gradients(root: nn.Module, ignored: Container[int]) -> None:
             )
 
 
-def refuse_complex(name: str, parameter: nn.Parameter) -> None:
-    """Raises `UnsupportedModelError` for a complex parameter."""
-    if parameter.is_complex():
-        raise UnsupportedModelError(
-            f"a parameter is {parameter.dtype}, and collectives send and average real numbers",
-            where=name,
-            instead="nn.Parameter(torch.view_as_real(value)) and torch.view_as_complex(self.weight) in the forward, "
-            "or list it in ignored_params to leave it as it is",
-        )
-
-
 def refuse_scripted(name: str, module: nn.Module, ignored: Container[int]) -> None:
     """Raises `UnsupportedModelError` for a TorchScript module with parameters that are not ignored."""
     if any(id(parameter) not in ignored for parameter in module.parameters(recurse=False)):

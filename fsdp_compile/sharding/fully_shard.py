@@ -20,9 +20,9 @@ from fsdp_compile.modules.methods import ShardedModule
 from fsdp_compile.modules.torch_state import show_to_torch, torch_state
 from fsdp_compile.runtime import (
     accumulation,
+    chosen_gradients,
     kernels,  # noqa: F401  registers the kernels of operators
     loaded_state,
-    refused_inputs,
     unshard,
 )
 from fsdp_compile.runtime.group_state import WrapSource
@@ -246,7 +246,7 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
     for param in (param for unit in model.units for param in unit.params):
         follow_replaced(param.parameter)
     loaded_state.follow_optimizers()
-    refused_inputs.follow_backwards()
+    chosen_gradients.follow_backwards()
     refuse_fsdp1_methods()
     unshard.count_optimizer_steps()
 

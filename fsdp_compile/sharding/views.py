@@ -19,6 +19,7 @@ from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.comm.gather_extension import is_extended
 from fsdp_compile.config.policy import compute_device
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.layout.pairs import stored_dtype
 from fsdp_compile.modules.classes import follow_attributes, gather_params
 from fsdp_compile.modules.eager_reads import holds_value, holds_values
 from fsdp_compile.runtime import extended_reads, unshard
@@ -181,7 +182,8 @@ def _fits(registered: nn.Parameter, param: FSDPParam, leaf: nn.Parameter) -> boo
     local = _local(registered)
     return (
         registered.shape == param.parameter.shape
-        and local.dtype == leaf.dtype
+        and stored_dtype(local.dtype) == leaf.dtype
+        and local.is_complex() == param.sharded_view.is_complex()
         and local.device == leaf.device
         and registered.requires_grad == leaf.requires_grad
         and is_extended(local) is (param.extension is not None)
@@ -229,7 +231,7 @@ def members(unit: FSDPUnit) -> list[allocate.ParamToShard]:
 
 def _dim(unit: FSDPUnit, param: FSDPParam, parameter: nn.Parameter) -> int | None:
     """The parameter's dimension, or the default one if a new parameter has another number of dimensions."""
-    if parameter.dim() == len(param.spec.shape) and param.spec.dim is not None:
+    if parameter.dim() == len(param.sharded_size) and param.spec.dim is not None:
         return shard_dim(unit.parameter_name(param), parameter, unit.policy.size, Shard(param.spec.dim))
     return shard_dim(unit.parameter_name(param), parameter, unit.policy.size, None)
 

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.tensors import local_tensor, make_dtensor, views_of
+from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules import buffers
+from fsdp_compile.runtime.gradients import part_of
 from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
 
 
@@ -56,7 +57,7 @@ class Averages:
         for name, parameter in model.named_parameters():
             if parameter in places:
                 group, param = places[parameter]
-                self.parts[name] = views_of(self.groups[group], [param.place])[0]
+                self.parts[name] = part_of(param, self.groups[group])
             else:
                 owner, _, attribute = name.rpartition(".")
                 self._whole[name] = (model.get_submodule(owner), attribute)

@@ -1,30 +1,43 @@
-"""Backward passes are followed whatever arguments a version of torch gives them."""
+"""What backward passes are asked for can be replaced, and hooks of users move."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp_compile._torch.autograd import HookOfPlain, before_each_backward, move_hooks
+from fsdp_compile._torch.autograd import HookOfPlain, RunBackward, move_hooks, replace_inputs_of_backwards
 
 
-def test_no_position_of_an_argument_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+class _Doubled:
+    def run(
+        self, backward: RunBackward, grads_of_outputs: Sequence[object], *, accumulates: bool, allows_unused: bool
+    ) -> tuple[torch.Tensor | None, ...]:
+        assert (grads_of_outputs, accumulates, allows_unused) == (["gradient"], False, False)
+        return backward(("other",))
+
+
+KEEP, USED = True, False
+
+
+def test_inputs_of_a_backward_are_replaced_where_something_takes_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
-    seen: list[object] = []
 
     def run(*args: object, **kwargs: object) -> int:
         given.append((args, kwargs))
         return 3
 
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", run)
-    before_each_backward(seen.append)
+    replace_inputs_of_backwards(lambda inputs: _Doubled() if inputs == ["wanted"] else None)
     followed: Any = torch.autograd._engine_run_backward
-    assert followed((1,), wanted=[2], keep=True) == 3
-    assert followed("outputs") == 3
-    assert seen == [(1,), [2]]
-    assert given == [(((1,),), {"wanted": [2], "keep": True}), (("outputs",), {})]
+    assert followed((1,), ["gradient"], KEEP, ["wanted"], USED, accumulate_grad=False) == 3
+    assert followed((1,), ["gradient"], [2], accumulate_grad=True) == 3
+    assert given == [
+        (((1,), ["gradient"], True, ("other",), True), {"accumulate_grad": False}),
+        (((1,), ["gradient"], [2]), {"accumulate_grad": True}),
+    ]
 
 
 class _OfPlain(HookOfPlain):

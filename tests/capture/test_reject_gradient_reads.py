@@ -152,6 +152,19 @@ def test_names_of_functions_are_no_gradients() -> None:
         assert all(p.grad is not None for p in model.parameters())
 
 
+class _AsksForIds(_Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = {id(p): place for place, p in enumerate(self.parameters())}
+        return super().forward(x) * places.get(id(self.first.weight), 7)
+
+
+def test_ids_of_parameters_are_refused() -> None:
+    with fake_world(2):
+        model: Any = fully_shard(_AsksForIds())
+        with pytest.raises(BackendCompilerFailed, match=r"(?s)calls id\(\).*in forward.*is other\.weight"):
+            compile_eagerly(model)(torch.ones(2, 4))
+
+
 def test_a_file_is_parsed_once() -> None:
     reject_gradient_reads._functions.cache_clear()
     with fake_world(2):

@@ -84,6 +84,7 @@ def _all_answer() -> str:
 def test_no_rank_is_blamed_where_all_answer() -> None:
     for said in run_ranks(_all_answer, timeout_s=60):
         assert said.startswith("a collective failed, and all ranks still answer: ")
+        assert "not inside of `if rank == 0:`" in said
 
 
 def _other_errors() -> bool:

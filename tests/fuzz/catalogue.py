@@ -180,6 +180,17 @@ ROWS: Final = (
         "w = self.w\ntorch._dynamo.graph_break()\nreturn self.head(x @ w if isinstance(w, nn.Parameter) else x)",
         shard="fully_shard(model)",
     ),
+    Row(
+        "`id()` of parameters",
+        _LINEAR,
+        "places = {id(p): place for place, p in enumerate(self.parameters())}\n"
+        "return self.head(self.m(x) * (1 + places.get(id(self.m.weight), 5)))",
+    ),
+    Row(
+        "a table by `type(self.m)`",
+        _LINEAR,
+        "return self.head({nn.Linear: self.m}.get(type(self.m), lambda x: x)(x))",
+    ),
     Row("`type(self.m) is nn.Linear`", _LINEAR, "return self.head(self.m(x) if type(self.m) is nn.Linear else x)"),
     Row(
         "`self.a.weight is self.b.weight`, tied",
@@ -215,6 +226,12 @@ ROWS: Final = (
         "a complex parameter",
         "self.c = nn.Parameter(torch.view_as_complex(torch.randn(6, 2)))",
         "return self.head(x * self.c.to(torch.promote_types(self.c.dtype, torch.complex64)).abs().to(x.dtype))",
+    ),
+    Row(
+        "a complex layer",
+        "self.c = nn.Parameter(torch.view_as_complex(torch.randn(6, 6, 2)))",
+        "c = self.c.to(torch.promote_types(x.dtype, torch.complex64))\nreturn self.head((x.to(c.dtype) @ c).abs())",
+        shard="fully_shard(model.head)\nfully_shard(model)",
     ),
     Row(
         "parameters that share memory",
@@ -345,6 +362,16 @@ ROWS: Final = (
             "grads = torch.autograd.grad(side.scaled(call(x, ids)), list(model.parameters()))\n"
             "for p, g in zip(model.parameters(), grads):\n"
             "    p.grad = g if p.grad is None else p.grad + g"
+        ),
+    ),
+    Row(
+        "a parameter that a forward leaves out, under `save_on_cpu()`, AdamW",
+        "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)\nself.chosen = 'm'",
+        "return self.head(self.m(x) if self.chosen == 'm' else self.n(x))",
+        train=_trained(
+            "with torch.autograd.graph.save_on_cpu():\n    out = call(x, ids)\nside.backward(out)",
+            update="optimizer.step()\nmodel.chosen = 'nm'[step % 2]",
+            optimizer=_ADAMW,
         ),
     ),
     Row(

@@ -119,7 +119,8 @@ def _kind(value: torch.Tensor | None) -> str:
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.shape != b.shape:
         return float("inf")
-    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    return (a.to(wide) - b.to(wide)).abs().max().item() if a.numel() else 0.0
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

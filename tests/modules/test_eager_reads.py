@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -214,27 +213,6 @@ def _check_partly_eager() -> None:
 @pytest.mark.long
 def test_an_uncompiled_part_of_a_compiled_model() -> None:
     run_ranks(_check_partly_eager)
-
-
-def _check_saved_tensor_hooks() -> None:
-    """Hooks that copy what is saved (activation offloading does) hand backward a copy of the parameter group."""
-    for how in (Run.EAGER, Run.SHARDED):
-        pair = Beside(Small, how)
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
-        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
-            loss = loss_of(pair.compiled(x))
-        # A compiled graph has to save its flat parameters; eager reads keep them.
-        is_copied = how is Run.SHARDED
-        with pytest.warns(UserWarning, match="zeros instead of None") if is_copied else contextlib.nullcontext():
-            loss.backward()
-        everyone = torch.empty(4 * dist.get_world_size(), 6)
-        dist.all_gather_into_tensor(everyone, x)
-        loss_of(pair.reference(everyone)).backward()
-        pair.compare()
-
-
-def test_gradients_arrive_under_saved_tensor_hooks_that_copy() -> None:
-    run_ranks(_check_saved_tensor_hooks)
 
 
 def _check_accumulation() -> None:

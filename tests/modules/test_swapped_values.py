@@ -63,6 +63,20 @@ class _Generated(nn.Module):
         return y + self.layer(x)
 
 
+class _PutBack(_Generated):
+    """The same with the weight that a forward reads, which is put back by both ways there are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: Any = self.layer.weight
+        for put_back in (self.layer.register_parameter, lambda name, value: setattr(self.layer, name, value)):
+            del self.layer.weight
+            setattr(self.layer, "weight", self.hyper.weight * 2)  # noqa: B010  typed as a parameter
+            x = self.layer(x)
+            del self.layer.weight
+            put_back("weight", kept)
+        return self.layer(x)
+
+
 class _Tied(nn.Module):
     """Two layers share a weight; the value for one is one for both."""
 
@@ -82,7 +96,7 @@ def _check(make: Callable[[], nn.Module], how: Run) -> None:
     pair.step()
 
 
-@long.parametrize("make", [_FastWeights, _Broken, _Generated, _Tied], always=[_Broken, _Generated])
+@long.parametrize("make", [_FastWeights, _Broken, _Generated, _PutBack, _Tied], always=[_Broken, _Generated, _PutBack])
 def test_values_are_read_in_the_place_of_parameters(make: Callable[[], nn.Module]) -> None:
     run_ranks(_check, make, Run.EAGER)
 

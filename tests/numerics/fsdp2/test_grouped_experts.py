@@ -67,9 +67,9 @@ def _trained(name: str, fully_shard: Any = None, lower: str | None = None, *, on
 def _compare(name: str, lower: str | None, *, one_sided: bool) -> list[int]:
     """The places of what is not FSDP2's, bit for bit."""
     ours = _trained(name, fsdp_compile.fully_shard, lower, one_sided=one_sided)
-    tolerance = {"rtol": 5e-2, "atol": 2e-2} if name.endswith(_GROUPED) else {"rtol": 1e-4, "atol": 1e-6}
+    rtol, atol = (5e-2, 2e-2) if name.endswith(_GROUPED) else (1e-4, 1e-6)
     for a, b in zip(ours, _trained(name, one_sided=one_sided), strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
     theirs = _trained(name, torch.distributed.fsdp.fully_shard, one_sided=one_sided)
     return [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
 
