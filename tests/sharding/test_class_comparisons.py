@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -79,7 +81,8 @@ class _Allowed(_Model):
                 nn.init.ones_(layer.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        is_pair = type(x) in (tuple, list)
+        kinds: Any = (tuple, list)
+        is_pair = type(x) in kinds
         is_active = type(self.layers[1]) is nn.ReLU  # has no parameters, and keeps its class
         is_linear = isinstance(self.layers[0], nn.Linear) and type(self.layers[0]).__name__ != "Conv1d"
         return self.layers[0](x) if is_active and is_linear and not is_pair else x
