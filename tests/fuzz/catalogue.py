@@ -228,12 +228,6 @@ ROWS: Final = (
         "return self.head(x * self.c.to(torch.promote_types(self.c.dtype, torch.complex64)).abs().to(x.dtype))",
     ),
     Row(
-        "a complex layer",
-        "self.c = nn.Parameter(torch.view_as_complex(torch.randn(6, 6, 2)))",
-        "c = self.c.to(torch.promote_types(x.dtype, torch.complex64))\nreturn self.head((x.to(c.dtype) @ c).abs())",
-        shard="fully_shard(model.head)\nfully_shard(model)",
-    ),
-    Row(
         "parameters that share memory",
         "both = torch.randn(2, 6, 6)\nself.v = nn.Parameter(both[0])\nself.w = nn.Parameter(both[0])",
         "return self.head(x @ self.v + x @ self.w)",
@@ -362,16 +356,6 @@ ROWS: Final = (
             "grads = torch.autograd.grad(side.scaled(call(x, ids)), list(model.parameters()))\n"
             "for p, g in zip(model.parameters(), grads):\n"
             "    p.grad = g if p.grad is None else p.grad + g"
-        ),
-    ),
-    Row(
-        "a parameter that a forward leaves out, under `save_on_cpu()`, AdamW",
-        "self.m = nn.Linear(6, 6)\nself.n = nn.Linear(6, 6)\nself.chosen = 'm'",
-        "return self.head(self.m(x) if self.chosen == 'm' else self.n(x))",
-        train=_trained(
-            "with torch.autograd.graph.save_on_cpu():\n    out = call(x, ids)\nside.backward(out)",
-            update="optimizer.step()\nmodel.chosen = 'nm'[step % 2]",
-            optimizer=_ADAMW,
         ),
     ),
     Row(

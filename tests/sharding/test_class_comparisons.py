@@ -80,8 +80,9 @@ class _Allowed(_Model):
             if type(layer) is nn.Linear:
                 nn.init.ones_(layer.weight)
 
-    def forward(self, x: Any) -> Any:
-        is_pair = type(x) in (tuple, list)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kinds: Any = (tuple, list)
+        is_pair = type(x) in kinds
         is_active = type(self.layers[1]) is nn.ReLU  # has no parameters, and keeps its class
         is_linear = isinstance(self.layers[0], nn.Linear) and type(self.layers[0]).__name__ != "Conv1d"
         return self.layers[0](x) if is_active and is_linear and not is_pair else x
