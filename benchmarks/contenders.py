@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 import fsdp_compile
+from benchmarks.bound import Held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +53,13 @@ class Contender:
         name: In results.
         about: One line.
         prepare: Makes a plain model ready; the first call may compile.
+        held: What it holds of parameters besides its shards.
     """
 
     name: str
     about: str
     prepare: Callable[[nn.Module, Setup], Any]
+    held: Held
 
 
 def unsharded(model: nn.Module, setup: Setup) -> Any:
@@ -159,35 +162,41 @@ _SCHEDULING = {
     "aten_distributed_optimizations.insert_overlap_deps": True,
 }
 
-UNSHARDED = Contender("unsharded", "plain torch.compile: the compute part of the floor", unsharded)
-OURS = Contender("fsdp_compile", 'torch.compile(backend="fsdp")', ours)
+UNSHARDED = Contender("unsharded", "plain torch.compile: the compute alone", unsharded, Held.WHOLE)
+OURS = Contender("fsdp_compile", 'torch.compile(backend="fsdp")', ours, Held.TWO)
 OURS_SHARDED = Contender(
     "fsdp_compile_sharded_embedding",
     'options={"embedding": "sharded"}: rows that are looked up travel, and not the table',
     lambda model, setup: ours(model, dataclasses.replace(setup, options={**setup.options, "embedding": "sharded"})),
+    Held.TWO_NO_INPUT,
 )
-FSDP2 = Contender("fsdp2", "torch's fully_shard, eager", fsdp2)
-FSDP2_COMPILED = Contender("fsdp2_compiled_blocks", "torch's fully_shard, blocks compiled", fsdp2_compiled)
+FSDP2 = Contender("fsdp2", "torch's fully_shard, eager", fsdp2, Held.ROOT_AND_TWO)
+FSDP2_COMPILED = Contender(
+    "fsdp2_compiled_blocks", "torch's fully_shard, blocks compiled", fsdp2_compiled, Held.ROOT_AND_TWO
+)
 ALL: tuple[Contender, ...] = (
     UNSHARDED,
-    Contender("ddp", "DistributedDataParallel, blocks compiled", ddp),
-    Contender("fsdp1", "FullyShardedDataParallel, eager", fsdp1),
+    Contender("ddp", "DistributedDataParallel, blocks compiled", ddp, Held.SUMMED),
+    Contender("fsdp1", "FullyShardedDataParallel, eager", fsdp1, Held.ROOT_AND_TWO),
     FSDP2,
     FSDP2_COMPILED,
     Contender(
         "inductor_reordering",
         "DTensor reads, Inductor's reordering of collectives; keeps gathered weights",
         inductor_passes(_REORDERING),
+        Held.GATHERED,
     ),
     Contender(
         "inductor_bucketing",
         "DTensor reads, Inductor's bucketing and reordering; keeps gathered weights",
         inductor_passes({**_BUCKETING, **_REORDERING}),
+        Held.GATHERED,
     ),
     Contender(
         "inductor_overlap",
         "DTensor reads, Inductor's overlap scheduling; keeps gathered weights",
         inductor_passes(_SCHEDULING),
+        Held.GATHERED,
     ),
     OURS,
     OURS_SHARDED,

@@ -37,7 +37,7 @@ def _by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_bytes_that_are_sent_are_the_floor_and_padding(tmp_path: Path) -> None:
+def test_bytes_that_are_sent_are_counted_and_padded(tmp_path: Path) -> None:
     # Apart: what tiny units share is packed, and larger ones than these share nothing.
     document = _run("sent_bytes", tmp_path, "--fsdp-options", '{"lower": "eager", "bucket_mb": 0}', *_OURS_AND_FSDP2)
     size_bytes = parameter_bytes(llama(SMOKE).make())
@@ -48,6 +48,7 @@ def test_bytes_that_are_sent_are_the_floor_and_padding(tmp_path: Path) -> None:
         # Each gradient is reduced once; values that no gradient needs are not gathered a second time.
         assert row["sent_bytes"]["reduce_scatter"] == pytest.approx(size_bytes * 7 / 8 * padded)
         assert row["total_sent_bytes"] <= 3 * size_bytes * 7 / 8 * (padded + 1e-9)
+        assert 0 < row["least_bytes"] <= row["total_sent_bytes"]
     assert rows["fsdp2"]["padding"] is rows["fsdp2"]["copied_bytes"] is None  # it has no parameter groups of ours
     assert rows["fsdp_compile"]["copied_bytes"]["into gathers"] == 0
 
