@@ -89,7 +89,7 @@ def fsdp1(model: nn.Module, setup: Setup) -> Any:
 
 def fsdp2(model: nn.Module, setup: Setup) -> Any:
     """`torch.distributed.fsdp.fully_shard`, eager."""
-    mesh = _mesh(setup)
+    mesh = mesh_of(setup)
     for module in model.modules():
         if isinstance(module, setup.block):
             torch_fully_shard(module, mesh=mesh, mp_policy=setup.policy)
@@ -109,7 +109,7 @@ def inductor_passes(settings: Mapping[str, Any]) -> Callable[[nn.Module, Setup],
     """
 
     def prepare(model: nn.Module, setup: Setup) -> Any:
-        mesh = _mesh(setup)
+        mesh = mesh_of(setup)
         for module in list(model.modules()):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
@@ -123,7 +123,7 @@ def inductor_passes(settings: Mapping[str, Any]) -> Callable[[nn.Module, Setup],
 def ours(model: nn.Module, setup: Setup) -> Any:
     """`torch.compile(backend="fsdp")`."""
     kept = setup.reshard_after_forward
-    fsdp_compile.fully_shard(model, mesh=_mesh(setup), mp_policy=setup.policy, reshard_after_forward=kept)
+    fsdp_compile.fully_shard(model, mesh=mesh_of(setup), mp_policy=setup.policy, reshard_after_forward=kept)
     return torch.compile(model, backend="fsdp", options=dict(setup.options))
 
 
@@ -143,7 +143,8 @@ def _compile_blocks(model: nn.Module, setup: Setup) -> None:
             module.compile()
 
 
-def _mesh(setup: Setup) -> dist.DeviceMesh:
+def mesh_of(setup: Setup) -> dist.DeviceMesh:
+    """All ranks in one dimension."""
     return init_device_mesh(setup.device, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 

@@ -84,7 +84,7 @@ def _where(document: Document) -> str:
 
 
 def _is_telling(key: str, value: object) -> bool:
-    return value not in (None, {}, [], False) and key not in ("benchmark", "out")
+    return value not in (None, [], False) and not isinstance(value, dict) and key not in ("benchmark", "out")
 
 
 def _plain(value: object) -> str:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, prepared in ready.items():
             world.reset()
             prepared.step()
-            row = {"contender": name, **world.traffic.to_dict()}
+            row: dict[str, Any] = {"contender": name, **world.traffic.to_dict()}
             held = held_of(by_name[name], setup)
             if held is not None:
                 row["least_bytes"] = bound.least_bytes(held, sizes, arguments.ranks, bound.exchanged_bytes(row))

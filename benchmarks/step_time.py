@@ -180,9 +180,9 @@ def _parser() -> argparse.ArgumentParser:
     return made
 
 
-def add_network_arguments(made: argparse.ArgumentParser) -> None:
+def add_network_arguments(made: argparse.ArgumentParser, among: Sequence[Contender] = contenders.ALL) -> None:
     """Arguments of every benchmark that runs contenders on the emulated network."""
-    names = [contender.name for contender in contenders.ALL]
+    names = [contender.name for contender in among]
     made.add_argument("--ranks", type=int, default=8, metavar="N", help="emulated ranks (default: 8)")
     made.add_argument("--rounds", type=int, default=10, metavar="N", help="steps of each contender (default: 10)")
     made.add_argument("--latency-us", type=float, default=50.0, metavar="US", help="per collective (default: 50)")

@@ -54,6 +54,20 @@ def test_bytes_that_are_sent_are_counted_and_padded(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_chunks_of_a_loss_gather_the_head_once(tmp_path: Path) -> None:
+    contenders = ["--contenders", "fsdp2", "fsdp2_head_apart", "fsdp_compile"]
+    options = '{"lower": "eager", "bucket_mb": 0, "prefetch": 1}'
+    rows = _by_name(_run("chunked_loss", tmp_path, "--chunks", "4", "--fsdp-options", options, *contenders)["results"])
+    head_bytes = SMOKE.vocabulary * SMOKE.width * 4 * 7 / 8
+    assert not any("error" in row for row in rows.values())
+    # FSDP2 has the head gathered for the whole step in the root unit, else 4 times in forward and 4 in backward.
+    root, apart, ours = (rows[name] for name in contenders[1:])
+    assert apart["gathered_bytes"] == pytest.approx(root["gathered_bytes"] + 7 * head_bytes, rel=0.01)
+    # Ours once more, in backward; tiny parameters are padded besides.
+    assert ours["gathered_bytes"] < root["gathered_bytes"] + 2 * head_bytes
+
+
+@pytest.mark.long
 def test_many_ranks_agree(tmp_path: Path) -> None:
     rows = _run("agreement", tmp_path)["results"]
     assert len({row["the last one"] for row in rows}) == len(rows) == 4
