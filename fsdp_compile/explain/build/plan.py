@@ -64,7 +64,7 @@ def build_plan(
         units=tuple(_unit(unit, read, training=bool(backwards)) for unit in made),
         graphs=graphs,
         volume=_volume(graphs, made, read),
-        bound=lower_bound(graphs, [least for _, least in ordered], hardware.link),
+        bound=lower_bound(graphs, [least for _, least in ordered]),
         skipped=tuple(skipped(model, made, graphs)),
     )
 
@@ -99,7 +99,7 @@ def _graph(
         own_collectives=len(own),
         own_us=sum(scheduled.costs[node].time_us for node in own),
     )
-    return plan, memory, outline(step, scheduled.costs, hardware.link)
+    return plan, memory, outline(step, scheduled.costs, hardware)
 
 
 Reads = Mapping[str, Sequence[UnshardSpec]]
