@@ -17,6 +17,7 @@ BENCHMARKS = (
     "overhead",
     "scaling",
     "slow_network",
+    "chunked_loss",
     "checkpoints",
     "save_planning",
     "long_run",

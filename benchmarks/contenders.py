@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 import fsdp_compile
+from benchmarks.bound import Held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +53,13 @@ class Contender:
         name: In results.
         about: One line.
         prepare: Makes a plain model ready; the first call may compile.
+        held: What it holds of parameters besides its shards.
     """
 
     name: str
     about: str
     prepare: Callable[[nn.Module, Setup], Any]
+    held: Held
 
 
 def unsharded(model: nn.Module, setup: Setup) -> Any:
@@ -86,7 +89,7 @@ def fsdp1(model: nn.Module, setup: Setup) -> Any:
 
 def fsdp2(model: nn.Module, setup: Setup) -> Any:
     """`torch.distributed.fsdp.fully_shard`, eager."""
-    mesh = _mesh(setup)
+    mesh = mesh_of(setup)
     for module in model.modules():
         if isinstance(module, setup.block):
             torch_fully_shard(module, mesh=mesh, mp_policy=setup.policy)
@@ -106,7 +109,7 @@ def inductor_passes(settings: Mapping[str, Any]) -> Callable[[nn.Module, Setup],
     """
 
     def prepare(model: nn.Module, setup: Setup) -> Any:
-        mesh = _mesh(setup)
+        mesh = mesh_of(setup)
         for module in list(model.modules()):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
@@ -120,7 +123,7 @@ def inductor_passes(settings: Mapping[str, Any]) -> Callable[[nn.Module, Setup],
 def ours(model: nn.Module, setup: Setup) -> Any:
     """`torch.compile(backend="fsdp")`."""
     kept = setup.reshard_after_forward
-    fsdp_compile.fully_shard(model, mesh=_mesh(setup), mp_policy=setup.policy, reshard_after_forward=kept)
+    fsdp_compile.fully_shard(model, mesh=mesh_of(setup), mp_policy=setup.policy, reshard_after_forward=kept)
     return torch.compile(model, backend="fsdp", options=dict(setup.options))
 
 
@@ -140,7 +143,8 @@ def _compile_blocks(model: nn.Module, setup: Setup) -> None:
             module.compile()
 
 
-def _mesh(setup: Setup) -> dist.DeviceMesh:
+def mesh_of(setup: Setup) -> dist.DeviceMesh:
+    """All ranks in one dimension."""
     return init_device_mesh(setup.device, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
@@ -159,35 +163,41 @@ _SCHEDULING = {
     "aten_distributed_optimizations.insert_overlap_deps": True,
 }
 
-UNSHARDED = Contender("unsharded", "plain torch.compile: the compute part of the floor", unsharded)
-OURS = Contender("fsdp_compile", 'torch.compile(backend="fsdp")', ours)
+UNSHARDED = Contender("unsharded", "plain torch.compile: the compute alone", unsharded, Held.WHOLE)
+OURS = Contender("fsdp_compile", 'torch.compile(backend="fsdp")', ours, Held.TWO)
 OURS_SHARDED = Contender(
     "fsdp_compile_sharded_embedding",
     'options={"embedding": "sharded"}: rows that are looked up travel, and not the table',
     lambda model, setup: ours(model, dataclasses.replace(setup, options={**setup.options, "embedding": "sharded"})),
+    Held.TWO_NO_INPUT,
 )
-FSDP2 = Contender("fsdp2", "torch's fully_shard, eager", fsdp2)
-FSDP2_COMPILED = Contender("fsdp2_compiled_blocks", "torch's fully_shard, blocks compiled", fsdp2_compiled)
+FSDP2 = Contender("fsdp2", "torch's fully_shard, eager", fsdp2, Held.ROOT_AND_TWO)
+FSDP2_COMPILED = Contender(
+    "fsdp2_compiled_blocks", "torch's fully_shard, blocks compiled", fsdp2_compiled, Held.ROOT_AND_TWO
+)
 ALL: tuple[Contender, ...] = (
     UNSHARDED,
-    Contender("ddp", "DistributedDataParallel, blocks compiled", ddp),
-    Contender("fsdp1", "FullyShardedDataParallel, eager", fsdp1),
+    Contender("ddp", "DistributedDataParallel, blocks compiled", ddp, Held.SUMMED),
+    Contender("fsdp1", "FullyShardedDataParallel, eager", fsdp1, Held.ROOT_AND_TWO),
     FSDP2,
     FSDP2_COMPILED,
     Contender(
         "inductor_reordering",
         "DTensor reads, Inductor's reordering of collectives; keeps gathered weights",
         inductor_passes(_REORDERING),
+        Held.GATHERED,
     ),
     Contender(
         "inductor_bucketing",
         "DTensor reads, Inductor's bucketing and reordering; keeps gathered weights",
         inductor_passes({**_BUCKETING, **_REORDERING}),
+        Held.GATHERED,
     ),
     Contender(
         "inductor_overlap",
         "DTensor reads, Inductor's overlap scheduling; keeps gathered weights",
         inductor_passes(_SCHEDULING),
+        Held.GATHERED,
     ),
     OURS,
     OURS_SHARDED,

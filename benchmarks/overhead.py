@@ -29,7 +29,7 @@ def _apart(model: nn.Module, setup: Setup) -> Any:
 
 
 _FLAT_STEP = dataclasses.replace(OURS, name="fsdp_compile_flat_step", about="flat_step() on the optimizer")
-_APART = Contender("fsdp_compile_units_apart", "bucket_mb=0: collectives of its own for each unit", _apart)
+_APART = Contender("fsdp_compile_units_apart", "bucket_mb=0: collectives of its own for each unit", _apart, OURS.held)
 _CONTENDERS = (UNSHARDED, FSDP2, FSDP2_COMPILED, OURS, _FLAT_STEP, _APART)
 
 

@@ -79,12 +79,12 @@ def _where(document: Document) -> str:
     return (
         f"`python -m benchmarks.{document['benchmark']}` ({settled}), {machine['time'][:10]}, commit "
         f"{machine['commit'][:10]}: {machine['cores']} cores of an {machine['processor']}{devices}, {packages}, "
-        f"CPython {machine['python']}."
+        f"CPython {machine['python']}.{document.get('note', '')}"
     )
 
 
 def _is_telling(key: str, value: object) -> bool:
-    return value not in (None, {}, [], False) and key not in ("benchmark", "out")
+    return value not in (None, [], False) and not isinstance(value, dict) and key not in ("benchmark", "out")
 
 
 def _plain(value: object) -> str:
@@ -107,9 +107,8 @@ def _ranks(ranks: int) -> str:
 
 def _steps(document: Document) -> list[Row]:
     """One row for each contender at each ratio."""
-    keys = ("communication_over_compute", "floor_s")
     return [
-        {**{key: section[key] for key in keys}, **row}
+        {"communication_over_compute": section["communication_over_compute"], **row}
         for section in document["results"]
         for row in section["contenders"]
     ]
@@ -136,17 +135,20 @@ def _name(row: Row) -> str:
 
 
 def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
-    names = list(dict.fromkeys(row["contender"] for row in rows if "share_of_floor" in row))
+    """Shares of the lower bound as bars, and of busy lanes as a line across each."""
+    names = list(dict.fromkeys(row["contender"] for row in rows if "share_of_bound" in row))
     ratios = list(dict.fromkeys(row["communication_over_compute"] for row in rows))
     width = 0.8 / len(names)
     for place, name in enumerate(names):
-        named = [row for row in rows if row["contender"] == name and "share_of_floor" in row]
-        mine = {r["communication_over_compute"]: 100 * r["share_of_floor"] for r in named}
+        named = [row for row in rows if row["contender"] == name and "share_of_bound" in row]
+        mine = {r["communication_over_compute"]: 100 * r["share_of_bound"] for r in named}
+        busy = {r["communication_over_compute"]: 100 * r["share_of_busy"] for r in named}
         at = [index + (place - (len(names) - 1) / 2) * width for index in range(len(ratios))]
         axes.bar(at, [mine.get(ratio, 0.0) for ratio in ratios], width, label=name)
+        axes.plot(at, [busy.get(ratio) for ratio in ratios], linestyle="", marker="_", color="black", markersize=7)
     axes.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
     axes.set_xlabel("communication / compute")
-    axes.set_ylabel("share of the floor (%)")
+    axes.set_ylabel("bars: share of the lower bound\nticks: of compute and bytes sent (%)")
     axes.axhline(100, color="black", linewidth=0.8, linestyle="--")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
@@ -164,13 +166,17 @@ SECTIONS = (
     Section(
         "step_time",
         "Step time",
-        "Forward and backward on the emulated network, beside the larger of compute and communication.",
+        "Forward and backward on the emulated network, beside two times: the larger of compute and of what the bytes "
+        "that this contender sent take, and the lower bound over all schedules that hold as much as it does "
+        "([both](benchmarks.md#what-a-step-takes-at-least)).",
         {
             "communication_over_compute": ("communication / compute", lambda ratio: f"{ratio:g}"),
             **_CONTENDER,
-            "floor_s": ("floor", ms),
             "median_s": ("median", ms),
-            "share_of_floor": ("share of the floor", percent),
+            "busy_s": ("compute or bytes sent", ms),
+            "share_of_busy": ("share of it", percent),
+            "bound_s": ("lower bound", ms),
+            "share_of_bound": ("share of the bound", percent),
             "total_sent_bytes": ("sent", mib),
         },
         _steps,
@@ -179,11 +185,12 @@ SECTIONS = (
     Section(
         "sent_bytes",
         "Bytes sent",
-        "What one rank sends in a step; the floor is `3 P (N-1)/N`.",
+        "What one rank sends in a step, and the least in any schedule that holds as much.",
         {
             **_CONTENDER,
             "total_sent_bytes": ("sent", mib),
-            "share_of_floor": ("of the floor", percent),
+            "least_bytes": ("least", mib),
+            "least_share": ("least / sent", percent),
             "padding": ("padding", lambda share: f"{share:.3%}"),
         },
     ),
@@ -259,7 +266,8 @@ SECTIONS = (
         {
             "ranks": ("ranks", _ranks),
             "step_s": ("step", ms),
-            "share_of_floor": ("share of the floor", percent),
+            "share_of_busy": ("larger of compute and link / step", percent),
+            "share_of_bound": ("lower bound / step", percent),
             "replanned_s": ("planned again in", _seconds),
         },
         _with("ranks"),

@@ -36,7 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     by_nodes = [passes(layers, arguments.rounds) for layers in arguments.layers]
     by_ranks = step_times(arguments.world_sizes, arguments.gb_per_s, _shape(arguments))
     table("passes", by_nodes, {"layers": str, "nodes": str, "passes_s": ms, "us_per_node": lambda us: f"{us:.1f}"})
-    columns: Columns = {"ranks": str, "step_s": ms, "share_of_floor": percent, "replanned_s": ms}
+    columns: Columns = {
+        "ranks": str,
+        "step_s": ms,
+        "share_of_busy": percent,
+        "share_of_bound": percent,
+        "replanned_s": ms,
+    }
     table(f"estimated step of Llama-3-8B at {arguments.gb_per_s:g} GB/s", by_ranks, columns)
     settings = {"gb_per_s": arguments.gb_per_s, "rounds": arguments.rounds}
     return finish(arguments, settings, [*by_nodes, *by_ranks])
@@ -69,8 +75,10 @@ def step_times(world_sizes: Sequence[int], gb_per_s: float, size: models.LlamaSi
             {
                 "ranks": ranks,
                 "step_s": at.step_us / 1e6,
-                "floor_s": at.floor_us / 1e6,
-                "share_of_floor": at.floor_us / at.step_us,
+                "busy_s": at.busy_us / 1e6,
+                "share_of_busy": at.busy_us / at.step_us,
+                "bound_s": at.bound.time_us / 1e6,
+                "share_of_bound": at.bound.time_us / at.step_us,
                 "peak_bytes": at.peak_bytes,
                 "replanned_s": time.perf_counter() - start_s,
             }

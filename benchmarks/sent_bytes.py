@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in one step, beside the floor of full sharding, `3 P (N-1)/N`."""
+"""Bytes that a rank sends in one step, beside the least that one sends which holds as much (`bound.py`)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 from torch import nn
 
 import fsdp_compile
-from benchmarks import contenders, models
+from benchmarks import bound, contenders, models
 from benchmarks.command import Columns, finish, parser, percent, quiet, table
 from benchmarks.contenders import Setup
 from benchmarks.network.emulated import Network, emulated_world
 from benchmarks.network.traffic import full_sharding_bytes
 from benchmarks.network.wire import Link
-from benchmarks.step_time import add_network_arguments
+from benchmarks.step_time import add_network_arguments, held_of
 from benchmarks.steps import prepare
 from fsdp_compile.cost.copies import Way
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
-    made = parser("sent_bytes", "Bytes that each rank sends in one step, by kind, beside 3 P (N-1)/N.")
+    made = parser("sent_bytes", "Bytes that each rank sends in one step, by kind, beside the least.")
     add_network_arguments(made)
     arguments = made.parse_args(argv)
     quiet()
     task = models.llama(models.SMOKE if arguments.smoke else models.TWO_CORES)
-    size_bytes = models.parameter_bytes(task.make())
-    floor_bytes = full_sharding_bytes(size_bytes, arguments.ranks)
+    sizes = bound.sizes_of(task)
+    by_name = {one.name: one for one in contenders.ALL}
     rows: list[dict[str, Any]] = []
     with emulated_world(arguments.ranks, Network(Link(bytes_per_s=1e15))) as world:
         setup = Setup(task.block, options=arguments.fsdp_options)
@@ -36,16 +36,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, prepared in ready.items():
             world.reset()
             prepared.step()
-            row = {"contender": name, **world.traffic.to_dict()}
-            row["share_of_floor"] = world.traffic.total_bytes / floor_bytes
+            row: dict[str, Any] = {"contender": name, **world.traffic.to_dict()}
+            held = held_of(by_name[name], setup)
+            if held is not None:
+                row["least_bytes"] = bound.least_bytes(held, sizes, arguments.ranks, bound.exchanged_bytes(row))
+                row["least_share"] = least_share(row["least_bytes"], world.traffic.total_bytes)
             row["padding"] = padding(prepared.model, arguments.ranks)
             row["copied_bytes"] = copied_bytes(prepared.model)
             rows.append(row)
         rows += [{"contender": name, **samples.to_dict()} for name, samples in failed.items()]
-    columns: Columns = {"contender": str, "total_sent_bytes": _mb, "share_of_floor": percent, "padding": percent}
-    table(f"floor: {_mb(floor_bytes)}", rows, columns)
-    settings = {"ranks": arguments.ranks, "parameter_bytes": size_bytes, "floor_bytes": floor_bytes}
+    columns: Columns = {
+        "contender": str,
+        "total_sent_bytes": _mb,
+        "least_bytes": _mb,
+        "least_share": percent,
+        "padding": percent,
+    }
+    full_bytes = full_sharding_bytes(sizes.all_bytes, arguments.ranks)
+    table(f"gathered twice, reduced once: {_mb(full_bytes)}", rows, columns)
+    settings = {"ranks": arguments.ranks, "sizes": sizes.to_dict(), "full_sharding_bytes": full_bytes}
     return finish(arguments, settings, rows)
+
+
+def least_share(least_bytes: float, sent_bytes: float) -> float:
+    """The least over what was sent: at most 1."""
+    return least_bytes / sent_bytes if sent_bytes else 1.0
 
 
 def padding(model: nn.Module, ranks: int) -> float | None:

@@ -79,7 +79,7 @@ def run_rank(rounds: int, size: LlamaSize) -> dict[str, Any]:
     finally:
         dist.destroy_process_group()
     rows = {name: one.to_dict() for name, one in {**samples, **failed}.items()}
-    settings = {"parameter_bytes": size_bytes, "floor_bytes": full_sharding_bytes(size_bytes, ranks)}
+    settings = {"parameter_bytes": size_bytes, "full_sharding_bytes": full_sharding_bytes(size_bytes, ranks)}
     return {"settings": settings, "contenders": rows}
 
 
@@ -91,7 +91,7 @@ def _rows(measured: dict[str, Any], gbit_per_s: float) -> list[dict[str, Any]]:
         if reference_s and "median_s" in values and name in _NAMES:
             row["faster_than_fsdp2"] = reference_s / values["median_s"]
         rows.append(row)
-    communication_s = measured["settings"]["floor_bytes"] / (gbit_per_s * 1e9 / 8)
+    communication_s = measured["settings"]["full_sharding_bytes"] / (gbit_per_s * 1e9 / 8)
     return [*rows, {"contender": "communication alone, calculated", "median_s": communication_s}]
 
 

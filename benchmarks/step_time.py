@@ -1,9 +1,10 @@
-"""Step time as a share of the floor, on an emulated network.
+"""Step time on an emulated network, beside what it takes at least.
 
-The floor is the larger of compute (plain `torch.compile` of the unsharded model, measured in the same rounds) and
-communication (`3 P (N-1)/N` over the bandwidth). The bandwidth is set so that communication is half of compute, equal
-to it, and double. A step is forward and backward. Our planner is told of the link, and of the times of operators that
-were measured on this CPU.
+Compute is plain `torch.compile` of the unsharded model, measured in the same rounds. `share_of_busy` is the larger of
+compute and the time of the bytes that the run sent over its step, `share_of_bound` what no schedule can beat that holds
+as much (`bound.py`). The bandwidth is set so that `3 P (N-1)/N`, what gathering everything twice and reducing it once
+sends, takes half of compute, as long, and double. A step is forward and backward. Our planner is told of the link, and
+of the times of operators that were measured on this CPU.
 
 On a CPU one thread computes, so that another core can play the network: writing what a collective receives takes
 processor time that a network card would not.
@@ -12,20 +13,21 @@ processor time that a network card would not.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-import operator
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks import contenders, models
+from benchmarks import bound, contenders, models
+from benchmarks.bound import Held, Sizes
 from benchmarks.command import finish, ms, parser, percent, quiet, table
-from benchmarks.contenders import UNSHARDED, Setup
+from benchmarks.contenders import UNSHARDED, Contender, Setup
 from benchmarks.hardware import timed, told
-from benchmarks.measure import Samples, alternate
+from benchmarks.measure import alternate
 from benchmarks.models import Task
 from benchmarks.network.emulated import Network, World, emulated_world
 from benchmarks.network.traffic import full_sharding_bytes
@@ -62,8 +64,8 @@ def run(task: Task, ratio: float, arguments: argparse.Namespace, setup: Setup) -
         setup: What contenders may know.
     """
     forget_compiles()
-    size_bytes = models.parameter_bytes(task.make()) // _narrowing(task, setup)
-    sent = full_sharding_bytes(size_bytes, arguments.ranks)
+    sizes = bound.sizes_of(task, _narrowing(task, setup))
+    sent = full_sharding_bytes(sizes.all_bytes, arguments.ranks)
     with emulated_world(arguments.ranks, Network(_UNLIMITED), device=setup.device) as world:
         ready, failed = prepare([UNSHARDED], task, setup)
         alone = alternate({UNSHARDED.name: ready[UNSHARDED.name].step}, rounds=arguments.rounds)
@@ -75,20 +77,70 @@ def run(task: Task, ratio: float, arguments: argparse.Namespace, setup: Setup) -
         world.change(Link(bytes_per_s, arguments.latency_us * 1e-6))
         traffic = {name: _sent(world, prepared) for name, prepared in ready.items()}
         steps = alternate({name: prepared.step for name, prepared in ready.items()}, rounds=arguments.rounds)
-    communication_s = sent / bytes_per_s
-    floors_s = [max(compute_s, communication_s) for compute_s in steps[UNSHARDED.name].seconds]
+    network = Emulated(sizes, arguments.ranks, bytes_per_s)
+    computed_s = steps[UNSHARDED.name].seconds
+    by_name = {one.name: one for one in contenders.ALL}
+    ran = [
+        {
+            "contender": name,
+            **samples.to_dict(),
+            **traffic[name],
+            **shares(held_of(by_name[name], setup), network, computed_s, samples.seconds, traffic[name]),
+        }
+        for name, samples in steps.items()
+    ]
     return {
         "communication_over_compute": ratio,
-        "parameter_bytes": size_bytes,
+        "sizes": sizes.to_dict(),
         "bytes_per_s": bytes_per_s,
         "compute_s": steps[UNSHARDED.name].median_s,
-        "communication_s": communication_s,
-        "floor_s": statistics.median(floors_s),
-        "contenders": [
-            *(_row(name, samples, floors_s, traffic.get(name, {})) for name, samples in steps.items()),
-            *(_row(name, samples, floors_s, {}) for name, samples in failed.items()),
-        ],
+        "communication_s": sent / bytes_per_s,
+        "contenders": [*ran, *({"contender": name, **samples.to_dict()} for name, samples in failed.items())],
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Emulated:
+    """What is sent on the network, between how many ranks, and how fast."""
+
+    sizes: Sizes
+    ranks: int
+    bytes_per_s: float
+
+
+def held_of(contender: Contender, setup: Setup) -> Held | None:
+    """What a contender holds; `None` where options of our backend say otherwise than `Contender.held`."""
+    ours = contender.held in (Held.TWO, Held.TWO_NO_INPUT)
+    return None if ours and not bound.is_known(setup.options) else contender.held
+
+
+def shares(
+    held: Held | None,
+    network: Emulated,
+    computed_s: Sequence[float],
+    seconds: Sequence[float],
+    traffic: Mapping[str, Any],
+) -> dict[str, float]:
+    """How near a contender came to both numbers of `bound.py`, round by round.
+
+    The machine may have another speed in the next round. A contender that failed has none, one of unknown memory no
+    bound.
+    """
+    if not seconds or len(seconds) != len(computed_s):
+        return {}
+
+    def median(times: Iterable[float]) -> float:
+        return statistics.median(least / own for least, own in zip(times, seconds, strict=True))
+
+    rate, sent = network.bytes_per_s, float(traffic["total_sent_bytes"])
+    busy_s = [bound.busy_s(compute, sent, rate) for compute in computed_s]
+    found = {"busy_s": statistics.median(busy_s), "share_of_busy": median(busy_s)}
+    if held is not None:
+        least = bound.least_bytes(held, network.sizes, network.ranks, bound.exchanged_bytes(traffic))
+        first = bound.first_bytes(held, network.sizes, network.ranks)
+        bound_s = [bound.bound_s(compute, least, first, rate) for compute in computed_s]
+        found |= {"least_bytes": least, "bound_s": statistics.median(bound_s), "share_of_bound": median(bound_s)}
+    return found
 
 
 def _narrowing(task: Task, setup: Setup) -> int:
@@ -103,30 +155,23 @@ def _sent(world: World, prepared: Prepared) -> dict[str, Any]:
     return world.traffic.to_dict()
 
 
-def _row(name: str, samples: Samples, floors_s: Sequence[float], traffic: dict[str, Any]) -> dict[str, Any]:
-    row = {"contender": name, **samples.to_dict(), **traffic}
-    if "median_s" in row:
-        # Round by round: the machine may have another speed in the next one.
-        row["share_of_floor"] = statistics.median(map(operator.truediv, floors_s, samples.seconds))
-    return row
-
-
 def _print(section: dict[str, Any]) -> None:
-    ratio, floor = section["communication_over_compute"], ms(section["floor_s"])
+    ratio, compute = section["communication_over_compute"], ms(section["compute_s"])
     table(
-        f"communication = {ratio:g} x compute; floor {floor} (compute {ms(section['compute_s'])})",
+        f"communication = {ratio:g} x compute, {compute}",
         section["contenders"],
         {
             "contender": str,
             "median_s": ms,
-            "share_of_floor": percent,
+            "share_of_busy": percent,
+            "share_of_bound": percent,
             "total_sent_bytes": lambda n: f"{n / 1e6:.1f} MB",
         },
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser("step_time", "Step time of all contenders as a share of max(compute, communication).")
+    made = parser("step_time", "Step time of all contenders beside what a step takes at least.")
     add_network_arguments(made)
     made.add_argument(
         "--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="communication over compute (default: 0.5 1 2)"
@@ -135,9 +180,9 @@ def _parser() -> argparse.ArgumentParser:
     return made
 
 
-def add_network_arguments(made: argparse.ArgumentParser) -> None:
+def add_network_arguments(made: argparse.ArgumentParser, among: Sequence[Contender] = contenders.ALL) -> None:
     """Arguments of every benchmark that runs contenders on the emulated network."""
-    names = [contender.name for contender in contenders.ALL]
+    names = [contender.name for contender in among]
     made.add_argument("--ranks", type=int, default=8, metavar="N", help="emulated ranks (default: 8)")
     made.add_argument("--rounds", type=int, default=10, metavar="N", help="steps of each contender (default: 10)")
     made.add_argument("--latency-us", type=float, default=50.0, metavar="US", help="per collective (default: 50)")

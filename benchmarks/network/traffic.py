@@ -38,7 +38,7 @@ def sent_bytes(kind: Kind, size_bytes: int, ranks: int) -> float:
 
 
 def full_sharding_bytes(parameter_bytes: float, ranks: int) -> float:
-    """The floor of full sharding: every parameter gathered twice and its gradient reduced once, `3 P (N-1)/N`."""
+    """What is sent if every parameter is gathered twice and its gradient reduced once: `3 P (N-1)/N`."""
     return 3 * parameter_bytes * (ranks - 1) / ranks
 
 

@@ -48,8 +48,8 @@ def copy_us(size_bytes: Any, *, launch_us: Any, bytes_per_s: Any) -> Any:
     return launch_us + size_bytes * 1e6 / bytes_per_s
 
 
-def floor_bytes(numel: Any, ranks: Any, *, gathers: Any, gathered_bytes: Any, reduced_bytes: Any) -> Any:
-    """Least bytes that each rank sends in a step of full sharding: `(gathers * b_p + b_g) P (N-1)/N`.
+def full_sharding_bytes(numel: Any, ranks: Any, *, gathers: Any, gathered_bytes: Any, reduced_bytes: Any) -> Any:
+    """What each rank sends in a step in which every parameter is gathered so often: `(gathers * b_p + b_g) P (N-1)/N`.
 
     Args:
         numel: Parameters, P.

@@ -11,7 +11,7 @@ from fsdp_compile.cost.communicate import COPIES
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.explain.build.numbers import numbers
-from fsdp_compile.explain.report import GraphPlan, Number, Skipped, UnitPlan, Volume
+from fsdp_compile.explain.report import GraphPlan, LowerBound, Number, Skipped, UnitPlan, Volume
 from fsdp_compile.explain.trace.open_sizes import OpenSizes
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.options import FSDPOptions
@@ -53,6 +53,7 @@ class PlanData:
         units: All units, in registration order.
         graphs: In the order in which they run: forwards, then backwards.
         volume: Communication of one step.
+        bound: What no schedule can beat in the same memory.
         skipped: What is not done, and why.
         sizes: Of the dimensions that were open when the model was traced, by name.
         traced: The graphs before the passes, for `at`; `None` for a model that has run.
@@ -65,6 +66,7 @@ class PlanData:
     units: tuple[UnitPlan, ...]
     graphs: tuple[GraphPlan, ...]
     volume: Volume
+    bound: LowerBound
     skipped: tuple[Skipped, ...]
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     traced: Traced | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -97,8 +99,8 @@ class PlanData:
         return sum(graph.end_us for graph in self.graphs)
 
     @property
-    def floor_us(self) -> float:
-        """What no schedule can beat: all compute, or all communication, whichever takes longer."""
+    def busy_us(self) -> float:
+        """All compute, or all communication of this plan, whichever takes longer."""
         return max(sum(g.compute_us for g in self.graphs), sum(g.communication_us for g in self.graphs))
 
     @property

@@ -228,11 +228,13 @@ class Volume:
     """Bytes that one rank sends in a step, by kind of collective.
 
     Attributes:
-        floor_bytes: `(2 b_p + b_g) P (N-1)/N`, and with replicas the least all-reduce of the shards in addition.
+        full_sharding_bytes: What gathering every parameter twice and reducing its gradient once sends:
+            `(2 b_p + b_g) P (N-1)/N`, and with replicas the least all-reduce of the shards in addition. A plan that
+            keeps a unit, or does not gather what backward does not need, sends less.
     """
 
     sent_bytes: Mapping[Kind, float]
-    floor_bytes: float
+    full_sharding_bytes: float
 
     @property
     def total_bytes(self) -> float:
@@ -254,6 +256,22 @@ class Number:
     value: float
     unit: str
     source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LowerBound:
+    """What no schedule of the same graphs can beat in the memory of this one; see `planner/lower_bound.py`.
+
+    Attributes:
+        time_us: Of forward and backward.
+        sent_bytes: Of one rank.
+        room_bytes: The memory that is meant: most gathered parameters and full gradients at once, in the graphs that
+            hold less of them, forward or backward.
+    """
+
+    time_us: float
+    sent_bytes: float
+    room_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)

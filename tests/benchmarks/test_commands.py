@@ -37,7 +37,7 @@ def _by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_bytes_that_are_sent_are_the_floor_and_padding(tmp_path: Path) -> None:
+def test_bytes_that_are_sent_are_counted_and_padded(tmp_path: Path) -> None:
     # Apart: what tiny units share is packed, and larger ones than these share nothing.
     document = _run("sent_bytes", tmp_path, "--fsdp-options", '{"lower": "eager", "bucket_mb": 0}', *_OURS_AND_FSDP2)
     size_bytes = parameter_bytes(llama(SMOKE).make())
@@ -48,8 +48,23 @@ def test_bytes_that_are_sent_are_the_floor_and_padding(tmp_path: Path) -> None:
         # Each gradient is reduced once; values that no gradient needs are not gathered a second time.
         assert row["sent_bytes"]["reduce_scatter"] == pytest.approx(size_bytes * 7 / 8 * padded)
         assert row["total_sent_bytes"] <= 3 * size_bytes * 7 / 8 * (padded + 1e-9)
+        assert 0 < row["least_bytes"] <= row["total_sent_bytes"]
     assert rows["fsdp2"]["padding"] is rows["fsdp2"]["copied_bytes"] is None  # it has no parameter groups of ours
     assert rows["fsdp_compile"]["copied_bytes"]["into gathers"] == 0
+
+
+@pytest.mark.long
+def test_chunks_of_a_loss_gather_the_head_once(tmp_path: Path) -> None:
+    contenders = ["--contenders", "fsdp2", "fsdp2_head_apart", "fsdp_compile"]
+    options = '{"lower": "eager", "bucket_mb": 0, "prefetch": 1}'
+    rows = _by_name(_run("chunked_loss", tmp_path, "--chunks", "4", "--fsdp-options", options, *contenders)["results"])
+    head_bytes = SMOKE.vocabulary * SMOKE.width * 4 * 7 / 8
+    assert not any("error" in row for row in rows.values())
+    # FSDP2 has the head gathered for the whole step in the root unit, else 4 times in forward and 4 in backward.
+    root, apart, ours = (rows[name] for name in contenders[1:])
+    assert apart["gathered_bytes"] == pytest.approx(root["gathered_bytes"] + 7 * head_bytes, rel=0.01)
+    # Ours once more, in backward; tiny parameters are padded besides.
+    assert ours["gathered_bytes"] < root["gathered_bytes"] + 2 * head_bytes
 
 
 @pytest.mark.long

@@ -18,6 +18,17 @@ def test_every_picture_of_the_page_is_there() -> None:
     assert all(picture.exists() for picture in shown)
 
 
+def test_no_share_is_above_all_of_it() -> None:
+    """Below 100 % also for those that keep what they gathered; a share of `3 P (N-1)/N` would not be."""
+    found = documents()
+    rows = [row for section in found["step_time"]["results"] for row in section["contenders"] if "error" not in row]
+    rows += [row for row in found["scaling"]["results"] if "ranks" in row]
+    assert len(rows) > 20
+    assert all(0 < row["share_of_bound"] <= 1 and 0 < row["share_of_busy"] <= 1 for row in rows)
+    sent = [row for row in found["sent_bytes"]["results"] if "error" not in row]
+    assert all(0 < row["least_share"] <= 1 for row in sent)
+
+
 def test_what_did_not_run_says_so() -> None:
     environment = documents()["step_time"]["environment"]
     rows = [{"contender": "a", "total_sent_bytes": 2**20, "padding": None}, {"contender": "b", "error": "no"}]

@@ -63,15 +63,21 @@ def test_reductions_travel_in_the_dtype_that_they_are_reduced_in(plan: Plan) -> 
         assert c.reshard is None
 
 
-def test_volume_is_counted_and_compared_with_the_floor(plan: Plan) -> None:
+def test_volume_is_counted_and_compared_with_the_least(plan: Plan) -> None:
     others = (RANKS - 1) / RANKS
-    assert plan.volume.floor_bytes == pytest.approx((2 * 2 + 4) * 3 * BLOCK * others)
+    assert plan.volume.full_sharding_bytes == pytest.approx((2 * 2 + 4) * 3 * BLOCK * others)
     assert plan.volume.sent_bytes[Kind.REDUCE] == pytest.approx(4 * 3 * BLOCK * others)
     (backward,) = plan.backward
     # Biases are not needed to compute gradients; whatever backward gathers is counted in its own dtype.
     gathered = 2 * 3 * BLOCK + sum(c.size_bytes for c in backward.collectives if c.kind is Kind.GATHER)
     assert plan.volume.sent_bytes[Kind.GATHER] == pytest.approx(gathered * others)
-    assert 0.9 < plan.volume.total_bytes / plan.volume.floor_bytes <= 1.0
+    assert 0.9 < plan.volume.total_bytes / plan.volume.full_sharding_bytes <= 1.0
+    # Biases are not needed in backward; what a plan holds in forward need not be gathered again.
+    room_bytes = plan.bound.room_bytes
+    assert 2 * MATRIX < room_bytes < 3 * 2 * BLOCK
+    again = 2 * 3 * (MATRIX + VECTOR) - room_bytes
+    assert plan.bound.sent_bytes == pytest.approx(((2 + 4) * 3 * BLOCK + max(0, again)) * others, rel=0.01)
+    assert plan.bound.sent_bytes <= plan.volume.total_bytes
 
 
 def test_places_are_in_the_order_of_a_life(plan: Plan) -> None:
@@ -160,4 +166,4 @@ def test_hybrid_sharding_reduces_over_replicas_too() -> None:
     assert sum(c.size_bytes for c in reduced) == 3 * 4 * BLOCK // RANKS
     # An all-reduce of S bytes over 2 replicas sends 2 * S * 1/2.
     assert plan.volume.sent_bytes[Kind.REPLICATE] == pytest.approx(3 * 4 * BLOCK / RANKS)
-    assert plan.volume.floor_bytes == pytest.approx(12 * 3 * BLOCK * 3 / 4 + 3 * 4 * BLOCK / RANKS)
+    assert plan.volume.full_sharding_bytes == pytest.approx(12 * 3 * BLOCK * 3 / 4 + 3 * 4 * BLOCK / RANKS)

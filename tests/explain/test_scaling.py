@@ -34,7 +34,8 @@ def test_rows_are_the_plans_there(plan: Plan, scaling: Scaling) -> None:
     assert [row.world_size for row in scaling.rows] == RANKS
     for row in scaling.rows:
         there = plan.at(world_size=row.world_size, gb_per_s=5.0)
-        assert (row.step_us, row.floor_us, row.peak_bytes) == (there.step_us, there.floor_us, there.peak_bytes)
+        assert (row.step_us, row.busy_us, row.peak_bytes) == (there.step_us, there.busy_us, there.peak_bytes)
+        assert row.bound_us == there.bound.time_us <= row.step_us
         assert row.sent_bytes == there.volume.total_bytes
         assert row.step_us == pytest.approx(row.compute_us + row.exposed_us)
         assert 0 < row.efficiency <= 1

@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import ShardedModule, fully_shard
+from fsdp_compile import ShardedModule, explain, fully_shard
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.ir.graph import Phase
 from tests import long
 from tests.beside import close, compile_eagerly
 from tests.ranks import run_ranks
@@ -101,6 +103,39 @@ def _check(where: Chunked, *, tied: bool, compiled: bool) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+class _ByModule(_Model):
+    """Calls its head instead of reading the head's weight."""
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.body(self.embedding(rows)))
+        parts = zip(hidden.chunk(4, 1), labels.chunk(4, 1), strict=True)
+        return torch.stack([checkpoint(self._chunk, *part, use_reentrant=False) for part in parts]).sum()
+
+    def _chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class _ByWeight(_ByModule):
+    """Reads the weight."""
+
+    def _chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return _loss(hidden, self.head.weight, labels)
+
+
+@pytest.mark.parametrize("prefetch", ["auto", 1])
+@pytest.mark.parametrize("made", [_ByModule, _ByWeight])
+def test_the_head_is_gathered_once_per_pass_and_not_once_per_chunk(made: type[_Model], prefetch: Any) -> None:
+    with torch.device("meta"):
+        model, rows = made(Chunked.IN_THE_FORWARD, tied=False), torch.zeros(4, 8, dtype=torch.long)
+    options = {"lower": "eager", "bucket_mb": 0, "prefetch": prefetch}
+    plan = explain(model, rows, rows, world_size=4, options=options)
+    for graph in plan.graphs:
+        read = [name for c in graph.collectives if c.kind is Kind.GATHER for name in c.parameters]
+        assert read.count("head.weight") == 1, f"4 chunks, each checkpointed, in {graph.phase.value}"
+        made_once = [name for c in graph.collectives if c.kind is Kind.REDUCE for name in c.parameters]
+        assert made_once.count("head.weight") == (graph.phase is Phase.BACKWARD), "and so is its gradient reduced"
 
 
 @pytest.mark.parametrize("compiled", [True, False])

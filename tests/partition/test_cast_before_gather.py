@@ -171,5 +171,6 @@ def test_a_report_counts_the_bytes_that_are_sent() -> None:
     sent = narrow.volume.sent_bytes
     assert sent[Kind.GATHER] < 0.51 * wide.volume.sent_bytes[Kind.GATHER]
     assert sent[Kind.REDUCE] == wide.volume.sent_bytes[Kind.REDUCE]
-    assert narrow.volume.floor_bytes < 0.67 * wide.volume.floor_bytes  # one and one gather of a half, one reduction
+    # One and one gather of a half, one reduction.
+    assert narrow.volume.full_sharding_bytes < 0.67 * wide.volume.full_sharding_bytes
     assert narrow.at(world_size=8).volume == elsewhere.volume

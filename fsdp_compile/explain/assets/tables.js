@@ -10,12 +10,14 @@ function fillSummary() {
   byId("title").textContent = `${plan.title} on ${plan.world_size} ranks`;
   byId("setting").textContent = `${device.name}, ${plan.links}; estimated from the graphs, nothing was run`;
   const numel = plan.units.reduce((s, u) => s + u.numel, 0), held = plan.units.reduce((s, u) => s + u.shard_bytes, 0);
-  const sent = plan.volume.total_bytes, floor = plan.volume.floor_bytes;
+  const sent = plan.volume.total_bytes, bound = plan.bound;
+  const percent = (part, whole) => whole ? (100 * part / whole).toFixed(1) + " %" : "–";
   const cards = [
     [time(plan.step_us), `step: ${time(sum("compute_us"))} compute, ${time(sum("exposed_us"))} exposed`],
-    [plan.step_us ? (100 * plan.floor_us / plan.step_us).toFixed(1) + " %" : "–", `of the floor, ${time(plan.floor_us)} (larger of compute and link)`],
+    [percent(plan.busy_us, plan.step_us), `of the step is ${time(plan.busy_us)}, the larger of compute and link`],
+    [percent(bound.time_us, plan.step_us), `of the step is ${time(bound.time_us)}, which no schedule in the same memory can beat`],
     [bytes(plan.peak_bytes), `peak memory without optimizer state; the device has ${bytes(device.memory.value)}`],
-    [bytes(sent), `sent per rank and step; ${floor ? (100 * sent / floor).toFixed(1) + " % of the floor" : "no floor"}`],
+    [bytes(sent), `sent per rank and step; at least ${bytes(bound.sent_bytes)} in the same memory`],
     [(numel / 1e9).toPrecision(3) + " B", `parameters in ${plan.units.length} units, ${bytes(held)} per rank`],
   ];
   byId("cards").innerHTML = cards.map(([big, small]) => `<div class="card"><b>${escapeHtml(big)}</b><span>${escapeHtml(small)}</span></div>`).join("");

@@ -8,13 +8,14 @@ from torch import nn
 
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.copies import copies_of
-from fsdp_compile.cost.formulas import floor_bytes, share_of_others
+from fsdp_compile.cost.formulas import full_sharding_bytes, share_of_others
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.memory import Memory, memory_of
 from fsdp_compile.cost.own_collectives import is_own
 from fsdp_compile.cost.timeline import schedule
 from fsdp_compile.explain.build.collectives import collectives
+from fsdp_compile.explain.build.lower_bound import Outline, lower_bound, outline
 from fsdp_compile.explain.build.memory import memory_curve, spans
 from fsdp_compile.explain.build.skipped import skipped
 from fsdp_compile.explain.plan_data import PlanData
@@ -45,16 +46,17 @@ def build_plan(
         fusion: How the graphs are run.
     """
     names = frozenset(unit.title for unit in made)
-    forwards: list[GraphPlan] = []
-    backwards: list[GraphPlan] = []
+    forwards: list[tuple[GraphPlan, Outline]] = []
+    backwards: list[tuple[GraphPlan, Outline]] = []
     for number, steps in enumerate(regions):
         memory: Memory | None = None
         for step in steps:
-            plan, memory = _graph(step, number, memory, hardware=hardware, fusion=fusion, names=names)
-            (forwards if step.phase is Phase.FORWARD else backwards).append(plan)
+            plan, memory, least = _graph(step, number, memory, hardware=hardware, fusion=fusion, names=names)
+            (forwards if step.phase is Phase.FORWARD else backwards).append((plan, least))
     read = _specs_of_reads(regions)
     # Backward runs the regions in the opposite order.
-    graphs = (*forwards, *reversed(backwards))
+    ordered = (*forwards, *reversed(backwards))
+    graphs = tuple(plan for plan, _ in ordered)
     return PlanData(
         title=original_class(model).__name__,
         world_size=world_size,
@@ -62,6 +64,7 @@ def build_plan(
         units=tuple(_unit(unit, read, training=bool(backwards)) for unit in made),
         graphs=graphs,
         volume=_volume(graphs, made, read),
+        bound=lower_bound(graphs, [least for _, least in ordered]),
         skipped=tuple(skipped(model, made, graphs)),
     )
 
@@ -74,7 +77,7 @@ def _graph(
     hardware: Hardware,
     fusion: Fusion,
     names: frozenset[str],
-) -> tuple[GraphPlan, Memory]:
+) -> tuple[GraphPlan, Memory, Outline]:
     kernels = plan_kernels(step.graph, fusion)
     scheduled = schedule(step, hardware, kernels)
     memory = memory_of(step, kernels, before)
@@ -96,7 +99,7 @@ def _graph(
         own_collectives=len(own),
         own_us=sum(scheduled.costs[node].time_us for node in own),
     )
-    return plan, memory
+    return plan, memory, outline(step, scheduled.costs, hardware)
 
 
 Reads = Mapping[str, Sequence[UnshardSpec]]
@@ -153,24 +156,24 @@ def _volume(graphs: Sequence[GraphPlan], made: Sequence[FSDPUnit], read: Reads) 
     every = [collective for graph in graphs for collective in graph.collectives]
     sent = {kind: sum(c.sent_bytes for c in every if c.kind is kind) for kind in Kind}
     training = any(graph.phase is Phase.BACKWARD for graph in graphs)
-    floor = sum(
+    full = sum(
         min(
-            _floor(spec, spec.numel, trained=training and slot.parameter.requires_grad, training=training)
+            _full_sharding(spec, spec.numel, trained=training and slot.parameter.requires_grad, training=training)
             for spec in _read_as(unit, slot, read)
         )
         for unit in made
         for slot in unit.params
     )
-    return Volume({kind: size for kind, size in sent.items() if size}, floor)
+    return Volume({kind: size for kind, size in sent.items() if size}, full)
 
 
-def _floor(spec: UnshardSpec, numel: int, *, trained: bool, training: bool) -> float:
+def _full_sharding(spec: UnshardSpec, numel: int, *, trained: bool, training: bool) -> float:
     gathers = 2 if training and spec.reshard is not Reshard.AFTER_BACKWARD else 1
     reduced = spec.reduce_dtype.itemsize if trained else 0
-    least = floor_bytes(
+    sent = full_sharding_bytes(
         numel, spec.size, gathers=gathers, gathered_bytes=spec.wire_dtype.itemsize, reduced_bytes=reduced
     )
     if gathers == 2 and spec.post_forward_size > 1:  # backward gathers over fewer ranks
         spared = share_of_others(spec.size) - share_of_others(spec.post_forward_size)
-        least -= spared * spec.param_dtype.itemsize * numel
-    return least + 2 * reduced * numel / spec.size * share_of_others(spec.replicas)
+        sent -= spared * spec.param_dtype.itemsize * numel
+    return sent + 2 * reduced * numel / spec.size * share_of_others(spec.replicas)

@@ -22,7 +22,8 @@ class ScalingRow:
         compute_us: Computing alone.
         communication_us: Time of the busiest link lane.
         exposed_us: How long compute stands still.
-        floor_us: What no schedule can beat.
+        busy_us: The larger of compute and communication.
+        bound_us: What no schedule can beat in the same memory.
         peak_bytes: The largest sum of live bytes.
         shard_bytes: Sharded parameters of one rank.
     """
@@ -32,7 +33,8 @@ class ScalingRow:
     compute_us: float
     communication_us: float
     exposed_us: float
-    floor_us: float
+    busy_us: float
+    bound_us: float
     peak_bytes: int
     shard_bytes: int
     sent_bytes: float
@@ -87,7 +89,7 @@ class Scaling:
         ranks = [row.world_size for row in self.rows]
         times = figure.add_subplot(1, 2, 1, xlabel="ranks", ylabel="time of a step (ms)", xscale="log", yscale="log")
         times.plot(ranks, [row.step_us / 1e3 for row in self.rows], marker="o", label="step")
-        times.plot(ranks, [row.floor_us / 1e3 for row in self.rows], linestyle="--", label="floor")
+        times.plot(ranks, [row.bound_us / 1e3 for row in self.rows], linestyle="--", label="lower bound")
         times.plot(ranks, [row.compute_us / 1e3 for row in self.rows], linestyle=":", label="compute")
         times.plot(ranks, [row.communication_us / 1e3 for row in self.rows], linestyle="-.", label="on the link")
         memory = figure.add_subplot(1, 2, 2, xlabel="ranks", ylabel="memory of a rank (GB)", xscale="log")
@@ -118,7 +120,8 @@ def _row(plan: PlanData) -> ScalingRow:
         compute_us=sum(graph.compute_us for graph in plan.graphs),
         communication_us=sum(graph.communication_us for graph in plan.graphs),
         exposed_us=sum(graph.exposed_us for graph in plan.graphs),
-        floor_us=plan.floor_us,
+        busy_us=plan.busy_us,
+        bound_us=plan.bound.time_us,
         peak_bytes=plan.peak_bytes,
         shard_bytes=sum(unit.shard_bytes for unit in plan.units),
         sent_bytes=plan.volume.total_bytes,

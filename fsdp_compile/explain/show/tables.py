@@ -126,7 +126,12 @@ def _summary_rows(plan: PlanData) -> Iterator[tuple[str, str]]:
         own_us = sum(graph.own_us for graph in plan.graphs)
         yield "of the program", f"{own} collectives, {time(own_us)}, counted as compute"
     larger = f"larger of compute {time(compute)} and link {time(link)}"
-    yield "floor", f"{time(plan.floor_us)}, the {larger}; floor / step = {share(plan.floor_us, plan.step_us)}"
+    yield "busy", f"{time(plan.busy_us)}, the {larger}; busy / step = {share(plan.busy_us, plan.step_us)}"
+    bound = plan.bound
+    yield (
+        "lower bound",
+        f"{time(bound.time_us)} in the same memory; bound / step = {share(bound.time_us, plan.step_us)}",
+    )
     peak = max(plan.graphs, key=lambda g: g.memory.peak_bytes, default=None)
     if peak is not None:
         has = size(plan.hardware.device.memory.value)
@@ -136,9 +141,9 @@ def _summary_rows(plan: PlanData) -> Iterator[tuple[str, str]]:
         yield "host memory", f"{size(plan.host_bytes)} of shards and gradients, without optimizer state; over {bus}"
     sent = ", ".join(f"{kind.value} {size(b)}" for kind, b in plan.volume.sent_bytes.items()) or "nothing"
     yield "sent per rank", f"{size(plan.volume.total_bytes)}: {sent}"
-    floor = plan.volume.floor_bytes
-    ratio = share(plan.volume.total_bytes, floor)
-    yield "volume floor", f"{size(floor)} = (2 b_p + b_g) P (N-1)/N; sent / floor = {ratio}"
+    ratio = share(bound.sent_bytes, plan.volume.total_bytes)
+    yield "least sent", f"{size(bound.sent_bytes)} in the same memory; least / sent = {ratio}"
+    yield "gathered twice", f"{size(plan.volume.full_sharding_bytes)} = (2 b_p + b_g) P (N-1)/N"
 
 
 def _units(plan: PlanData) -> Table:

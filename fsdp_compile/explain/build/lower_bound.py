@@ -1,0 +1,144 @@
+"""What no schedule of a model's graphs can beat in the memory of this one; see `planner/lower_bound.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import fx
+
+from fsdp_compile.cost.communicate import communication
+from fsdp_compile.cost.compute import NodeCost
+from fsdp_compile.cost.formulas import share_of_others
+from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.memory import Holder
+from fsdp_compile.cost.sizes import result_bytes
+from fsdp_compile.explain.report import GraphPlan, LowerBound
+from fsdp_compile.ir.graph import EXCHANGES, Phase, Role, StepGraph, require, role_of
+from fsdp_compile.ir.queries import upstream
+from fsdp_compile.layout.spec import UnshardSpec
+from fsdp_compile.planner.lower_bound import Made, Part, Read, Step
+
+_SCHEDULED = (Holder.UNSHARDED, Holder.GRADIENT)
+"""Memory that depends on the schedule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """One graph, with what it reads and makes by the process group that connects the ranks.
+
+    Attributes:
+        rates: The most bytes that a group sends in a second.
+    """
+
+    part: Part
+    reads: Mapping[str, tuple[Read, ...]]
+    made: Mapping[str, tuple[Made, ...]]
+    sent_bytes: Mapping[str, float]
+    rates: Mapping[str, float]
+
+    def on(self, group: str) -> Part:
+        """The graph, if only what this group sends takes time."""
+        return dataclasses.replace(
+            self.part,
+            reads=self.reads.get(group, ()),
+            made=self.made.get(group, ()),
+            sent_bytes=self.sent_bytes.get(group, 0.0),
+        )
+
+
+def outline(step: StepGraph, costs: Mapping[fx.Node, NodeCost], hardware: Hardware) -> Outline:
+    """Reads the numbers off a graph after the passes.
+
+    Nodes of ours take no time, since another schedule may copy less; exchanges of rows count as bytes alone.
+    """
+    order = step.order()
+    times_us = tuple(0.0 if role_of(node) is not None else costs[node].time_us for node in step.graph.nodes)
+    inputs = tuple(tuple(order[source] for source in node.all_input_nodes) for node in step.graph.nodes)
+    reads: dict[str, list[Read]] = {}
+    made: dict[str, list[Made]] = {}
+    sent: dict[str, float] = {}
+    rates: dict[str, float] = {}
+    for node in step.nodes(Role.FULL, Role.SAVED_PARAM):
+        spec = require(node).specs[0]
+        rates[spec.group] = hardware.bytes_per_s(spec.shard_ranks)
+        reads.setdefault(spec.group, []).append(_read(node, order[node], spec))
+    for node in step.nodes(Role.GATHER, Role.REDUCE, Role.REPLICATE):
+        started = communication(node, hardware)
+        # A measured collective may be faster than the rate of its link.
+        measured = started.sent_bytes / started.time_us * 1e6 if started.time_us else 0.0
+        rates[started.link] = max(rates.get(started.link, 0.0), started.bytes_per_s, measured)
+    for node in step.nodes(Role.REDUCE, Role.REPLICATE):
+        group, one = _made(node, order, hardware)
+        made.setdefault(group, []).append(one)
+    for node in step.nodes(*EXCHANGES):
+        spec = require(node).specs[0]
+        group = spec.group
+        rates.setdefault(group, hardware.bytes_per_s(spec.shard_ranks))
+        sent[group] = sent.get(group, 0.0) + communication(node, hardware).sent_bytes
+    ordered = {group: tuple(sorted(found, key=lambda m: max(m.nodes, default=0))) for group, found in made.items()}
+    return Outline(
+        Part(times_us, inputs), {group: tuple(found) for group, found in reads.items()}, ordered, sent, rates
+    )
+
+
+def _read(node: fx.Node, value: int, spec: UnshardSpec) -> Read:
+    sent_bytes = spec.wire_dtype.itemsize * _numel(spec)
+    return Read(
+        name=require(node).claims[0],
+        value=value,
+        size_bytes=min(result_bytes(node), sent_bytes) or sent_bytes,
+        sent_bytes=sent_bytes * share_of_others(spec.size),
+        # What is kept over fewer ranks takes memory that is not counted, and is gathered on another link.
+        again=spec.post_forward_size == 1,
+    )
+
+
+def _numel(spec: UnshardSpec) -> int:
+    """Elements of a parameter in whole rows for each rank; every rank has all of a 0-d parameter."""
+    return spec.shard_numel * spec.size if spec.dim is not None else 0
+
+
+def _made(start: fx.Node, order: Mapping[fx.Node, int], hardware: Hardware) -> tuple[str, Made]:
+    """A reduction, and the nodes of the model that compute its gradients."""
+    record = require(start)
+    sent = communication(start, hardware)
+    ours = {start, *upstream(start, Role.GRADIENT)}
+    sources = {source for node in ours for source in node.all_input_nodes} - ours
+    full_bytes = sum(_numel(spec) * spec.reduce_dtype.itemsize for spec in record.specs)
+    # An all-reduce of shards, which is behind the reduce-scatter: a reduce-scatter and an all-gather.
+    least = 2 * full_bytes / record.specs[0].size if role_of(start) is Role.REPLICATE else full_bytes
+    sent_bytes = min(least * share_of_others(sent.ranks), sent.sent_bytes)
+    return sent.link, Made(tuple(sorted(order[node] for node in sources)), sent_bytes)
+
+
+def lower_bound(graphs: Sequence[GraphPlan], outlines: Sequence[Outline]) -> LowerBound:
+    """The least time and bytes of any schedule with no more gathered parameters and full gradients than this one.
+
+    Args:
+        graphs: In the order in which they run.
+        outlines: Of the same graphs. Several groups send at once, and the slowest decides.
+    """
+    held = {phase: sum(_scheduled_bytes(g) for g in graphs if g.phase is phase) for phase in Phase}
+    room_bytes = min(held.values())
+    least_us, least_bytes = 0.0, 0.0
+    for group in sorted(_groups(outlines)) or [""]:
+        forward, backward = (
+            tuple(made.on(group) for made, graph in zip(outlines, graphs, strict=True) if graph.phase is phase)
+            for phase in Phase
+        )
+        rate = max((made.rates.get(group, 0.0) for made in outlines), default=0.0) or math.inf
+        step = Step(forward, backward, room_bytes, rate / 1e6)
+        least_us, least_bytes = max(least_us, step.least_us), least_bytes + step.least_bytes
+    return LowerBound(time_us=least_us, sent_bytes=least_bytes, room_bytes=room_bytes)
+
+
+def _groups(outlines: Sequence[Outline]) -> Iterator[str]:
+    yield from {group for made in outlines for group in (*made.reads, *made.made, *made.sent_bytes)}
+
+
+def _scheduled_bytes(graph: GraphPlan) -> int:
+    """Most gathered parameters and full gradients at once."""
+    live = [graph.memory.live_bytes[holder] for holder in _SCHEDULED if holder in graph.memory.live_bytes]
+    return max(map(sum, zip(*live, strict=True)), default=0)

@@ -1,0 +1,150 @@
+"""`Step.least_us` and `least_bytes`: among all schedules of small steps, played one by one, none is below them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_compile.planner.lower_bound import Made, Part, Read, Step
+
+NAMES = ("a", "b")
+Sending = tuple[str, str]
+"""("once", name), ("again", name), or ("reduce", number of the gradients)."""
+
+
+@st.composite
+def parts(draw: st.DrawFn, *, trained: bool) -> Part:
+    """Two operators behind the parameters that they read; in backward each may compute a gradient."""
+    names = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=2))
+    reads = tuple(Read(name, i, size_bytes=4, sent_bytes=float(3 + ord(name) % 2)) for i, name in enumerate(names))
+    times = [0.0] * len(reads)
+    inputs: list[tuple[int, ...]] = [()] * len(reads)
+    for node in (len(reads), len(reads) + 1):
+        times.append(float(draw(st.integers(0, 9))))
+        inputs.append(tuple(draw(st.lists(st.sampled_from(range(node)), unique=True)) if node else ()))
+    unread = set(range(len(reads))) - {*inputs[-2], *inputs[-1]}
+    inputs[-1] = (*inputs[-1], *unread)
+    computing = (len(reads), len(reads) + 1)
+    makers = draw(st.lists(st.sampled_from([computing[:1], computing[1:], computing]), max_size=2)) if trained else []
+    made = tuple(Made(nodes, float(draw(st.integers(0, 9)))) for nodes in sorted(makers, key=max))
+    return Part(tuple(times), tuple(inputs), reads, made)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    room_bytes = draw(st.sampled_from((0, 3, 4, 8)))
+    return Step((draw(parts(trained=False)),), (draw(parts(trained=True)),), room_bytes, bytes_per_us=1.0)
+
+
+@given(steps())
+@settings(max_examples=60, deadline=None)
+def test_no_schedule_is_faster_or_sends_less(step: Step) -> None:
+    played = list(_played(step))
+    assert played, "there is one"
+    assert step.least_us <= min(end_us for end_us, _ in played) + 1e-9
+    assert step.least_bytes <= min(sent for _, sent in played) + 1e-9
+
+
+def _played(step: Step) -> Iterator[tuple[float, float]]:
+    """Times and bytes of all schedules: what is kept, in which order is computed and in which order is sent."""
+    (forward,), (backward,) = step.forward, step.backward
+    first, second = ({read.name: read for read in part.reads} for part in (forward, backward))
+    for count in range(len(second) + 1):
+        for kept in itertools.combinations(sorted(map(str, second)), count):
+            if sum(second[name].size_bytes for name in kept) > step.room_bytes:
+                continue
+            sent = {("once", str(name)): read.sent_bytes for name, read in first.items()}
+            # What forward does not read may still be gathered before the seam and held.
+            sent |= {("once", name): second[name].sent_bytes for name in kept if name not in first}
+            sent |= {("again", str(n)): read.sent_bytes for n, read in second.items() if n not in kept}
+            sent |= {("reduce", str(i)): made.sent_bytes for i, made in enumerate(backward.made)}
+            for orders in itertools.product(_orders(forward), _orders(backward)):
+                for queue in itertools.permutations(sent):
+                    end_us = _play(step, orders, queue, sent)
+                    if end_us is not None:
+                        yield end_us, sum(sent.values())
+
+
+def _orders(part: Part) -> Iterator[Sequence[int]]:
+    one, two = range(len(part.reads), len(part.inputs))
+    yield one, two
+    if one not in part.inputs[two]:
+        yield two, one
+
+
+def _play(
+    step: Step, orders: Sequence[Sequence[int]], queue: Sequence[Sending], sent: dict[Sending, float]
+) -> float | None:
+    """When computing and the link are done; `None` for an order in which one waits for the other forever."""
+    todo = [(phase, node) for phase, order in enumerate(orders) for node in order]
+    ends: dict[object, float] = {}
+    now_us = link_us = 0.0
+    waiting = list(queue)
+    while todo or waiting:
+        ready = _ready_us(step, ends, waiting[0]) if waiting else None
+        if ready is not None:
+            link_us = max(link_us, ready) + sent[waiting[0]] / step.bytes_per_us
+            ends[waiting.pop(0)] = link_us
+            continue
+        if not todo:
+            return None
+        phase, node = todo[0]
+        part = (*step.forward, *step.backward)[phase]
+        needed = [_gather(read, phase, sent) for read in part.reads if read.value in part.inputs[node]]
+        if any(gather not in ends for gather in needed):
+            return None
+        now_us = max([now_us, *(ends[gather] for gather in needed)]) + part.times_us[node]
+        ends[phase, node] = now_us
+        todo.pop(0)
+    return max(now_us, link_us)
+
+
+def _gather(read: Read, phase: int, sent: dict[Sending, float]) -> Sending:
+    """The gather that a graph waits for; what is gathered again was freed at the seam."""
+    again = ("again", str(read.name))
+    return again if phase and again in sent else ("once", str(read.name))
+
+
+def _ready_us(step: Step, ends: dict[object, float], sending: Sending) -> float | None:
+    """When a collective may start, as far as is known."""
+    (forward,), (backward,) = step.forward, step.backward
+    kind, name = sending
+    nodes = {
+        "once": [],
+        "again": [(0, node) for node in range(len(forward.reads), len(forward.inputs))],
+        "reduce": [(1, node) for node in backward.made[int(name)].nodes] if kind == "reduce" else [],
+    }[kind]
+    return None if any(node not in ends for node in nodes) else max((ends[node] for node in nodes), default=0.0)
+
+
+def test_the_first_gather_and_the_last_reduction_hide_behind_nothing() -> None:
+    """A table that everything reads, and whose gradient needs everything: gather, computing, reduction."""
+    table = Read("table", 0, size_bytes=8, sent_bytes=7.0)
+    forward = Part((0.0, 10.0), ((), (0,)), (table,))
+    backward = Part((20.0, 5.0), ((), (0,)), made=(Made((1,), 7.0),))
+    assert Step((forward,), (backward,), room_bytes=0, bytes_per_us=1.0).least_us == 7 + 10 + 25 + 7
+
+
+def test_a_weight_gradient_is_computed_beside_the_last_reduction() -> None:
+    forward = Part((10.0,), ((),))
+    # Node 1 is a weight gradient, node 2 the table's: only the one before both must come before its reduction.
+    backward = Part((20.0, 4.0, 5.0), ((), (0,), (0,)), made=(Made((1,), 1.0), Made((2,), 7.0)))
+    assert Step((forward,), (backward,), room_bytes=0, bytes_per_us=1.0).least_us == 10 + 20 + 5 + 7
+
+
+def test_what_has_room_is_not_sent_again() -> None:
+    read = Read("a", 0, size_bytes=8, sent_bytes=6.0)
+    part = Part((0.0, 1.0), ((), (0,)), (read,))
+    sent = [Step((part,), (part,), room_bytes, 1.0).least_bytes for room_bytes in (0, 4, 8, 100)]
+    assert sent == [12.0, 9.0, 6.0, 6.0]
+    assert Step((part,), (), 0, 1.0).least_bytes == 6.0
+
+
+def test_backward_waits_for_what_could_not_be_held() -> None:
+    read = Read("a", 0, size_bytes=8, sent_bytes=6.0)
+    part = Part((0.0, 1.0), ((), (0,)), (read,))
+    assert Step((part,), (part,), 0, 1.0).least_us == pytest.approx(6 + 6 + 1)
