@@ -7,6 +7,7 @@ longer than the user's timeout, it looks for the error, and if there is none, as
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -68,6 +69,13 @@ def _report(error: BaseException) -> None:
 def end_by(error: BaseException) -> None:
     """What a rank does last that ends by an error: it tells all ranks of the world why, and then ends quickly."""
     tell(error)
+    # When this rank has left its error to the launcher: what a rank says that goes on only follows from it.
+    atexit.register(continue_stopped_ranks)
+    end_quickly()
+
+
+def end_quickly() -> None:
+    """Makes the end of this process quick, which comes next."""
     # Else the interpreter looks for cycles among all objects several times: more than a second of processor time,
     # for which the launcher waits.
     gc.freeze()
@@ -77,7 +85,6 @@ def tell(error: BaseException) -> None:
     """Tells all ranks of the world that this one ends, and why; what was told first stays."""
     if not dist.is_initialized():
         return
-    continue_stopped_ranks()
     error = getattr(error, "inner_exception", error)  # Dynamo puts its own around those of backends
     if _is_of_communication(error):  # that is another rank's failure
         return

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fsdp_compile.comm.failures import end_by, explained
+from fsdp_compile.comm.failures import end_by, end_quickly, explained
 from fsdp_compile.errors import (
     CheckpointError,
     ConfigError,
@@ -80,6 +80,7 @@ def launch(job: Job, max_restarts: int = 0) -> None:
         except SignalException as error:
             raise Interrupted(error.sigval) from None
         except ChildFailedError as error:
+            end_quickly()
             raise RankFailedError(_root_cause(error, Path(reports))) from None
 
 

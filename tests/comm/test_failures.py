@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import sys
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from fsdp_compile import RankFailedError, RankMismatchError
 from fsdp_compile.comm import failures
 from fsdp_compile.comm.groups import RankStore
+from fsdp_compile.comm.stopped_ranks import continue_stopped_ranks
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
 
@@ -99,12 +101,17 @@ def test_other_errors_are_left_alone() -> None:
 
 
 def test_an_error_that_nothing_catches_is_printed_as_before() -> None:
-    with mock.patch.object(sys, "excepthook") as before, mock.patch.object(gc, "freeze") as freeze:
+    with (
+        mock.patch.object(sys, "excepthook") as before,
+        mock.patch.object(gc, "freeze") as freeze,
+        mock.patch.object(atexit, "register") as at_exit,
+    ):
         failures.tell_of_uncaught_errors.__wrapped__()
         error = ValueError("no world was started")
         sys.excepthook(ValueError, error, None)
         before.assert_called_once_with(ValueError, error, None)
         freeze.assert_called_once_with()  # the process then ends quickly
+        at_exit.assert_called_once_with(continue_stopped_ranks)
 
 
 def test_an_error_that_nothing_catches_is_left_for_the_lines_of_torchs_launcher(
