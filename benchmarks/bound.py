@@ -2,16 +2,16 @@
 
 - **busy**: the larger of compute and of the time of the bytes that this run has sent. A run below 100 % of it has let
   both lanes stand still; one that sends more than it must can still reach it.
-- **bound**: what no schedule that holds as much as this contender can beat. It is `planner/lower_bound.py`, with the
-  measured compute in the place of estimates:
+- **bound**: what no schedule that holds as much as this contender can beat. It is a simpler form of
+  `planner/lower_bound.py`, with measured compute:
 
       bytes = (P + max(0, P - I - room) + P) (N-1)/N        once for forward, again for backward, once for gradients
       time  = max(bytes / bandwidth, compute + I (N-1)/N / bandwidth)
 
-  `P` are all parameters and `I` is the input embedding: nothing can be computed before it has been gathered (position
-  tables apart, which take less than a thousandth of these models' compute), and backward does not need it. `room` is
-  what the contender may hold of gathered parameters between forward and backward (`Held`). The reduction of the
-  embedding's gradient at the end is not in it, since weight gradients may be computed meanwhile.
+  `P` are all parameters and `I` is the input embedding: nothing but tables of positions can be computed before it has
+  been gathered (they count as if they needed it, too), and backward does not need it. `room` is what the contender may
+  hold of gathered parameters between forward and backward (`Held`). The reduction of the embedding's gradient at the
+  end is not in it, since weight gradients may be computed meanwhile.
 
 Latencies, padding and the work of writing what a collective receives are left out of both.
 """
