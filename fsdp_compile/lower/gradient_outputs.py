@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.graph import MADE, Role, StepGraph, require, role_of
@@ -98,6 +98,8 @@ def _copied_from(copy: torch.Tensor, each: GradOutput) -> FSDPParamGroup | None:
             "step_in_backward()",
             ", or optimizer.step() without step_in_backward()",
         )
+    if isinstance(copy, nn.Parameter):  # no copy: its model was deleted after the forward
+        return None
     owner = _group_with_values(copy)
     if owner is None and not each.covers_all:
         raise _is_copy(

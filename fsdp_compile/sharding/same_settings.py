@@ -65,7 +65,12 @@ def _versions() -> list[str]:
     return [f"version of torch: {torch.__version__.partition('+')[0]}", f"version of fsdp_compile: {own}"]
 
 
+_UNIT = "unit number"
+"""Begins a line by which ranks know that they run the same unit: those of a group number what they shard alike."""
+
+
 def _lines(group: FSDPParamGroup) -> Iterator[str]:
+    yield f"{_UNIT} {group.unit.number} ({group.unit.title})"
     for param in group.params:
         name = group.unit.parameter_name(param)
         yield f"{name}: dtype {param.parameter.dtype}"
@@ -76,6 +81,13 @@ def _lines(group: FSDPParamGroup) -> Iterator[str]:
 def _mismatch(ranks: tuple[int, ...], found: Difference) -> RankMismatchError:
     _, mine, others = found.parting()
     other = ranks[found.other]
+    if mine.startswith(_UNIT) and others.startswith(_UNIT):
+        return RankMismatchError(
+            f"rank {ranks[0]} and rank {other} run different modules",
+            where=f"[{mine}] on rank {ranks[0]}, [{others}] on rank {other}",
+            instead="the same model and the same control flow on every rank; a module that has no rows on a rank is "
+            "called there all the same, with an empty tensor",
+        )
     return RankMismatchError(
         f"rank {ranks[0]} and rank {other} shard a model differently",
         where=f"[{mine}] on rank {ranks[0]}, [{others}] on rank {other}",
