@@ -363,9 +363,8 @@ class FSDPUnit:
         """Whether unsharded parameters outlive backward."""
         # As FSDP1's ZeRO-2 between microbatches: no update follows a backward that does not reduce.
         keeps_for_backward = self.policy.mesh_placement.reshard is Reshard.AFTER_BACKWARD
-        return not self.comm_settings.reshard_after_backward or (
-            keeps_for_backward and self.grad_placement is GradPlacement.UNREDUCED
-        )
+        is_accumulating = keeps_for_backward and self.grad_placement is GradPlacement.UNREDUCED
+        return is_accumulating or not self.comm_settings.reshard_after_backward
 
     @property
     def params(self) -> Iterator[FSDPParam]:
