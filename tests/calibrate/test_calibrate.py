@@ -25,7 +25,7 @@ def _measured(local: int, folder: str) -> str:
     """The text of the calibration of this rank, whose host has `local` ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str(local))
-        found = calibrate(CPU, seconds=0.5)
+        found = calibrate(CPU, seconds=0.1)
     if dist.get_rank() == 0:
         save(found, Path(folder) / "hardware.json")
     return found.to_text()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
+from tests import long
 from tests.fake_world import fake_world
 from tests.models.round_sizes import WIDTH, Broken, Partial, Stack, on_meta
 
@@ -39,7 +40,7 @@ def _plan(model: type[nn.Module], gb_per_s: float, **options: object) -> Plan:
     return explain(made, x, world_size=4, options={**EAGER, **options}, hardware=hardware(link=gb_per_s))
 
 
-@pytest.mark.parametrize(
+@long.parametrize(
     "options",
     [
         {},
@@ -51,6 +52,7 @@ def _plan(model: type[nn.Module], gb_per_s: float, **options: object) -> Plan:
         {"embedding": "sharded"},
         {"bucket_mb": 0},
     ],
+    always=[{}, {"reshard_after_forward": "auto"}, {"embedding": "sharded"}],
     ids=str,
 )
 def test_no_plan_is_below_it(options: dict[str, Any]) -> None:

@@ -75,6 +75,12 @@ def _where() -> str:
     return "loaded" if found["autograd_cache_hit"] else "compiled" if found["autograd_cache_saved"] else "not stored"
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for tests that need not be the first to compile; what Inductor makes once is made once."""
+    return tmp_path_factory.mktemp("shared") / "cache"
+
+
 def test_the_second_compile_is_loaded_and_reports_the_same(tmp_path: Path) -> None:
     with fake_world(2), _new_folder(tmp_path / "cache"):
         (first, report), (second, report_again) = _step(), _step()
@@ -98,15 +104,15 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @long.parametrize("changed", list(CHANGES), always=["prefetch", "unsharded"])
-def test_another_option_unit_or_shape_is_compiled(changed: str, tmp_path: Path) -> None:
-    with fake_world(2), _new_folder(tmp_path / "cache"):
+def test_another_option_unit_or_shape_is_compiled(changed: str, shared: Path) -> None:
+    with fake_world(2), _new_folder(shared):
         _step()
         assert _step(**CHANGES[changed])[0] == "compiled"
         assert _step()[0] == "loaded"
 
 
-def test_another_version_of_this_package_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_world(2), _new_folder(tmp_path / "cache"):
+def test_another_version_of_this_package_compiles(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(2), _new_folder(shared):
         _step()
         monkeypatch.setattr(region_key, "_package_digest", lambda: "another one")
         assert _step()[0] == "compiled"
@@ -142,23 +148,26 @@ def test_other_hosts_or_float32_matmuls_compile(tmp_path: Path, monkeypatch: pyt
         assert _step()[0] == "loaded"
 
 
-def test_another_number_of_ranks_compiles(tmp_path: Path) -> None:
-    with _new_folder(tmp_path / "cache"):
+def test_another_number_of_ranks_compiles(shared: Path) -> None:
+    with _new_folder(shared):
         with fake_world(2):
             _step()
         with fake_world(4):
             assert _step()[0] == "compiled"
 
 
-@pytest.mark.parametrize("options", [{"artifacts": True}, {"share_code": True}, {"lower": "eager"}], ids=str)
-def test_what_more_depends_on_is_not_stored(options: dict[str, Any], tmp_path: Path) -> None:
+NOT_STORED: list[dict[str, Any]] = [{"artifacts": True}, {"share_code": True}, {"lower": "eager"}]
+
+
+@long.parametrize("options", NOT_STORED, always=[{"artifacts": True}, {"lower": "eager"}], ids=str)
+def test_what_more_depends_on_is_not_stored(options: dict[str, Any], shared: Path, tmp_path: Path) -> None:
     given = {"artifacts": str(tmp_path / "artifacts")} if "artifacts" in options else options
-    with fake_world(2), _new_folder(tmp_path / "cache"):
+    with fake_world(2), _new_folder(shared):
         assert [_step(given)[0] for _ in range(2)] == ["not stored"] * 2
 
 
-def test_updates_in_backward_are_not_stored(tmp_path: Path) -> None:
-    with fake_world(2), _new_folder(tmp_path / "cache"):
+def test_updates_in_backward_are_not_stored(shared: Path) -> None:
+    with fake_world(2), _new_folder(shared):
         for _ in range(2):
             torch._dynamo.reset()
             counters.clear()
@@ -168,8 +177,8 @@ def test_updates_in_backward_are_not_stored(tmp_path: Path) -> None:
             assert _where() == "not stored"
 
 
-def test_open_sizes_are_not_stored(tmp_path: Path) -> None:
-    with fake_world(2), _new_folder(tmp_path / "cache"):
+def test_open_sizes_are_not_stored(shared: Path) -> None:
+    with fake_world(2), _new_folder(shared):
         model = fully_shard(_Model(), mesh=init_device_mesh("cpu", (2,)))
         compiled = torch.compile(model, backend="fsdp", dynamic=True)
         counters.clear()
@@ -188,8 +197,8 @@ class _Looked(nn.Module):
         return self.head(self.table(ids))
 
 
-def test_tensor_parallelism_is_not_stored(tmp_path: Path) -> None:
-    with fake_world(4), _new_folder(tmp_path / "cache"):
+def test_tensor_parallelism_is_not_stored(shared: Path) -> None:
+    with fake_world(4), _new_folder(shared):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = parallelize_module(_Looked(), mesh["tp"], {"table": RowwiseParallel(input_layouts=Replicate())})
         counters.clear()
@@ -198,7 +207,7 @@ def test_tensor_parallelism_is_not_stored(tmp_path: Path) -> None:
         assert _where() == "not stored"
 
 
-@pytest.mark.parametrize("folder", ["fxgraph", "aotautograd"])
+@long.parametrize("folder", ["fxgraph", "aotautograd"], always=["aotautograd"])
 def test_a_damaged_folder_costs_a_compile(folder: str, tmp_path: Path) -> None:
     with fake_world(2), _new_folder(tmp_path / "cache"):
         _step()

@@ -106,6 +106,7 @@ def _methods_of_a_shard() -> None:
     assert _Rounding.calls > 0
 
 
+@pytest.mark.long
 def test_methods_that_are_put_on_shards_count() -> None:
     run_ranks(_methods_of_a_shard)
 
@@ -352,6 +353,7 @@ def _other_values(folder: str) -> None:
         assert torch.equal(_local(other.up.weight), value.chunk(2)[dist.get_rank()])
 
 
+@pytest.mark.long
 def test_values_that_are_loaded_or_assigned_are_read() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(_other_values, folder)

@@ -144,6 +144,7 @@ def _optimizer_inside() -> list[str]:
     return [name for name, value in _values(model).items() if torch.equal(value, before[name])]
 
 
+@pytest.mark.long
 def test_an_optimizer_from_inside_of_full_params_trains_all() -> None:
     assert run_ranks(_optimizer_inside, world_size=4) == [[]] * 4
 
@@ -202,6 +203,7 @@ class _OnAnotherMesh:
     placement, mesh_info = Shard(0), None
 
 
+@pytest.mark.long
 def test_replaced_parameters_have_the_same_layout_or_are_refused() -> None:
     for *layouts, mesh in run_ranks(_replaced_outside, world_size=4):
         for error in layouts:
@@ -302,6 +304,7 @@ def _average() -> None:
         _assert_close(_values(model), {name: 2 * value for name, value in before.items()})
 
 
+@pytest.mark.long
 def test_average() -> None:
     run_ranks(_average, world_size=4)
 
@@ -321,6 +324,7 @@ def _changed_later() -> None:
     _assert_close(_values(model), {name: value.bfloat16().float() for name, value in before.items()})
 
 
+@pytest.mark.long
 def test_dtypes_and_frozen_parameters() -> None:
     run_ranks(_changed_later, world_size=4)
 

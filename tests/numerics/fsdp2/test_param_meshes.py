@@ -56,11 +56,12 @@ def _shard(model: MixtureOfExperts, fully_shard: Any, experts: str = "split", **
     fully_shard(model, mesh=every, **arguments)
 
 
-def _trained(fully_shard: Any, lower: str | None, arguments: dict[str, Any]) -> list[torch.Tensor]:
+def _trained(fully_shard: Any, lower: str | None, layers: int, arguments: dict[str, Any]) -> list[torch.Tensor]:
     """Losses, this rank's parameters and gradients; layouts are compared, too."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MixtureOfExperts()
+    del model.layers[layers:]
     model.last = nn.Linear(WIDTH, WIDTH)  # an even number of elements for each rank: else gloo adds in another order
     _shard(model, fully_shard, **arguments)
     call = model if lower is None else torch.compile(model, backend="fsdp", options={"lower": lower})
@@ -81,8 +82,9 @@ def _trained(fully_shard: Any, lower: str | None, arguments: dict[str, Any]) -> 
 
 def _differences(name: str, lower: str | None) -> list[int]:
     """The places of what is not FSDP2's."""
-    ours = _trained(fsdp_compile.fully_shard, lower, CASES[name])
-    theirs = _trained(torch.distributed.fsdp.fully_shard, None, CASES[name])
+    layers = 2 if lower is None else 1  # four ranks compile at the same time, on few cores
+    ours = _trained(fsdp_compile.fully_shard, lower, layers, CASES[name])
+    theirs = _trained(torch.distributed.fsdp.fully_shard, None, layers, CASES[name])
     both = enumerate(zip(ours, theirs, strict=True))
     # Compiled, AOTAutograd adds the gradients of several experts in another order.
     tolerance = 0.0 if lower is None else 1e-6

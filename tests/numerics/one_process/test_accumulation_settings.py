@@ -19,6 +19,7 @@ from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hoo
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
 from fsdp_compile.runtime.units import FSDPUnit
+from tests import long
 from tests.models.kinds import Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.numerics.one_process.test_accumulation import CLOSE, Pair
@@ -89,7 +90,7 @@ def _as_fsdp2(policy: MixedPrecisionPolicy) -> list[float]:
 
 @pytest.mark.core
 @pytest.mark.long
-@pytest.mark.parametrize("policy", [MIXED, HALF], ids=["bf16", "fp16"])
+@long.parametrize("policy", [MIXED, HALF], always=[MIXED], ids=["bf16", "fp16"])
 def test_low_precision_accumulates_as_fsdp2_does_bit_by_bit(policy: MixedPrecisionPolicy) -> None:
     for differences in run_ranks(_as_fsdp2, policy, world_size=4):
         assert differences == [0.0] * len(differences)
@@ -145,7 +146,7 @@ def _planned() -> float:
 
 @pytest.mark.long
 @pytest.mark.core
-@pytest.mark.parametrize("world_size", [2, 4])
+@long.parametrize("world_size", [2, 4], always=[2])
 def test_a_planned_schedule_holds_and_keeps(world_size: int) -> None:
     """On two ranks the replicas have shard groups of one rank, whose reductions are all-reduces alone."""
     assert max(run_ranks(_planned, world_size=world_size)) < CLOSE
@@ -210,7 +211,7 @@ def _flats(every: list[FSDPUnit]) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world_size", [1, 2])
+@long.parametrize("world_size", [1, 2], always=[2])
 def test_a_hook_is_called_once_with_the_sum_of_held_and_new_gradients(world_size: int) -> None:
     for worst, calls, flats in run_ranks(_hooked, world_size=world_size):
         assert worst < CLOSE
