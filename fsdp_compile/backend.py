@@ -14,13 +14,13 @@ from fsdp_compile.capture.beside import watch_wrappers_and_optimizers
 from fsdp_compile.capture.first_call import trace_again
 from fsdp_compile.capture.functions import take_reads_out
 from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
+from fsdp_compile.capture.leave_functional_call import leave_functional_call
 from fsdp_compile.capture.plain_model import (
     compare_initial_values,
     enter_assigned_forwards,
     refuse_unused_sharding,
     shard_plain_models,
 )
-from fsdp_compile.capture.reject_functional_call import refuse_functional_call
 from fsdp_compile.capture.reject_gradient_reads import refuse_gradient_reads
 from fsdp_compile.capture.reject_mutation import refuse_updates
 from fsdp_compile.capture.returned_reads import give_parameters, returned_reads
@@ -80,7 +80,7 @@ def fsdp(
     refuse_unused_sharding(example_inputs, checked)
     take_reads_out(gm)
     refuse_updates(gm, example_inputs)
-    refuse_functional_call(gm)
+    leave_functional_call(gm)
     refuse_gradient_reads(gm)
     if checked.embedding == "sharded":
         shard_lookups(gm)

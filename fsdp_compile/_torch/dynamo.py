@@ -15,12 +15,11 @@ import sympy
 import torch
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo import convert_frame, symbolic_convert
+from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
@@ -34,6 +33,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._logging._internal import trace_structured_artifact
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy
+
+from fsdp_compile._torch.tracing import root_translator
 
 __all__ = [
     "CheckpointPolicy",
@@ -54,7 +55,6 @@ __all__ = [
 ]
 
 
-_COND_FILE = sys.modules["torch._higher_order_ops.cond"].__file__  # a function of that name hides the module
 _SAVED: tuple[type, ...] = tuple(
     getattr(descriptors, name)
     # The second: values whose version autograd does not check. Private names; a torch may lack it.
@@ -169,7 +169,7 @@ def call_of(module: nn.Module) -> FrameType | None:
 
 def caller_of_root_frame() -> FrameType | None:
     """The Python frame that called the function which Dynamo is compiling right now."""
-    translator = _root_translator()
+    translator = root_translator()
     frames = list(stack())
     compiling = [i for i, f in enumerate(frames) if f.f_code.co_filename == convert_frame.__file__]
     above = frames[compiling[-1] + 1 :] if compiling else []
@@ -178,7 +178,7 @@ def caller_of_root_frame() -> FrameType | None:
 
 def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
     """The values along the path by which Dynamo found a graph input in the frame that it compiles, outermost first."""
-    translator = _root_translator()
+    translator = root_translator()
     # Dynamo writes the path as expressions over the frame's locals and globals, and evaluates them itself for guards.
     scope = {"L": {}, "G": {}} if translator is None else {"L": translator.f_locals, "G": translator.f_globals}
     for expression in source_prefixes(placeholder):
@@ -186,40 +186,6 @@ def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
             yield eval(expression, dict(scope))
         except _CANNOT_TELL:
             continue
-
-
-def restart_trace() -> TensorifyScalarRestartAnalysis:
-    """The exception that makes Dynamo trace the current frame again from its start."""
-    translator = _root_translator()
-    if translator is not None:
-        # The new trace sees other classes and takes other paths than those of earlier graph breaks.
-        translator.speculation_log.clear()
-    # Dynamo lets this one type pass unchanged through a backend call.
-    return TensorifyScalarRestartAnalysis(restart_reason="fsdp_compile sharded the model")
-
-
-def _root_translator() -> Any:
-    try:
-        return symbolic_convert.InstructionTranslator.current_tx()
-    except AttributeError:
-        return None
-
-
-def is_compiling_a_frame() -> bool:
-    """Whether this thread runs Dynamo or a backend that it has called."""
-    return _root_translator() is not None
-
-
-def is_tracing_python() -> bool:
-    """Whether Dynamo is tracing the user's code on this thread; what a backend traces after it does not count."""
-    translator = _root_translator()
-    return translator is not None and not translator.output.should_exit
-
-
-def is_in_eager_cond() -> bool:
-    """Whether Dynamo traces the branches of a `torch.cond` that uncompiled code calls."""
-    translator = _root_translator()
-    return translator is not None and translator.output.root_tx.f_code.co_filename == _COND_FILE
 
 
 def backend_of(compiled: OptimizedModule) -> object:

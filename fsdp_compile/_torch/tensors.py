@@ -32,6 +32,8 @@ OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 _OLDER_BATCH: Any = torch._C._parse_dispatch_key("Batched")
+_OUTERMOST_BATCH = 1
+"""Level of a batch that is in no other one."""
 _LOCAL = operator.attrgetter("_local_tensor")
 
 
@@ -133,6 +135,19 @@ def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a batch of tensors inside of `vmap`."""
     # `torch.autograd` has a `vmap` of its own, older than `torch.func`'s.
     return is_batchedtensor(tensor) or torch._C._dispatch_keys(tensor).has(_OLDER_BATCH)
+
+
+def split_batch(batch: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of a batch that `torch.autograd` has made; none of `torch.func.vmap`'s, or of a batch of batches."""
+    if is_batchedtensor(batch):
+        return []
+    plain = torch._remove_batch_dim(batch, _OUTERMOST_BATCH, 0, 0)
+    return [] if is_batched(plain) else list(plain.unbind())
+
+
+def join_batch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A batch of tensors, as `torch.autograd` makes it."""
+    return torch._add_batch_dim(torch.stack(list(tensors)), 0, _OUTERMOST_BATCH)
 
 
 def memory_place(tensor: torch.Tensor) -> tuple[object, int]:

@@ -17,9 +17,9 @@ from fsdp_compile._torch.dynamo import (
     caller_of_root_frame,
     modules_being_called,
     optimizers_being_stepped,
-    restart_trace,
     values_on_the_way,
 )
+from fsdp_compile._torch.tracing import restart_trace
 from fsdp_compile.config.casts import FullPrecision
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.modules.casts import changes_inputs
@@ -101,6 +101,7 @@ def refuse_inside_lbfgs(module: nn.Module) -> None:
 
 def trace_again() -> Exception:
     """The exception that makes Dynamo trace the frame again, which now reads from flat parameters."""
-    # The frame's caller entered a forward before the model was sharded: until it returns, reads gather by themselves.
-    in_forward_until_return(caller_of_root_frame())
+    # A forward that runs was entered before the model was sharded: until it returns, reads gather by themselves.
+    if modules_on_the_stack():
+        in_forward_until_return(caller_of_root_frame())
     return restart_trace()

@@ -26,6 +26,7 @@ from fsdp_compile.capture.first_call import (
     refuse_missed_casts,
 )
 from fsdp_compile.capture.reject_registry_reads import refuse_registry_reads
+from fsdp_compile.capture.shared_parts import shared_parts
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.eager_reads import is_gathered
@@ -115,6 +116,8 @@ def _shard(module: nn.Module, options: FSDPOptions, plain: PlainModels) -> None:
     refuse_plain_rest(called, module, plain)
     refuse_inside_lbfgs(module)
     before = set(units(module))
+    for part in shared_parts(module, plain.roots()):
+        fully_shard(part, **options.sharding)
     fully_shard(module, **options.sharding)
     for unit in units(module):
         unit.sharded_by_backend |= unit not in before

@@ -1,4 +1,4 @@
-"""Refuses reads of `.grad` in compiled code, by `clip_grad_norm_` and `zero_grad` too, which would find no gradient.
+"""Finds reads of `.grad` in compiled code, by `clip_grad_norm_` and `zero_grad` too, which would find no gradient.
 
 Compiled code reads gathered parameters, results of an operator, and Dynamo answers `.grad` of such by itself: `None`,
 or something that is not `None` and has no value. Of `id()` it gives each read a number of its own. None of this leaves
@@ -6,6 +6,9 @@ anything in the graph. What tells are the lines that read the parameters:
 
 - the user's function around one reads some `.grad`, or calls `id()`;
 - outside of forwards, nothing uses what is read. (In a forward, code may ask a parameter for its dtype alone.)
+
+Outside of forwards Python finds sharded parameters with their gradients, so there it runs the compiled function. In
+forwards, and where `fullgraph=True` was asked for, such reads are refused.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from fsdp_compile._torch.tracing import leave_to_python
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.source_line import Frame, source_frame, source_line
 from fsdp_compile.modules.forward import in_forward
@@ -31,10 +35,11 @@ _ASKS = re.compile(r"\.\s*grad\b|\bid\s*\(")
 
 
 def refuse_gradient_reads(gm: fx.GraphModule) -> None:
-    """Refuses a Dynamo graph whose program reads the `.grad` of sharded parameters.
+    """Refuses a Dynamo graph whose program reads the `.grad` of sharded parameters, or leaves its frame to Python.
 
     Raises:
-        UnsupportedModelError: With the user's line that reads the parameter.
+        UnsupportedModelError: In a forward, with the user's line that reads the parameter.
+        Exception: Outside of forwards, the one that tells Dynamo to leave the frame.
     """
     parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]
     found = [node for part in parts for node in part.graph.nodes if node.target in (torch.ops.fsdp.unshard, UNSHARD)]
@@ -44,24 +49,24 @@ def refuse_gradient_reads(gm: fx.GraphModule) -> None:
         frame = frames.get(node)
         function = None if frame is None else asks[frame]
         if function is not None and function.reads_gradient:
-            raise UnsupportedModelError(
+            raise _left_or_refused(
                 "a compiled function reads parameters and some .grad: a gathered parameter has no gradient",
-                where=source_line(node),
-                instead=_INSTEAD,
+                source_line(node),
+                _INSTEAD,
             )
         if function is not None and function.asks_id:
-            raise UnsupportedModelError(
+            raise _left_or_refused(
                 "a compiled function reads parameters and calls id(): each read of a parameter is another object to it",
-                where=source_line(node),
-                instead="one.weight is other.weight, which is answered as in one process, or names of parameters",
+                source_line(node),
+                "one.weight is other.weight, which is answered as in one process, or names of parameters",
             )
         # Of the outermost module's forward, Dynamo notes nothing at a node.
         if not node.users and not node.meta.get("nn_module_stack") and not in_forward():
-            raise UnsupportedModelError(
+            raise _left_or_refused(
                 "compiled code outside of a forward goes through parameters and computes nothing with them, as "
                 "clip_grad_norm_(), zero_grad() and reads of .grad do: it would find no gradients",
-                where=source_line(node),
-                instead=_INSTEAD,
+                source_line(node),
+                _INSTEAD,
             )
 
 
@@ -69,6 +74,11 @@ _INSTEAD = (
     "compile the forward and the loss alone, and use gradients after backward() in code that is not compiled "
     "(@torch.compiler.disable, outside of forwards)"
 )
+
+
+def _left_or_refused(what: str, where: str, instead: str) -> Exception:
+    left = None if in_forward() else leave_to_python(f"fsdp_compile: {what} ({where})")
+    return left or UnsupportedModelError(what, where=where, instead=instead)
 
 
 def _is_of_torchs_layer(read: fx.Node) -> bool:

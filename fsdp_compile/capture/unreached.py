@@ -64,6 +64,10 @@ class PlainModels:
         """Whether a module was compiled itself, for this backend."""
         return module in self._compiled
 
+    def roots(self) -> list[nn.Module]:
+        """The modules that were added and that have, or had, plain parameters."""
+        return list(self._hooks)
+
     def discard(self, root: nn.Module) -> None:
         """Removes a module, which is compiled for another backend now."""
         self._compiled.discard(root)

@@ -20,7 +20,7 @@ from fsdp_compile.lower.wrappers import (
     host_copies_from,
     note_order,
     noted_order,
-    refuse_batched_gradients,
+    one_by_one,
     runs_optimizers,
     tangents_of,
     units_of,
@@ -40,7 +40,7 @@ class Surroundings:
         noted: What ranks compare.
         grad_outputs: Of a backward: the gradients that it makes.
         counted: Parameter groups that are updated in backward, and that both graphs of the region read.
-        tangents: Of a backward that makes gradients: those of outputs.
+        tangents: Of a backward: the gradients of outputs.
         host_copies_from: Type of the device from which it copies gradients to the host; empty if it copies none.
         has_updates: Whether it runs optimizers.
     """
@@ -75,7 +75,7 @@ class Surroundings:
             noted=tuple(noted_order(step, digests)),
             grad_outputs=made,
             counted=tuple(counted_reads(step, again)),
-            tangents=tuple(tangents_of(step)) if made else (),
+            tangents=() if is_forward else tuple(tangents_of(step)),
             host_copies_from=host_copies_from(step),
             has_updates=runs_optimizers(step),
         )
@@ -90,8 +90,8 @@ class Surroundings:
             compiled = note_grad_outputs(compiled, self.grad_outputs)
         if self.counted:
             compiled = count_reads(compiled, self.counted, self.phase)
-        if self.tangents:
-            compiled = refuse_batched_gradients(compiled, self.tangents)
         if self.noted:
             compiled = note_order(compiled, self.noted, self.phase, self.units, self.waits)
+        if self.tangents:
+            compiled = one_by_one(compiled, self.tangents, has_updates=self.has_updates)
         return check_inputs(compiled, self.inputs) if self.inputs else compiled

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_compile._torch.autograd import backward_in_progress, below_autograd
-from fsdp_compile._torch.tensors import is_batched
+from fsdp_compile._torch.tensors import is_batched, join_batch, split_batch
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
@@ -202,22 +202,44 @@ def tangents_of(step: StepGraph) -> list[int]:
     return [i for i, node in placeholders if node.name.startswith("tangents")]
 
 
-def refuse_batched_gradients(compiled: Compiled, tangents: Sequence[int]) -> Compiled:
-    """Wraps a compiled backward so that it refuses a batch of gradients: collectives have no rule for one."""
+def one_by_one(compiled: Compiled, tangents: Sequence[int], *, has_updates: bool) -> Compiled:
+    """Wraps a compiled backward so that a batch of gradients goes through it one by one: collectives take no batch.
+
+    Args:
+        compiled: The backward.
+        tangents: Positions of the gradients of outputs among its inputs.
+        has_updates: Whether it updates parameters, which must happen once.
+    """
 
     def run(args: list[Any]) -> Any:
-        for i in tangents:
-            if isinstance(args[i], torch.Tensor) and is_batched(args[i]):
-                raise UnsupportedModelError(
-                    "several gradients go through a compiled backward at once, whose collectives take one at a time",
-                    where="torch.autograd.grad(..., is_grads_batched=True) or "
-                    "torch.autograd.functional.jacobian(..., vectorize=True)",
-                    instead="one call for each gradient, vectorize=False, or torch.func.jacrev() of the compiled model",
-                )
-        return compiled(args)
+        batched = [i for i in tangents if isinstance(args[i], torch.Tensor) and is_batched(args[i])]
+        if not batched:
+            return compiled(args)
+        batches = [split_batch(args[i]) for i in batched]
+        if has_updates or not all(batches):
+            raise UnsupportedModelError(
+                "several gradients go through a compiled backward at once, whose collectives take one at a time",
+                where="step_in_backward()" if has_updates else "torch.func.vmap() of a backward",
+                instead="one call for each gradient, or torch.func.jacrev() of the compiled model",
+            )
+        results = []
+        for gradients in zip(*batches, strict=True):
+            own = [_copy_of_saved(value) for value in args]  # compiled code may write into what it reads last
+            for i, gradient in zip(batched, gradients, strict=True):
+                own[i] = gradient
+            results.append(compiled(own))
+        return [
+            join_batch(each) if isinstance(each[0], torch.Tensor) else each[0] for each in zip(*results, strict=True)
+        ]
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _copy_of_saved(value: Any) -> Any:
+    """A copy of what backward reads, but of flat parameters, which are known by their addresses."""
+    is_plain = isinstance(value, torch.Tensor) and not is_batched(value)
+    return value.clone() if is_plain and FSDPParamGroup.of(value) is None else value
 
 
 def host_copies_from(step: StepGraph) -> str:

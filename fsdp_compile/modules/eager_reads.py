@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.dynamo import calls_are_compiled, is_compiling_a_frame
+from fsdp_compile._torch.dynamo import calls_are_compiled
 from fsdp_compile._torch.tensors import is_wrapper, plain_torch_functions
+from fsdp_compile._torch.tracing import is_compiling_a_frame
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled

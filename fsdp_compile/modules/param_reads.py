@@ -258,3 +258,8 @@ def get_parameter(self, target):  # type: ignore[no-untyped-def]  # noqa: ANN001
     if attribute in getattr(module, READ_NAMES, ()):
         return getattr(module, attribute)
     return self._fsdp_original_class.get_parameter(self, target)
+
+
+# Dynamo only inlines them: where compiled code is left to Python, they give sharded parameters.
+for _function in (named_parameters, _read_in_graph, _read_each, _once_each):
+    skip_code(_function.__code__)

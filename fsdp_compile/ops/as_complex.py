@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_compile._torch.dynamo import is_tracing_python
+from fsdp_compile._torch.tracing import is_tracing_python
 
 _LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
 _LIBRARY.define("as_complex(Tensor(a) pairs) -> Tensor(a)", tags=(torch.Tag.pt2_compliant_tag,))

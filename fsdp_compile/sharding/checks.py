@@ -162,7 +162,8 @@ def refuse_part(module: nn.Module, units_below: Iterable[FSDPUnit]) -> None:
                 raise ConfigError(
                     "the parameters of this module were sharded by a call on a module above it",
                     where=f"fully_shard({original_class(module).__name__})" + (f", {name}" if name else ""),
-                    instead="call fully_shard() on children before parents",
+                    instead="call fully_shard() on children before parents, and first on what two models share; or "
+                    "compile both models before the first call of either",
                 )
 
 

@@ -1,4 +1,4 @@
-"""Compiled code would find no gradients: what asks for them there is refused, and other reads are not."""
+"""Compiled code would find no gradients: what asks for them is left to Python or refused, other reads are neither."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import fsdp_compile
 from fsdp_compile import UnsupportedModelError, fully_shard
 from fsdp_compile.capture import reject_gradient_reads
-from tests.beside import Beside, Run, compile_eagerly
+from tests import long
+from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
 
@@ -34,17 +36,50 @@ class _Model(nn.Module):
     [
         lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
         lambda model: model.zero_grad(),
+        lambda model: sum(p.grad is None for p in model.parameters()),
     ],
-    ids=["clip", "zero_grad"],
+    ids=["clip", "zero_grad", "grad"],
 )
-def test_what_asks_for_gradients_is_refused_with_its_line(step: Callable[[nn.Module], object]) -> None:
+def test_what_asks_for_gradients_in_one_graph_is_refused_with_its_line(step: Callable[[nn.Module], object]) -> None:
     with fake_world(2):
         model = fully_shard(_Model())
         model(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(BackendCompilerFailed, match="it would find no gradients") as caught:
-            compile_eagerly(lambda: step(model))()
+        function = torch.compile(lambda: step(model), backend="fsdp", options={"lower": "eager"}, fullgraph=True)
+        with pytest.raises(BackendCompilerFailed, match=r"it would find no gradients|has no gradient") as caught:
+            function()
         assert "test_reject_gradient_reads.py" in str(caught.value.inner_exception)
         assert all(p.grad is not None for p in model.parameters())
+
+
+def _step_of(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> torch.Tensor:
+    """What a script compiles whole."""
+    model.zero_grad()
+    loss_of(model(batch)).backward()
+    missing = sum(p.grad is None for p in model.parameters())
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    if optimizer is not None:
+        optimizer.step()
+    return norm + missing
+
+
+def _clips_in_a_compiled_step(how: Run) -> None:
+    pair = Beside(_Model, how)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine, theirs = (torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) for model in pair.both())
+    step = compile_eagerly(_step_of)
+    for number in range(3):
+        batch = torch.randn(2 * world, 4, generator=torch.Generator().manual_seed(number))
+        # An optimizer that was made before its parameters were sharded cannot step in compiled code.
+        norm = step(pair.model, batch.chunk(world)[rank], mine if how is Run.SHARDED else None)
+        if how is Run.PLAIN:
+            mine.step()
+        close(norm.full_tensor(), _step_of(pair.reference, batch, theirs), "norm")  # type: ignore[attr-defined]
+    pair.compare()
+
+
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.PLAIN])
+def test_a_compiled_step_finds_gradients_where_python_runs_it(how: Run) -> None:
+    run_ranks(_clips_in_a_compiled_step, how)
 
 
 def _of_all(model: nn.Module) -> int:

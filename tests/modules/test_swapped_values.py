@@ -101,22 +101,26 @@ def test_values_are_read_in_the_place_of_parameters(make: Callable[[], nn.Module
     run_ranks(_check, make, Run.EAGER)
 
 
-@long.parametrize("make", [_Broken, _Generated], always=[_Generated])
+@long.parametrize("make", [_FastWeights, _Broken, _Generated, _Tied], always=[_FastWeights, _Generated])
 def test_compiled_code_reads_values_that_are_swapped_around_it(make: Callable[[], nn.Module]) -> None:
     run_ranks(_check, make, Run.SHARDED)
 
 
+@pytest.mark.long
+def test_a_plain_model_with_functional_calls_is_sharded_and_left_to_python() -> None:
+    run_ranks(_check, _FastWeights, Run.PLAIN)
+
+
 @pytest.mark.parametrize("make", [_FastWeights, _Tied])
-def test_functional_calls_inside_of_a_graph_are_refused(make: Callable[[], nn.Module]) -> None:
+def test_functional_calls_in_one_graph_are_refused(make: Callable[[], nn.Module]) -> None:
     with fake_world(2):
-        for shard in (fully_shard, lambda model: model):
-            model = make()
-            shard(model)
-            with pytest.raises(BackendCompilerFailed, match="the given values would be ignored") as caught:
-                compile_eagerly(model)(torch.ones(2, 6))
-            error = caught.value.inner_exception
-            assert isinstance(error, UnsupportedModelError)
-            assert "in forward" in (error.where or "")
+        model: Any = fully_shard(make())
+        called = torch.compile(model, backend="fsdp", options={"lower": "eager"}, fullgraph=True)
+        with pytest.raises(BackendCompilerFailed, match="the given values would be ignored") as caught:
+            called(torch.ones(2, 6))
+        error = caught.value.inner_exception
+        assert isinstance(error, UnsupportedModelError)
+        assert "in forward" in (error.where or "")
 
 
 def _check_around(how: Run) -> None:

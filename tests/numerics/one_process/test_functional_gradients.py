@@ -76,9 +76,8 @@ def _jacrev(model: Model) -> torch.Tensor:
 def _equal_one_process(how: Run) -> None:
     pair = Beside(Small, how)
     pair.compiled(_input())
-    always = (_jacrev, _vjp, _loss_by_input, _jacobian, _by_inputs_alone)
-    uncompiled = (_batched, _vectorized, _hvp)
-    for function in (*always, *(uncompiled if how is Run.EAGER else ())):
+    always = (_jacrev, _vjp, _loss_by_input, _jacobian, _by_inputs_alone, _batched, _vectorized)
+    for function in (*always, *((_hvp,) if how is Run.EAGER else ())):
         close(function(pair.compiled), function(pair.reference), function.__name__)
     assert [name for model in pair.both() for name, p in model.named_parameters() if p.grad is not None] == []
 
@@ -104,9 +103,11 @@ def test_parameters_are_trained_through_a_jacobian(how: Run) -> None:
 def _refused_when_compiled() -> None:
     pair = Beside(Small, Run.PLAIN)
     pair.compiled(_input())
-    for function in (_batched, _vectorized):
-        with pytest.raises(UnsupportedModelError, match=r"(?s)collectives take one.*is_grads_batched.*jacrev"):
-            function(pair.compiled)
+    x = _input().requires_grad_()
+    output = pair.compiled(x)
+    backward = torch.func.vmap(lambda each: torch.autograd.grad(output, x, each)[0])
+    with pytest.raises(UnsupportedModelError, match=r"(?s)collectives take one.*vmap\(\) of a backward.*jacrev"):
+        backward(torch.eye(output.numel()).reshape(-1, *output.shape))
     plain: Any = torch.compile(copy.deepcopy(pair.reference), backend="aot_eager")
     for model in (pair.compiled, plain):
         with pytest.raises(RuntimeError, match=r"double backward|create_graph=False"):
@@ -116,7 +117,7 @@ def _refused_when_compiled() -> None:
 
 
 @pytest.mark.long
-def test_compiled_backwards_refuse_batches_of_gradients_and_gradients_of_gradients() -> None:
+def test_compiled_backwards_refuse_batches_of_vmap_and_gradients_of_gradients() -> None:
     run_ranks(_refused_when_compiled)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
 from tests import long
@@ -71,3 +72,21 @@ def test_a_penalty_over_parameters_is_one_of_full_parameters(make: Callable[[], 
     for gradient, inference in run_ranks(_differences, make):
         assert gradient < 1e-5
         assert inference < 1e-6
+
+
+def _outside_of_the_forward() -> float:
+    """As docs/limits.md says to write it."""
+    (batch,) = batches(1, 4 * dist.get_world_size())
+    torch.manual_seed(0)
+    model = Slim()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    for each, x in ((model, batch.chunk(dist.get_world_size())[dist.get_rank()]), (reference, batch)):
+        penalty = torch.stack([p.square().sum() for p in each.parameters()]).sum()
+        whole = penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
+        (each(x).square().mean() + 0.1 * whole).backward()
+    return gradient_difference(model, reference)
+
+
+def test_a_penalty_outside_of_the_forward_is_made_whole() -> None:
+    assert max(run_ranks(_outside_of_the_forward)) < 1e-5

@@ -1,0 +1,63 @@
+"""The frame that Dynamo traces on this thread, and what a backend can ask of Dynamo about it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch._dynamo import symbolic_convert
+from torch._dynamo.exc import SkipFrame, TensorifyScalarRestartAnalysis
+
+_COND_FILE = sys.modules["torch._higher_order_ops.cond"].__file__  # a function of that name hides the module
+
+
+def root_translator() -> Any:
+    """What traces the frame; `None` if this thread runs neither Dynamo nor a backend that it has called."""
+    try:
+        return symbolic_convert.InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+
+
+def restart_trace() -> Exception:
+    """The exception that makes Dynamo trace the current frame again from its start."""
+    translator = root_translator()
+    if translator is not None:
+        # The new trace sees other classes and takes other paths than those of earlier graph breaks.
+        translator.speculation_log.clear()
+    # Dynamo lets this one type pass unchanged through a backend call.
+    return TensorifyScalarRestartAnalysis(restart_reason="fsdp_compile sharded the model")
+
+
+def leave_to_python(why: str) -> Exception | None:
+    """The exception that makes Dynamo run the current frame, and later ones of its code, in Python.
+
+    What the frame calls is compiled all the same.
+
+    Args:
+        why: For Dynamo's logs.
+
+    Returns:
+        `None` if Dynamo was asked for one graph (`fullgraph=True`).
+    """
+    translator = root_translator()
+    if translator is None or translator.one_graph or translator.error_on_graph_break:
+        return None
+    return SkipFrame(why)
+
+
+def is_compiling_a_frame() -> bool:
+    """Whether this thread runs Dynamo or a backend that it has called."""
+    return root_translator() is not None
+
+
+def is_tracing_python() -> bool:
+    """Whether Dynamo is tracing the user's code on this thread; what a backend traces after it does not count."""
+    translator = root_translator()
+    return translator is not None and not translator.output.should_exit
+
+
+def is_in_eager_cond() -> bool:
+    """Whether Dynamo traces the branches of a `torch.cond` that uncompiled code calls."""
+    translator = root_translator()
+    return translator is not None and translator.output.root_tx.f_code.co_filename == _COND_FILE
