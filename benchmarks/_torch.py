@@ -24,13 +24,7 @@ __all__ = [
     "forget_meshes",
     "fresh_cache",
     "inductor_config",
-    "sleep_on_device",
 ]
-
-
-def sleep_on_device(cycles: int) -> None:
-    """Keeps the current CUDA stream busy for a number of clock cycles, with one thread."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def cache_folder() -> Path:

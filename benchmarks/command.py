@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -48,9 +49,21 @@ def finish(arguments: argparse.Namespace, settings: Mapping[str, Any], results: 
         "settings": dict(settings),
         "results": list(results),
     }
-    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_finite(document), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     print(f"wrote {path}", file=sys.stderr)
     return 0 if results and not all("error" in row for row in results) else 1
+
+
+def _finite(value: Any) -> Any:
+    """Plain data with numbers that JSON has not, such as the loss of a run that went wrong, as texts."""
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case Mapping():
+            return {key: _finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+    return value
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]], columns: Columns) -> None:

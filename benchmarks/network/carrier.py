@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from benchmarks._torch import sleep_on_device
 from benchmarks.network.clock import Clock
 from benchmarks.network.traffic import Traffic
 from benchmarks.network.wire import Transfer, Wire
@@ -145,27 +144,29 @@ class _Thread:
 
 
 class CudaCarrier:
-    """On CUDA, everything is queued on one stream: outputs are written, then the stream stays busy for the time.
+    """On CUDA, everything is queued on one stream: outputs are written, then the stream is busy until the time is over.
 
-    All lanes of all wires share the stream, so groups take turns and total bandwidth is kept.
+    All lanes of all wires share the stream, so groups take turns and total bandwidth is kept. As c10d's, a collective
+    holds what it reads and writes until somebody waits for it; after that the waiter's stream is behind it.
     """
 
-    def __init__(self, device: torch.device, traffic: Traffic) -> None:
+    def __init__(self, device: torch.device) -> None:
+        from benchmarks.network import device_clock  # it needs Triton
+
+        self._clock = device_clock
         self._stream: Any = torch.cuda.Stream(device, priority=-1)
         self._device = device
-        self._traffic = traffic
-        self.cycles_per_s = self._calibrate()
+        self._begins = torch.zeros(1, dtype=torch.int64, device=device)
 
     def start(self, wire: Wire, lane: str, size_bytes: float, fill: Fill, outputs: list[torch.Tensor]) -> dist.Work:  # noqa: ARG002
         """See `Carrier`."""
         seconds = wire.link.latency_s + size_bytes / wire.link.bytes_per_s
         with self._after_compute():
+            self._clock.note_time[(1,)](self._begins, num_warps=1)
             fill()
-            sleep_on_device(round(seconds * self.cycles_per_s))
+            self._clock.wait_until[(1,)](self._begins, round(seconds * 1e9), num_warps=1)
             event = self._stream.record_event()
-        for tensor in outputs:
-            tensor.record_stream(self._stream)
-        return _CudaWork(self._stream, event, outputs, self._device)
+        return _CudaWork(self._stream, event, fill, outputs, self._device)
 
     def close(self) -> None:
         """Waits for what is queued."""
@@ -177,27 +178,17 @@ class CudaCarrier:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _calibrate(self) -> float:
-        """Clock cycles per second, while the device is awake."""
-        cycles = 200_000_000
-        for _ in range(2):  # the first wakes it
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            with torch.cuda.stream(self._stream):
-                begin.record()
-                sleep_on_device(cycles)
-                end.record()
-            end.synchronize()
-        return cycles / (begin.elapsed_time(end) / 1e3)
-
 
 class _CudaWork(dist.Work):
-    def __init__(self, stream: Any, event: Any, outputs: list[torch.Tensor], device: torch.device) -> None:
+    def __init__(self, stream: Any, event: Any, fill: Fill, outputs: list[torch.Tensor], device: torch.device) -> None:
         super().__init__()
         self._stream, self._event, self._device = stream, event, device
+        self._fill = fill  # it has the inputs
         self._outputs = outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._fill = _done
         return True
 
     def is_completed(self) -> bool:

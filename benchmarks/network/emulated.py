@@ -66,9 +66,7 @@ class World:
     def __init__(self, network: Network, device: torch.device, clock: Clock) -> None:
         self.network = network
         self.traffic = Traffic()
-        self._carrier: Carrier = (
-            CudaCarrier(device, self.traffic) if device.type == "cuda" else CpuCarrier(clock, self.traffic)
-        )
+        self._carrier: Carrier = CudaCarrier(device) if device.type == "cuda" else CpuCarrier(clock, self.traffic)
         self._fabric = Wire(network.link)
         self._node = Wire(network.node) if network.node else self._fabric
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+from torch._inductor import config
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import V
+
+_CHECK = "combo_kernel_peak_memory_pct_threshold"
+COMBO_KERNELS_UNCHECKED: Final[dict[str, None]] = {_CHECK: None} if hasattr(config, _CHECK) else {}
+"""Joins kernels, if that is asked for, without a look at memory, after which torch 2.13 fails."""
 
 
 def compute_readers_first(operator: Any) -> None:

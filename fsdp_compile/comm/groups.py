@@ -26,6 +26,7 @@ from fsdp_compile._torch.distributed import (
     serial_gloo_group,
     timeout_of,
 )
+from fsdp_compile._torch.nccl_groups import high_priority, new_group
 from fsdp_compile.comm.answering_store import AnsweringStore
 from fsdp_compile.comm.rendezvous import Rendezvous
 from fsdp_compile.errors import ConfigError
@@ -157,7 +158,7 @@ def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
     if _is_gloo(group):
         return _made_once(f"{role} on gloo", ranks, timeout, serial_gloo_group)
     # Collectives of one group wait for each other, so all-gathers would wait for reductions.
-    return group if role != "reduce" else _made_once(role, ranks, timeout, _new_group)
+    return group if role != "reduce" else _made_once(role, ranks, timeout, new_group)
 
 
 def _timeout() -> timedelta:
@@ -196,15 +197,9 @@ def _is_alive(group: dist.ProcessGroup | None) -> bool:
     return group is not None and resolve_group(group.group_name) is group
 
 
-def _new_group(ranks: Sequence[int], timeout: timedelta, description: str) -> dist.ProcessGroup:
-    made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=description)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
 def comparing_group(place: RankStore) -> dist.ProcessGroup:
     """A group of some ranks that only compare in it: collectives of others may be in another order, or missing."""
-    return _made_once("compare", place.ranks, _timeout(), _new_group)
+    return _made_once("compare", place.ranks, _timeout(), new_group)
 
 
 def rank_store(name: str) -> RankStore | None:
@@ -232,7 +227,7 @@ def run_of(group: dist.ProcessGroup, length: int) -> dist.ProcessGroup:
     """The group of this rank's run of `length` neighbours in `group`; all ranks of `group` must call this together."""
     ranks = dist.get_process_group_ranks(group)
     begin = ranks.index(dist.get_rank()) // length * length
-    return _made_once("run", tuple(ranks[begin : begin + length]), min(_timeout(), timeout_of(group)), _new_group)
+    return _made_once("run", tuple(ranks[begin : begin + length]), min(_timeout(), timeout_of(group)), new_group)
 
 
 def mesh_of_shape(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
@@ -251,7 +246,7 @@ def mesh_of_shape(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
 def _mesh_group(dim: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
-    return world if len(ranks) == world.size() else _made_once(dim, ranks, _timeout(), _new_group)
+    return world if len(ranks) == world.size() else _made_once(dim, ranks, _timeout(), new_group)
 
 
 def default_mesh(device_type: str) -> DeviceMesh:
@@ -275,9 +270,13 @@ def _start_world(device_type: str) -> None:
             instead="start the script with `torchrun --nproc-per-node N script.py`, or call "
             "torch.distributed.init_process_group() before the first step",
         )
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    if device_type != "cuda":
+        dist.init_process_group("gloo")
+        return
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    # Bound to the device: communicators are made now, and not by whichever collectives come first on each rank.
+    dist.init_process_group("nccl", device_id=device, pg_options=high_priority("nccl"))
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

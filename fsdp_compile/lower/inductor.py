@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import CustomPartitionerFn, compile_fx, compile_fx_inner, functorch_config
-from fsdp_compile._torch.lowerings import compute_readers_first
+from fsdp_compile._torch.lowerings import COMBO_KERNELS_UNCHECKED, compute_readers_first
 from fsdp_compile._torch.stored_compiles import DO_NOT_STORE, STORE, STORE_GRAPHS_ALONE, StoredGraph, add_to_key
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.lower.keep_matmuls import keep_matmuls
@@ -30,6 +30,7 @@ KEEP_OUR_ORDER: Final = {
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
     **KEEP_CALLS_IN_ORDER,
+    **COMBO_KERNELS_UNCHECKED,
 }
 FEW_LAUNCHES: Final = {"max_pointwise_cat_inputs": 64}
 """One kernel joins the gradients of a unit out of up to so many messages; by default it is one each, beyond eight."""

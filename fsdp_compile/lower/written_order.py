@@ -21,7 +21,8 @@ from operator import getitem
 from torch import fx
 
 from fsdp_compile._torch.tensors import OpOverload
-from fsdp_compile.errors import InvariantError
+from fsdp_compile.errors import ConfigError, InvariantError
+from fsdp_compile.lower import recorded_parts
 from fsdp_compile.verify.report import describe
 
 _WAIT = "wait_tensor"
@@ -134,7 +135,7 @@ def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
 
     Args:
         planned: From `planned_calls`, before Inductor changed the graph.
-        code: What Inductor wrote, in Python. Code for CUDA graphs is cut into functions, and not compared.
+        code: What Inductor wrote, in Python.
         phase: Of the graph, for the error.
 
     Returns:
@@ -142,22 +143,40 @@ def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
 
     Raises:
         InvariantError: With the calls around the first one that is out of place.
+        ConfigError: If CUDA graphs are the reason, or cannot be recorded of this code.
     """
-    written = written_calls(code)
-    if "def partition_0(" in code or not written:
+    is_cut = recorded_parts.is_cut(code)
+    written = written_calls(recorded_parts.in_one_function(code) if is_cut else code)
+    if not written:
         return []
     in_plan, in_code = (Counter(call.operator for call in calls) for calls in (planned, written))
     compared = [operator for operator in in_plan if in_plan[operator] == in_code[operator]]
     left, right = ([c for c in calls if c.communicates or c.operator in compared] for calls in (planned, written))
     place = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
-    if place < max(len(left), len(right)):
+    is_other = place < max(len(left), len(right))
+    around = "\n".join(["planned:", *_near(left, place), "written:", *_near(right, place)])
+    if is_cut and (is_other or _waits_elsewhere(code)):
+        raise ConfigError(
+            f"the {phase} graph calls {', '.join(recorded_parts.not_recorded(code))}, which no CUDA graph can record: "
+            "Inductor has moved it away from its place, or divided the graph there while a collective is under way",
+            where=f"CUDA graphs, by options={{'inductor': ...}} or mode=...\n{around if is_other else ''}".strip(),
+            instead="leave CUDA graphs out, or what brings the operator: step_in_backward(), 'embedding': 'sharded', "
+            "register_comm_hook(), offload_policy, 'poison', or an operator of the model's own",
+        )
+    if is_other:
         raise InvariantError(
             f"Inductor's code for the {phase} graph communicates in another order than planned",
-            where="\n".join(["planned:", *_near(left, place), "written:", *_near(right, place)]),
+            where=around,
             instead="options={'lower': 'eager'} until this is mended; of options={'inductor': ...}, leave out settings "
             "that reorder or join collectives",
         )
     return compared
+
+
+def _waits_elsewhere(code: str) -> bool:
+    """Whether a collective is started in one CUDA graph, or outside of them, and waited for in another."""
+    calls = (call for piece in recorded_parts.pieces(code) for call in written_calls(piece))
+    return any(call.operator == _WAIT and call.waits_for is None for call in calls)
 
 
 def _near(calls: Sequence[Call], place: int) -> list[str]:

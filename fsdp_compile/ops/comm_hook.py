@@ -31,6 +31,8 @@ class Registered:
     state: object
 
 
+_RUNS_EACH_TIME = (torch.Tag.cudagraph_unsafe,)
+"""A hook is code of the user's: a CUDA graph, which repeats kernels, would run it once."""
 _registered: weakref.WeakValueDictionary[str, Registered] = weakref.WeakValueDictionary()
 """By key, for as long as a unit refers to them."""
 
@@ -74,7 +76,7 @@ def _find(key: str) -> Registered:
     return found
 
 
-@torch.library.custom_op("fsdp::hook_scatter", mutates_args=())
+@torch.library.custom_op("fsdp::hook_scatter", mutates_args=(), tags=_RUNS_EACH_TIME)
 def hook_scatter(message: torch.Tensor, size: int, key: str) -> torch.Tensor:
     """Calls a hook with a full gradient of `[size * n]`; returns this rank's `[n]` of its result."""
     found = _find(key)
@@ -88,7 +90,7 @@ def _(message: torch.Tensor, size: int, _key: str) -> torch.Tensor:
     return message.new_empty(message.shape[0] // size)
 
 
-@torch.library.custom_op("fsdp::hook_scatter_coalesced", mutates_args=())
+@torch.library.custom_op("fsdp::hook_scatter_coalesced", mutates_args=(), tags=_RUNS_EACH_TIME)
 def hook_scatter_coalesced(messages: Sequence[torch.Tensor], size: int, key: str) -> list[torch.Tensor]:
     """The same for several messages, with one call."""
     # Each rank's parts of all messages are neighbours: a hook that splits by rank finds them.
@@ -102,7 +104,7 @@ def _(messages: Sequence[torch.Tensor], size: int, _key: str) -> list[torch.Tens
     return [message.new_empty(message.shape[0] // size) for message in messages]
 
 
-@torch.library.custom_op("fsdp::hook_reduce", mutates_args=())
+@torch.library.custom_op("fsdp::hook_reduce", mutates_args=(), tags=_RUNS_EACH_TIME)
 def hook_reduce(message: torch.Tensor, key: str) -> torch.Tensor:
     """Calls a hook with a full gradient that is not sharded; returns its result."""
     found = _find(key)
@@ -117,7 +119,7 @@ def _(message: torch.Tensor, _key: str) -> torch.Tensor:
     return torch.empty_like(message)
 
 
-@torch.library.custom_op("fsdp::hook_reduce_coalesced", mutates_args=())
+@torch.library.custom_op("fsdp::hook_reduce_coalesced", mutates_args=(), tags=_RUNS_EACH_TIME)
 def hook_reduce_coalesced(messages: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
     """The same for several messages, with one call."""
     output = hook_reduce(torch.cat(list(messages)), key)

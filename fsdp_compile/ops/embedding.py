@@ -17,9 +17,11 @@ from fsdp_compile.ops.row_exchange import RowExchange
 from fsdp_compile.ops.unshard import sum_over_replicas
 
 aten = torch.ops.aten
+_WAITS_FOR_SIZES = (torch.Tag.cudagraph_unsafe,)
+"""The host reads how many rows travel: no CUDA graph can be recorded of that."""
 
 
-@torch.library.custom_op("fsdp::look_up", mutates_args=())
+@torch.library.custom_op("fsdp::look_up", mutates_args=(), tags=_WAITS_FOR_SIZES)
 def look_up(
     flat: torch.Tensor,
     ids: torch.Tensor,
@@ -54,7 +56,7 @@ def _(flat: torch.Tensor, ids: torch.Tensor, spec: str, *_: object) -> torch.Ten
     return flat.new_empty((*ids.shape, read.shape[1]), dtype=read.param_dtype)
 
 
-@torch.library.custom_op("fsdp::average_rows", mutates_args=())
+@torch.library.custom_op("fsdp::average_rows", mutates_args=(), tags=_WAITS_FOR_SIZES)
 def average_rows(
     grad: torch.Tensor,
     ids: torch.Tensor,

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 _LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
-_LIBRARY.define("start_copy(Tensor source, str device) -> Tensor")
+# Not in CUDA graphs: a start and its wait meet on the host, by an event, and may be in two of them.
+_UNRECORDED = (torch.Tag.cudagraph_unsafe,)
+_LIBRARY.define("start_copy(Tensor source, str device) -> Tensor", tags=_UNRECORDED)
 # The result aliases the first argument: a compiler that reuses memory must not take it for memory of its own.
-_LIBRARY.define("wait_copy(Tensor(a) copied, Tensor? source=None) -> Tensor(a)")
+_LIBRARY.define("wait_copy(Tensor(a) copied, Tensor? source=None) -> Tensor(a)", tags=_UNRECORDED)
 _running: dict[int, Any] = {}
 """For the address of each result that is being copied, the event at the end of its copy."""
 

@@ -9,7 +9,8 @@ from fsdp_compile.errors import PoisonError
 _LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
 # Both say that they write: compilers then keep them, behind what was read before them and before what is read after.
 _LIBRARY.define("poison(Tensor(a!) message) -> ()")
-_LIBRARY.define("check_message(Tensor(a!) message, str what) -> ()")
+# The host reads what it finds: not in a CUDA graph.
+_LIBRARY.define("check_message(Tensor(a!) message, str what) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 
 
 def poison(message: torch.Tensor) -> None:

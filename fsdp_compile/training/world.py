@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from fsdp_compile._torch.distributed import store_of_this_start, timeout_of
+from fsdp_compile._torch.nccl_groups import high_priority
 from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind
 
 T = TypeVar("T")
@@ -96,7 +97,15 @@ def join_world(
     if kind is DeviceKind.CUDA:
         device = torch.device("cuda", int(environment["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, timeout=timeout, store=store, rank=rank, world_size=size)
+        dist.init_process_group(
+            "nccl",
+            device_id=device,
+            pg_options=high_priority("nccl", timeout),
+            timeout=timeout,
+            store=store,
+            rank=rank,
+            world_size=size,
+        )
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)

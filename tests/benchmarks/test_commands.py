@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks import measure
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.command import finish
 from benchmarks.models import SMOKE, llama, parameter_bytes
 from benchmarks.network import namespaces
 
@@ -157,6 +159,12 @@ def test_all_benchmarks_exist_and_say_what_they_are() -> None:
         module = importlib.import_module(f"benchmarks.{name}")
         assert callable(module.main)
         assert module.__doc__
+
+
+def test_a_number_that_json_has_not_is_a_text(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(benchmark="some", smoke=True, out=tmp_path / "result.json")
+    assert finish(arguments, {}, [{"losses": [1.0, float("nan")], "rate": float("inf"), "ranks": 8}]) == 0
+    assert json.loads(arguments.out.read_text())["results"] == [{"losses": [1.0, "nan"], "rate": "inf", "ranks": 8}]
 
 
 def test_contenders_take_turns_and_a_failure_ends_one_only() -> None:

@@ -13,7 +13,7 @@ from fsdp_compile.lower.written_order import compare, planned_calls
 from tests.cuda.generate import Code
 from tests.cuda.kernels import Kernel, compile_kernels
 from tests.cuda.pretended_gpu import Architecture
-from tests.cuda.wrapper import Wrapper
+from tests.cuda.wrapper import REDUCE_SCATTER, Wrapper
 
 
 def order_is_planned(code: Code) -> None:
@@ -46,6 +46,16 @@ def no_gradient_is_copied(code: Code, *, embeddings: int = 1) -> None:
     assert len(names) == len(sizes)
     copied = [name for name, size in zip(names, sizes, strict=True) if size > 10**5 and name not in written]
     assert len(copied) == embeddings, f"not written by a matmul: {copied}"
+
+
+def replicas_are_summed_in_place(code: Code) -> None:
+    """All-reduces over replicas work in the memory that reduce-scatters have made."""
+    wrapper = Wrapper(code.wrapper)
+    made = wrapper.items(REDUCE_SCATTER)
+    summed = [name for _, _, names in wrapper.starts("_c10d_functional.all_reduce") for name in names]
+    assert summed
+    assert summed == made, f"{summed} are not {made}"
+    assert not [start for start in wrapper.statements if "all_reduce_coalesced.default" in start]
 
 
 def _messages(start: fx.Node) -> list[fx.Node]:

@@ -100,6 +100,7 @@ def pretended_gpu(architecture: Architecture = SM_90) -> Iterator[None]:
         "torch.Tensor.__invert__": _inverted,
         "torch._subclasses.fake_tensor.init_gpu_context": lambda *_: None,
     }
+    not_of_a_cpu_build = {"torch._C._cuda_cudaCachingAllocator_is_enabled": lambda: True}
     interface: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -119,6 +120,8 @@ def pretended_gpu(architecture: Architecture = SM_90) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in in_torch.items():
             stack.enter_context(mock.patch(name, value))
+        for name, value in not_of_a_cpu_build.items():
+            stack.enter_context(mock.patch(name, value, create=True))
         for name, answer in interface.items():
             value = answer if isinstance(answer, type) else staticmethod(answer)
             stack.enter_context(mock.patch.object(device_interface.CudaInterface, name, value))

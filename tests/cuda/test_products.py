@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 pytest.importorskip("triton", reason="pip install -e '.[cuda-code]' brings Triton, which compiles the kernels")
@@ -17,6 +18,7 @@ pytest.importorskip("triton", reason="pip install -e '.[cuda-code]' brings Trito
 from fsdp_compile import MixedPrecision, step_in_backward
 from fsdp_compile.config.policy import planned
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.lower import recorded_parts
 from fsdp_compile.runtime.module_state import units
 from tests.cuda import checks
 from tests.cuda.generate import Case, generate
@@ -70,6 +72,7 @@ CASES = {
     "autocast": _case(sharding={}, dtype=torch.float32, autocast=True),
     "FSDP1's rules": _case(options={"prefetch": "BACKWARD_PRE"}),
     "FSDP2's messages": _case(options={"reduce_layout": "fsdp2"}),
+    "several kernels in one": _case(options={"inductor": {"combo_kernels": True}}),
 }  # fmt: skip
 NOT_READ_IN_PLACE = {"8-bit gathers"}
 """Gathered as something else than what matmuls read."""
@@ -88,8 +91,33 @@ def test_code(name: str, tmp_path: Path) -> None:
         if name not in NOT_READ_IN_PLACE:
             checks.no_gathered_matrix_is_copied(code)
         checks.kernels_compile(code, SM_90, tmp_path)
+        if name == "hybrid sharding" and phase is Phase.BACKWARD:
+            checks.replicas_are_summed_in_place(code)
         if phase is Phase.BACKWARD and name not in NOT_WRITTEN_IN_PLACE:
             checks.no_gradient_is_copied(code, embeddings=int(name != "embedding that stays sharded"))
+
+
+RECORDED = {"inductor": {"triton.cudagraphs": True}}
+
+
+def test_cuda_graphs_are_recorded_of_whole_graphs() -> None:
+    for code in generate(_case(options=RECORDED)).values():
+        assert "def partition_0(" in code.wrapper
+        assert len(recorded_parts.not_recorded(code.wrapper)) == 0
+        checks.order_is_planned(code)
+
+
+UNRECORDED = {
+    "fsdp.update": CASES["updates in backward"],
+    "fsdp.average_rows": CASES["embedding that stays sharded"],
+    "fsdp.start_copy": CASES["offloaded to the host"],
+}
+
+
+@pytest.mark.parametrize("name", UNRECORDED)
+def test_cuda_graphs_are_refused_of_what_the_host_takes_part_in(name: str) -> None:
+    with pytest.raises(BackendCompilerFailed, match=f"ConfigError: .*{name}.*, which no CUDA graph can record"):
+        generate(dataclasses.replace(UNRECORDED[name], options={**UNRECORDED[name].options, **RECORDED}))
 
 
 def test_parameters_kept_for_backward_are_the_only_gathered_memory_that_stays() -> None:

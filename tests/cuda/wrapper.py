@@ -12,7 +12,7 @@ _RUN = re.compile(r"^(triton_\w+)\.run\((.*), stream=\w+\)")
 _EXTERN = re.compile(r"^extern_kernels\.(\w+)\((.*), out=(\w+)\)")
 _OP = re.compile(r"^(?:(\w+) = )?torch\.ops\.(\w+\.\w+)\.\w+\((.*)\)")
 _GATHER = "_c10d_functional.all_gather_into_tensor"
-_REDUCE = "_c10d_functional.reduce_scatter_tensor"
+REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor"
 SYNCHRONIZES = re.compile(
     r"\.item\(|\.cpu\(|\.tolist\(|synchronize|_local_scalar_dense|nonzero|\.to\(|copy_\(|device='cpu'|empty_strided_cpu"
 )
@@ -61,13 +61,17 @@ class Wrapper:
 
     def gathered(self) -> list[str]:
         """The names of the messages that all-gathers make."""
-        made = {name for _, name, _ in self.starts(_GATHER)}
+        return self.items(_GATHER)
+
+    def items(self, operator: str) -> list[str]:
+        """The names of the messages that calls of a collective make."""
+        made = {name for _, name, _ in self.starts(operator)}
         items = (_MAKES.match(s) for s in self.statements)
         return [m[1] for m in items if m and re.fullmatch(r"(\w+)\[\d+\]", m[2]) and m[2].partition("[")[0] in made]
 
     def reduced(self) -> list[str]:
         """The names of the messages that reduce-scatters send."""
-        return [name for _, _, messages in self.starts(_REDUCE) for name in messages]
+        return [name for _, _, messages in self.starts(REDUCE_SCATTER) for name in messages]
 
     def matmul_outputs(self) -> set[str]:
         """What matmuls write to."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from fsdp_compile.errors import InvariantError
+from fsdp_compile.errors import ConfigError, InvariantError
 from fsdp_compile.lower.written_order import compare, planned_calls
 
 collectives = torch.ops._c10d_functional
@@ -116,3 +116,31 @@ def test_matmuls_that_became_kernels_are_left_out() -> None:
 
 def test_code_that_is_no_python_is_not_compared() -> None:
     assert compare(planned_calls(_planned()), "void inductor_entry_impl() {}", "forward") == []
+
+
+def _cut(*sizes: int, host: str = "torch.ops.own.op.default(buf6)") -> str:
+    """The code in functions of so many lines that CUDA graphs are recorded of, with a call between each two."""
+    lines = WRITTEN[WRITTEN.index("        buf0 =") : WRITTEN.index("        return")].splitlines()
+    functions, calls = "", []
+    for number, size in enumerate(sizes):
+        body, lines = lines[:size], lines[size:]
+        functions += "\n".join([f"def partition_{number}(args):", *body, "    return ()", "", ""])
+        calls += [f"        () = self.partitions[{number}](partition{number}_args)", f"        {host}"]
+    return "\n".join([functions, "class Runner:", "    def call(self, args):", *calls[:-1], *lines, ""])
+
+
+ALL, BEFORE_THE_SUM, BEFORE_A_WAIT = 14, 12, 10
+
+
+def test_code_that_cuda_graphs_are_recorded_of_is_compared() -> None:
+    for code in (_cut(ALL), _cut(BEFORE_THE_SUM, 2)):
+        assert "mm" in compare(planned_calls(_planned()), code, "forward")
+    with pytest.raises(ConfigError, match=r"the forward graph calls .*CUDA graph") as caught:
+        compare(planned_calls(_planned()), _cut(ALL).replace("buf1)", "buf9)"), "forward")
+    assert "planned:" in str(caught.value)
+
+
+def test_no_cuda_graph_ends_while_a_collective_is_under_way() -> None:
+    with pytest.raises(ConfigError, match=r"calls own\.op, which no CUDA graph can record") as caught:
+        compare(planned_calls(_planned()), _cut(BEFORE_A_WAIT - 4, ALL), "backward")
+    assert "step_in_backward()" in str(caught.value)
