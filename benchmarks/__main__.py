@@ -16,6 +16,7 @@ BENCHMARKS = (
     "agreement",
     "overhead",
     "scaling",
+    "refined_plans",
     "slow_network",
     "chunked_loss",
     "checkpoints",

@@ -29,7 +29,7 @@ from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.capture.watch_compiles import watch_compiles
 from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError, FSDPCompileError
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.agreement import Collectives, agree, refuse
 from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
@@ -39,6 +39,7 @@ from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.region_key import region_key
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import keep, transform
+from fsdp_compile.planner.measured_times import PlannedTimes
 
 _plain_models = PlainModels()
 
@@ -89,7 +90,7 @@ def fsdp(
     ran = register_region(example_inputs, checked.lower)
 
     def run_passes(step: StepGraph) -> StepGraph:
-        return transform(step, checked)
+        return transform(step, checked, planned)
 
     def compare(collectives: Collectives) -> None:
         agree(collectives, _measured(checked))
@@ -101,6 +102,9 @@ def fsdp(
         refuse(flats.values(), error)
 
     whole = is_whole_model(example_inputs)
+    planned: dict[Phase, PlannedTimes] = {}
+    if checked.refine_after is not None and not whole:
+        say(f"region {ran.number}: is not all of its model, so its steps are not measured")
     flats = flat_inputs(example_inputs)
     _refuse_other_cluster(checked, example_inputs, tell)
     region = Region(
@@ -114,6 +118,7 @@ def fsdp(
         compare,
         ran.add,
         tell,
+        planned=planned if whole else {},
     )
     say(f"region {ran.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
     if checked.lower == "eager":
@@ -125,7 +130,15 @@ def fsdp(
 
 
 def _refuse_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> None:
-    if options.share_code and {**settings, **options.inductor}.get("triton.cudagraphs"):
+    if not {**settings, **options.inductor}.get("triton.cudagraphs"):
+        return
+    if options.refine_after is not None:
+        raise ConfigError(
+            "CUDA graphs are replayed as a whole, and what a step takes was to be measured between its calls",
+            where="options={'refine_after': ...} with CUDA graphs, by options={'inductor': ...} or mode=...",
+            instead="one of the two, or options={'hardware': ...} with a file of fsdp-compile calibrate",
+        )
+    if options.share_code:
         raise ConfigError(
             "CUDA graphs are recorded of whole graphs, and segments of a graph were to share their code",
             where="options={'share_code': True} with CUDA graphs, by options={'inductor': ...} or mode=...",
@@ -146,9 +159,10 @@ def _refuse_other_cluster(
 
 
 def _measured(options: FSDPOptions) -> str:
-    """What stands for the measured times that plans are made with; empty without a file of them."""
+    """What stands for the measured times that plans are made with; empty where nothing is measured."""
     cluster = options.planned_for.cluster if options.planned_for is not None else None
-    return "" if cluster is None else cluster.digest
+    file = "" if cluster is None else cluster.digest
+    return file if options.refine_after is None else f"{file} and those of {options.refine_after} steps"
 
 
 watch_compiles(fsdp, _plain_models)

@@ -20,7 +20,7 @@ from fsdp_compile.config.prefetch import FSDPPrefetch
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.cost.hardware import hardware_of
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.partition.auto_reshard import asks_for_choice, keep_unsharded
@@ -30,14 +30,16 @@ from fsdp_compile.passes.delay_weight_gradients import DelayWeightGradients
 from fsdp_compile.passes.explicit_prefetch import ExplicitPlan, ExplicitPrefetch
 from fsdp_compile.passes.insert_collectives import InsertCollectives
 from fsdp_compile.passes.order_updates import OrderUpdates
+from fsdp_compile.passes.planned_times import planned_times
 from fsdp_compile.passes.poison import poison_freed_messages
-from fsdp_compile.passes.schedule_auto import MARGIN, ScheduleAuto, SchedulePlan
+from fsdp_compile.passes.schedule_auto import ScheduleAuto, SchedulePlan, margin_of
 from fsdp_compile.passes.schedule_fsdp1 import ScheduleFSDP1
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
 from fsdp_compile.passes.settings import FUSION, budget_bytes, for_graph, join_bytes, limits_of
 from fsdp_compile.passes.update_in_backward import UpdateInBackward
+from fsdp_compile.planner.measured_times import PlannedTimes
 from fsdp_compile.planner.problem import of_graphs
 from fsdp_compile.verify.check import check
 
@@ -89,11 +91,17 @@ def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole
     hardware = options.planned_for or hardware_of(forward)
     budget = budget_bytes(options)
     graph_bytes = None if budget is None else of_graphs(budget)
-    return keep_unsharded(forward, backward, hardware, FUSION[options.lower], budget_bytes=graph_bytes, margin=MARGIN)
+    margin = margin_of(backward)
+    return keep_unsharded(forward, backward, hardware, FUSION[options.lower], budget_bytes=graph_bytes, margin=margin)
 
 
-def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
+def transform(step: StepGraph, options: FSDPOptions, planned: dict[Phase, PlannedTimes] | None = None) -> StepGraph:
     """Runs all passes on one graph in place, verifies it and returns it.
+
+    Args:
+        step: The graph.
+        options: Of the compile.
+        planned: Receives what the plan of the graph expects, if steps are measured.
 
     Raises:
         ConfigError: If `options.stop_after` names no pass, or no schedule keeps `options.memory_budget_gb`.
@@ -104,18 +112,19 @@ def transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _transform(step, options)
+        return _transform(step, options, planned)
     finally:
         if collects:
             gc.enable()
 
 
-def _transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
+def _transform(step: StepGraph, options: FSDPOptions, planned: dict[Phase, PlannedTimes] | None) -> StepGraph:
     watcher = Watcher(options.artifacts)
     watcher.captured(step)
     options = for_graph(step, options)
     limits = limits_of(step.phase, options)
     selected = _selected(options)
+    schedule: SchedulePlan | None = None
     for graph_pass in selected:
         plan = graph_pass.plan(step)
         watcher.planned(step, graph_pass, plan)
@@ -124,10 +133,15 @@ def _transform(step: StepGraph, options: FSDPOptions) -> StepGraph:
         graph_pass.apply(step, plan)
         watcher.applied(step, graph_pass)
         if isinstance(plan, SchedulePlan):
+            schedule = plan
             limits = dataclasses.replace(limits, unsharded_bytes=plan.budget_bytes)
     if selected:
         last = selected[-1]
         check(step, after=last.name, stage=last.stage, limits=limits)
+    if planned is not None and schedule is not None and options.refine_after is not None:
+        expected = planned_times(step, schedule, options.planned_for or hardware_of(step), options.refine_after)
+        if expected is not None:
+            planned[step.phase] = expected
     if options.poison:
         poison_freed_messages(step)
     step.graph.lint()

@@ -75,6 +75,8 @@ def test_an_option_that_is_near_to_none_is_refused_with_all_names() -> None:
         ("prefetch", True, "0, 1, 2"),
         ("prefetch", "1", "0, 1, 2"),
         ("poison", 1, "True or False"),
+        ("refine_after", 0, "1 or more"),
+        ("refine_after", True, "1 or more"),
         ("inductor", ["max_autotune"], "a dict"),
         ("mp_policy", torch.bfloat16, "MixedPrecisionPolicy"),
         ("mp_policy", "bf16", "MixedPrecisionPolicy"),
@@ -86,6 +88,12 @@ def test_a_bad_value_is_refused_with_what_is_allowed(name: str, value: Any, allo
     assert caught.value.what == f"option {name!r} cannot be {value!r}"
     assert allowed in str(caught.value.instead)
     assert name in str(caught.value.where)
+
+
+@pytest.mark.parametrize("other", [{"prefetch": 1}, {"poison": True}])
+def test_steps_are_not_measured_where_no_plan_can_follow(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="refine_after"):
+        FSDPOptions(refine_after=2, **other)
 
 
 @pytest.mark.parametrize("given", [{"mode": "max-autotune"}, {"options": {"inductor": {"cpp.threads": 1}}}])

@@ -166,8 +166,9 @@ def _mismatch(ranks: tuple[int, ...], found: Difference) -> RankMismatchError:
     if first[0] != second[0] and any(lines[0].startswith(_PLANNED) for lines in (first, second)):
         return RankMismatchError(
             f"rank {ranks[0]} and rank {ranks[other]} plan with different measured times",
-            where="options={'hardware': ...}",
-            instead="the same file of fsdp-compile calibrate on all hosts, or a path that all hosts share",
+            where="options={'hardware': ...}, or options={'refine_after': ...}",
+            instead="the same file of fsdp-compile calibrate on all hosts, or a path that all hosts share; one number "
+            "of steps",
         )
     pairs = zip(_numbered(first), _numbered(second), strict=False)
     number = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

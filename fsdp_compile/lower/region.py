@@ -24,6 +24,7 @@ from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.partition import partition
 from fsdp_compile.partition.recompute import blocks, with_fewest
+from fsdp_compile.planner.measured_times import PlannedTimes
 
 Transform = Callable[[StepGraph], StepGraph]
 Keep = Callable[[StepGraph, StepGraph], None]
@@ -66,6 +67,7 @@ class Region:
         collectives: Those of each transformed graph.
         texts: The text of each transformed graph, if the compile is stored.
         loaded: Summaries of the graphs if the compile was loaded.
+        planned: What the plan of each graph expects, if steps are measured.
     """
 
     flats: Mapping[int, Record]
@@ -83,6 +85,7 @@ class Region:
     collectives: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)
     texts: dict[Phase, GraphText] = dataclasses.field(default_factory=dict)
     loaded: list[GraphSummary] = dataclasses.field(default_factory=list)
+    planned: Mapping[Phase, PlannedTimes] = dataclasses.field(default_factory=dict)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
@@ -177,7 +180,8 @@ class Region:
 
     def surroundings(self, gm: fx.GraphModule, phase: Phase) -> Surroundings:
         """What has to run around a transformed graph, whose markers are erased: from then on it can be lowered."""
-        found = Surroundings.of(StepGraph(gm, phase), digests(self.collectives.get(phase, {})), self.again)
+        planned = self.planned.get(phase) if len(self.steps) > 1 else None  # evaluation has no backward to plan for
+        found = Surroundings.of(StepGraph(gm, phase), digests(self.collectives.get(phase, {})), self.again, planned)
         erase_markers(gm.graph)
         gm.recompile()
         return found

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.failed_collective import waits_of
 from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs, note_grad_outputs
+from fsdp_compile.lower.refine import measure
 from fsdp_compile.lower.wrappers import (
     Compiled,
     FlatInput,
@@ -27,6 +28,7 @@ from fsdp_compile.lower.wrappers import (
     wait_for_host_copies,
     without_autograd,
 )
+from fsdp_compile.planner.measured_times import PlannedTimes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Surroundings:
         tangents: Of a backward: the gradients of outputs.
         host_copies_from: Type of the device from which it copies gradients to the host; empty if it copies none.
         has_updates: Whether it runs optimizers.
+        planned: What its plan expects, if steps are measured.
     """
 
     phase: Phase
@@ -55,15 +58,19 @@ class Surroundings:
     tangents: tuple[int, ...]
     host_copies_from: str
     has_updates: bool
+    planned: PlannedTimes | None = None
 
     @staticmethod
-    def of(step: StepGraph, digests: Mapping[str, int], again: frozenset[FlatKey]) -> Surroundings:
+    def of(
+        step: StepGraph, digests: Mapping[str, int], again: frozenset[FlatKey], planned: PlannedTimes | None = None
+    ) -> Surroundings:
         """What belongs around a transformed graph.
 
         Args:
             step: The graph, with its markers.
             digests: What stands for its collectives, by the alias of their process group.
             again: Parameter groups that `read_again` found in its region.
+            planned: What its plan expects, if steps are measured.
         """
         is_forward = step.phase is Phase.FORWARD
         made = () if is_forward else tuple(grad_outputs(step))
@@ -78,10 +85,13 @@ class Surroundings:
             tangents=() if is_forward else tuple(tangents_of(step)),
             host_copies_from=host_copies_from(step),
             has_updates=runs_optimizers(step),
+            planned=planned,
         )
 
     def around(self, compiled: Compiled) -> Compiled:
         """The compiled graph with all of it."""
+        if self.planned is not None and self.noted:
+            compiled = measure(compiled, self.planned, self.noted[0].position, self.phase)
         if not self.has_updates:
             compiled = without_autograd(compiled)
         if self.host_copies_from:

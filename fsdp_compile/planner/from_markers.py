@@ -104,7 +104,9 @@ def _gathers(
         if ranks == 1 or not users:
             continue
         size_bytes = sum(spec.size * spec.extent * spec.wire_dtype.itemsize for spec in specs)
-        time_us = hardware.collective_us(Kind.GATHER.value, size_bytes * share_of_others(ranks), specs[0].shard_ranks)
+        sent_bytes = size_bytes * share_of_others(ranks)
+        time_us = hardware.collective_us(Kind.GATHER.value, sent_bytes, specs[0].shard_ranks)
+        time_us *= specs[0].link_time(specs[0].group)
         yield Gather(need=min(users), free=1 + max(users), size_bytes=size_bytes, time_us=time_us), flat.name
 
 
@@ -131,11 +133,13 @@ def _reductions(step: StepGraph, positions: Mapping[fx.Node, int], hardware: Har
         stages = []
         if first.size > 1 and first.grad_placement is not GradPlacement.UNREDUCED:
             sent_bytes = size_bytes * share_of_others(first.size)
-            stages.append(hardware.collective_us(Kind.REDUCE.value, sent_bytes, first.shard_ranks))
+            time_us = hardware.collective_us(Kind.REDUCE.value, sent_bytes, first.shard_ranks)
+            stages.append(time_us * first.link_time(first.group))
         if first.replicas > 1 and first.grad_placement is GradPlacement.REDUCED:
             shard_bytes = size_bytes / first.size
             sent_bytes = 2 * shard_bytes * share_of_others(first.replicas)
-            stages.append(hardware.collective_us(Kind.REPLICATE.value, sent_bytes, first.replicate_ranks))
+            time_us = hardware.collective_us(Kind.REPLICATE.value, sent_bytes, first.replicate_ranks)
+            stages.append(time_us * first.link_time(first.replicate_group))
         if stages:
             made = [positions[source] for marker in markers for source in marker.all_input_nodes[1:2]]
             ready = max(positions[marker] for marker in markers)

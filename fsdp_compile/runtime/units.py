@@ -57,8 +57,7 @@ class FSDPParam:
         grad_dtype: Dtype of its `.grad`, where that is not its own.
         position: Its place in the order of registration, among the parameters of its group.
         is_read_before: Whether a graph from before it was sharded may send it a gradient.
-        tensor_parallel: How it was laid out as a DTensor before it was sharded; then the spec's shape is that of this
-            rank's part.
+        tensor_parallel: How it was laid out as a DTensor before it was sharded; the spec's shape is this rank's part's.
         extension: How it is gathered, if its class says that; `sharded_view` is a tensor with memory of its own then.
     """
 
@@ -195,12 +194,12 @@ class ModelState:
 
     Attributes:
         units: In registration order of their roots.
-        layout_version: Changes with the layout of parameters and the modules that have them: view checks are stale
-            then.
+        layout_version: Changes with the layout of parameters and with who has them: view checks are stale then.
         queued_in_backward: The backward pass whose end `post_backward_final_callback` was queued for.
         compared_in_backward: The backward pass at whose end ranks compare what they did.
         pre_forward: Called with the outermost module of each forward before it starts.
-        before_first_forward: Called once: ranks compare what they have sharded.
+        before_next_forward: Called once: ranks compare what they have sharded, or what steps took.
+        refinement: Measures the first steps for a better plan, if that was asked for; `lower` sets it.
         ignored: `id`s of parameters that calls of `fully_shard` on it ignored.
         post_optim_event: What the next all-gathers wait for (`set_post_optim_event`), if anything.
         announced_backwards: How often `set_is_last_backward(False)` was called since a pipeline stage was last reduced.
@@ -213,7 +212,8 @@ class ModelState:
         self.queued_in_backward: int | None = None
         self.compared_in_backward: int | None = None
         self.pre_forward = pre_forward
-        self.before_first_forward: list[Callable[[], None]] = []
+        self.before_next_forward: list[Callable[[], None]] = []
+        self.refinement: Any = None
         self.ignored: set[int] = set()
         self.post_optim_event: torch.Event | None = None
         self.announced_backwards = 0
@@ -228,8 +228,8 @@ class ModelState:
         for unit in self.units:
             if unit.model is not self:
                 unit.model.note_layout()
-                self.before_first_forward.extend(unit.model.before_first_forward)
-                unit.model.before_first_forward.clear()
+                self.before_next_forward.extend(unit.model.before_next_forward)
+                unit.model.before_next_forward.clear()
                 unit.model = self
                 # The groups may be pending in the model that they come from, which is asked no more.
                 for group in unit.param_groups:

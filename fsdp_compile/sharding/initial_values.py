@@ -124,7 +124,7 @@ class InitialValues:
             _InitialParam(name, weakref.ref(place[0]), place[1], full, hash_of(params[place].sharded_view))
             for (name, place), full in self.full.items()
         ]
-        model.before_first_forward.append(_Comparison(self.mesh, number, initial, self.buffers).run)
+        model.before_next_forward.append(_Comparison(self.mesh, number, initial, self.buffers).run)
 
 
 def take(
@@ -158,12 +158,12 @@ def compare(model: ModelState) -> None:
         RankMismatchError: On all ranks, if two of them were sharded with different values, or in different ways.
         RankFailedError: If a rank does not come, or fails meanwhile.
     """
-    if model.before_first_forward:
+    if model.before_next_forward:
         # Through the store, where this rank hears of one that fails in its first compile.
         same_settings.compare(model)
-    while model.before_first_forward:
-        model.before_first_forward[0]()
-        del model.before_first_forward[0]
+    while model.before_next_forward:
+        model.before_next_forward[0]()
+        del model.before_next_forward[0]
 
 
 def _saved_buffers(root: nn.Module, apart: set[nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:

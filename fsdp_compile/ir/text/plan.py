@@ -23,8 +23,9 @@ from fsdp_compile.layout.spec import UnshardSpec
 def format_plan(plan: Any) -> str:
     """The canonical text of a plan, ending in a line feed.
 
-    A plan is a dataclass of nodes, numbers, strings, enums, records, further dataclasses, and tuples of those. Nodes
-    are shown by name, so the text may be made before or after the plan is applied.
+    A plan is a dataclass of nodes, numbers, strings, enums, records, further dataclasses, and tuples of those; fields
+    that its `repr` leaves out are left out. Nodes are shown by name, so the text may be made before or after the plan
+    is applied.
     """
     return "\n".join(_lines(plan, 0)) + "\n"
 
@@ -34,7 +35,7 @@ def _lines(value: Any, depth: int) -> Iterator[str]:
     if not _is_plan(value):
         yield indent + _inline(value)
         return
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr}
     inline = [f"{name}={_inline(v)}" for name, v in fields.items() if not _is_nested(v)]
     yield indent + type(value).__name__ + (f": {', '.join(inline)}" if inline else "")
     for name, nested in fields.items():
