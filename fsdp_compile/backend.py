@@ -64,14 +64,7 @@ def fsdp(
         UnsupportedModelError: For a model that cannot be sharded.
     """
     checked = FSDPOptions.from_dict(options)
-    if checked.lower == "eager" and (mode or checked.inductor):
-        raise ConfigError(
-            "settings of Inductor were given, and Inductor is not used",
-            where="torch.compile(mode=...)" if mode else "options={'inductor': ...}",
-            instead="lower='inductor', or leave them out",
-        )
-    settings = list_mode_options(mode) if mode else {}
-    _refuse_cuda_graphs(checked, settings)
+    settings = _settings_of(checked, mode)
     # This graph reads plain parameters; the frame's next trace reads the flat ones.
     if shard_plain_models(gm, example_inputs, checked, _plain_models):
         raise trace_again()
@@ -127,6 +120,19 @@ def fsdp(
     exact = {} if checked.memory_budget_gb is None else FREE_AT_LAST_USE
     compiled = compile_with_inductor(gm, example_inputs, region, {**exact, **settings, **checked.inductor})
     return give_parameters(compiled, returned)
+
+
+def _settings_of(options: FSDPOptions, mode: str | None) -> dict[str, Any]:
+    """Inductor's settings by the name of their mode."""
+    if options.lower == "eager" and (mode or options.inductor):
+        raise ConfigError(
+            "settings of Inductor were given, and Inductor is not used",
+            where="torch.compile(mode=...)" if mode else "options={'inductor': ...}",
+            instead="lower='inductor', or leave them out",
+        )
+    settings = list_mode_options(mode) if mode else {}
+    _refuse_cuda_graphs(options, settings)
+    return settings
 
 
 def _refuse_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> None:
