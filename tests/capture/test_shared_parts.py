@@ -42,7 +42,8 @@ def _pair() -> nn.ModuleList:
 def test_the_outermost_modules_that_two_models_share() -> None:
     actor, critic = _pair()
     assert shared_parts(actor, [actor, critic]) == [actor.trunk, actor.get_submodule("blocks.1")]
-    assert shared_parts(actor, [nn.Sequential(actor), actor.get_submodule("trunk")]) == []  # one holds it, the other is in it
+    # One holds it, the other is in it.
+    assert shared_parts(actor, [nn.Sequential(actor), actor.get_submodule("trunk")]) == []
     assert shared_parts(actor, []) == []
 
 
