@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,14 +73,14 @@ def run(task: Task, ratio: float, arguments: argparse.Namespace, setup: Setup) -
         bytes_per_s = sent / (ratio * alone[UNSHARDED.name].median_s)
         others = [one for one in contenders.chosen(arguments.contenders) if one is not UNSHARDED]
         informed = timed(task, told(setup, bytes_per_s, arguments.latency_us), arguments.ranks)
-        prepared, errors = prepare(others, task, informed)
+        prepared, errors = prepare(others, task, informed, limit_s=getattr(arguments, "prepare_s", math.inf))
         ready, failed = {**ready, **prepared}, {**failed, **errors}
         world.change(Link(bytes_per_s, arguments.latency_us * 1e-6))
         traffic = {name: _sent(world, prepared) for name, prepared in ready.items()}
         steps = alternate({name: prepared.step for name, prepared in ready.items()}, rounds=arguments.rounds)
     network = Emulated(sizes, arguments.ranks, bytes_per_s)
     computed_s = steps[UNSHARDED.name].seconds
-    by_name = {one.name: one for one in contenders.ALL}
+    by_name = {one.name: one for one in contenders.ON_GPUS}
     ran = [
         {
             "contender": name,

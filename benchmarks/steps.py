@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,18 +41,27 @@ class Prepared:
 
 
 def prepare(
-    contenders: Iterable[Contender], task: Task, setup: Setup
+    contenders: Iterable[Contender], task: Task, setup: Setup, *, limit_s: float = math.inf
 ) -> tuple[dict[str, Prepared], dict[str, Samples]]:
     """Makes a model for each contender and runs its first step, which compiles.
+
+    Args:
+        contenders: In this order.
+        task: What is trained.
+        setup: What contenders may know.
+        limit_s: After so long no further contender is begun.
 
     Returns:
         Those that ran, and the errors of those that did not.
     """
     ready: dict[str, Prepared] = {}
     failed: dict[str, Samples] = {}
+    start_s = time.monotonic()
     for contender in contenders:
         samples = Samples()
         with recorded(samples):
+            if time.monotonic() - start_s > limit_s:
+                raise TimeoutError("no time was left to compile it")
             model = task.make()
             prepared = Prepared(model, contender.prepare(model, setup), task)
             prepared.step()
