@@ -138,9 +138,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def split_batch(batch: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of a batch that `torch.autograd` has made; none of `torch.func.vmap`'s, or of a batch of batches."""
-    if is_batchedtensor(batch):
-        return []
+    """The tensors of a batch that `torch.autograd` has made; none of a batch of batches."""
     plain = torch._remove_batch_dim(batch, _OUTERMOST_BATCH, 0, 0)
     return [] if is_batched(plain) else list(plain.unbind())
 

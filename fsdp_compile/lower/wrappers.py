@@ -219,7 +219,7 @@ def one_by_one(compiled: Compiled, tangents: Sequence[int], *, has_updates: bool
         if has_updates or not all(batches):
             raise UnsupportedModelError(
                 "several gradients go through a compiled backward at once, whose collectives take one at a time",
-                where="step_in_backward()" if has_updates else "torch.func.vmap() of a backward",
+                where="is_grads_batched=True, " + ("step_in_backward()" if has_updates else "a batch of batches"),
                 instead="one call for each gradient, or torch.func.jacrev() of the compiled model",
             )
         results = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd import functional
 
-from fsdp_compile import UnsupportedModelError
+from fsdp_compile import UnsupportedModelError, step_in_backward
 from tests import long
 from tests.beside import Beside, Run, close, loss_of
 from tests.models.outlines import Small
@@ -103,11 +103,6 @@ def test_parameters_are_trained_through_a_jacobian(how: Run) -> None:
 def _refused_when_compiled() -> None:
     pair = Beside(Small, Run.PLAIN)
     pair.compiled(_input())
-    x = _input().requires_grad_()
-    output = pair.compiled(x)
-    backward = torch.func.vmap(lambda each: torch.autograd.grad(output, x, each)[0])
-    with pytest.raises(UnsupportedModelError, match=r"(?s)collectives take one.*vmap\(\) of a backward.*jacrev"):
-        backward(torch.eye(output.numel()).reshape(-1, *output.shape))
     plain: Any = torch.compile(copy.deepcopy(pair.reference), backend="aot_eager")
     for model in (pair.compiled, plain):
         with pytest.raises(RuntimeError, match=r"double backward|create_graph=False"):
@@ -117,8 +112,22 @@ def _refused_when_compiled() -> None:
 
 
 @pytest.mark.long
-def test_compiled_backwards_refuse_batches_of_vmap_and_gradients_of_gradients() -> None:
+def test_compiled_backwards_refuse_gradients_of_gradients() -> None:
     run_ranks(_refused_when_compiled)
+
+
+def _refused_with_updates() -> None:
+    pair = Beside(Small, Run.SHARDED)
+    step_in_backward(torch.optim.SGD(pair.model.parameters(), lr=0.1))
+    with pytest.raises(UnsupportedModelError, match=r"(?s)collectives take one.*step_in_backward.*jacrev"):
+        _batched(pair.compiled)
+    for mine, theirs in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs)  # type: ignore[attr-defined]
+
+
+@pytest.mark.long
+def test_batches_of_gradients_are_refused_where_backward_updates() -> None:
+    run_ranks(_refused_with_updates)
 
 
 def _instead_of_inputs(how: Run) -> None:
