@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import models
 from benchmarks._torch import fresh_cache
 from benchmarks.command import Columns, finish, parser, percent, quiet, table
-from benchmarks.contenders import OURS, UNSHARDED, Contender, Setup
+from benchmarks.contenders import FSDP2_COMPILED, OURS, UNSHARDED, Contender, Setup
 from benchmarks.measure import Samples, recorded, time_once
 from benchmarks.models import Task
 from benchmarks.network.emulated import Network, emulated_world
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "plain_s": _s,
         "fsdp_compile_s": _s,
         "share_code_s": _s,
+        "fsdp2_blocks_s": _s,
         "passes_s": _s,
         "passes_share": percent,
     }
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(layers: int, ranks: int, rounds: int) -> dict[str, Any]:
     """Compiles a Llama of `layers` narrow blocks in all ways, in turn."""
     task = models.llama(dataclasses.replace(models.SMOKE, layers=layers))
-    plain, ours, shared, passes = Samples(), Samples(), Samples(), Samples()
+    plain, ours, shared, blocks, passes = Samples(), Samples(), Samples(), Samples(), Samples()
     nodes = 0
     with emulated_world(ranks, Network(Link(bytes_per_s=1e15))), recorded(ours):
         for _ in range(rounds):
@@ -57,6 +58,7 @@ def run(layers: int, ranks: int, rounds: int) -> dict[str, Any]:
             with timed_passes() as times:
                 ours.seconds.append(_cold(OURS, task))
             shared.seconds.append(_cold(OURS, task, {"share_code": True}))
+            blocks.seconds.append(_cold(FSDP2_COMPILED, task))
             passes.seconds.append(sum(one.seconds for one in times))
             nodes = sum(one.nodes for one in times)
     if ours.error:
@@ -67,6 +69,7 @@ def run(layers: int, ranks: int, rounds: int) -> dict[str, Any]:
         "plain_s": plain.median_s,
         "fsdp_compile_s": ours.median_s,
         "share_code_s": shared.median_s,
+        "fsdp2_blocks_s": blocks.median_s,
         "passes_s": passes.median_s,
         "passes_share": passes.median_s / plain.median_s,
     }
