@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.failed_collective import waits_of
 from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs, note_grad_outputs
+from fsdp_compile.lower.profiled_calls import ProfiledCalls
 from fsdp_compile.lower.refine import measure
 from fsdp_compile.lower.wrappers import (
     Compiled,
@@ -46,6 +47,7 @@ class Surroundings:
         host_copies_from: Type of the device from which it copies gradients to the host; empty if it copies none.
         has_updates: Whether it runs optimizers.
         planned: What its plan expects, if steps are measured.
+        profiled: Its calls that have ranges in a profile.
     """
 
     phase: Phase
@@ -58,6 +60,7 @@ class Surroundings:
     tangents: tuple[int, ...]
     host_copies_from: str
     has_updates: bool
+    profiled: ProfiledCalls
     planned: PlannedTimes | None = None
 
     @staticmethod
@@ -85,11 +88,13 @@ class Surroundings:
             tangents=() if is_forward else tuple(tangents_of(step)),
             host_copies_from=host_copies_from(step),
             has_updates=runs_optimizers(step),
+            profiled=ProfiledCalls.of(step),
             planned=planned,
         )
 
     def around(self, compiled: Compiled) -> Compiled:
         """The compiled graph with all of it."""
+        compiled = self.profiled.around(compiled)
         if self.planned is not None and self.noted:
             compiled = measure(compiled, self.planned, self.noted[0].position, self.phase)
         if not self.has_updates:

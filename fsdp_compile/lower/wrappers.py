@@ -100,7 +100,7 @@ def noted_order(step: StepGraph, digests: Mapping[str, int]) -> list[Noted]:
         step: Its collectives are the same on all ranks; layers share it, so what they are for is known at the call.
         digests: What stands for its collectives, by the alias of their process group.
     """
-    position_of = {record: i for i, record in _flats(step)}
+    position_of = {record: i for i, record in flats_of(step)}
     done = Done.READ if step.phase is Phase.FORWARD else Done.REDUCED
     noted = []
     for record in in_order(position_of):
@@ -114,10 +114,11 @@ def noted_order(step: StepGraph, digests: Mapping[str, int]) -> list[Noted]:
 
 def units_of(step: StepGraph) -> str:
     """The units whose parameter groups a graph reads, as errors name them."""
-    return ", ".join(dict.fromkeys(record.unit for _, record in _flats(step)))
+    return ", ".join(dict.fromkeys(record.unit for _, record in flats_of(step)))
 
 
-def _flats(step: StepGraph) -> list[tuple[int, Record]]:
+def flats_of(step: StepGraph) -> list[tuple[int, Record]]:
+    """The flat parameters among a graph's inputs: position and record of each."""
     placeholders = enumerate(step.graph.find_nodes(op="placeholder"))
     return [(i, require(node)) for i, node in placeholders if role_of(node) is Role.FLAT]
 
@@ -161,7 +162,7 @@ def _updated(step: StepGraph) -> frozenset[FlatKey]:
 
 def counted_reads(step: StepGraph, flats: frozenset[FlatKey]) -> list[int]:
     """Positions of those parameter groups among a graph's inputs that `read_again` found."""
-    return [i for i, record in _flats(step) if flat_key(record) in flats]
+    return [i for i, record in flats_of(step) if flat_key(record) in flats]
 
 
 def count_reads(compiled: Compiled, positions: Sequence[int], phase: Phase) -> Compiled:
