@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_compile._torch.autograd import backward_in_progress, below_autograd
+from fsdp_compile._torch.context_parallel import balances_tokens
 from fsdp_compile._torch.tensors import is_batched, join_batch, split_batch
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
@@ -256,6 +257,23 @@ def wait_for_host_copies(compiled: Compiled, device_type: str) -> Compiled:
         if device_type != "cpu":
             torch.get_device_module(device_type).current_stream().synchronize()  # it waits for each copy
         return result
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def keep_balance(compiled: Compiled, balanced: bool) -> Compiled:  # noqa: FBT001  as it was found
+    """Wraps a graph whose attention is split over tokens, and was traced for `balanced` tokens or for others."""
+
+    def run(args: list[Any]) -> Any:
+        if balances_tokens() is not balanced:
+            raise UnsupportedModelError(
+                f"attention was compiled for tokens that are {'' if balanced else 'not '}balanced over ranks, and now "
+                f"they are {'not ' if balanced else ''}balanced: it would attend to other ones",
+                where="torch's context parallelism, load_balancer of _context_parallel_shard()",
+                instead="the same choice in every step, or torch.compiler.reset() after a change",
+            )
+        return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
