@@ -34,11 +34,12 @@ class _Case:
     """How many ranks have batches of their own, how many share each, and which way of torch's splits attention."""
 
     mesh: tuple[int, int]
+    layers: int = 2
     by_modules: bool = False
 
 
 CASES = {
-    "cp 2": _Case((1, 2)),
+    "cp 2": _Case((1, 2), layers=1),
     "dp 2 x cp 2": _Case((2, 2)),
     "cp 4": _Case((1, 4)),
     "cp 2, by modules": _Case((1, 2), by_modules=True),
@@ -65,7 +66,7 @@ def _trained(case: _Case, fully_shard: Any, lower: str | None) -> _Trained:
     world = init_device_mesh("cpu", case.mesh, mesh_dim_names=("dp", "cp"))
     everyone, context = world["dp", "cp"]._flatten("dp_cp"), world["cp"]
     torch.manual_seed(0)
-    model = PositionedLlama()
+    model = PositionedLlama(case.layers)
     if case.by_modules:
         split_attention(model, context)
     for module in (*model.layers, model):
@@ -86,14 +87,14 @@ def _trained(case: _Case, fully_shard: Any, lower: str | None) -> _Trained:
     return _Trained(losses, shards, [p.detach().full_tensor() for p in parameters])
 
 
-def _in_one_process(data_parallel: int) -> _Trained:
+def _in_one_process(case: _Case) -> _Trained:
     torch.manual_seed(0)
-    model = PositionedLlama()
+    model = PositionedLlama(case.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        parts = [sequences(10 * step + place) for place in range(data_parallel)]
+        parts = [sequences(10 * step + place) for place in range(case.mesh[0])]
         loss = model(*(torch.cat(each) for each in zip(*parts, strict=True)))
         loss.backward()
         optimizer.step()
@@ -102,7 +103,7 @@ def _in_one_process(data_parallel: int) -> _Trained:
 
 
 def _check_one_process(case: _Case, trained: _Trained) -> None:
-    whole = _in_one_process(case.mesh[0])
+    whole = _in_one_process(case)
     for loss, expected in zip(trained.losses, whole.losses, strict=True):
         total = loss.clone()
         dist.all_reduce(total)  # all ranks have equally many tokens
