@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import fx, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
@@ -300,11 +299,6 @@ def graph_breaks() -> Counter[str]:
         for text, count in counters[kind].items():
             found[text.split("\n")[0]] += count
     return found
-
-
-def calls_are_compiled() -> bool:
-    """Whether Dynamo intercepts the frames that this thread enters."""
-    return callable(get_eval_frame_callback())
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

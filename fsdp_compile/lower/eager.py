@@ -7,10 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from fsdp_compile._torch.autograd import profiler_runs
 from fsdp_compile._torch.dynamo import aot_autograd, functorch_config
 from fsdp_compile.ir.graph import Phase
-from fsdp_compile.lower.profiled_nodes import ProfiledInterpreter
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.wrappers import Compiled
 
@@ -41,10 +39,9 @@ def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], region: Region) -
 
 def _boxed(gm: fx.GraphModule) -> Compiled:
     """A callable that takes its arguments in a list and empties it, so that each is freed after its last use."""
-    plain = fx.Interpreter(gm)
+    interpreter = fx.Interpreter(gm)
 
     def run(args: list[Any]) -> Any:
-        interpreter = ProfiledInterpreter(gm, args) if profiler_runs() else plain
         try:
             return interpreter.boxed_run(args)
         finally:

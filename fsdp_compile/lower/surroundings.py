@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from fsdp_compile._torch.context_parallel import balance_in_trace
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.failed_collective import waits_of
 from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs, note_grad_outputs
+from fsdp_compile.lower.profiled_calls import ProfiledCalls
 from fsdp_compile.lower.refine import measure
 from fsdp_compile.lower.wrappers import (
     Compiled,
@@ -19,6 +21,7 @@ from fsdp_compile.lower.wrappers import (
     counted_reads,
     flat_inputs,
     host_copies_from,
+    keep_balance,
     note_order,
     noted_order,
     one_by_one,
@@ -46,6 +49,8 @@ class Surroundings:
         host_copies_from: Type of the device from which it copies gradients to the host; empty if it copies none.
         has_updates: Whether it runs optimizers.
         planned: What its plan expects, if steps are measured.
+        profiled: Its calls that have ranges in a profile.
+        balanced: Of a forward that was traced with context parallelism: whether for tokens that are balanced.
     """
 
     phase: Phase
@@ -58,6 +63,8 @@ class Surroundings:
     tangents: tuple[int, ...]
     host_copies_from: str
     has_updates: bool
+    profiled: ProfiledCalls
+    balanced: bool | None
     planned: PlannedTimes | None = None
 
     @staticmethod
@@ -85,11 +92,14 @@ class Surroundings:
             tangents=() if is_forward else tuple(tangents_of(step)),
             host_copies_from=host_copies_from(step),
             has_updates=runs_optimizers(step),
+            profiled=ProfiledCalls.of(step),
+            balanced=balance_in_trace() if is_forward else None,
             planned=planned,
         )
 
     def around(self, compiled: Compiled) -> Compiled:
         """The compiled graph with all of it."""
+        compiled = self.profiled.around(compiled)
         if self.planned is not None and self.noted:
             compiled = measure(compiled, self.planned, self.noted[0].position, self.phase)
         if not self.has_updates:
@@ -100,6 +110,8 @@ class Surroundings:
             compiled = note_grad_outputs(compiled, self.grad_outputs)
         if self.counted:
             compiled = count_reads(compiled, self.counted, self.phase)
+        if self.balanced is not None:
+            compiled = keep_balance(compiled, self.balanced)
         if self.noted:
             compiled = note_order(compiled, self.noted, self.phase, self.units, self.waits)
         if self.tangents:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_compile._torch.autograd import backward_in_progress, below_autograd
+from fsdp_compile._torch.context_parallel import balances_tokens
 from fsdp_compile._torch.tensors import is_batched, join_batch, split_batch
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
@@ -100,7 +101,7 @@ def noted_order(step: StepGraph, digests: Mapping[str, int]) -> list[Noted]:
         step: Its collectives are the same on all ranks; layers share it, so what they are for is known at the call.
         digests: What stands for its collectives, by the alias of their process group.
     """
-    position_of = {record: i for i, record in _flats(step)}
+    position_of = {record: i for i, record in flats_of(step)}
     done = Done.READ if step.phase is Phase.FORWARD else Done.REDUCED
     noted = []
     for record in in_order(position_of):
@@ -114,10 +115,11 @@ def noted_order(step: StepGraph, digests: Mapping[str, int]) -> list[Noted]:
 
 def units_of(step: StepGraph) -> str:
     """The units whose parameter groups a graph reads, as errors name them."""
-    return ", ".join(dict.fromkeys(record.unit for _, record in _flats(step)))
+    return ", ".join(dict.fromkeys(record.unit for _, record in flats_of(step)))
 
 
-def _flats(step: StepGraph) -> list[tuple[int, Record]]:
+def flats_of(step: StepGraph) -> list[tuple[int, Record]]:
+    """The flat parameters among a graph's inputs: position and record of each."""
     placeholders = enumerate(step.graph.find_nodes(op="placeholder"))
     return [(i, require(node)) for i, node in placeholders if role_of(node) is Role.FLAT]
 
@@ -161,7 +163,7 @@ def _updated(step: StepGraph) -> frozenset[FlatKey]:
 
 def counted_reads(step: StepGraph, flats: frozenset[FlatKey]) -> list[int]:
     """Positions of those parameter groups among a graph's inputs that `read_again` found."""
-    return [i for i, record in _flats(step) if flat_key(record) in flats]
+    return [i for i, record in flats_of(step) if flat_key(record) in flats]
 
 
 def count_reads(compiled: Compiled, positions: Sequence[int], phase: Phase) -> Compiled:
@@ -255,6 +257,23 @@ def wait_for_host_copies(compiled: Compiled, device_type: str) -> Compiled:
         if device_type != "cpu":
             torch.get_device_module(device_type).current_stream().synchronize()  # it waits for each copy
         return result
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def keep_balance(compiled: Compiled, balanced: bool) -> Compiled:  # noqa: FBT001  as it was found
+    """Wraps a graph whose attention is split over tokens, and was traced for `balanced` tokens or for others."""
+
+    def run(args: list[Any]) -> Any:
+        if balances_tokens() is not balanced:
+            raise UnsupportedModelError(
+                f"attention was compiled for tokens that are {'' if balanced else 'not '}balanced over ranks, and now "
+                f"they are {'not ' if balanced else ''}balanced: it would attend to other ones",
+                where="torch's context parallelism, load_balancer of _context_parallel_shard()",
+                instead="the same choice in every step, or torch.compiler.reset() after a change",
+            )
+        return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

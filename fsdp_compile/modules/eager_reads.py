@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.dynamo import calls_are_compiled
+from fsdp_compile._torch.eval_frame import calls_are_compiled
 from fsdp_compile._torch.tensors import is_wrapper, plain_torch_functions
 from fsdp_compile._torch.tracing import is_compiling_a_frame
 from fsdp_compile.comm.failures import refuse_lost_ranks

@@ -7,20 +7,23 @@ import functools
 import inspect
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_compile._torch.dynamo import call_of, calls_are_compiled, is_on_stack, modules_being_called, skip_code
+from fsdp_compile._torch.autograd import backward_in_progress
+from fsdp_compile._torch.dynamo import call_of, is_on_stack, modules_being_called, skip_code
+from fsdp_compile._torch.eval_frame import Compiler, call_compiled_by, calls_are_compiled, compiler_of_calls
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.modules.casts import Arguments, cast_inputs, cast_output
 from fsdp_compile.modules.eager_reads import check_reads, hide_values, reads, show_values
 from fsdp_compile.modules.stored_shards import refusal_of_shards
 from fsdp_compile.runtime import read_order
-from fsdp_compile.runtime.module_state import state_of
+from fsdp_compile.runtime.module_state import CompiledForward, state_of
 
 _depth = threading.local()
 _first_call = threading.local()
@@ -183,15 +186,35 @@ def run_eagerly(
     given: Arguments = (args, kwargs)
     if casts is not None:
         args, kwargs = torch.compiler.disable(cast_inputs)(casts, module, given)
+    compiler, outermost = _as_before(module, outermost=outermost)
     called = own
     if called is None:
         called = module._fsdp_outermost_forward if outermost else module._fsdp_original_forward
     try:
-        output = call_in_forward(called, args, kwargs)
+        if compiler is None:
+            output = call_in_forward(called, args, kwargs)
+        else:
+            output = call_compiled_by(compiler, call_in_forward, called, args, kwargs)
     finally:
         if shown:
             hide_values(shown)
     return output if casts is None else torch.compiler.disable(cast_output)(casts, given, output)
+
+
+def _as_before(module: nn.Module, *, outermost: bool) -> tuple[Compiler | None, bool]:
+    """What is to compile a forward that activation checkpointing repeats now, and whether it was outermost before.
+
+    Composable checkpointing works by hooks, at which graphs break, and the forward behind them is compiled. A backward
+    is outside of compiled code, and a forward that it calls would save other tensors, uncompiled.
+    """
+    state = state_of(module)
+    assert state is not None
+    compiler = compiler_of_calls()
+    if outermost and compiler is None and backward_in_progress() != -1:
+        before = state.compiled_forward
+        return (None, outermost) if before is None else (before.compiler(), before.is_outermost)
+    state.compiled_forward = None if compiler is None else CompiledForward(weakref.ref(compiler), outermost)
+    return None, outermost
 
 
 def enter_method(module: nn.Module, frame: types.FrameType) -> None:
@@ -258,6 +281,14 @@ def check_before_calls(caller: nn.Module, module: nn.Module) -> None:
 # Dynamo must not compile these frames by themselves: run eagerly they raise the depth that eager reads check, and the
 # user's forward below them is compiled. Inlined from another frame, `forward` is traced like any function.
 _ENTERING = _entering(nn.Module.forward).__code__
-_functions = (call_in_forward, enter_running_forward, enter_method, forward, refusal_of_shards, run_eagerly)
+_functions = (
+    call_in_forward,
+    enter_running_forward,
+    enter_method,
+    forward,
+    refusal_of_shards,
+    run_eagerly,
+    _as_before,
+)
 for _code in (_ENTERING, *(function.__code__ for function in _functions)):
     skip_code(_code)

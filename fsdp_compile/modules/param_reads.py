@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
+from fsdp_compile._torch.dynamo import skip_code
+from fsdp_compile._torch.eval_frame import calls_are_compiled
 from fsdp_compile.comm.spmd_params import SpmdParam
 from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.errors import UnsupportedModelError

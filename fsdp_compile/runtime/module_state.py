@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from fsdp_compile._torch.eval_frame import Compiler
 from fsdp_compile.config.casts import ForwardCasts, FullPrecision
 from fsdp_compile.config.policy import MixedPrecision
 from fsdp_compile.runtime.buffers import CastBuffer
@@ -57,6 +59,13 @@ class ReadFrom(NamedTuple):
     param: FSDPParam
 
 
+class CompiledForward(NamedTuple):
+    """What compiled a forward (it refers to the model), and whether that was the outermost one."""
+
+    compiler: weakref.ref[Compiler]
+    is_outermost: bool
+
+
 @dataclasses.dataclass(eq=False)
 class ModuleState:
     """What FSDP knows of one module.
@@ -69,6 +78,7 @@ class ModuleState:
         casts: What is cast when its forward is entered and left.
         methods: The class whose methods it got on top of its own.
         no_sync_depth: How many `no_sync` blocks it is inside of.
+        compiled_forward: How its last forward was compiled, if Dynamo met it as a frame of its own.
         for_torch: What torch's own functions see as its `FSDPState`; `modules` fills it.
     """
 
@@ -81,6 +91,7 @@ class ModuleState:
     methods: type | None = None
     view_check: ViewCheck | None = None
     no_sync_depth: int = 0
+    compiled_forward: CompiledForward | None = None
     for_torch: Any = None
 
 

@@ -15,7 +15,8 @@ from fsdp_compile._torch.autograd import (
     clear_own_gradient,
     own_gradient,
 )
-from fsdp_compile._torch.dynamo import calls_are_compiled, skip_code
+from fsdp_compile._torch.dynamo import skip_code
+from fsdp_compile._torch.eval_frame import calls_are_compiled
 from fsdp_compile._torch.tensors import make_dtensor
 from fsdp_compile.layout.pairs import as_stored
 from fsdp_compile.layout.profiler_ranges import Range, profiled

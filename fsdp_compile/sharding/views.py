@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
-from fsdp_compile._torch.dynamo import calls_are_compiled
+from fsdp_compile._torch.eval_frame import calls_are_compiled
 from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.comm.gather_extension import is_extended
 from fsdp_compile.config.policy import compute_device

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_compile import ShardedModule, fully_shard
+from tests import long
 from tests.ranks import run_ranks
 
 
@@ -24,10 +27,10 @@ class _Layer(nn.Linear):
 class _Model(nn.Module):
     """Two layers, and a parameter of the outermost module."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(64, 64, bias=False) for _ in range(2))
-        self.scale = nn.Parameter(torch.ones(64))
+        self.layers = nn.ModuleList([_Layer(64, 64, bias=False), _Layer(64, width, bias=False)])
+        self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -35,9 +38,9 @@ class _Model(nn.Module):
         return x * self.scale
 
 
-def _sharded() -> _Model:
+def _sharded(width: int = 64) -> _Model:
     torch.manual_seed(0)
-    model = _Model()
+    model = _Model(width)
     for layer in model.layers:
         fully_shard(layer)
     return fully_shard(model)
@@ -87,6 +90,49 @@ def test_graphs_without_inductor_have_a_range_per_collective_and_wait() -> None:
 def test_a_message_of_several_units_names_them() -> None:
     seen, _ = run_ranks(_ranges, {"lower": "eager", "prefetch": 1, "bucket_mb": 1})
     assert seen["FSDP::all_gather (layers.0, layers.1)"] == 1
+
+
+def _inside(options: dict[str, Any]) -> tuple[Counter[str], Counter[tuple[str, int]]]:
+    """How often a second step starts collectives in each range, and waits in each for how many elements."""
+    model = _sharded(32)
+    compiled = torch.compile(model, backend="fsdp", options=options)
+    x = torch.ones(2, 64)
+    compiled(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        compiled(x).sum().backward()
+    starts: Counter[str] = Counter()
+    waits: Counter[tuple[str, int]] = Counter()
+    for event in profiler.events() or []:
+        name = _range_of(event)
+        if event.name == "_c10d_functional::wait_tensor" and name:
+            waits[name, math.prod(event.input_shapes[0])] += 1
+        elif event.name.startswith("_c10d_functional::") and name:
+            starts[name] += 1
+    return starts, waits
+
+
+def _range_of(event: Any) -> str:
+    above = event.cpu_parent
+    while above is not None and not above.name.startswith("FSDP::"):
+        above = above.cpu_parent
+    return "" if above is None else str(above.name)
+
+
+SIZES = {"": 128, " (layers.0)": 64 * 64, " (layers.1)": 64 * 32}
+"""Elements of each unit's message on two ranks, which tell whose it is; 32 of the outermost one's are padding."""
+TIMES = {"": 2, " (layers.0)": 1, " (layers.1)": 2}
+"""How often each is gathered: the first layer needs no weight in backward."""
+
+
+@pytest.mark.inductor
+@long.parametrize("lowered", ["inductor", "shared", "eager"], always=["inductor"])
+def test_a_collective_is_called_in_the_range_of_its_unit(lowered: str) -> None:
+    options: dict[str, dict[str, Any]] = {"shared": {"share_code": True}, "eager": {"lower": "eager"}}
+    for starts, waits in run_ranks(_inside, {"prefetch": 1, "bucket_mb": 0, **options.get(lowered, {})}):
+        gathered = {f"FSDP::all_gather{unit}": times for unit, times in TIMES.items()}
+        assert starts == gathered | {f"FSDP::post_backward_reduce{unit}": 1 for unit in SIZES}
+        arrived = {(f"FSDP::all_gather_copy_out{unit}", n): TIMES[unit] for unit, n in SIZES.items()}
+        assert waits == arrived | {(f"FSDP::post_backward_rs_wait{unit}", n // 2): 1 for unit, n in SIZES.items()}
 
 
 def _shared_graph() -> Counter[str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -108,3 +109,51 @@ def _normed() -> None:
 
 def test_a_checkpointed_batch_norm_updates_its_statistics_as_often_as_torch_compile_or_eager_code() -> None:
     run_ranks(_normed)
+
+
+class _Hidden(nn.Module):
+    """Checkpointed by hooks, at which Dynamo's graphs break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(x).relu())
+        return out
+
+
+class _Hooked(nn.Module):
+    """Two of them and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(_Hidden() for _ in range(2)), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def _hooked() -> None:
+    torch.manual_seed(0)
+    eager = _Hooked()
+    mine = copy.deepcopy(eager)
+    for layer in mine.layers:
+        composable_checkpoint(layer)
+        fully_shard(layer, reshard_after_forward=False)
+    compiled = compile_eagerly(fully_shard(mine))
+    batch, share = _batch()
+    # Compiled, then not: what is repeated follows the last forward.
+    for call in (compiled, compiled, mine):
+        mine.zero_grad()
+        eager.zero_grad()
+        loss_of(call(share)).backward()
+        loss_of(eager(batch)).backward()
+        _compare(mine, eager)
+
+
+def test_what_composable_checkpointing_repeats_is_compiled_like_the_forward() -> None:
+    run_ranks(_hooked)
