@@ -46,7 +46,7 @@ def _kept(model: nn.Module, setup: Setup) -> Any:
 
 def _freed(model: nn.Module, setup: Setup) -> Any:
     options = {name: value for name, value in setup.options.items() if name != "memory_budget_gb"}
-    return contenders.ours(model, dataclasses.replace(setup, options=options))
+    return contenders.ours(model, dataclasses.replace(setup, options=options, reshard_after_forward=None))
 
 
 CONTENDERS: tuple[Contender, ...] = (
