@@ -19,6 +19,7 @@ BENCHMARKS = (
     "refined_plans",
     "slow_network",
     "chunked_loss",
+    "accumulation",
     "checkpoints",
     "save_planning",
     "long_run",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.region_key import region_key
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.partition.auto_reshard import accumulates
 from fsdp_compile.pipeline import keep, transform
 from fsdp_compile.planner.measured_times import PlannedTimes
 
@@ -88,9 +90,6 @@ def fsdp(
     def compare(collectives: Collectives) -> None:
         agree(collectives, _measured(checked))
 
-    def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
-        keep(forward, backward, checked, whole=whole)
-
     def tell(error: FSDPCompileError) -> None:
         refuse(flats.values(), error)
 
@@ -103,7 +102,7 @@ def fsdp(
     region = Region(
         flats,
         run_passes,
-        keep_what_fits,
+        functools.partial(_keep_what_fits, options=checked, settings=settings, whole=whole),
         ran.number,
         checked.may_recompute,
         checked.share_code,
@@ -135,8 +134,20 @@ def _settings_of(options: FSDPOptions, mode: str | None) -> dict[str, Any]:
     return settings
 
 
+def _records_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> bool:
+    return bool({**settings, **options.inductor}.get("triton.cudagraphs"))
+
+
+def _keep_what_fits(
+    forward: StepGraph, backward: StepGraph, *, options: FSDPOptions, settings: Mapping[str, Any], whole: bool
+) -> None:
+    # Each replay of a CUDA graph writes its memory anew: nothing in it can stay for the next microbatch.
+    if not (accumulates(forward) and _records_cuda_graphs(options, settings)):
+        keep(forward, backward, options, whole=whole)
+
+
 def _refuse_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> None:
-    if not {**settings, **options.inductor}.get("triton.cudagraphs"):
+    if not _records_cuda_graphs(options, settings):
         return
     if options.refine_after is not None:
         raise ConfigError(

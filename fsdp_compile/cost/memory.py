@@ -189,6 +189,8 @@ class _Walk:
             return () if require(node).specs[0].compute else self._hold(node, Holder.SHARD, self.end)
         if role_of(node) is Role.SAVED_PARAM:
             return self._hold(node, Holder.UNSHARDED, 0)
+        if role_of(node) is Role.UNSHARDED_PARAM:
+            return self._hold(node, Holder.UNSHARDED, self.end)
         if self.step.phase is Phase.FORWARD or node.name.startswith("primals"):
             return self._hold(node, Holder.INPUT, self.end)
         earlier = self.before.outputs.get(node.name) if self.before is not None else None

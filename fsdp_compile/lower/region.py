@@ -12,7 +12,8 @@ from torch import fx
 from fsdp_compile.capture.functions import refuse_hidden_reads
 from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
-from fsdp_compile.ir.graph import Phase, Record, StepGraph
+from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph
+from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.lower.agreement import Collectives, collectives_of, digests
 from fsdp_compile.lower.graph_text import GraphText
 from fsdp_compile.lower.progress import say, stage
@@ -86,6 +87,13 @@ class Region:
     texts: dict[Phase, GraphText] = dataclasses.field(default_factory=dict)
     loaded: list[GraphSummary] = dataclasses.field(default_factory=list)
     planned: Mapping[Phase, PlannedTimes] = dataclasses.field(default_factory=dict)
+
+    @property
+    def may_offer(self) -> bool:
+        """Whether the forward may leave parameters unsharded for the next microbatch."""
+        accumulates = any(record.role is Role.GRAD_ACCUMULATOR for record in self.flats.values())
+        specs = (spec for record in self.flats.values() for spec in record.specs)
+        return accumulates and any(spec.reshard is Reshard.AUTO for spec in specs)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""

@@ -9,6 +9,7 @@ from fsdp_compile._torch.context_parallel import balance_in_trace
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.failed_collective import waits_of
 from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs, note_grad_outputs
+from fsdp_compile.lower.offered_params import Offered, offer_params, offered_params
 from fsdp_compile.lower.profiled_calls import ProfiledCalls
 from fsdp_compile.lower.refine import measure
 from fsdp_compile.lower.wrappers import (
@@ -42,6 +43,7 @@ class Surroundings:
         units: Whose parameter groups it reads, as errors name them.
         waits: What it waits for, as errors name it, by the names of its nodes, in its order.
         inputs: Of a forward: parameter groups that are checked where a compiled function enters it.
+        offered: Of a forward: parameter groups that it leaves unsharded for the next microbatch.
         noted: What ranks compare.
         grad_outputs: Of a backward: the gradients that it makes.
         counted: Parameter groups that are updated in backward, and that both graphs of the region read.
@@ -57,6 +59,7 @@ class Surroundings:
     units: str
     waits: Mapping[str, str]
     inputs: tuple[FlatInput, ...]
+    offered: tuple[Offered, ...]
     noted: tuple[Noted, ...]
     grad_outputs: tuple[GradOutput, ...]
     counted: tuple[int, ...]
@@ -86,6 +89,7 @@ class Surroundings:
             units=units_of(step),
             waits=waits_of(step.graph),
             inputs=tuple(flat_inputs(step)) if is_forward else (),
+            offered=offered_params(step) if is_forward else (),
             noted=tuple(noted_order(step, digests)),
             grad_outputs=made,
             counted=tuple(counted_reads(step, again)),
@@ -116,4 +120,6 @@ class Surroundings:
             compiled = note_order(compiled, self.noted, self.phase, self.units, self.waits)
         if self.tangents:
             compiled = one_by_one(compiled, self.tangents, has_updates=self.has_updates)
+        if self.offered:
+            compiled = offer_params(compiled, self.offered)
         return check_inputs(compiled, self.inputs) if self.inputs else compiled

@@ -6,6 +6,10 @@
 `planner/auto_reshard.py` chooses the flat parameters. The choice takes both graphs, so it is made after the partition.
 It is made only where one graph is the whole model (several would each use the memory of all), and only for planned
 schedules.
+
+While gradients are accumulated, what is saved stays unsharded for the next microbatch (`lower/offered_params.py`). Its
+graphs take it as an input and choose no more. So all parameters of a flat parameter are saved then, also those that
+backward does not read.
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph, require
 from fsdp_compile.ir.queries import read_text, unsharded_value
-from fsdp_compile.layout.spec import Reshard, parse
+from fsdp_compile.layout.spec import GradPlacement, Reshard, parse
 from fsdp_compile.ops.unshard import UNSHARD
-from fsdp_compile.planner.auto_reshard import Halves, Pair, keep
+from fsdp_compile.planner.auto_reshard import Halves, Pair, Until, keep
 from fsdp_compile.planner.from_markers import Outlined, outline
 
 
@@ -54,17 +58,48 @@ def keep_unsharded(
     Returns:
         The units that stay unsharded.
     """
+    until = Until.NEXT_STEP if accumulates(forward) else Until.BACKWARD
+    if any(_is_kept_already(node) for node in forward.nodes(Role.UNSHARDED_PARAM)):
+        return ()
+    if budget_bytes is not None:
+        budget_bytes -= _accumulated_bytes(forward)
     everything = budget_bytes is not None
     first, second = (outline(step, hardware, fusion, everything=everything) for step in (forward, backward))
     pairs = _pairs(forward, backward, first, second)
-    chosen = keep(Halves(first.problem, second.problem), pairs, budget_bytes=budget_bytes, margin=margin)
+    if until is Until.NEXT_STEP:
+        pairs = tuple(pair for pair in pairs if _reads_all(forward, first.flats[pair.forward]))
+    halves = Halves(first.problem, second.problem)
+    chosen = keep(halves, pairs, budget_bytes=budget_bytes, margin=margin, until=until)
     kept = [second.flats[pair.backward] for pair in chosen]
     for name in kept:
-        _keep(forward, backward, name)
+        _keep(forward, backward, name, until)
     for step in (forward, backward) if kept else ():
         step.graph.lint()
         step.gm.recompile()
     return tuple(require(_input(backward, name)).unit for name in kept)
+
+
+def accumulates(step: StepGraph) -> bool:
+    """Whether a graph leaves gradients unreduced, so that no update follows it."""
+    specs = (spec for flat in step.nodes(Role.FLAT) for spec in require(flat).specs)
+    return any(spec.grad_placement is GradPlacement.UNREDUCED for spec in specs)
+
+
+def _accumulated_bytes(step: StepGraph) -> int:
+    """Bytes of the full gradients that earlier microbatches have left, which no graph of a further one sees."""
+    specs = [spec for flat in step.nodes(Role.FLAT) for spec in require(flat).specs]
+    left = [spec for spec in specs if spec.grad_placement is GradPlacement.UNREDUCED]
+    return sum(spec.size * spec.extent * spec.reduce_dtype.itemsize for spec in left)
+
+
+def _is_kept_already(unsharded: fx.Node) -> bool:
+    return all(spec.reshard is Reshard.AUTO for spec in require(unsharded).specs)
+
+
+def _reads_all(step: StepGraph, flat: str) -> bool:
+    """Whether a graph reads all parameters of a flat parameter, each in one way."""
+    read = {read_text(read) for read in _reads(step, flat)}
+    return read == {spec.text for spec in require(_input(step, flat)).specs}
 
 
 def _is_open(read: fx.Node) -> bool:
@@ -92,21 +127,22 @@ def _reads(step: StepGraph, flat: str) -> list[fx.Node]:
     return [node for node in _input(step, flat).users if node.target is UNSHARD and unsharded_value(node) is None]
 
 
-def _keep(forward: StepGraph, backward: StepGraph, flat: str) -> None:
-    """Saves the parameters of one flat parameter that backward reads."""
+def _keep(forward: StepGraph, backward: StepGraph, flat: str, until: Until) -> None:
+    """Saves the parameters of one flat parameter that backward or the next microbatch reads."""
     there = {read_text(read): read for read in reversed(_reads(forward, flat))}
-    again: dict[str, list[fx.Node]] = {}
+    role = Role.UNSHARDED_PARAM if until is Until.NEXT_STEP else Role.SAVED_PARAM
+    again: dict[str, list[fx.Node]] = {text: [] for text in there} if until is Until.NEXT_STEP else {}
     for read in _reads(backward, flat):
         again.setdefault(read_text(read), []).append(read)
     for text, reads in again.items():
         _save(forward, there[text])
-        _take(backward, reads, there[text], _record(backward, flat, text))
+        _take(backward, reads, there[text], _record(backward, flat, text, role))
 
 
-def _record(step: StepGraph, flat: str, text: str) -> Record:
+def _record(step: StepGraph, flat: str, text: str, role: Role) -> Record:
     record, spec = require(_input(step, flat)), parse(text)
     name = record.parameters[[held.offset for held in record.specs].index(spec.offset)]
-    return dataclasses.replace(record, role=Role.SAVED_PARAM, parameters=(name,), specs=(spec,), phase=Phase.BACKWARD)
+    return dataclasses.replace(record, role=role, parameters=(name,), specs=(spec,), phase=Phase.BACKWARD)
 
 
 def _save(forward: StepGraph, value: fx.Node) -> None:
@@ -128,6 +164,7 @@ def _take(backward: StepGraph, reads: Iterable[fx.Node], value: fx.Node, record:
     first = next(n for n in backward.graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], torch.Tensor))
     with backward.graph.inserting_before(first):
         saved = backward.graph.placeholder(value.name)
+    saved.meta.update({**value.meta, KEY: record})
     for read in reads:
         saved.meta.update({**read.meta, KEY: record})
         read.replace_all_uses_with(saved)

@@ -166,7 +166,7 @@ class FSDPParamGroup:
         """Whether nothing is left of earlier passes, and the next ones do nothing special for it."""
         unit, update = self.unit, self.update_state
         is_updated_alone = update.update is Update.IN_BACKWARD or update.is_updated
-        is_unsharded = not self.unsharded.is_sharded or unit.stays_unsharded
+        is_unsharded = not self.unsharded.is_empty or unit.stays_unsharded
         return unit.comm_settings.last_backward and not (is_updated_alone or is_unsharded or self.has_pending_grads)
 
     def is_broken(self) -> bool:
@@ -362,7 +362,7 @@ class FSDPUnit:
     def stays_unsharded(self) -> bool:
         """Whether unsharded parameters outlive backward."""
         # As FSDP1's ZeRO-2 between microbatches: no update follows a backward that does not reduce.
-        keeps_for_backward = self.policy.mesh_placement.reshard is Reshard.AFTER_BACKWARD
+        keeps_for_backward = self.policy.mesh_placement.reshard is not Reshard.AFTER_FORWARD
         is_accumulating = keeps_for_backward and self.grad_placement is GradPlacement.UNREDUCED
         return is_accumulating or not self.comm_settings.reshard_after_backward
 

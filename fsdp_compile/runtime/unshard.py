@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.comm.gather_extension import StartedGather
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter
 from fsdp_compile.layout.profiler_ranges import Range, profiled
-from fsdp_compile.layout.spec import UnshardSpec
+from fsdp_compile.layout.spec import Reshard, UnshardSpec
 from fsdp_compile.ops import quantize
 from fsdp_compile.runtime import read_order, update_in_backward
 from fsdp_compile.runtime.group_state import PendingAllGather, UnshardedParams
@@ -67,8 +67,9 @@ def reshard(units: Iterable[FSDPUnit]) -> None:
     for unit in units:
         for group in unit.param_groups:
             _finish_all_gather(group)  # memory may not be freed while it is written
-            if group.unsharded.params is not None:
-                group.unsharded.free()
+            is_read = group.unsharded.params is not None
+            group.unsharded.free()
+            if is_read:
                 refresh_unshard_args(group)
 
 
@@ -87,8 +88,9 @@ def pre_forward(units: Sequence[FSDPUnit], models: Sequence[ModelState]) -> None
         _finish_all_gather(group)
         if is_repeated:
             continue
+        group.unsharded.offered = None  # by a forward whose backward never came
         update_in_backward.begin(group)
-        stays = is_trained and group.unit.stays_unsharded and group.unit.policy.size > 1
+        stays = is_trained and _is_gathered_to_stay(group.unit)
         if stays or is_outdated(group):
             unshard_again(group)
 
@@ -106,8 +108,41 @@ def is_outdated(group: FSDPParamGroup) -> bool:
     return not group.unsharded.is_sharded and not _is_current(group)
 
 
+def _is_gathered_to_stay(unit: FSDPUnit) -> bool:
+    """Whether parameters that are to stay unsharded are gathered here, and not by the graph that chooses which stay."""
+    is_chosen = unit.policy.mesh_placement.reshard is Reshard.AUTO and unit.comm_settings.reshard_after_backward
+    return unit.stays_unsharded and not is_chosen and unit.policy.size > 1
+
+
+def offer(group: FSDPParamGroup, values: Mapping[int, torch.Tensor], version: tuple[int, ...]) -> None:
+    """Leaves parameters that a compiled graph has gathered to the forwards after its backward.
+
+    Not to earlier ones, since a forward that is repeated in backward (activation checkpointing) must do what it did.
+
+    Args:
+        group: The parameter group.
+        values: All of its unsharded parameters by offset, as reads see them.
+        version: What `version_of` gave before they were gathered.
+    """
+    # Below autocast a graph may have sent fewer bits than reads outside of it see.
+    if all(values[param.spec.offset].dtype == param.spec.param_dtype for param in group.params):
+        group.unsharded.offered = UnshardedParams(values, version)
+        group.unit.model.mark_pending(group)
+
+
+def _take_offered(group: FSDPParamGroup) -> None:
+    offered, group.unsharded.offered = group.unsharded.offered, None
+    is_wanted = group.unit.stays_unsharded and group.unsharded.is_sharded
+    if offered is not None and is_wanted and offered.version == version_of(group):
+        group.unsharded.take(offered)
+        refresh_unshard_args(group)
+
+
 def post_backward(groups: Iterable[FSDPParamGroup]) -> None:
     """Frees the unsharded parameters of some groups, but for units that are to stay unsharded."""
+    groups = list(groups)
+    for group in groups:
+        _take_offered(group)
     units = dict.fromkeys(group.unit for group in groups if not group.unsharded.is_sharded)
     reshard(unit for unit in units if not unit.stays_unsharded)
 
@@ -127,10 +162,10 @@ def _finish_all_gather(group: FSDPParamGroup) -> None:
 
 
 def _is_current(group: FSDPParamGroup) -> bool:
-    return group.unsharded.params is not None and group.unsharded.params.version == _version_of(group)
+    return group.unsharded.params is not None and group.unsharded.params.version == version_of(group)
 
 
-def _version_of(group: FSDPParamGroup) -> tuple[int, ...]:
+def version_of(group: FSDPParamGroup) -> tuple[int, ...]:
     """Counters that change when an optimizer, or any operator in place, writes to a parameter."""
     return (_optimizer_steps[0], group.flat_param._version, *(param.parameter._version for param in group.params))
 
@@ -143,7 +178,7 @@ def version_of_param(group: FSDPParamGroup, param: FSDPParam) -> tuple[int, ...]
 def _start(group: FSDPParamGroup) -> PendingAllGather:
     """Starts one grouped all-gather of all parameters for each dtype that is sent."""
     # Before the copies into messages: a write that follows them makes the result outdated.
-    before = _version_of(group)
+    before = version_of(group)
     if group.is_extended:
         return PendingAllGather((), before, tuple(_start_extended(param) for param in group.params))
     buffer = group.flat_param.detach()

@@ -18,6 +18,7 @@ from fsdp_compile.verify.slots import Probe, Slot, all_slots, claims, probes, sl
 from fsdp_compile.verify.trace_elements import BLOCK, SCALE_BYTES, Origin, linear_size, origin
 
 RULE = "gathered-once"
+_IN_MEMORY = (Role.SAVED_PARAM, Role.UNSHARDED_PARAM)
 
 
 def gathered_once(facts: Facts) -> list[Complaint]:
@@ -26,7 +27,7 @@ def gathered_once(facts: Facts) -> list[Complaint]:
     complaints: list[Complaint] = []
     gathered = {
         (slot.flat, slot.spec.offset): saved
-        for saved in facts.of_role(Role.SAVED_PARAM)
+        for saved in facts.of_role(*_IN_MEMORY)
         for key in claims(require(saved))
         for slot in slots.get(key, ())
     }
@@ -68,7 +69,7 @@ def _twice(gather: Collective, slot: Slot, first: fx.Node) -> Complaint:
     return Complaint(
         RULE,
         gather.start,
-        f"gathers {slot.name}, which %{first} {'holds' if role_of(first) is Role.SAVED_PARAM else 'gathers'} already",
+        f"gathers {slot.name}, which %{first} {'holds' if role_of(first) in _IN_MEMORY else 'gathers'} already",
         "let all readers of one graph share one all-gather, or what forward kept",
     )
 
