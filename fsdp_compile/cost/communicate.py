@@ -23,6 +23,7 @@ class Kind(enum.Enum):
     REDUCE = "reduce-scatter"
     REPLICATE = "all-reduce"
     EXCHANGE = "row exchange"
+    ALL_TO_ALL = "all-to-all"
     COPY_IN = "copy from the host"
     COPY_OUT = "copy to the host"
 
@@ -47,7 +48,7 @@ class Communication:
 
     Attributes:
         group: Alias of the process group; of a copy, the direction on the bus.
-        link: Alias of the group whose ranks it connects, which share a link with other groups of the same ranks.
+        link: Alias of the group whose ranks it connects.
         sent_on: Name of the hardware's link, or bus.
         bytes_per_s: What a rank sends on it in a large message.
         size_bytes: Bytes of the whole: of the gathered messages, or of those before the reduction.

@@ -16,7 +16,7 @@ from fsdp_compile.cost.devices import Device
 from fsdp_compile.cost.formulas import maximum, minimum, roofline_us
 from fsdp_compile.cost.fusion import Kernels, is_fusible, launches_nothing, shares_memory
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.own_collectives import is_own, own_us
+from fsdp_compile.cost.own_collectives import is_own
 from fsdp_compile.cost.sizes import NUMBERS, Sizes, concrete, tensors_of
 from fsdp_compile.ir.graph import record_of
 
@@ -83,7 +83,7 @@ def node_costs(graph: fx.Graph, hardware: Hardware, kernels: Kernels) -> dict[fx
     device = hardware.device
     costs = dict.fromkeys(graph.nodes, FREE)
     for node, work in node_work(graph, kernels).items():
-        time_us = own_us(node, hardware) if is_own(node) else _known_us(node, device, kernels)
+        time_us = 0.0 if is_own(node) else _known_us(node, device, kernels)  # it takes time on its link
         if time_us is None:
             rate = device.flops_per_s(work.dtype)
             time_us = roofline_us(work.flops, work.size_bytes, rate, device.bytes_per_s)

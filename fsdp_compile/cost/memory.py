@@ -17,6 +17,7 @@ from torch import fx
 
 from fsdp_compile._torch.dynamo import is_saved_for_backward
 from fsdp_compile.cost.fusion import Kernels, shares_memory
+from fsdp_compile.cost.own_collectives import is_own, own_start_of
 from fsdp_compile.cost.sizes import tensor_bytes, tensors_of, tensors_of_value
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
 
@@ -150,7 +151,7 @@ class _Walk:
             return [self.behind[node.all_input_nodes[0]][node.args[1]]]  # type: ignore[index]
         if shares_memory(node):
             shared = self._all(node.all_input_nodes[0])
-            if role_of(node) in _WAITS:
+            if role_of(node) in _WAITS or own_start_of(node) is not None:
                 for buffer in shared:
                     self._touch(self.in_flight.get(buffer, ()), position)
             return [shared]
@@ -174,7 +175,7 @@ class _Walk:
         ]
         made = [buffer for held in of_each for buffer in held]
         self.buffers += made
-        if role in _STARTS:
+        if role in _STARTS or is_own(node):
             # A running collective reads its inputs until the wait, see `_results`.
             self.in_flight.update(dict.fromkeys(made, sources))
         # What becomes a message was an unsharded gradient, although a node of the model's own computed it.

@@ -3,20 +3,23 @@
 compute       | a ------ | wait | b ------ |
 fsdp.shard.0  |  gather ---------|
 
-Groups over the same ranks send on one link, and share its bandwidth equally while both send.
+Groups that send on one link share its bandwidth equally while both send. Collectives that the program has of its own
+(tensor parallelism) have the lane of their group in the same way.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 from torch import fx
 
-from fsdp_compile.cost.communicate import Communication, Kind, is_start, transfer_of
+from fsdp_compile.cost.communicate import COPIES, Communication, Kind, is_start, transfer_of
 from fsdp_compile.cost.compute import NodeCost, node_costs
 from fsdp_compile.cost.fusion import Kernels
 from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.own_collectives import is_own, own_communication, own_start_of
 from fsdp_compile.ir.graph import Role, StepGraph, role_of
 
 
@@ -146,11 +149,12 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A simulated schedule; `end_us` is when both compute and every lane are done."""
+    """A simulated schedule; compute is done at `computed_until_us`, and both it and every lane at `end_us`."""
 
     reached_us: dict[Hashable, float]
     transfers: dict[Hashable, Transfer]
     compute_us: float
+    computed_until_us: float
     end_us: float
 
     @property
@@ -203,7 +207,7 @@ def simulate(events: Iterable[Event]) -> Timeline:
         transfers[key] = Transfer(
             start.lane, sent_on, start.time_us, issued_us, begin_us, end_us, waited_us, stood.get(key, 0.0), between_us
         )
-    return Timeline(reached, transfers, computed, max([now, *(t.end_us for t in transfers.values())]))
+    return Timeline(reached, transfers, computed, now, max([now, *(t.end_us for t in transfers.values())]))
 
 
 _ITEMS = (Role.GATHER_ITEM, Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
@@ -218,10 +222,15 @@ _WAITS = (
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Costs of every node, the collectives and copies that nodes start, and a timeline whose keys are nodes."""
+    """Costs of every node, the collectives and copies that nodes start, and a timeline whose keys are nodes.
+
+    Attributes:
+        own: The collectives of the program's own.
+    """
 
     costs: Mapping[fx.Node, NodeCost]
     communications: Mapping[fx.Node, Communication]
+    own: Mapping[fx.Node, Communication]
     timeline: Timeline
 
 
@@ -229,7 +238,29 @@ def schedule(step: StepGraph, hardware: Hardware, kernels: Kernels) -> Schedule:
     """Estimates when every node of a graph runs."""
     costs = node_costs(step.graph, hardware, kernels)
     communications = {node: transfer_of(node, hardware) for node in step.graph.nodes if is_start(node)}
-    return Schedule(costs, communications, simulate(_events(step, costs, communications)))
+    own = {node: own_communication(node, hardware) for node in step.graph.nodes if is_own(node)}
+    return Schedule(costs, communications, own, simulate(_events(step, costs, {**communications, **own})))
+
+
+def times_us(graph: fx.Graph, hardware: Hardware, kernels: Kernels) -> dict[fx.Node, float]:
+    """How long each node holds compute up where nothing of ours is sent.
+
+    That is its computing, or, where it waits for a collective of the program's own, what nothing hides of that.
+    """
+    costs = node_costs(graph, hardware, kernels)
+    events: list[Event] = []
+    for node in graph.nodes:
+        if is_own(node):
+            sent = own_communication(node, hardware)
+            events.append(Start(node, sent.group, sent.time_us, sent.sent_on))
+        elif (start := own_start_of(node)) is not None:
+            events.append(Wait(node, start))
+        else:
+            events.append(Compute(node, costs[node].time_us))
+    # Between two events only the first one takes time.
+    timeline = simulate(events)
+    reached = [*(timeline.reached_us[event.key] for event in events), timeline.computed_until_us]
+    return dict(zip(graph.nodes, (after - at for at, after in itertools.pairwise(reached)), strict=True))
 
 
 def _events(
@@ -238,10 +269,14 @@ def _events(
     for node in step.graph.nodes:
         if node in communications:
             started = communications[node]
-            yield Start(node, started.group, started.time_us, started.link)
+            # Copies in both directions pass each other on the bus.
+            link = started.link if started.kind in COPIES else started.sent_on
+            yield Start(node, started.group, started.time_us, link)
             # An exchange has no wait of its own: it blocks compute until it is done.
             if started.kind is Kind.EXCHANGE:
                 yield Wait((node, "done"), node)
+        elif (own_start := own_start_of(node)) is not None:
+            yield Wait(node, own_start)
         elif role_of(node) in _WAITS:
             yield Wait(node, start_of(node))
         else:

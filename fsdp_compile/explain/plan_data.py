@@ -85,13 +85,18 @@ class PlanData:
     @property
     def links(self) -> str:
         """Names of the links that collectives are sent on."""
-        used = dict.fromkeys(c.link for graph in self.graphs for c in graph.collectives if c.kind not in COPIES)
+        used = dict.fromkeys(c.link for graph in self.graphs for c in graph.sent if c.kind not in COPIES)
         return ", ".join(used) or self.hardware.links
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Lanes of collectives and copies, those of one link side by side."""
+        return tuple(sorted({c.lane for graph in self.graphs for c in graph.sent}))
 
     @property
     def numbers(self) -> tuple[Number, ...]:
         """What times were estimated with, and where each number comes from."""
-        return tuple(numbers(self.hardware, [c for graph in self.graphs for c in graph.collectives]))
+        return tuple(numbers(self.hardware, [c for graph in self.graphs for c in graph.sent]))
 
     @property
     def step_us(self) -> float:

@@ -56,10 +56,10 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One bucket: a collective with all its messages; or one copy between host and device.
+    """One bucket: a collective with all its messages; or one copy between host and device, or one of the program's own.
 
     Attributes:
-        unit: The unit that it serves; several have commas between them.
+        unit: The unit that it serves; several have commas between them. Of the program's own, the module.
         group: Alias of the process group; of a copy, the direction.
         ranks: Size of the group; of a copy, 1.
         link: Name of the link that it is sent on, or of the bus.
@@ -97,6 +97,11 @@ class Collective:
     exposed_us: float
     exposure: Exposure
     reason: str
+
+    @property
+    def lane(self) -> str:
+        """Link and group: collectives of one lane run one after the other, lanes of one link share its bandwidth."""
+        return f"{self.link}: {self.group}"
 
     @property
     def time_us(self) -> float:
@@ -169,8 +174,7 @@ class GraphPlan:
         collectives: In the order in which they start.
         spans: The compute lane.
         copies: Copies into collectives and out of them; casts are no copies.
-        own_collectives: How many collectives the program has of its own (tensor parallelism).
-        own_us: Their time, in that of computing.
+        own: Collectives that the program has of its own (tensor parallelism), without messages.
     """
 
     phase: Phase
@@ -185,8 +189,12 @@ class GraphPlan:
     memory: MemoryCurve
     spans: tuple[Span, ...]
     copies: tuple[Copy, ...]
-    own_collectives: int
-    own_us: float
+    own: tuple[Collective, ...]
+
+    @property
+    def sent(self) -> tuple[Collective, ...]:
+        """All collectives and copies, the program's own last."""
+        return (*self.collectives, *self.own)
 
     @property
     def copied_bytes(self) -> Mapping[Way, int]:

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from fsdp_compile.cost.communicate import communication, copy_of
-from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels, shares_memory
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.memory import memory_of
 from fsdp_compile.cost.sizes import result_bytes
-from fsdp_compile.cost.timeline import waits_of
+from fsdp_compile.cost.timeline import times_us, waits_of
 from fsdp_compile.ir.graph import EXCHANGES, SENT, Phase, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import aliases, upstream
 from fsdp_compile.layout.spec import Reshard
@@ -49,7 +48,7 @@ def pose(
         hardware: What times are estimated for.
         fusion: How the graph will be run.
     """
-    costs = node_costs(step.graph, hardware, plan_kernels(step.graph, fusion))
+    busy_us = times_us(step.graph, hardware, plan_kernels(step.graph, fusion))
     starts = {*step.nodes(Role.GATHER), *(start for chain in chains for start in chain)}
     positions: dict[fx.Node, int] = {}
     steps: list[fx.Node] = []
@@ -63,10 +62,7 @@ def pose(
     order = sorted(range(len(gathers)), key=lambda i: gathers[i].need)
     nodes = tuple(step.nodes(Role.GATHER))
     problem = Problem(
-        tuple(
-            communication(node, hardware).time_us if role_of(node) in EXCHANGES else costs[node].time_us
-            for node in steps
-        ),
+        tuple(communication(node, hardware).time_us if role_of(node) in EXCHANGES else busy_us[node] for node in steps),
         tuple(gathers[i] for i in order),
         tuple(_reduction(chain, positions, behind[chain[0]], hardware) for chain in chains),
         saved=_saved(step, positions),

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from fsdp_compile.cost.communicate import EXCHANGED, Kind, exchange
-from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.formulas import share_of_others
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.memory import memory_of
+from fsdp_compile.cost.timeline import times_us
 from fsdp_compile.ir.edit import sink
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import aliases, parameter_only, read_text, unsharded_value
@@ -48,7 +48,7 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
     # The passes compute these right before their first use, too.
     sink(values)
     kernels = plan_kernels(step.graph, fusion)
-    costs = node_costs(step.graph, hardware, kernels)
+    busy_us = times_us(step.graph, hardware, kernels)
     positions: dict[fx.Node, int] = {}
     steps: list[fx.Node] = []
     apart = {*values, *step.graph.find_nodes(op="call_function", target=REDUCE_GRAD)}
@@ -65,9 +65,7 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
         least = tuple(max(live[begin:end]) for begin, end in itertools.pairwise([*places, len(live)]))
     problem = Problem(
         tuple(
-            exchange(node, parse(read_text(node)), hardware).time_us
-            if node.target in EXCHANGED
-            else costs[node].time_us
+            exchange(node, parse(read_text(node)), hardware).time_us if node.target in EXCHANGED else busy_us[node]
             for node in steps
         ),
         tuple(gather for gather, _ in gathers),

@@ -10,8 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compile import explain, fully_shard
+from fsdp_compile.cost.communicate import Kind
+from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import hardware
-from fsdp_compile.cost.own_collectives import is_own, own_us
+from fsdp_compile.cost.own_collectives import is_own, own_communication
+from fsdp_compile.cost.timeline import Event, Start, Wait, simulate, times_us
+from fsdp_compile.explain.show.trace_events import trace_events
 from fsdp_compile.layout.hosts import GroupRanks
 from tests.fake_world import fake_world
 
@@ -41,19 +45,60 @@ def test_time_of_a_collective(
         node = graph.call_function(operator, (x, *arguments, group.group_name))  # type: ignore[arg-type]
         node.meta["val"] = operator(x.meta["val"], *arguments, group.group_name)
         assert is_own(node)
-        assert own_us(node, there) == pytest.approx(there.link_of(GroupRanks(4)).formula_us(sent_bytes, 4, rate))
+        sent = own_communication(node, there)
+        assert sent.sent_bytes == sent_bytes
+        assert sent.time_us == pytest.approx(there.link_of(GroupRanks(4)).formula_us(sent_bytes, 4, rate))
 
 
-def test_a_report_counts_them_as_compute() -> None:
+@pytest.mark.parametrize(("per_host", "links"), [(2, ("ib-400", "nvlink4")), (4, ("nvlink4", "nvlink4"))])
+def test_a_report_has_a_lane_for_each_group_on_its_link(per_host: int, links: tuple[str, str]) -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
-        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+        there = hardware("h100-sxm", ranks_per_host=per_host)
+        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "hardware": there})
         compiled(torch.randn(4, 8, requires_grad=True)).sum().backward()
-        plan = explain(compiled)
-    assert [graph.own_collectives for graph in plan.graphs] == [1, 1]  # of the output, and of the input's gradient
+        plan = explain(compiled, hardware=there)
+    assert plan.lanes == (f"{links[0]}: fsdp.shard.0", f"{links[1]}: tp")
+    assert [len(graph.own) for graph in plan.graphs] == [1, 1]  # of the output, and of the input's gradient
     for graph in plan.graphs:
-        assert 0 < graph.own_us < graph.compute_us
+        (own,) = graph.own
+        assert (own.kind, own.link, own.ranks) == (Kind.REPLICATE, links[1], 2)
+        assert 0 < own.exposed_us <= graph.exposed_us
+        # Compute and what it waits for make up the graph: nothing is counted twice.
+        assert graph.compute_us + graph.exposed_us == pytest.approx(graph.end_us)
+    lanes = [e["args"]["name"] for e in trace_events(plan)["traceEvents"] if e["name"] == "thread_name"]
+    assert lanes == ["compute", "exposed", *plan.lanes]
     assert "2 collectives" in str(plan)
+    assert str(plan).split("lanes")[1].count("tp") >= 1
+
+
+def test_groups_on_one_link_share_its_time() -> None:
+    times = {}
+    for link in ("one", "other"):
+        events: list[Event] = [Start("fsdp", "dp", 4.0, "one"), Start("own", "tp", 4.0, link), Wait("w", "own")]
+        times[link] = simulate(events).transfers["own"].exposed_us
+    assert times == {"one": 8.0, "other": 4.0}
+
+
+def test_the_planner_counts_what_nothing_hides_of_them() -> None:
+    there = hardware("h100-sxm", ranks_per_host=4)
+    with fake_world(4), FakeTensorMode():
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(MB // 4)
+        nodes = [graph.call_function(collectives.all_reduce.default, (x, "sum", group.group_name))]
+        nodes.append(graph.call_function(torch.ops.aten.relu.default, (x,)))
+        nodes.append(graph.call_function(collectives.wait_tensor.default, (nodes[0],)))
+        for node in nodes:
+            node.meta["val"] = x.meta["val"]
+        sent = own_communication(nodes[0], there)
+        took = times_us(graph, there, plan_kernels(graph, Fusion.NONE))
+    start, computed, wait = (took[node] for node in nodes)
+    assert start == 0.0
+    assert 0.0 < computed < sent.time_us
+    assert wait == pytest.approx(sent.time_us - computed)

@@ -79,7 +79,8 @@ def test_the_page_draws_every_peak(plan: Plan) -> None:
 def test_the_trace_has_every_collective_once_and_lanes_without_overlap(plan: Plan) -> None:
     events = json.loads(json.dumps(trace_events(plan)))["traceEvents"]
     names = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
-    assert list(names) == ["compute", "exposed", "fsdp.shard.0"]
+    (lane,) = plan.lanes
+    assert list(names) == ["compute", "exposed", lane]
     by_lane: dict[int, list[tuple[float, float]]] = {}
     for event in events:
         if event["ph"] == "X":
@@ -88,6 +89,6 @@ def test_the_trace_has_every_collective_once_and_lanes_without_overlap(plan: Pla
     for spans in by_lane.values():
         spans.sort()
         assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans))
-    assert len(by_lane[names["fsdp.shard.0"]]) == sum(len(graph.collectives) for graph in plan.graphs)
+    assert len(by_lane[names[lane]]) == sum(len(graph.collectives) for graph in plan.graphs)
     counters = [sum(e["args"].values()) for e in events if e["ph"] == "C"]
     assert max(counters) == plan.peak_bytes

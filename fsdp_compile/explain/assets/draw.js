@@ -4,11 +4,11 @@ const byId = id => document.getElementById(id);
 const escapeHtml = text => String(text).replace(/[&<>"]/g, c => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c]));
 const bytes = b => b >= 1e9 ? (b / 1e9).toPrecision(3) + " GB" : b >= 1e6 ? (b / 1e6).toPrecision(3) + " MB" : b >= 1e3 ? (b / 1e3).toPrecision(3) + " kB" : Math.round(b) + " B";
 const time = t => t >= 1e6 ? (t / 1e6).toPrecision(3) + " s" : t >= 1e3 ? (t / 1e3).toPrecision(3) + " ms" : t >= 10 || t === 0 ? t.toFixed(0) + " µs" : t.toFixed(1) + " µs";
-const COLOR = { "all-gather": "var(--gather)", "reduce-scatter": "var(--reduce)", "all-reduce": "var(--replicate)" };
+const COLOR = { "all-gather": "var(--gather)", "reduce-scatter": "var(--reduce)", "all-reduce": "var(--replicate)", "all-to-all": "var(--replicate)" };
 const LEFT = 86, RIGHT = 14, LANE = 30, GAP = 8;
 const total = plan.graphs.reduce((end, g) => Math.max(end, g.offset_us + g.end_us), 1);
-const transfers = plan.graphs.flatMap((g, graph) => g.collectives.map((c, index) => ({ ...c, graph, id: graph + "-" + index, offset: g.offset_us })));
-const lanes = ["compute", ...new Set(transfers.map(c => c.group))];
+const transfers = plan.graphs.flatMap((g, graph) => [...g.collectives, ...g.own].map((c, index) => ({ ...c, graph, id: graph + "-" + index, offset: g.offset_us })));
+const lanes = ["compute", ...plan.lanes];
 const holders = plan.holders.map((name, i) => ({ name, color: `var(--h${["sharded parameters", "sharded gradients", "gathered units", "unsharded gradients", "saved for backward", "inputs and buffers", "outputs", "temporaries"].indexOf(name)})`, i }));
 let from = 0, to = total;
 
@@ -48,10 +48,11 @@ function drawTimeline() {
   const svg = byId("timeline"), top = 20, height = top + lanes.length * (LANE + GAP) + 20;
   svg.setAttribute("height", height);
   const row = lane => top + lanes.indexOf(lane) * (LANE + GAP);
-  const names = lanes.map(l => tag("text", { x: LEFT - 10, y: row(l) + LANE / 2 + 4, "text-anchor": "end" }, escapeHtml(l.replace(/^fsdp\./, ""))));
+  const name = (l, text, y) => tag("text", { x: LEFT - 10, y: row(l) + y, "text-anchor": "end" }, escapeHtml(text.replace(/^fsdp\./, "")));
+  const names = lanes.map(l => { const [link, group] = l.split(": "); return group ? name(l, link, LANE / 2 - 3) + name(l, group, LANE / 2 + 11) : name(l, l, LANE / 2 + 4); });
   const spans = plan.graphs.flatMap((g, graph) => g.spans.map((s, i) => bar(svg, g.offset_us + s.begin_us, g.offset_us + s.end_us, row("compute"), LANE,
     i % 2 ? "var(--compute)" : "var(--compute-2)", short(s.where), { "data-span": `${graph}-${i}` })));
-  const sent = transfers.map(c => bar(svg, c.offset + c.begin_us, c.offset + c.end_us, row(c.group), LANE, COLOR[c.kind], short(c.unit), { "data-transfer": c.id }));
+  const sent = transfers.map(c => bar(svg, c.offset + c.begin_us, c.offset + c.end_us, row(c.lane), LANE, COLOR[c.kind], short(c.unit), { "data-transfer": c.id }));
   const stalls = transfers.filter(c => c.exposed_us > 1 && c.wait).map(c => {
     const begin = c.offset + c.end_us - c.exposed_us;
     return bar(svg, begin, c.offset + c.end_us, row("compute"), LANE, "url(#stall)", "", { "data-transfer": c.id });

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import fx
 
 from fsdp_compile.cost.communicate import Communication, Kind
+from fsdp_compile.cost.own_collectives import own_start_of
 from fsdp_compile.cost.sizes import tensor_bytes, tensors_of
 from fsdp_compile.cost.timeline import Schedule, Transfer, waits_of
 from fsdp_compile.explain.report import Collective, Exposure, Layout, Message, Place
@@ -20,21 +21,55 @@ _NEGLIGIBLE_SHARE = 0.01
 
 
 def collectives(step: StepGraph, schedule: Schedule) -> Iterator[Collective]:
-    """Reports every collective and every copy of a graph, in the order in which they start."""
-    order = step.order()
-
-    def place(node: fx.Node) -> Place:
-        return Place(node.name, order[node], module_of(node), schedule.timeline.reached_us[node])
-
+    """Reports every collective and every copy of ours in a graph, in the order in which they start."""
+    report = _Report(step, schedule)
     for start, communication in schedule.communications.items():
-        transfer = schedule.timeline.transfers[start]
-        waits = sorted(waits_of(start), key=order.__getitem__)
-        last_use, reshard = _end_of_life(waits, order) if communication.kind is Kind.GATHER else (None, None)
+        waits = sorted(waits_of(start), key=report.order.__getitem__)
+        ends = _end_of_life(waits, report.order) if communication.kind is Kind.GATHER else (None, None)
+        unit, messages = ", ".join(require(start).units), tuple(_messages(start, communication))
+        yield report.collective(start, communication, waits, unit=unit, messages=messages, ends=ends)
+
+
+def own_collectives(step: StepGraph, schedule: Schedule) -> Iterator[Collective]:
+    """The same of the program's own collectives."""
+    report = _Report(step, schedule)
+    waits: dict[fx.Node, list[fx.Node]] = {start: [] for start in schedule.own}
+    for node in step.graph.nodes:
+        if (start := own_start_of(node)) is not None:
+            waits[start].append(node)
+    for start, communication in schedule.own.items():
+        yield report.collective(start, communication, waits[start], unit=module_of(start), messages=(), ends=_UNKNOWN)
+
+
+_UNKNOWN = (None, None)
+"""Last use and reshard of what is in memory as any other value."""
+
+
+class _Report:
+    def __init__(self, step: StepGraph, schedule: Schedule) -> None:
+        self.order = step.order()
+        self.timeline = schedule.timeline
+
+    def collective(
+        self,
+        start: fx.Node,
+        communication: Communication,
+        waits: Sequence[fx.Node],
+        *,
+        unit: str,
+        messages: tuple[Message, ...],
+        ends: tuple[fx.Node | None, fx.Node | None],
+    ) -> Collective:
+        """One collective; `waits` in graph order, `ends` its last use and its reshard."""
+        transfer = self.timeline.transfers[start]
+        last_use, reshard = map(self._place, ends)
         exposure, reason = _exposure(transfer)
-        yield Collective(
+        place = self._place(start)
+        assert place is not None
+        return Collective(
             kind=communication.kind,
-            unit=", ".join(require(start).units),
-            messages=tuple(_messages(start, communication)),
+            unit=unit,
+            messages=messages,
             dtype=str(tensors_of(waits[0] if waits else start)[0].dtype).removeprefix("torch."),
             group=communication.group,
             ranks=communication.ranks,
@@ -42,10 +77,10 @@ def collectives(step: StepGraph, schedule: Schedule) -> Iterator[Collective]:
             bytes_per_s=communication.bytes_per_s,
             size_bytes=communication.size_bytes,
             sent_bytes=communication.sent_bytes,
-            start=place(start),
-            wait=place(waits[0]) if waits else None,
-            last_use=place(last_use) if last_use is not None else None,
-            reshard=place(reshard) if reshard is not None else None,
+            start=place,
+            wait=self._place(waits[0] if waits else None),
+            last_use=last_use,
+            reshard=reshard,
             issued_us=transfer.issued_us,
             begin_us=transfer.begin_us,
             end_us=transfer.end_us,
@@ -54,6 +89,11 @@ def collectives(step: StepGraph, schedule: Schedule) -> Iterator[Collective]:
             exposure=exposure,
             reason=reason,
         )
+
+    def _place(self, node: fx.Node | None) -> Place | None:
+        if node is None:
+            return None
+        return Place(node.name, self.order[node], module_of(node), self.timeline.reached_us[node])
 
 
 def _messages(start: fx.Node, communication: Communication) -> Iterator[Message]:

@@ -12,9 +12,8 @@ from fsdp_compile.cost.formulas import full_sharding_bytes, share_of_others
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.memory import Memory, memory_of
-from fsdp_compile.cost.own_collectives import is_own
 from fsdp_compile.cost.timeline import schedule
-from fsdp_compile.explain.build.collectives import collectives
+from fsdp_compile.explain.build.collectives import collectives, own_collectives
 from fsdp_compile.explain.build.lower_bound import Outline, lower_bound, outline
 from fsdp_compile.explain.build.memory import memory_curve, spans
 from fsdp_compile.explain.build.skipped import skipped
@@ -82,7 +81,6 @@ def _graph(
     scheduled = schedule(step, hardware, kernels)
     memory = memory_of(step, kernels, before)
     timeline = scheduled.timeline
-    own = [node for node in step.graph.nodes if is_own(node)]
     plan = GraphPlan(
         phase=step.phase,
         region=region,
@@ -96,8 +94,7 @@ def _graph(
         memory=memory_curve(step, memory, scheduled),
         spans=spans(step, scheduled, names),
         copies=tuple(copies_of(step, kernels)),
-        own_collectives=len(own),
-        own_us=sum(scheduled.costs[node].time_us for node in own),
+        own=tuple(own_collectives(step, scheduled)),
     )
     return plan, memory, outline(step, scheduled.costs, hardware)
 

@@ -83,6 +83,8 @@ def parts(plan: PlanData) -> Iterator[RenderableType]:
             yield f"{title}: copied {_copied(graph)}\n"
     if any(graph.collectives for graph in plan.graphs):
         yield _LEGEND
+    if len(plan.lanes) > 1:
+        yield _lanes(plan)
     yield _numbers(plan)
     if plan.skipped:
         yield _skipped(plan)
@@ -121,10 +123,10 @@ def _summary_rows(plan: PlanData) -> Iterator[tuple[str, str]]:
     if plan.sizes:
         yield "open sizes", ", ".join(f"{name} {number}" for name, number in plan.sizes.items())
     yield "step", f"{time(plan.step_us)} = compute {time(compute)} + exposed communication {time(exposed)}"
-    own = sum(graph.own_collectives for graph in plan.graphs)
+    own = [c for graph in plan.graphs for c in graph.own]
     if own:
-        own_us = sum(graph.own_us for graph in plan.graphs)
-        yield "of the program", f"{own} collectives, {time(own_us)}, counted as compute"
+        exposed_us = sum(c.exposed_us for c in own)
+        yield "of the program", f"{len(own)} collectives, {time(exposed_us)} of {_on_links(own)} exposed"
     larger = f"larger of compute {time(compute)} and link {time(link)}"
     yield "busy", f"{time(plan.busy_us)}, the {larger}; busy / step = {share(plan.busy_us, plan.step_us)}"
     bound = plan.bound
@@ -144,6 +146,22 @@ def _summary_rows(plan: PlanData) -> Iterator[tuple[str, str]]:
     ratio = share(bound.sent_bytes, plan.volume.total_bytes)
     yield "least sent", f"{size(bound.sent_bytes)} in the same memory; least / sent = {ratio}"
     yield "gathered twice", f"{size(plan.volume.full_sharding_bytes)} = (2 b_p + b_g) P (N-1)/N"
+
+
+def _on_links(collectives: Sequence[Collective]) -> str:
+    return time(sum(c.time_us for c in collectives))
+
+
+def _lanes(plan: PlanData) -> Table:
+    """What each group sends, those of one link below each other."""
+    table = _table("lanes", "link", "group", "what", "number ", "sent ", "on link ", "exposed ")
+    every = sorted((c for graph in plan.graphs for c in graph.sent), key=lambda c: (c.lane, c.kind.value))
+    for (_, kind), same in itertools.groupby(every, key=lambda c: (c.lane, c.kind)):
+        alike = list(same)
+        exposed_us, sent_bytes = sum(c.exposed_us for c in alike), sum(c.sent_bytes for c in alike)
+        link, group, number = alike[0].link, alike[0].group.removeprefix("fsdp."), str(len(alike))
+        table.add_row(link, group, _SHORT[kind], number, size(sent_bytes), _on_links(alike), time(exposed_us))
+    return table
 
 
 def _units(plan: PlanData) -> Table:
@@ -197,6 +215,7 @@ _SHORT = {
     Kind.REDUCE: "reduce",
     Kind.REPLICATE: "all-reduce",
     Kind.EXCHANGE: "exchange",
+    Kind.ALL_TO_ALL: "all-to-all",
     Kind.COPY_IN: "copy in",
     Kind.COPY_OUT: "copy out",
 }

@@ -15,14 +15,13 @@ _STALLS: Final = 1
 
 def trace_events(plan: PlanData) -> dict[str, Any]:
     """All lanes and the memory curve as events; times in us."""
-    groups = dict.fromkeys(c.group for graph in plan.graphs for c in graph.collectives)
-    lanes = {group: number for number, group in enumerate(groups, start=_STALLS + 1)}
+    lanes = {lane: number for number, lane in enumerate(plan.lanes, start=_STALLS + 1)}
     events = list(_names(plan, lanes))
     offset = 0.0
     for graph in plan.graphs:
         events += _compute(graph, offset)
-        for collective in graph.collectives:
-            events += _collective(collective, lanes[collective.group], offset)
+        for collective in graph.sent:
+            events += _collective(collective, lanes[collective.lane], offset)
         events += _memory(graph, offset)
         offset += graph.end_us
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from torch import fx
 
 from fsdp_compile.cost.communicate import Kind
-from fsdp_compile.cost.compute import node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
+from fsdp_compile.cost.timeline import times_us
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.passes.bucketing.messages import ParamCollective, is_small
@@ -119,7 +119,7 @@ def _shard_bytes(single: ParamCollective) -> int:
 
 def edges_of(step: StepGraph, hardware: Hardware) -> Edges:
     """Times of a graph in which nothing is scheduled yet."""
-    costs = node_costs(step.graph, hardware, plan_kernels(step.graph, Fusion.KERNELS))
-    reached = itertools.accumulate((costs[node].time_us for node in step.graph.nodes), initial=0.0)
+    busy_us = times_us(step.graph, hardware, plan_kernels(step.graph, Fusion.KERNELS))
+    reached = itertools.accumulate(busy_us.values(), initial=0.0)
     before_us = dict(zip(step.graph.nodes, reached, strict=False))
-    return Edges(before_us, sum(cost.time_us for cost in costs.values()), hardware)
+    return Edges(before_us, sum(busy_us.values()), hardware)
