@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import fx, nn
@@ -58,7 +60,8 @@ def test_a_report_has_a_lane_for_each_group_on_its_link(per_host: int, links: tu
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
         there = hardware("h100-sxm", ranks_per_host=per_host)
-        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "hardware": there})
+        options: dict[str, Any] = {"lower": "eager", "hardware": there}
+        compiled = torch.compile(model, backend="fsdp", options=options)
         compiled(torch.randn(4, 8, requires_grad=True)).sum().backward()
         plan = explain(compiled, hardware=there)
     assert plan.lanes == (f"{links[0]}: fsdp.shard.0", f"{links[1]}: tp")
