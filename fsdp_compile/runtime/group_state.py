@@ -138,7 +138,7 @@ class UnshardedState:
     @property
     def is_empty(self) -> bool:
         """Whether it holds no memory."""
-        return self.is_sharded and self.offered is None
+        return self.all_gather is None and self.params is None and self.offered is None
 
     def start(self, all_gather: PendingAllGather) -> None:
         """Enters GATHERING; outdated unsharded parameters are freed."""

@@ -130,10 +130,10 @@ def offer(group: FSDPParamGroup, values: Mapping[int, torch.Tensor], version: tu
         group.unit.model.mark_pending(group)
 
 
-def _take_offered(group: FSDPParamGroup) -> None:
-    offered, group.unsharded.offered = group.unsharded.offered, None
+def _take_offered(group: FSDPParamGroup, offered: UnshardedParams) -> None:
+    group.unsharded.offered = None
     is_wanted = group.unit.stays_unsharded and group.unsharded.is_sharded
-    if offered is not None and is_wanted and offered.version == version_of(group):
+    if is_wanted and offered.version == version_of(group):
         group.unsharded.take(offered)
         refresh_unshard_args(group)
 
@@ -142,7 +142,8 @@ def post_backward(groups: Iterable[FSDPParamGroup]) -> None:
     """Frees the unsharded parameters of some groups, but for units that are to stay unsharded."""
     groups = list(groups)
     for group in groups:
-        _take_offered(group)
+        if group.unsharded.offered is not None:
+            _take_offered(group, group.unsharded.offered)
     units = dict.fromkeys(group.unit for group in groups if not group.unsharded.is_sharded)
     reshard(unit for unit in units if not unit.stays_unsharded)
 

@@ -170,6 +170,7 @@ def test_ranks_that_measure_other_times_take_the_same_ones() -> None:
     assert [times for _, times in first.times[-1]] == [2.0], "the smallest: others wait for that rank"
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.skipif(not CAN_STORE, reason="this torch's cache of whole compiles has another form")
 def test_code_of_inductor_is_measured_also_where_it_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
