@@ -11,6 +11,7 @@ What is planned again is all that times decide; what is computed stays, and so d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -88,8 +89,13 @@ def _refinement(model: ModelState, after: int, phase: Phase) -> Refinement | Non
     """The measured steps that a graph belongs to; `None` if it is not measured."""
     known: Refinement | None = model.refinement
     # A compiled function enters the graph without the model's own `__call__`, before which plans are refined.
-    if known is None and phase is Phase.FORWARD and in_forward():
+    if known is None and phase is Phase.FORWARD:
+        if not in_forward():
+            _say_why_not("it is called by a compiled function around it")
+            return None
         known = model.refinement = Refinement(is_over=_places(model) is None)
+        if known.is_over:
+            _say_why_not("its parameters are on several meshes")
     if known is None or known.is_over:
         return None
     if phase is Phase.FORWARD:
@@ -99,6 +105,12 @@ def _refinement(model: ModelState, after: int, phase: Phase) -> Refinement | Non
             model.before_next_forward.append(lambda: _refine(reference()))
             model.note_layout()  # what is done before a forward is looked at again
     return known
+
+
+@functools.cache
+def _say_why_not(reason: str) -> None:
+    """Says once why a model's steps are not measured although that was asked for."""
+    say(f"steps of a model are not measured, since {reason}: its plan stays")
 
 
 def _refine(model: ModelState | None) -> None:

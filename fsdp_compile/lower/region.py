@@ -189,6 +189,8 @@ class Region:
     def surroundings(self, gm: fx.GraphModule, phase: Phase) -> Surroundings:
         """What has to run around a transformed graph, whose markers are erased: from then on it can be lowered."""
         planned = self.planned.get(phase) if len(self.steps) > 1 else None  # evaluation has no backward to plan for
+        if self.planned and planned is None and len(self.steps) > 1:
+            say(f"region {self.number}: the {phase.value} graph is not measured: a hook communicates in it")
         found = Surroundings.of(StepGraph(gm, phase), digests(self.collectives.get(phase, {})), self.again, planned)
         erase_markers(gm.graph)
         gm.recompile()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, RankMismatchError, fully_shard, no_sync
@@ -134,6 +135,19 @@ def test_a_plan_stays_where_little_is_saved_and_where_graphs_break(make: type[nn
         found = _not_worth_it(make)
     assert found.times == [()] * 5
     assert len(set(found.compiles)) == 1
+
+
+def test_a_model_inside_of_a_compiled_function_is_not_measured_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refine._say_why_not.cache_clear()
+    with fake_world(2), caplog.at_level("INFO", logger="fsdp_compile.progress"):
+        model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+        step = torch.compile(lambda x: model(x).sum(), backend="fsdp", options={**EAGER, "refine_after": 1})
+        for _ in range(4):
+            step(torch.ones(2, 4)).backward()
+    assert caplog.text.count("steps of a model are not measured") == 1
+    assert "by a compiled function around it" in caplog.text
 
 
 def _measure_other_steps() -> str:
