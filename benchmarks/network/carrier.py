@@ -48,9 +48,9 @@ class CpuCarrier:
         """See `Carrier`."""
         with self.lock:
             transfer = wire.submit(lane, size_bytes, self.clock.now_s())
-        work = _CpuWork(self, wire, transfer, fill, outputs)
-        self._fills.put(lambda: self._fill(work))
-        return work
+        filling = _Filling(fill)
+        self._fills.put(lambda: self._fill(filling))
+        return _CpuWork(self, wire, transfer, filling, outputs)
 
     def end_s(self, wire: Wire, transfer: Transfer) -> float:
         """When a transfer ends, as known now; one that starts later on another lane may delay it."""
@@ -72,38 +72,53 @@ class CpuCarrier:
         self._fills.close()
         self._futures.close()
 
-    def _fill(self, work: _CpuWork) -> None:
+    def _fill(self, filling: _Filling) -> None:
         start_s = self.clock.now_s()
         try:
-            work.fill()
+            filling.fill()
         except Exception as error:  # raised again by whoever waits
-            work.error = error
+            filling.error = error
         self._traffic.fill_s += self.clock.now_s() - start_s
-        work.fill = _done  # its tensors are the waiter's alone from now on, who may count on their memory
-        work.filled.set()
+        filling.filled.set()
+
+
+class _Filling:
+    """The outputs of one collective, being written by another thread.
+
+    The tensors that `fill` reads and writes are freed by whoever waits, never by the writing thread: a profiler of
+    the waiting thread counts their memory, and a program may count on it after its wait.
+    """
+
+    def __init__(self, fill: Fill) -> None:
+        self.fill = fill
+        self.filled = threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self) -> None:
+        """Returns once the outputs are written; raises what the writing thread raised."""
+        self.filled.wait()
+        self.fill = _done
+        if self.error is not None:
+            raise self.error
 
 
 class _CpuWork(dist.Work):
     def __init__(
-        self, carrier: CpuCarrier, wire: Wire, transfer: Transfer, fill: Fill, outputs: list[torch.Tensor]
+        self, carrier: CpuCarrier, wire: Wire, transfer: Transfer, filling: _Filling, outputs: list[torch.Tensor]
     ) -> None:
         super().__init__()
-        self.fill = fill
-        self.filled = threading.Event()
-        self.error: Exception | None = None
         self.outputs = outputs
+        self._filling = filling
         self._carrier, self._wire, self._transfer = carrier, wire, transfer
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
-        self.filled.wait()
-        if self.error is not None:
-            raise self.error
+        self._filling.wait()
         while (end_s := self._carrier.end_s(self._wire, self._transfer)) > self._carrier.clock.now_s():
             self._carrier.clock.sleep_until(end_s)
         return True
 
     def is_completed(self) -> bool:
-        return self.filled.is_set() and self._carrier.end_s(self._wire, self._transfer) <= self._carrier.clock.now_s()
+        return self._filling.filled.is_set() and self._carrier.end_s(self._wire, self._transfer) <= self._carrier.clock.now_s()
 
     def get_future(self) -> Future[Any]:
         future: Future[Any] = Future()
