@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import models
 from benchmarks.command import Columns, finish, mib, ms, parser, percent, quiet, table
 from benchmarks.contenders import OURS, Setup
-from benchmarks.hardware import plan_of
+from benchmarks.hardware import plan_of, told
 from benchmarks.measure import alternate, median_ratio
 from benchmarks.memory import least_budget_bytes
 from benchmarks.models import Task
@@ -53,8 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(task: Task, lower: str, ranks: int, rounds: int) -> list[dict[str, Any]]:
     """Trains a task without a budget and within three, over a link that takes no time; `lower` is the option."""
-    setup = Setup(task.block, options={"lower": lower})
-    with emulated_world(ranks, Network(Link(bytes_per_s=1e15)), device=setup.device):
+    link = Link(bytes_per_s=1e15)
+    # Named, so that what is predicted is planned for the hardware that the run is planned for.
+    setup = told(Setup(task.block, options={"lower": lower}), link.bytes_per_s, latency_us=0.0)
+    with emulated_world(ranks, Network(link), device=setup.device):
         budgets = dict(_budgets(task, setup, ranks))
         within = {name: _within(setup, budget) for name, budget in budgets.items()}
         peaks = {name: _peak_bytes(task, chosen) for name, chosen in within.items()}

@@ -89,6 +89,8 @@ def test_peak_memory_is_measured_and_predicted(tmp_path: Path) -> None:
     held_to = [row for row in ours if "budget_bytes" in row]
     assert len(held_to) == 2
     assert all(row["predicted_bytes"] <= row["budget_bytes"] for row in held_to)
+    # A graph that is interpreted frees nothing within a node of Inductor's, so predictions of it are exact.
+    assert all(row["peak_bytes"] == pytest.approx(row["predicted_bytes"], rel=0.05) for row in ours)
 
 
 @pytest.mark.long
@@ -106,6 +108,7 @@ def test_budgets_that_do_not_hold_activations_are_kept(tmp_path: Path) -> None:
     budgets = [row["budget_bytes"] for row in rows[1:]]
     assert budgets == sorted(budgets, reverse=True)
     assert all(row["peak_bytes"] <= row["budget_bytes"] for row in rows[1:])
+    assert all(row["peak_bytes"] == pytest.approx(row["predicted_bytes"], rel=0.05) for row in rows)
 
 
 @_ALL
