@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 import types
 from collections import Counter
@@ -269,9 +270,12 @@ def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
     code: types.CodeType = given["code"]
     cells = [cell.cell_contents for cell in given.get("closure") or () if _is_set(cell)]
     named = [given["globals"][name] for name in code.co_names if name in given["globals"]]
-    held = (*dict(given["locals"]).values(), *cells, *named)
+    passed: Mapping[str, Any] = dict(given["locals"])
+    held = (*passed.values(), *cells, *named)
     forwards = (
-        value for value in held if isinstance(value, nn.Module) and getattr(value.forward, "__code__", None) is code
+        value
+        for value in (*held, *_unnamed_arguments(code, passed))
+        if isinstance(value, nn.Module) and getattr(value.forward, "__code__", None) is code
     )
     exceeded, limit = exceeds_recompile_limit(given["cache_size"], given["compile_id"])
     return FrameToCompile(
@@ -282,6 +286,14 @@ def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
         held,
         f"{limit} = {getattr(torch._dynamo.config, limit)}" if exceeded else "",
     )
+
+
+def _unnamed_arguments(code: types.CodeType, passed: Mapping[str, Any]) -> Sequence[object]:
+    """What `*args` are in a frame: those of a decorator's function in the place of a forward begin with the module."""
+    if not code.co_flags & inspect.CO_VARARGS:
+        return ()
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+    return passed.get(name, ())  # a cell, which is no local, if a function inside reads it
 
 
 def _is_set(cell: types.CellType) -> bool:
