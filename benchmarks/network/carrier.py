@@ -118,7 +118,10 @@ class _CpuWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._filling.filled.is_set() and self._carrier.end_s(self._wire, self._transfer) <= self._carrier.clock.now_s()
+        return (
+            self._filling.filled.is_set()
+            and self._carrier.end_s(self._wire, self._transfer) <= self._carrier.clock.now_s()
+        )
 
     def get_future(self) -> Future[Any]:
         future: Future[Any] = Future()

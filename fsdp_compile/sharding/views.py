@@ -27,6 +27,7 @@ from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import ensure_state, units_below
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit
+from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from fsdp_compile.runtime.view_check import ViewCheck
 from fsdp_compile.sharding import allocate, check_params, checks, initial_values
 from fsdp_compile.sharding.mixed_precision import any_full_precision
@@ -252,6 +253,7 @@ def pre_forward(root: nn.Module) -> None:
     for group in view_check.extended:
         if extended_reads.follow_state(group):
             gather_params([group])  # graphs may read it no longer, or again
+            refresh_unshard_args(group)
     unshard.pre_forward(view_check.units, view_check.models)
 
 

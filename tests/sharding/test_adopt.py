@@ -481,6 +481,36 @@ def test_a_part_of_a_model_is_refused() -> None:
         assert "is in the middle of its forward" in compiled
 
 
+def _decorated(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(Stack):
+    """Its forward names no argument, as those of transformers do."""
+
+    forward = _decorated(Stack.forward)
+
+
+def _in_its_first_call() -> None:
+    model: Any = _wrap(Decorated())
+    _backward(model, 0)
+    expected = [p.grad.to_local().clone() for p in model.parameters()]
+    model.zero_grad()
+    model.compile(backend="fsdp", options={"lower": "eager"})
+    _backward(model, 0)
+    assert isinstance(model, ShardedModule)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.to_local(), gradient, rtol=0, atol=0)
+
+
+def test_a_decorated_forward_is_known_as_the_one_that_starts() -> None:
+    run_ranks(_in_its_first_call)
+
+
 def test_nested_tensors_and_classes_that_were_replaced_are_refused() -> None:
     with fake_world(2):
         model: Any = fsdp2(Slim(), mesh=_mesh(2))

@@ -57,7 +57,7 @@ CASES = {
     "accumulated": _Case(micro_batches=2),
     "replicas": _Case(mesh=(2, 2)),
 }
-ALWAYS = ("uneven rows", "8 bits and scales")
+ALWAYS = ("uneven rows", "8 bits and scales", "accumulated")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
