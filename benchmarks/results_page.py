@@ -208,6 +208,21 @@ SECTIONS = (
         draw=_draw_bars("peak_bytes", "peak (byte)"),
     ),
     Section(
+        "activations",
+        "Budgets that do not hold the activations",
+        "A Llama with most of its memory in activations: no budget, the least that holds all of them, the least that is "
+        "enough when blocks are computed again in backward, and halfway. The model is the same, without a change.",
+        {
+            "budget": ("budget", str),
+            "budget_bytes": ("size", mib),
+            "predicted_bytes": ("predicted peak", mib),
+            "peak_bytes": ("peak", mib),
+            "prediction_error": ("error", percent),
+            "median_s": ("median step", ms),
+            "over_unlimited": ("/ unlimited", _times),
+        },
+    ),
+    Section(
         "cost_model",
         "The cost model",
         "Predicted beside measured.",
