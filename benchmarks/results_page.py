@@ -210,8 +210,8 @@ SECTIONS = (
     Section(
         "activations",
         "Budgets that do not hold the activations",
-        "A Llama with most of its memory in activations: no budget, the least that holds all of them, the least that is "
-        "enough when blocks are computed again in backward, and halfway. The model is the same, without a change.",
+        "A Llama with most of its memory in activations: no budget, the least that holds all of them, the least that is"
+        " enough when blocks are computed again in backward, and halfway. The model is the same, without a change.",
         {
             "budget": ("budget", str),
             "budget_bytes": ("size", mib),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -42,12 +41,10 @@ def _report(code: Code, folder: Path) -> None:
     checks.no_gathered_matrix_is_copied(code)
     if phase is Phase.BACKWARD:
         checks.no_gradient_is_copied(code)
-    launches = [at for at, _ in wrapper.launches()]
-    attention = wrapper.places("= torch.ops.aten._scaled_dot_product_flash_attention")
-    per_layer = [sum(a < at < b for at in launches) for a, b in pairwise(attention)]
+    per_layer = wrapper.launches_per_layer()
     kernels = checks.kernels_compile(code, SM_90, folder)
     print(f"{phase.value}: order as planned, no copy of a gathered matrix or of a gradient, the host waits for nothing")
-    print(f"  {len(launches)} launches, from attention to attention {', '.join(map(str, per_layer))}")
+    print(f"  {len(list(wrapper.launches()))} launches, from attention to attention {', '.join(map(str, per_layer))}")
     spilling = sum(kernel.spills > 0 for kernel in kernels)
     print(f"  {len(kernels)} kernels, all compiled for sm_90; {spilling} of them spill registers")
 

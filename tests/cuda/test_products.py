@@ -22,7 +22,7 @@ from fsdp_compile.lower import recorded_parts
 from fsdp_compile.runtime.module_state import units
 from tests.cuda import checks
 from tests.cuda.generate import Case, generate
-from tests.cuda.llama import SMALL
+from tests.cuda.llama import SMALL, Sizes
 from tests.cuda.pretended_gpu import SM_80, SM_90, SM_100
 from tests.cuda.wrapper import Wrapper
 
@@ -131,6 +131,22 @@ def test_parameters_kept_for_backward_are_the_only_gathered_memory_that_stays() 
     assert not Wrapper(backward.wrapper).gathered()
     checks.order_is_planned(backward)
     checks.no_gradient_is_copied(backward)
+
+
+# Of 4 layers of Llama-3-8B on 64 ranks: from the attention of one layer to that of the next. Backward ends with layer 0.
+PER_LAYER = {Phase.FORWARD: [7, 7, 7], Phase.BACKWARD: [15, 15, 12]}
+
+
+def test_layers_of_llama_3_8b(tmp_path: Path) -> None:
+    for phase, code in generate(_case(sizes=Sizes(layers=4), ranks=64)).items():
+        checks.order_is_planned(code)
+        checks.host_goes_on(code)
+        checks.gathered_memory_is_freed_once(code)
+        checks.no_gathered_matrix_is_copied(code)
+        checks.kernels_compile(code, SM_90, tmp_path)
+        if phase is Phase.BACKWARD:
+            checks.no_gradient_is_copied(code)
+        assert Wrapper(code.wrapper).launches_per_layer() == PER_LAYER[phase]
 
 
 @pytest.mark.parametrize("architecture", [SM_80, SM_100], ids=lambda each: each.name)

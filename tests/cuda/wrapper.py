@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 _NAME = re.compile(r"\b(?:buf\d+|[a-z]\w*)\b")
 _MAKES = re.compile(r"^(\w+) = (.*)$")
@@ -50,6 +51,12 @@ class Wrapper:
                 for size in sizes:
                     numel *= size
                 yield at, Launch(found[1], tuple(a for a in arguments if not a.isdigit()), numel)
+
+    def launches_per_layer(self) -> list[int]:
+        """Launches from the attention of one layer to that of the next."""
+        at = [number for number, _ in self.launches()]
+        attention = self.places("= torch.ops.aten._scaled_dot_product_flash_attention")
+        return [sum(a < number < b for number in at) for a, b in pairwise(attention)]
 
     def starts(self, operator: str) -> Iterator[tuple[int, str, list[str]]]:
         """Calls of a collective: number of the statement, name of what it makes, names of its messages."""
