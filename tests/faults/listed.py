@@ -61,7 +61,8 @@ _BOTH: dict[str, tuple[str, str | None]] = {
 _COMPILED: dict[str, tuple[str, str | None]] = {
     "wrong option": (r"rank 1 failed: (fsdp_compile\.errors\.)?ConfigError: (?s:.)*prefetch", "prefetch"),
     "broken fake": (r"rank 1 failed: (?s:.)*this fake implementation is broken", "this fake implementation is broken"),
-    "too small a budget": (r"rank 1 refused to compile: (?s:.)*budget", "budget"),
+    # A rank that asks late finds that the other one has not only refused, but ended.
+    "too small a budget": (r"rank 1 (refused to compile|failed): (?s:.)*budget", "budget"),
     "other order first": (r"rank 0 and rank 1 compile different collectives(?s:.)*layers\.", None),
     "other order later": (r"rank 0 did not compile its next collectives within 10 s", None),
     "leaves a step out": (r"rank 1 (does not answer|did not)", None),
