@@ -134,7 +134,7 @@ def test_predictions_stand_beside_measurements(tmp_path: Path) -> None:
     assert cache.exists()
 
 
-@_ALL
+@pytest.mark.long
 @pytest.mark.optional
 @pytest.mark.inductor
 def test_what_a_gpu_runs_is_dry_run_on_a_cpu(tmp_path: Path) -> None:
