@@ -20,6 +20,7 @@ from fsdp_compile._torch.inductor_cache import looks_into_cache
 from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile._torch.tensors import is_wrapper, tree_leaves
 from fsdp_compile.comm import groups
+from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import Record
 from fsdp_compile.layout.hosts import ranks_per_host
 from fsdp_compile.layout.spec import UnshardSpec, Update, parse
@@ -43,10 +44,7 @@ def region_key(
         options: Of the compile.
         whole: Whether the graph is all of the model.
     """
-    if not (CAN_STORE and looks_into_cache() and options.lower == "inductor"):
-        return None
-    # Artifacts are written by a compile; hardware may have functions; segments are compiled one by one.
-    if options.artifacts is not None or options.hardware is not None or options.share_code:
+    if not (CAN_STORE and looks_into_cache() and _allow_storing(options)):
         return None
     if any(isinstance(value, _SYMBOLS) for value in inputs):
         return None  # backward is compiled when it is known which sizes are open
@@ -63,9 +61,16 @@ def region_key(
         chosen,
         whole,
         [(alias, groups.rank_store(alias) is not None) for alias in aliases if alias],
-        _hardware(),
+        _hardware(options.planned_for),
     )
     return "\n".join(map(repr, parts))
+
+
+def _allow_storing(options: FSDPOptions) -> bool:
+    # Artifacts are written by a compile; segments are compiled one by one; an estimate is a function of this process.
+    hardware = options.planned_for
+    estimates = hardware is not None and hardware.device.estimate is not None
+    return options.lower == "inductor" and options.artifacts is None and not options.share_code and not estimates
 
 
 _SYMBOLS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -91,10 +96,12 @@ def _reads(gm: fx.GraphModule) -> Iterator[UnshardSpec]:
                 yield parse(next(value for value in node.args if isinstance(value, str)))
 
 
-def _hardware() -> tuple[str, int | None, str]:
-    """What plans of unnamed hardware depend on: the device, the ranks of a host, and how float32 is multiplied."""
+def _hardware(given: Hardware | None) -> tuple[str, int | None, str, str]:
+    """What plans depend on: the device, the ranks of a host, how float32 is multiplied, all numbers that were given."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return name, ranks_per_host(), torch.backends.cuda.matmul.fp32_precision
+    # Not its own `repr`, which leaves tables of measured times out.
+    numbers = "" if given is None else repr(dataclasses.asdict(given))
+    return name, ranks_per_host(), torch.backends.cuda.matmul.fp32_precision, numbers
 
 
 @functools.cache

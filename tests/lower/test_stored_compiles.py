@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from fsdp_compile import RankMismatchError, explain, fully_shard, step_in_backward
 from fsdp_compile._torch.inductor_cache import cache_in
 from fsdp_compile._torch.stored_compiles import CAN_STORE
+from fsdp_compile.cost.hardware import Hardware, MeasuredCollective, hardware
 from fsdp_compile.lower import region_key
 from tests import long
 from tests.fake_world import fake_world
@@ -94,6 +96,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "buckets": {"options": {"bucket_mb": 1.0}},
     "layout": {"options": {"reduce_layout": "fsdp2"}},
     "budget": {"options": {"memory_budget_gb": 1.0}},
+    "hardware": {"options": {"hardware": hardware("cpu", 1.0)}},
     "poison": {"options": {"poison": True}},
     "inductor": {"options": {"inductor": {"epilogue_fusion": False}}},
     "unsharded": {"reshard_after_forward": False},
@@ -111,6 +114,29 @@ def test_another_option_unit_or_shape_is_compiled(changed: str, shared: Path) ->
         assert _step()[0] == "loaded"
 
 
+def _known() -> list[Hardware]:
+    """Hardware of one name, as it is, with a measured collective, and with a measured operator."""
+    known = hardware("cpu", 2.0)
+    slower = MeasuredCollective("all-gather", 2, ((1e3, 1e3), (1e6, 1e6)))
+    measured = dataclasses.replace(known, link=dataclasses.replace(known.link, measured=(slower,)))
+    timed = dataclasses.replace(known, device=dataclasses.replace(known.device, measured={"mm": 1.0}))
+    return [known, measured, timed]
+
+
+def test_all_numbers_of_named_hardware_are_in_the_key() -> None:
+    assert len({region_key._hardware(each) for each in [None, *_known(), *_known()]}) == 4
+
+
+@pytest.mark.long
+def test_named_hardware_is_a_part_of_what_is_stored(shared: Path) -> None:
+    known, measured, timed = _known()
+    guessed = dataclasses.replace(known, device=dataclasses.replace(known.device, estimate=lambda _node: 1.0))
+    given = [known, hardware("cpu", 2.0), measured, timed, guessed]
+    with fake_world(2), _new_folder(shared):
+        found = [_step({"hardware": each})[0] for each in given]
+    assert found == ["compiled", "loaded", "compiled", "compiled", "not stored"]
+
+
 def test_another_version_of_this_package_compiles(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_world(2), _new_folder(shared):
         _step()
@@ -125,7 +151,7 @@ def test_plans_of_unnamed_hardware_depend_on_hosts_and_float32_matmuls(monkeypat
         for precision, local in (("highest", "1"), ("high", "1"), ("high", "2"), ("highest", "1")):
             torch.set_float32_matmul_precision(precision)
             monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-            found.append(region_key._hardware())
+            found.append(region_key._hardware(None))
     finally:
         torch.set_float32_matmul_precision(before)
     assert len(set(found)) == 3

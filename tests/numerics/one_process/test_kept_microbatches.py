@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile
@@ -18,6 +20,8 @@ from benchmarks.network.emulated import Network, emulated_world
 from benchmarks.network.wire import Link
 from benchmarks.peak import measured_peak_bytes
 from fsdp_compile import explain, fully_shard
+from fsdp_compile._torch.inductor_cache import cache_in
+from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.runtime.module_state import units
 from tests import long
@@ -128,6 +132,28 @@ def test_microbatches_share_their_gathers_and_give_the_bits_of_fsdp2(lower: str)
         assert len(found.worst) == 3
         assert max(found.worst) <= bound
         assert found.kept == [2, 2, 0], "until the step, and no longer; backward does not read the first block"
+        assert found.gathers == [3, 1, 1]
+
+
+def _train_again(folder: str) -> tuple[Seen, int]:
+    """The same with compiles that are stored; how many the second model loaded."""
+    with cache_in(Path(folder)):
+        _train("inductor")
+        dist.barrier()
+        torch._dynamo.reset()
+        counters.clear()
+        return _train("inductor"), counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@pytest.mark.long
+@pytest.mark.inductor
+@pytest.mark.skipif(not CAN_STORE, reason="this torch's cache of whole compiles has another form")
+def test_compiles_that_are_loaded_share_gathers_as_well(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    for found, loaded in run_ranks(_train_again, str(tmp_path / "cache")):
+        assert loaded > 1
+        assert max(found.worst) <= 1e-7
+        assert found.kept == [2, 2, 0]
         assert found.gathers == [3, 1, 1]
 
 
