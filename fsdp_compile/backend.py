@@ -35,13 +35,16 @@ from fsdp_compile.lower.agreement import Collectives, agree, refuse
 from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
+from fsdp_compile.lower.next_forward import FirstGather, first_gather, refuse_after_step
 from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.region_key import region_key
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.partition.auto_reshard import accumulates
+from fsdp_compile.passes.settings import budget_bytes
 from fsdp_compile.pipeline import keep, transform
 from fsdp_compile.planner.measured_times import PlannedTimes
+from fsdp_compile.planner.problem import of_graphs
 
 _plain_models = PlainModels()
 
@@ -85,7 +88,7 @@ def fsdp(
     ran = register_region(example_inputs, checked.lower)
 
     def run_passes(step: StepGraph) -> StepGraph:
-        return transform(step, checked, planned)
+        return transform(step, checked, planned, least_bytes)
 
     def compare(collectives: Collectives) -> None:
         agree(collectives, _measured(checked))
@@ -95,10 +98,13 @@ def fsdp(
 
     whole = is_whole_model(example_inputs)
     planned: dict[Phase, PlannedTimes] = {}
+    least_bytes: dict[Phase, int] = {}
     if checked.refine_after is not None and not whole:
         say(f"region {ran.number}: is not all of its model, so its steps are not measured")
     flats = flat_inputs(example_inputs)
     _refuse_other_cluster(checked, example_inputs, tell)
+    if checked.unshard_after_step:
+        refuse_after_step(example_inputs)
     region = Region(
         flats,
         run_passes,
@@ -112,6 +118,8 @@ def fsdp(
         tell,
         planned=planned if whole else {},
     )
+    if checked.unshard_after_step:
+        region.first_gather = functools.partial(_first_gather, options=checked, least_bytes=least_bytes, whole=whole)
     say(f"region {ran.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
     if checked.lower == "eager":
         return give_parameters(compile_eagerly(gm, example_inputs, region), returned)
@@ -146,6 +154,16 @@ def _keep_what_fits(
         keep(forward, backward, options, whole=whole)
 
 
+def _first_gather(
+    forward: StepGraph, *, options: FSDPOptions, least_bytes: Mapping[Phase, int], whole: bool
+) -> FirstGather | None:
+    budget = budget_bytes(options)
+    if budget is None:
+        return first_gather(forward, None)
+    # Of several graphs none knows what the others need.
+    return first_gather(forward, of_graphs(budget) - max(least_bytes.values()) if whole else 0)
+
+
 def _refuse_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> None:
     if not _records_cuda_graphs(options, settings):
         return
@@ -154,6 +172,12 @@ def _refuse_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> No
             "CUDA graphs are replayed as a whole, and what a step takes was to be measured between its calls",
             where="options={'refine_after': ...} with CUDA graphs, by options={'inductor': ...} or mode=...",
             instead="one of the two, or options={'hardware': ...} with a file of fsdp-compile calibrate",
+        )
+    if options.unshard_after_step:
+        raise ConfigError(
+            "CUDA graphs read their inputs where they were recorded, and each step gathers to other memory",
+            where="options={'unshard_after_step': True} with CUDA graphs, by options={'inductor': ...} or mode=...",
+            instead="one of the two",
         )
     if options.share_code:
         raise ConfigError(

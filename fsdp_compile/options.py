@@ -82,6 +82,10 @@ class FSDPOptions:
         share_code: Lower what lies between communication in segments, each kind of them once, so that layers that are
             alike share their code: the time of a compile grows less with their number. Nothing is fused across
             communication. Graphs with sizes that are open are lowered as a whole. Not with `memory_budget_gb`.
+        unshard_after_step: When an optimizer has stepped, start to gather what the next forward gathers first, so that it
+            travels while the program does what it does between steps. It stays unsharded until the end of the next
+            backward; `memory_budget_gb` counts it, and nothing is started where it does not fit. The second step
+            compiles once more. All ranks must step, or skip a step, alike.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
@@ -106,6 +110,7 @@ class FSDPOptions:
     embedding: Literal["gathered", "sharded"] = "gathered"
     poison: bool = False
     share_code: bool = False
+    unshard_after_step: bool = False
     stop_after: str | None = None
     mesh: DeviceMesh | None = None
     mp_policy: AnyPrecisionPolicy | None = None
@@ -138,7 +143,7 @@ class FSDPOptions:
             raise bad_option("mp_policy", self.mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
 
     def _check_switches(self) -> None:
-        for name in ("poison", "share_code"):
+        for name in ("poison", "share_code", "unshard_after_step"):
             if not isinstance(getattr(self, name), bool):
                 raise bad_option(name, getattr(self, name), "True or False")
         if self.share_code and self.lower == "eager":
@@ -146,6 +151,12 @@ class FSDPOptions:
                 "option 'share_code' has no effect where operators run one by one",
                 where="options={'share_code': True, 'lower': 'eager'}",
                 instead="'lower': 'inductor', or leave it out",
+            )
+        if self.unshard_after_step and self.refine_after is not None:
+            raise ConfigError(
+                "steps are measured from the second one on, which is the first that finds gathered parameters",
+                where="options={'unshard_after_step': True, 'refine_after': ...}",
+                instead="one of the two, or options={'hardware': ...} with a file of fsdp-compile calibrate",
             )
         if self.share_code and self.memory_budget_gb is not None:
             raise ConfigError(

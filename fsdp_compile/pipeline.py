@@ -95,13 +95,19 @@ def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole
     return keep_unsharded(forward, backward, hardware, FUSION[options.lower], budget_bytes=graph_bytes, margin=margin)
 
 
-def transform(step: StepGraph, options: FSDPOptions, planned: dict[Phase, PlannedTimes] | None = None) -> StepGraph:
+def transform(
+    step: StepGraph,
+    options: FSDPOptions,
+    planned: dict[Phase, PlannedTimes] | None = None,
+    least_bytes: dict[Phase, int] | None = None,
+) -> StepGraph:
     """Runs all passes on one graph in place, verifies it and returns it.
 
     Args:
         step: The graph.
         options: Of the compile.
         planned: Receives what the plan of the graph expects, if steps are measured.
+        least_bytes: Receives what the graph needs in memory at least, if it was planned: under a budget everything.
 
     Raises:
         ConfigError: If `options.stop_after` names no pass, or no schedule keeps `options.memory_budget_gb`.
@@ -112,13 +118,18 @@ def transform(step: StepGraph, options: FSDPOptions, planned: dict[Phase, Planne
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _transform(step, options, planned)
+        return _transform(step, options, planned, {} if least_bytes is None else least_bytes)
     finally:
         if collects:
             gc.enable()
 
 
-def _transform(step: StepGraph, options: FSDPOptions, planned: dict[Phase, PlannedTimes] | None) -> StepGraph:
+def _transform(
+    step: StepGraph,
+    options: FSDPOptions,
+    planned: dict[Phase, PlannedTimes] | None,
+    least_bytes: dict[Phase, int],
+) -> StepGraph:
     watcher = Watcher(options.artifacts)
     watcher.captured(step)
     options = for_graph(step, options)
@@ -134,6 +145,7 @@ def _transform(step: StepGraph, options: FSDPOptions, planned: dict[Phase, Plann
         watcher.applied(step, graph_pass)
         if isinstance(plan, SchedulePlan):
             schedule = plan
+            least_bytes[step.phase] = max(plan.problem.least_live_bytes(), default=0)
             limits = dataclasses.replace(limits, unsharded_bytes=plan.budget_bytes)
     if selected:
         last = selected[-1]

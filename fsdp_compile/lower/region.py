@@ -16,6 +16,7 @@ from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.lower.agreement import Collectives, collectives_of, digests
 from fsdp_compile.lower.graph_text import GraphText
+from fsdp_compile.lower.next_forward import FirstGather
 from fsdp_compile.lower.progress import say, stage
 from fsdp_compile.lower.summary import GraphSummary
 from fsdp_compile.lower.surroundings import Surroundings
@@ -37,6 +38,10 @@ def keep_nothing(forward: StepGraph, backward: StepGraph) -> None:
 
 def _compare_nothing(collectives: Collectives) -> None:
     """For graphs that no other rank compiles."""
+
+
+def _find_no_first_gather(_forward: StepGraph) -> None:
+    """For forwards that start all their gathers by themselves."""
 
 
 def _show_nothing(graph: StepGraph | GraphText) -> None:
@@ -63,6 +68,7 @@ class Region:
         shares_code: Whether segments of graphs that are alike are lowered once.
         key: All that its compile depends on besides Dynamo's graph, if the compile is stored: then ranks of a host wait
             for the one that compiles, and all compare when they have it.
+        first_gather: Finds what a transformed forward gathers first, if optimizer steps are to start that.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         again: Parameter groups that are updated in backward, and that backward reads as forward does.
         collectives: Those of each transformed graph.
@@ -81,6 +87,7 @@ class Region:
     compare: Callable[[Collectives], None] = _compare_nothing
     show: Callable[[StepGraph | GraphText], None] = _show_nothing
     refuse: Callable[[FSDPCompileError], None] = _refuse_silently
+    first_gather: Callable[[StepGraph], FirstGather | None] = _find_no_first_gather
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
     again: frozenset[FlatKey] = frozenset()
     collectives: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)
@@ -191,7 +198,10 @@ class Region:
         planned = self.planned.get(phase) if len(self.steps) > 1 else None  # evaluation has no backward to plan for
         if self.planned and planned is None and len(self.steps) > 1:
             say(f"region {self.number}: the {phase.value} graph is not measured: a hook communicates in it")
-        found = Surroundings.of(StepGraph(gm, phase), digests(self.collectives.get(phase, {})), self.again, planned)
+        step = StepGraph(gm, phase)
+        is_trained = phase is Phase.FORWARD and len(self.steps) > 1
+        first = self.first_gather(step) if is_trained else None
+        found = Surroundings.of(step, digests(self.collectives.get(phase, {})), self.again, planned, first)
         erase_markers(gm.graph)
         gm.recompile()
         return found

@@ -9,6 +9,7 @@ from fsdp_compile._torch.context_parallel import balance_in_trace
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.failed_collective import waits_of
 from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs, note_grad_outputs
+from fsdp_compile.lower.next_forward import FirstGather, expect_next_forward
 from fsdp_compile.lower.offered_params import Offered, offer_params, offered_params
 from fsdp_compile.lower.profiled_calls import ProfiledCalls
 from fsdp_compile.lower.refine import measure
@@ -51,6 +52,7 @@ class Surroundings:
         host_copies_from: Type of the device from which it copies gradients to the host; empty if it copies none.
         has_updates: Whether it runs optimizers.
         planned: What its plan expects, if steps are measured.
+        first_gather: Of a training forward: what it gathers first, if optimizer steps are to start that.
         profiled: Its calls that have ranges in a profile.
         balanced: Of a forward that was traced with context parallelism: whether for tokens that are balanced.
     """
@@ -69,10 +71,15 @@ class Surroundings:
     profiled: ProfiledCalls
     balanced: bool | None
     planned: PlannedTimes | None = None
+    first_gather: FirstGather | None = None
 
     @staticmethod
     def of(
-        step: StepGraph, digests: Mapping[str, int], again: frozenset[FlatKey], planned: PlannedTimes | None = None
+        step: StepGraph,
+        digests: Mapping[str, int],
+        again: frozenset[FlatKey],
+        planned: PlannedTimes | None = None,
+        first_gather: FirstGather | None = None,
     ) -> Surroundings:
         """What belongs around a transformed graph.
 
@@ -81,6 +88,7 @@ class Surroundings:
             digests: What stands for its collectives, by the alias of their process group.
             again: Parameter groups that `read_again` found in its region.
             planned: What its plan expects, if steps are measured.
+            first_gather: What a training forward gathers first, if optimizer steps are to start that.
         """
         is_forward = step.phase is Phase.FORWARD
         made = () if is_forward else tuple(grad_outputs(step))
@@ -99,6 +107,7 @@ class Surroundings:
             profiled=ProfiledCalls.of(step),
             balanced=balance_in_trace() if is_forward else None,
             planned=planned,
+            first_gather=first_gather,
         )
 
     def around(self, compiled: Compiled) -> Compiled:
@@ -122,4 +131,6 @@ class Surroundings:
             compiled = one_by_one(compiled, self.tangents, has_updates=self.has_updates)
         if self.offered:
             compiled = offer_params(compiled, self.offered)
+        if self.first_gather is not None:
+            compiled = expect_next_forward(compiled, self.first_gather)
         return check_inputs(compiled, self.inputs) if self.inputs else compiled

@@ -200,6 +200,7 @@ class ModelState:
         pre_forward: Called with the outermost module of each forward before it starts.
         before_next_forward: Called once: ranks compare what they have sharded, or what steps took.
         refinement: Measures the first steps for a better plan, if that was asked for; `lower` sets it.
+        next_forward: What optimizer steps gather for the next forward, if that was asked for (`next_forward.py`).
         ignored: `id`s of parameters that calls of `fully_shard` on it ignored.
         post_optim_event: What the next all-gathers wait for (`set_post_optim_event`), if anything.
         announced_backwards: How often `set_is_last_backward(False)` was called since a pipeline stage was last reduced.
@@ -214,6 +215,7 @@ class ModelState:
         self.pre_forward = pre_forward
         self.before_next_forward: list[Callable[[], None]] = []
         self.refinement: Any = None
+        self.next_forward: Any = None
         self.ignored: set[int] = set()
         self.post_optim_event: torch.Event | None = None
         self.announced_backwards = 0
@@ -272,8 +274,7 @@ class FSDPUnit:
     """The parameters that are gathered together, reduced together and freed together.
 
     Attributes:
-        name: Fully qualified name of the root in the outermost sharded module; empty for that module itself. Of several
-            roots, the names joined.
+        name: Fully qualified name of the root in the outermost sharded module, empty for that; of several, joined.
         other_roots: Further modules that `fully_shard([root, ...])` put into the unit.
         root_names: Fully qualified names of all roots, if there are several. Names of parameters start with the number
             of their root then.
@@ -283,8 +284,7 @@ class FSDPUnit:
         backward_prefetch: The same in backward.
         sharded_by_backend: Whether a compile made it, with the options of that compile.
         compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
-        number: Of the units that its ranks have sharded over their group, the same on all of them.
-        number_in_call: 1, or another one for each further mesh of the parameters of one call.
+        number: Of the units that its ranks have sharded over their group; `number_in_call`: 1, or of a further mesh.
     """
 
     root_ref: weakref.ref[nn.Module]

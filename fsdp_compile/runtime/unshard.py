@@ -62,15 +62,29 @@ def unshard(units: Iterable[FSDPUnit]) -> UnshardHandle:
     return UnshardHandle(groups)
 
 
+def unshard_anew(groups: Iterable[FSDPParamGroup]) -> None:
+    """Starts to gather parameter groups that were written to; what they have unsharded by now is outdated."""
+    for group in groups:
+        if group.unit.policy.size > 1:
+            group.unit.model.wait_for_optimizer()
+            _finish_all_gather(group)
+            _start_all_gather(group)
+            group.unit.model.mark_pending(group)
+
+
 def reshard(units: Iterable[FSDPUnit]) -> None:
     """Frees the unsharded parameters of units."""
-    for unit in units:
-        for group in unit.param_groups:
-            _finish_all_gather(group)  # memory may not be freed while it is written
-            is_read = group.unsharded.params is not None
-            group.unsharded.free()
-            if is_read:
-                refresh_unshard_args(group)
+    free(group for unit in units for group in unit.param_groups)
+
+
+def free(groups: Iterable[FSDPParamGroup]) -> None:
+    """Frees the unsharded parameters of parameter groups."""
+    for group in groups:
+        _finish_all_gather(group)  # memory may not be freed while it is written
+        is_read = group.unsharded.params is not None
+        group.unsharded.free()
+        if is_read:
+            refresh_unshard_args(group)
 
 
 def pre_forward(units: Sequence[FSDPUnit], models: Sequence[ModelState]) -> None:
@@ -160,6 +174,12 @@ def _finish_all_gather(group: FSDPParamGroup) -> None:
         with profiled(Range.ALL_GATHER_COPY_OUT, [group.unit.name]):
             group.unsharded.finish(_finished(group, running))
         refresh_unshard_args(group)
+
+
+def is_current(group: FSDPParamGroup) -> bool:
+    """Whether the next forward reads parameters that are gathered, or being gathered, without gathering them again."""
+    running = group.unsharded.all_gather
+    return _is_current(group) or (running is not None and running.version == version_of(group))
 
 
 def _is_current(group: FSDPParamGroup) -> bool:

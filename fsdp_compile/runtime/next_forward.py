@@ -1,0 +1,118 @@
+"""The first all-gathers of the next forward, started when an optimizer has stepped: `FSDPOptions.unshard_after_step`.
+
+    forward, backward   the first compiled forward says which parameter groups its first all-gather is for
+    optimizer.step()    its post-hook starts to gather them
+    next forward        waits, and takes them as inputs of its graph; they are freed at the end of its backward
+
+A forward without gradients (an evaluation) frees them. Values that are outdated are gathered again (`unshard.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fsdp_compile._torch.autograd import backward_in_progress
+from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.runtime import unshard
+from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
+from fsdp_compile.runtime.units import FSDPParamGroup, ModelState
+
+
+class NextForward:
+    """What is gathered for the next forward of one model.
+
+    Attributes:
+        is_expected: Whether a forward with gradients was the last one, so that another one is expected.
+    """
+
+    def __init__(self) -> None:
+        self.is_expected = False
+        self._groups: tuple[weakref.ref[FSDPParamGroup], ...] = ()
+        self._gathered_from: weakref.WeakKeyDictionary[FSDPParamGroup, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    @property
+    def groups(self) -> list[FSDPParamGroup]:
+        """The parameter groups that are gathered first; none if they are not known, or not part of a model any more."""
+        return [group for reference in self._groups if (group := reference()) is not None]
+
+    def choose(self, groups: Iterable[FSDPParamGroup]) -> None:
+        """Sets the parameter groups that are gathered first, unless they are known."""
+        if not self.groups:
+            self._groups = tuple(weakref.ref(group) for group in groups)
+
+    def start(self) -> None:
+        """Starts to gather; what an earlier optimizer's step has started is outdated by now."""
+        for group in self.groups:
+            self._gathered_from[group] = group.flat_param.detach().clone()
+        unshard.unshard_anew(self.groups)
+
+    def free(self) -> None:
+        """Frees what was gathered, after waiting for it."""
+        unshard.free(list(self._gathered_from))
+        self._gathered_from.clear()
+
+    def check(self) -> None:
+        """Raises `UnsupportedModelError` if a write that torch does not count has changed what was gathered."""
+        for group, before in list(self._gathered_from.items()):
+            # Outdated values are gathered again, and sharded ones were freed: neither is read.
+            is_read = unshard.is_current(group)
+            if is_read and not torch.equal(before.view(torch.uint8), group.flat_param.detach().view(torch.uint8)):
+                raise UnsupportedModelError(
+                    "parameters were written to after optimizer.step() had started to gather them for the next "
+                    "forward, by a write that torch does not count (through .data, or by torch._foreach_*)",
+                    where=f"option 'unshard_after_step', unit {group.unit.title}",
+                    instead="the write under torch.no_grad() and without .data; or model.reshard() after it; or leave "
+                    "the option out",
+                )
+        self._gathered_from.clear()
+
+
+def expect(groups: Sequence[FSDPParamGroup], model: ModelState) -> None:
+    """Notes that a forward with gradients runs, and which parameter groups it gathers first, if any."""
+    known: NextForward | None = model.next_forward
+    if known is None:
+        known = model.next_forward = NextForward()
+        _watch_optimizers()
+    known.choose(groups)
+    known.is_expected = True
+
+
+def begin(models: Iterable[ModelState]) -> None:
+    """Before a forward of some models: checks what was gathered for it, or frees it if the forward does not train.
+
+    Raises:
+        UnsupportedModelError: If parameters were written to unnoticed.
+    """
+    if backward_in_progress() != -1:  # activation checkpointing repeats a forward
+        return
+    for model in models:
+        known: NextForward | None = model.next_forward
+        if known is not None:
+            known.is_expected = False
+            if torch.is_grad_enabled():
+                known.check()
+            else:
+                known.free()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    # After it, so that what is gathered is of the version after the step.
+    unshard.count_optimizer_steps()
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    # In backward, units are updated one by one; an optimizer that sees whole parameters steps once for each.
+    if backward_in_progress() != -1 or SEES_WHOLE in vars(optimizer):
+        return
+    for model in dict.fromkeys(group.unit.model_ref() for group in FSDPParamGroup.alive()):
+        if model is not None and model.next_forward is not None and model.next_forward.is_expected:
+            model.next_forward.start()
