@@ -37,7 +37,7 @@ from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.next_forward import FirstGather, first_gather, refuse_after_step
 from fsdp_compile.lower.progress import say
-from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.region import Region, find_no_first_gather
 from fsdp_compile.lower.region_key import region_key
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.partition.auto_reshard import accumulates
@@ -103,8 +103,7 @@ def fsdp(
         say(f"region {ran.number}: is not all of its model, so its steps are not measured")
     flats = flat_inputs(example_inputs)
     _refuse_other_cluster(checked, example_inputs, tell)
-    if checked.unshard_after_step:
-        refuse_after_step(example_inputs)
+    find_first_gather = _first_gather_of(checked, example_inputs, least_bytes, whole=whole)
     region = Region(
         flats,
         run_passes,
@@ -117,9 +116,8 @@ def fsdp(
         ran.add,
         tell,
         planned=planned if whole else {},
+        first_gather=find_first_gather,
     )
-    if checked.unshard_after_step:
-        region.first_gather = functools.partial(_first_gather, options=checked, least_bytes=least_bytes, whole=whole)
     say(f"region {ran.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
     if checked.lower == "eager":
         return give_parameters(compile_eagerly(gm, example_inputs, region), returned)
@@ -154,14 +152,22 @@ def _keep_what_fits(
         keep(forward, backward, options, whole=whole)
 
 
-def _first_gather(
-    forward: StepGraph, *, options: FSDPOptions, least_bytes: Mapping[Phase, int], whole: bool
-) -> FirstGather | None:
-    budget = budget_bytes(options)
-    if budget is None:
-        return first_gather(forward, None)
-    # Of several graphs none knows what the others need.
-    return first_gather(forward, of_graphs(budget) - max(least_bytes.values()) if whole else 0)
+def _first_gather_of(
+    options: FSDPOptions, example_inputs: Sequence[Any], least_bytes: Mapping[Phase, int], *, whole: bool
+) -> Callable[[StepGraph], FirstGather | None]:
+    """Finds what a forward gathers first; `least_bytes` is known once its graphs are planned."""
+    if not options.unshard_after_step:
+        return find_no_first_gather
+    refuse_after_step(example_inputs)
+
+    def find(forward: StepGraph) -> FirstGather | None:
+        budget = budget_bytes(options)
+        if budget is None:
+            return first_gather(forward, None)
+        # Of several graphs none knows what the others need.
+        return first_gather(forward, of_graphs(budget) - max(least_bytes.values()) if whole else 0)
+
+    return find
 
 
 def _refuse_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> None:

@@ -82,8 +82,8 @@ class FSDPOptions:
         share_code: Lower what lies between communication in segments, each kind of them once, so that layers that are
             alike share their code: the time of a compile grows less with their number. Nothing is fused across
             communication. Graphs with sizes that are open are lowered as a whole. Not with `memory_budget_gb`.
-        unshard_after_step: When an optimizer has stepped, start to gather what the next forward gathers first, so that it
-            travels while the program does what it does between steps. It stays unsharded until the end of the next
+        unshard_after_step: When an optimizer has stepped, start to gather what the next forward gathers first, so that
+            it is sent while the program does what it does between steps. It stays unsharded until the end of the next
             backward; `memory_budget_gb` counts it, and nothing is started where it does not fit. The second step
             compiles once more. All ranks must step, or skip a step, alike.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.

@@ -64,7 +64,7 @@ def _unsharded_bytes(record: Record) -> int:
 
 
 def refuse_after_step(inputs: Iterable[object]) -> None:
-    """Raises `ConfigError` if a parameter group among a graph's inputs cannot be gathered when an optimizer has stepped."""
+    """Raises `ConfigError` if a parameter group that a graph reads cannot be gathered when an optimizer has stepped."""
     found = (FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor))
     for group in (group for group in found if group is not None):
         if group.unit.policy.offload is not None:

@@ -40,7 +40,7 @@ def _compare_nothing(collectives: Collectives) -> None:
     """For graphs that no other rank compiles."""
 
 
-def _find_no_first_gather(_forward: StepGraph) -> None:
+def find_no_first_gather(_forward: StepGraph) -> None:
     """For forwards that start all their gathers by themselves."""
 
 
@@ -87,7 +87,7 @@ class Region:
     compare: Callable[[Collectives], None] = _compare_nothing
     show: Callable[[StepGraph | GraphText], None] = _show_nothing
     refuse: Callable[[FSDPCompileError], None] = _refuse_silently
-    first_gather: Callable[[StepGraph], FirstGather | None] = _find_no_first_gather
+    first_gather: Callable[[StepGraph], FirstGather | None] = find_no_first_gather
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
     again: frozenset[FlatKey] = frozenset()
     collectives: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)

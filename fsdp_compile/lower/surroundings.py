@@ -129,6 +129,9 @@ class Surroundings:
             compiled = note_order(compiled, self.noted, self.phase, self.units, self.waits)
         if self.tangents:
             compiled = one_by_one(compiled, self.tangents, has_updates=self.has_updates)
+        return self._around_forward(compiled)
+
+    def _around_forward(self, compiled: Compiled) -> Compiled:
         if self.offered:
             compiled = offer_params(compiled, self.offered)
         if self.first_gather is not None:

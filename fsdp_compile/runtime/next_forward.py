@@ -36,6 +36,7 @@ class NextForward:
         self.is_expected = False
         self._groups: tuple[weakref.ref[FSDPParamGroup], ...] = ()
         self._gathered_from: weakref.WeakKeyDictionary[FSDPParamGroup, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._waits: list[weakref.finalize[..., FSDPParamGroup]] = []
 
     @property
     def groups(self) -> list[FSDPParamGroup]:
@@ -52,11 +53,27 @@ class NextForward:
         for group in self.groups:
             self._gathered_from[group] = group.flat_param.detach().clone()
         unshard.unshard_anew(self.groups)
+        self._wait_if_deleted()
+
+    def _wait_if_deleted(self) -> None:
+        """Has what runs waited for if its model is deleted first: torch keeps it in memory until then."""
+        self._stop_waiting()
+        for group in self.groups:
+            if group.unsharded.all_gather is not None:
+                wait = weakref.finalize(group, unshard.abandon, group.unsharded.all_gather)
+                wait.atexit = False  # other ranks may be gone
+                self._waits.append(wait)
+
+    def _stop_waiting(self) -> None:
+        for wait in self._waits:
+            wait.detach()
+        self._waits.clear()
 
     def free(self) -> None:
         """Frees what was gathered, after waiting for it."""
         unshard.free(list(self._gathered_from))
         self._gathered_from.clear()
+        self._stop_waiting()
 
     def check(self) -> None:
         """Raises `UnsupportedModelError` if a write that torch does not count has changed what was gathered."""
@@ -68,10 +85,11 @@ class NextForward:
                     "parameters were written to after optimizer.step() had started to gather them for the next "
                     "forward, by a write that torch does not count (through .data, or by torch._foreach_*)",
                     where=f"option 'unshard_after_step', unit {group.unit.title}",
-                    instead="the write under torch.no_grad() and without .data; or model.reshard() after it; or leave "
-                    "the option out",
+                    instead="the write under torch.no_grad() and without .data; or reshard() of that unit after it; or "
+                    "leave the option out",
                 )
         self._gathered_from.clear()
+        self._stop_waiting()
 
 
 def expect(groups: Sequence[FSDPParamGroup], model: ModelState) -> None:

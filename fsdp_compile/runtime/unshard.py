@@ -176,6 +176,12 @@ def _finish_all_gather(group: FSDPParamGroup) -> None:
         refresh_unshard_args(group)
 
 
+def abandon(running: PendingAllGather) -> None:
+    """Waits for all-gathers whose results nothing will read."""
+    for message in itertools.chain.from_iterable(running.messages):
+        collectives.wait_tensor(message)
+
+
 def is_current(group: FSDPParamGroup) -> bool:
     """Whether the next forward reads parameters that are gathered, or being gathered, without gathering them again."""
     running = group.unsharded.all_gather

@@ -12,12 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import explain, fully_shard, no_sync, step_in_backward
-from fsdp_compile.errors import ConfigError, UnsupportedModelError
+from fsdp_compile import fully_shard, no_sync, step_in_backward
+from fsdp_compile.errors import BudgetTooSmallError, ConfigError, UnsupportedModelError
+from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime import unshard
 from fsdp_compile.runtime.module_state import units
+from tests import long
 from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -56,6 +60,11 @@ def _is_same(models: list[Any]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*map(_parameters, models), strict=True))
 
 
+def _reshard(model: Any) -> None:
+    for part in (*model.blocks, model):
+        part.reshard()
+
+
 @torch.no_grad()
 def _scale(model: nn.Module) -> None:
     for parameter in model.parameters():
@@ -77,50 +86,147 @@ def _nothing(_model: nn.Module) -> None:
     """Two steps with nothing between them."""
 
 
-BETWEEN: dict[str, Callable[[nn.Module], None]] = {
-    "nothing": _nothing,
-    "write": _scale,
-    "evaluation": _evaluate,
-    "accumulation": _accumulate,
-    "load": lambda model: model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()}),
-}
+BETWEEN: tuple[Callable[[nn.Module], None], ...] = (
+    _nothing,
+    _nothing,
+    _scale,
+    lambda model: model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()}),
+    _evaluate,
+    _accumulate,
+    _accumulate,
+)
+"""What happens after each step."""
 
 
-def _steps(between: str, lower: str, in_backward: str) -> tuple[bool, list[list[str]], list[int]]:
-    """Whether two models stay the same, what is unsharded after each step, and compiles after each step."""
+def _train(lower: str, updates: str) -> tuple[bool, list[list[str]], list[int]]:
+    """Whether two models stay the same, what is unsharded after each step, and how many graphs there are by then."""
     models = [_model(lower=lower), _model(lower=lower, **AFTER_STEP)]
     optimizers = [_optimizer(model) for model in models]
-    if in_backward:
+    if updates == "in_backward":
         optimizers = [step_in_backward(optimizer) for optimizer in optimizers]
-    seen, compiles = [], []
-    for step in range(5):
+    seen, graphs = [], []
+    torch._dynamo.config.recompile_limit = 32  # the two models have one forward
+    for step, between in enumerate(BETWEEN if updates == "in_backward" else 2 * BETWEEN):
         for model, optimizer in zip(models, optimizers, strict=True):
             _backward(model, step)
             optimizer.step()
             optimizer.zero_grad()
         seen.append(_unsharded(models[1]))
         for model in models:
-            BETWEEN[between](model)
-        compiles.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return _is_same(models), seen, compiles
+            between(model)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return _is_same(models), seen, graphs
 
 
-@pytest.mark.parametrize("between", BETWEEN)
-def test_numbers_stay_the_same_bits_and_the_second_step_compiles_last(between: str) -> None:
-    for is_same, seen, compiles in run_ranks(_steps, between, "eager", ""):
+@long.parametrize(
+    ("lower", "updates"),
+    [("eager", "after_backward"), ("inductor", "after_backward"), ("eager", "in_backward")],
+    always=[("eager", "after_backward")],
+)
+def test_numbers_stay_the_same_bits_and_the_second_step_compiles_once_more(lower: str, updates: str) -> None:
+    for is_same, seen, graphs in run_ranks(_train, lower, updates):
         assert is_same
-        assert all(len(names) == 1 for names in seen)
-        assert compiles[1] == compiles[-1] or between == "accumulation"
-        assert compiles[2] == compiles[-1]
+        assert [len(names) for names in seen] == [1] * len(seen), (seen, graphs)
+        assert graphs[1] == graphs[0] + 1
+        assert graphs[3] == graphs[1]  # a write, and a load
+        assert graphs[-1] == graphs[len(BETWEEN) - 1]
 
 
-def test_numbers_stay_the_same_bits_with_inductor() -> None:
-    for is_same, seen, _ in run_ranks(_steps, "nothing", "inductor", ""):
-        assert is_same
-        assert all(len(names) == 1 for names in seen)
+def _between_steps() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    model = _model(**AFTER_STEP)
+    optimizer = _optimizer(model)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    _backward(model, 0)
+    started = mock.patch.object(unshard, "_start_all_gather", wraps=unshard._start_all_gather)
+    with started as gathers:
+        optimizer.step()
+        found["started"] = gathers.call_count
+        other.step()
+        found["started by another optimizer"] = gathers.call_count
+        _backward(model, 1)
+        found["started by forward"] = gathers.call_count
+        found["after backward"] = _unsharded(model)
+        optimizer.step()
+        _evaluate(model)
+        found["after evaluation"] = _unsharded(model)
+        found["before a step that follows an evaluation"] = gathers.call_count
+        optimizer.step()
+        found["after a step that follows an evaluation"] = gathers.call_count
+        _backward(model, 2)
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)
+        with pytest.raises(UnsupportedModelError, match=r"a write that torch does not count"):
+            _backward(model, 3)
+        _reshard(model)
+        _backward(model, 3)
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)
+        _reshard(model)
+        _backward(model, 4)
+        optimizer.step()
+    found["waiting"] = torch._C._distributed_c10d._get_work_registry_size()
+    started_for = [weakref.ref(call.args[0]) for call in gathers.call_args_list]
+    del model, optimizer, parameter, started, gathers
+    torch._dynamo.reset()
+    gc.collect()
+    found["deleted"] = all(group() is None for group in started_for)
+    found["waiting after deletion"] = torch._C._distributed_c10d._get_work_registry_size()
+    return found
 
 
-def test_updates_in_backward_gather_when_the_optimizer_steps() -> None:
-    for is_same, seen, _ in run_ranks(_steps, "nothing", "eager", "in_backward"):
-        assert is_same
-        assert all(len(names) == 1 for names in seen)
+def test_what_happens_between_steps() -> None:
+    for found in run_ranks(_between_steps):
+        assert found["started"] == 1
+        assert found["started by forward"] == found["started by another optimizer"] == 2
+        assert found["after backward"] == found["after evaluation"] == []
+        assert found["after a step that follows an evaluation"] == found["before a step that follows an evaluation"]
+        assert found["deleted"]
+        assert found["waiting"] > 0
+        assert found["waiting after deletion"] == 0
+
+
+def _third_step(model: Any) -> list[str]:
+    """What is unsharded after the third step."""
+    optimizer = _optimizer(model)
+    for step in range(3):
+        _backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _unsharded(model)
+
+
+def _within_budgets() -> list[list[str]]:
+    with pytest.raises(BackendCompilerFailed) as caught:
+        _backward(_model(memory_budget_gb=1e-6, activations="saved"), 0)
+    assert isinstance(caught.value.inner_exception, BudgetTooSmallError)
+    least_bytes = caught.value.inner_exception.least_bytes
+    budgets = (least_bytes, 10 * least_bytes)
+    return [_third_step(_model(**AFTER_STEP, activations="saved", memory_budget_gb=each / 1e9)) for each in budgets]
+
+
+def test_nothing_is_started_where_the_budget_has_no_room() -> None:
+    for tight, ample in run_ranks(_within_budgets):
+        assert tight == []
+        assert len(ample) == 1
+
+
+def _refused() -> list[str]:
+    messages = []
+    for options in ({"reshard_after_forward": "auto"}, {"offload_policy": CPUOffloadPolicy()}):
+        model = fully_shard(Slim(1), **options)
+        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", **AFTER_STEP})
+        with pytest.raises(BackendCompilerFailed) as caught:
+            _backward(compiled, 0)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_is_not_supported_is_refused_by_name() -> None:
+    for auto, offloaded in run_ranks(_refused):
+        assert "reshard_after_forward=True" in auto
+        assert "its shards are on the host" in offloaded
+    with pytest.raises(ConfigError, match=r"unshard_after_step.*refine_after"):
+        FSDPOptions(refine_after=1, **AFTER_STEP)  # type: ignore[arg-type]
