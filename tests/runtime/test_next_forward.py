@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import fully_shard, no_sync, step_in_backward
+from fsdp_compile import explain, fully_shard, no_sync, step_in_backward
+from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError, UnsupportedModelError
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime import unshard
@@ -211,6 +213,20 @@ def test_nothing_is_started_where_the_budget_has_no_room() -> None:
     for tight, ample in run_ranks(_within_budgets):
         assert tight == []
         assert len(ample) == 1
+
+
+def test_explain_shows_what_is_sent_between_steps() -> None:
+    link = hardware("cpu", 0.01)
+    without, plan = (
+        explain(Slim(2), torch.ones(4, 32), world_size=2, hardware=link, options={"bucket_mb": 0, **options})
+        for options in ({}, AFTER_STEP)
+    )
+    first = plan.gathered_between_steps
+    assert first == plan.forward[0].collectives[0]
+    assert first.exposed_us > 0
+    assert re.search(rf"between steps +{first.unit}: ", str(plan))
+    assert without.gathered_between_steps is None
+    assert "between steps" not in str(without)
 
 
 def _refused() -> list[str]:
