@@ -235,7 +235,7 @@ def _refused() -> list[str]:
         model = fully_shard(Slim(1), **options)
         compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", **AFTER_STEP})
         with pytest.raises(BackendCompilerFailed) as caught:
-            _backward(compiled, 0)
+            _backward(compiled, 0)  # type: ignore[arg-type]
         messages.append(str(caught.value))
     return messages
 
