@@ -111,6 +111,23 @@ def replace_inputs_of_backwards(choose: Callable[[Sequence[object]], OtherInputs
     autograd._engine_run_backward = replaced
 
 
+def explain_errors_of_backwards(explain: Callable[[RuntimeError], Exception | None]) -> None:
+    """Raises what `explain` returns for an error of a backward in its place, if that is an error."""
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    @functools.wraps(run)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            if (explanation := explain(error)) is not None:
+                raise explanation from error
+            raise
+
+    autograd._engine_run_backward = explained
+
+
 def after_this_backward(call: Callable[[], None]) -> None:
     """Calls `call` when the current backward pass has made all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

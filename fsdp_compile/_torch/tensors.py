@@ -204,6 +204,13 @@ def is_about_mixed_dtensors(error: RuntimeError) -> bool:
     return "got mixed torch.Tensor and DTensor" in str(error)
 
 
+def is_about_dtensor_gradient(error: RuntimeError) -> bool:
+    """Whether a backward computed with the gradient of a DTensor, and with plain tensors, or in a graph for such."""
+    return is_about_mixed_dtensors(error) or (
+        "we guessed its" in str(error) and "got: " in str(error) and "DTensor" in str(error).partition("got: ")[2]
+    )
+
+
 def plain_torch_functions() -> Any:
     """A context in which `__torch_function__` of subclasses is not asked."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -132,7 +132,8 @@ def enter_assigned_forwards(inputs: Sequence[object]) -> bool:
         again: each call of such a forward is to check the parameters first.
     """
     models = {group.unit.model for group in _groups(inputs)}
-    parts = {part for model in models for unit in model.units for part in unit.root.modules()}
+    roots = [unit.root_ref() for model in models for unit in model.units]  # none of modules that were deleted
+    parts = {part for root in roots if root is not None for part in root.modules()}
     entered = [part for part in parts if state_of(part) is not None and enter_own_forward(part)]
     return bool(entered)
 

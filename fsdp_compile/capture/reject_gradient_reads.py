@@ -7,8 +7,9 @@ anything in the graph. What tells are the lines that read the parameters:
 - the user's function around one reads some `.grad`, or calls `id()`;
 - outside of forwards, nothing uses what is read. (In a forward, code may ask a parameter for its dtype alone.)
 
-Outside of forwards Python finds sharded parameters with their gradients, so there it runs the compiled function. In
-forwards, and where `fullgraph=True` was asked for, such reads are refused.
+Outside of forwards Python finds sharded parameters with their gradients, so there it runs the compiled function. So it
+does wherever `id()` is called, since what such a function reads is one object in a forward that Python runs. In
+forwards, reads of `.grad` are refused, as both are where `fullgraph=True` was asked for.
 """
 
 from __future__ import annotations
@@ -55,10 +56,12 @@ def refuse_gradient_reads(gm: fx.GraphModule) -> None:
                 _INSTEAD,
             )
         if function is not None and function.asks_id:
-            raise _left_or_refused(
-                "a compiled function reads parameters and calls id(): each read of a parameter is another object to it",
-                source_line(node),
-                "one.weight is other.weight, which is answered as in one process, or names of parameters",
+            what, where = f"{_CALLS_ID}: each read of a parameter is another object to it", source_line(node)
+            raise _left(what, where) or UnsupportedModelError(
+                what,
+                where=where,
+                instead="one.weight is other.weight, which is answered as in one process, names of parameters, or "
+                "fullgraph=False",
             )
         # Of the outermost module's forward, Dynamo notes nothing at a node.
         if not node.users and not node.meta.get("nn_module_stack") and not in_forward():
@@ -70,6 +73,7 @@ def refuse_gradient_reads(gm: fx.GraphModule) -> None:
             )
 
 
+_CALLS_ID = "a compiled function reads parameters and calls id()"
 _INSTEAD = (
     "compile the forward and the loss alone, and use gradients after backward() in code that is not compiled "
     "(@torch.compiler.disable, outside of forwards)"
@@ -77,8 +81,12 @@ _INSTEAD = (
 
 
 def _left_or_refused(what: str, where: str, instead: str) -> Exception:
-    left = None if in_forward() else leave_to_python(f"fsdp_compile: {what} ({where})")
+    left = None if in_forward() else _left(what, where)
     return left or UnsupportedModelError(what, where=where, instead=instead)
+
+
+def _left(what: str, where: str) -> Exception | None:
+    return leave_to_python(f"fsdp_compile: {what} ({where})")
 
 
 def _is_of_torchs_layer(read: fx.Node) -> bool:

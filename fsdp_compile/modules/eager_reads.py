@@ -2,6 +2,9 @@
 
 A gathered parameter is a copy, so what a forward writes into it would be lost. Each read is checked for writes when the
 next one is made, and all that are still referred to when the outermost forward ends.
+
+Two reads one after the other are one object. A parameter that is a key of a dict or in a set, or is read by a function
+that calls `id()`, is one object until the outermost forward ends.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from fsdp_compile._torch.tracing import is_compiling_a_frame
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
+from fsdp_compile.modules.readers import reader_calls_id
 from fsdp_compile.modules.uncounted_writes import may_write, written_by
 from fsdp_compile.runtime import read_order
 from fsdp_compile.runtime.module_state import reads_of
@@ -30,11 +34,16 @@ from fsdp_compile.runtime.unshard import version_of_param
 from fsdp_compile.runtime.unshard_args import swap_in, swapped_value
 
 reads = threading.local()
-"""Gathered parameters of the outermost forward: all that were `made`; the last one and tied ones are `kept`."""
+"""Gathered parameters of the outermost forward: all that were `made`; `kept` are the last, tied and identified ones."""
 
 
 class GatheredParameter(nn.Parameter):
     """A full parameter in an eager forward: an `nn.Parameter`, as in one process, but no leaf of autograd."""
+
+    def __hash__(self) -> int:
+        """As of any tensor; what is hashed is to be found again, so later reads in this forward give it, too."""
+        _keep_identified(self)
+        return super().__hash__()
 
     @property
     def data(self) -> torch.Tensor:
@@ -112,6 +121,10 @@ _GATHERED_FROM = "_fsdp_gathered_from"
 """Attribute of a gathered parameter: the `_Sharded` one."""
 
 
+_READ_AS = "_fsdp_read_as"
+"""Attribute of a gathered parameter that a forward has read: the `_ReadAs`."""
+
+
 class _Sharded(NamedTuple):
     group: FSDPParamGroup
     param: FSDPParam
@@ -168,11 +181,31 @@ def read_eagerly(module: nn.Module, name: str, gather: Gather) -> torch.Tensor |
     else:
         # Code may ask whether two reads are one object. What is kept must not depend on when Python frees memory, of
         # which ranks differ: a read gathers on all of them, or on none.
-        made = _Kept(*_gathered(module, name, gather), version)
-        for other in [other for other in kept if len(other[0].module_refs) == 1]:
+        gathered, read = _gathered(module, name, gather)
+        gathered.__dict__[_READ_AS] = _ReadAs(key, read, version)
+        for other in [other for other in kept if len(other[0].module_refs) == 1 and not kept[other].is_identified]:
             del kept[other]
-        kept[key] = made
+        kept[key] = _Kept(gathered, read, version)
+    if reader_calls_id():
+        kept[key] = kept[key]._replace(is_identified=True)
     return kept[key].gathered
+
+
+def _keep_identified(gathered: torch.Tensor) -> None:
+    """Has later reads of the outermost forward give `gathered`, which code has made a key of."""
+    kept: dict[_Key, _Kept] | None = reads.__dict__.get("kept")
+    read_as: _ReadAs | None = gathered.__dict__.get(_READ_AS)
+    if kept is None or read_as is None:
+        return
+    now = kept.get(read_as.key)
+    if now is not None and now.is_identified and now.gathered is not gathered and now.version == read_as.version:
+        raise UnsupportedModelError(
+            "a forward makes keys of two reads of a parameter, which a dict or a set takes for two parameters",
+            where=_title_of(gathered),
+            instead="read it once (weight = self.weight), or use its name as the key",
+        )
+    if now is None or not now.is_identified:
+        kept[read_as.key] = _Kept(gathered, read_as.read, read_as.version, is_identified=True)
 
 
 _Key = tuple[FSDPParam, bool, bool]
@@ -183,6 +216,16 @@ class _Kept(NamedTuple):
     """A gathered parameter, and the version of the stored one, which an optimizer may change inside of a forward."""
 
     gathered: torch.Tensor
+    read: _Read
+    version: tuple[int, ...]
+    is_identified: bool = False
+    """Whether code may look for this very object until the forward ends."""
+
+
+class _ReadAs(NamedTuple):
+    """By what a gathered parameter is found among those that are kept, without the tensor itself."""
+
+    key: _Key
     read: _Read
     version: tuple[int, ...]
 

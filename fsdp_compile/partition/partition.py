@@ -7,11 +7,16 @@ with a post-forward shard, that shard is saved.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
-from fsdp_compile._torch.dynamo import CheckpointPolicy, min_cut_rematerialization_partition
+from fsdp_compile._torch.dynamo import (
+    CheckpointPolicy,
+    SavedForBackwardsAOTOutput,
+    min_cut_rematerialization_partition,
+)
 from fsdp_compile.ir.queries import parameter_only, read_text, unsharded_value
 from fsdp_compile.layout.spec import Reshard, parse
 from fsdp_compile.ops.gather_message import GATHER_MESSAGE
@@ -53,7 +58,23 @@ def partition(
     mark_reads(joint.graph)
     save_readers_of_updated_inputs(joint.graph)
     kwargs.setdefault("compiler", "inductor")
+    results = joint.graph.output_node().meta.get("desc")
     forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    if results is not None:
+        _describe_results(forward.graph.output_node(), results[: kwargs["num_fwd_outputs"]])
     for half in (forward, backward):
         expand_gather_messages(half.graph)
     return forward, backward
+
+
+def _describe_results(output: fx.Node, results: Sequence[object]) -> None:
+    """Describes what a forward returns and saves where torch has not: not of one that saves a state of random numbers.
+
+    Args:
+        output: Of the forward's graph.
+        results: Descriptions of what the forward returns; all after these is saved.
+    """
+    returned = output.args[0]
+    assert isinstance(returned, tuple | list)
+    saved = len(returned) - len(results)
+    output.meta.setdefault("desc", [*results, *map(SavedForBackwardsAOTOutput, range(saved))])

@@ -17,6 +17,7 @@ from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, Wra
 from fsdp_compile.modules.attributes import follow_replaced
 from fsdp_compile.modules.classes import gather_on_read, give_methods, rebuild_specs
 from fsdp_compile.modules.methods import ShardedModule
+from fsdp_compile.modules.stored_shards import explain_backwards
 from fsdp_compile.modules.torch_state import show_to_torch, torch_state
 from fsdp_compile.runtime import (
     accumulation,
@@ -247,6 +248,7 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
         follow_replaced(param.parameter)
     loaded_state.follow_optimizers()
     chosen_gradients.follow_backwards()
+    explain_backwards()
     refuse_fsdp1_methods()
     unshard.count_optimizer_steps()
 

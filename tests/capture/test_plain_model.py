@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import socket
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, UnsupportedModelError, full_params, units
+from fsdp_compile import ConfigError, UnsupportedModelError, full_params, fully_shard, units
 from tests import long
 from tests.beside import close, compile_eagerly, loss_of
 from tests.fake_world import fake_world
@@ -379,3 +380,26 @@ def test_without_a_process_group_the_missing_variables_are_named(monkeypatch: py
     assert isinstance(cause, ConfigError)
     assert "lacks WORLD_SIZE, MASTER_PORT" in str(cause)
     assert "torchrun --nproc-per-node" in str(cause)
+
+
+class _Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def test_a_layer_that_is_a_unit_is_dropped_from_a_sharded_model() -> None:
+    with fake_world(1):
+        model = _Stack()
+        for layer in model.layers:
+            fully_shard(layer)
+        compiled = compile_eagerly(fully_shard(model))
+        compiled(torch.ones(2, 4)).sum().backward()
+        del layer
+        model.layers = model.layers[:1]
+        gc.collect()
+        assert compiled(torch.ones(2, 4)).shape == (2, 4)

@@ -187,6 +187,22 @@ ROWS: Final = (
         "return self.head(self.m(x) * (1 + places.get(id(self.m.weight), 5)))",
     ),
     Row(
+        "`id()` of parameters, not compiled",
+        _LINEAR,
+        "places = {id(p): place for place, p in enumerate(self.parameters())}\n"
+        "return self.head(self.m(x) * (1 + places.get(id(self.m.weight), 5)))",
+        shard="fully_shard(model)",
+        compiled=_UNCOMPILED,
+    ),
+    Row(
+        "a dict by parameters, not compiled",
+        _LINEAR,
+        "places = {p: place for place, p in enumerate(self.parameters())}\n"
+        "return self.head(self.m(x) * (1 + places[self.m.weight]))",
+        shard="fully_shard(model)",
+        compiled=_UNCOMPILED,
+    ),
+    Row(
         "a table by `type(self.m)`",
         _LINEAR,
         "return self.head({nn.Linear: self.m}.get(type(self.m), lambda x: x)(x))",

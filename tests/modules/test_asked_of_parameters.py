@@ -45,6 +45,18 @@ def _between_graphs(model: _Asks) -> int:
     return answers
 
 
+def _ids_with_reads_between(model: _Asks) -> int:
+    places = {id(p): place for place, p in enumerate(model.parameters())}
+    others = [model.own * 1, model.a.bias * 1]  # memory of an object that was freed would be taken again
+    return 1 + places[id(model.a.weight)] + len(others)
+
+
+def _key_of_a_kept_read(model: _Asks) -> int:
+    own, bias = model.own, model.a.bias
+    places = {own: 1, bias: 2}
+    return 2 if model.own in places else 1
+
+
 QUESTIONS: dict[str, Callable[[_Asks], int]] = {
     "isinstance": lambda m: 2 if isinstance(m.own, nn.Parameter) else 1,
     "isinstance, of a result": lambda m: 2 if isinstance(m.own * 1, nn.Parameter) else 1,
@@ -54,6 +66,11 @@ QUESTIONS: dict[str, Callable[[_Asks], int]] = {
     "not tied": lambda m: 2 if m.a.bias is m.b.bias else 1,
     "in a list": lambda m: 2 if any(p is m.own for p in m.parameters()) else 1,
     "in a set": lambda m: len({m.a.weight, m.b.weight, m.a.bias, m.b.bias}),
+    "in a set of all": lambda m: 2 if m.own in set(m.parameters()) else 1,
+    "in a dict": lambda m: dict[object, int](zip(m.parameters(), range(9), strict=False))[m.a.weight] + 1,
+    "a read before others": _key_of_a_kept_read,
+    "ids": _ids_with_reads_between,
+    "how many ids": lambda m: len({id(p) for p in m.parameters()}),
     "how many": lambda m: len(list(m.parameters())),
     "how many places": lambda m: len(list(m.named_parameters(remove_duplicate=False))),
     "how many of its own": lambda m: len(list(m.parameters(recurse=False))),
@@ -90,6 +107,21 @@ def _check_frozen_between() -> None:
 
 def test_parameters_are_frozen_and_thawed_that_a_forward_iterates_over() -> None:
     run_ranks(_check_frozen_between)
+
+
+class _ReadsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        reads = [self.layer.weight, self.layer.bias, self.layer.weight]
+        return self.layer(x) * len(set(reads))
+
+
+def test_two_reads_that_become_keys_are_refused_in_uncompiled_code() -> None:
+    with fake_world(2), pytest.raises(UnsupportedModelError, match=r"(?s)two reads.*weight of Linear.*read it once"):
+        fully_shard(_ReadsTwice())(torch.ones(2, WIDTH))
 
 
 def test_questions_of_uncompiled_code_are_answered_as_in_one_process() -> None:
