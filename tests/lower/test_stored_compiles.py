@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from fsdp_compile import RankMismatchError, explain, fully_shard, step_in_backward
-from fsdp_compile._torch.inductor_cache import cache_in
+from fsdp_compile._torch.inductor_cache import cache_folder, cache_in
 from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile.cost.hardware import Hardware, MeasuredCollective, hardware
 from fsdp_compile.lower import region_key
@@ -263,8 +263,9 @@ def _train_twice(kind: str, folder: Path, tag: Path) -> tuple[Differences, int]:
 
 
 @pytest.mark.parametrize("kind", ["frozen"])
-def test_what_is_loaded_trains_like_one_process(kind: str, shared: Path, tmp_path: Path) -> None:
-    results = run_ranks(_train_twice, kind, shared, tmp_path)
+def test_what_is_loaded_trains_like_one_process(kind: str, tmp_path: Path) -> None:
+    # In the folder of all tests, where an earlier session has compiled the C++ code.
+    results = run_ranks(_train_twice, kind, cache_folder(), tmp_path)
     assert all(hits for _, hits in results)
     assert_equal_training([differences for differences, _ in results])
 
