@@ -56,7 +56,7 @@ def _new_folder(folder: Path) -> Iterator[None]:
 @contextmanager
 def _new_keys(folder: Path, tag: Path) -> Iterator[None]:
     """As if nothing were stored in a folder, but that C++ code compiled there need not be compiled again."""
-    with _new_folder(folder), torch.compiler.config.patch(cache_key_tag=str(tag)):
+    with _new_folder(folder), torch.compiler.config.patch(cache_key_tag=str(tag)):  # type: ignore[attr-defined]
         yield
 
 
