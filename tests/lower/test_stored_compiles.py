@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from fsdp_compile import RankMismatchError, explain, fully_shard, step_in_backward
-from fsdp_compile._torch.inductor_cache import cache_in
+from fsdp_compile._torch.inductor_cache import cache_folder, cache_in
 from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile.cost.hardware import Hardware, MeasuredCollective, hardware
 from fsdp_compile.lower import region_key
@@ -50,6 +50,13 @@ class _Model(nn.Module):
 def _new_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(mode=0o700, exist_ok=True)
     with cache_in(folder):
+        yield
+
+
+@contextmanager
+def _new_keys(folder: Path, tag: Path) -> Iterator[None]:
+    """As if nothing were stored in a folder, but that C++ code compiled there need not be compiled again."""
+    with _new_folder(folder), torch.compiler.config.patch(cache_key_tag=str(tag)):  # type: ignore[attr-defined]
         yield
 
 
@@ -83,8 +90,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shared") / "cache"
 
 
-def test_the_second_compile_is_loaded_and_reports_the_same(tmp_path: Path) -> None:
-    with fake_world(2), _new_folder(tmp_path / "cache"):
+def test_the_second_compile_is_loaded_and_reports_the_same(shared: Path, tmp_path: Path) -> None:
+    with fake_world(2), _new_keys(shared, tmp_path):
         (first, report), (second, report_again) = _step(), _step()
         assert (first, second) == ("compiled", "loaded")
         assert report_again == report
@@ -234,19 +241,20 @@ def test_tensor_parallelism_is_not_stored(shared: Path) -> None:
 
 
 @long.parametrize("folder", ["fxgraph", "aotautograd"], always=["aotautograd"])
-def test_a_damaged_folder_costs_a_compile(folder: str, tmp_path: Path) -> None:
-    with fake_world(2), _new_folder(tmp_path / "cache"):
+def test_a_damaged_folder_costs_a_compile(folder: str, shared: Path, tmp_path: Path) -> None:
+    others = set((shared / folder).rglob("*"))
+    with fake_world(2), _new_keys(shared, tmp_path):
         _step()
-        damaged = [path for path in (tmp_path / "cache" / folder).rglob("*") if path.is_file()]
+        damaged = [path for path in (shared / folder).rglob("*") if path.is_file() and path not in others]
         assert damaged
         for path in damaged:
             path.write_bytes(b"")
         assert _step()[0] != "loaded"
 
 
-def _train_twice(kind: str, folder: str) -> tuple[Differences, int]:
+def _train_twice(kind: str, folder: Path, tag: Path) -> tuple[Differences, int]:
     """Trains beside one process with what this rank compiles, or waits for, and again with what it loads."""
-    with cache_in(Path(folder)):
+    with _new_keys(folder, tag):
         train_pair(KINDS[kind], options={"lower": "inductor"})
         dist.barrier()
         torch._dynamo.reset()
@@ -256,8 +264,8 @@ def _train_twice(kind: str, folder: str) -> tuple[Differences, int]:
 
 @pytest.mark.parametrize("kind", ["frozen"])
 def test_what_is_loaded_trains_like_one_process(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir(mode=0o700)
-    results = run_ranks(_train_twice, kind, str(tmp_path / "cache"))
+    # In the folder of all tests, where an earlier session has compiled the C++ code.
+    results = run_ranks(_train_twice, kind, cache_folder(), tmp_path)
     assert all(hits for _, hits in results)
     assert_equal_training([differences for differences, _ in results])
 
@@ -281,10 +289,10 @@ def _mismatch(error: BackendCompilerFailed) -> RankMismatchError:
     return error.inner_exception
 
 
-def _choose(which: list[list[int]], folder: str) -> tuple[str, int]:
+def _choose(which: list[list[int]], folder: Path, tag: Path) -> tuple[str, int]:
     """Trains new models that read one layer after the other, as `which` says for each rank."""
     hits = 0
-    with cache_in(Path(folder)):
+    with _new_keys(folder, tag):
         for chosen in which[dist.get_rank()]:
             torch._dynamo.reset()
             counters.clear()
@@ -303,11 +311,10 @@ def _choose(which: list[list[int]], folder: str) -> tuple[str, int]:
     return "", hits
 
 
-def test_ranks_that_load_other_graphs_are_told(tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir(mode=0o700)
-    first = run_ranks(_choose, [[0, 2], [0, 2]], str(tmp_path / "cache"))
+def test_ranks_that_load_other_graphs_are_told(shared: Path, tmp_path: Path) -> None:
+    first = run_ranks(_choose, [[0, 2], [0, 2]], shared, tmp_path)
     assert all(text == "" for text, _ in first)
     assert sum(hits for _, hits in first) == 2, "one of two ranks compiles each, the other one loads"
-    results = run_ranks(_choose, [[0], [2]], str(tmp_path / "cache"))
+    results = run_ranks(_choose, [[0], [2]], shared, tmp_path)
     assert [hits for _, hits in results] == [1, 1]
     assert all("compile different collectives" in text for text, _ in results), results
