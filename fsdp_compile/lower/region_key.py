@@ -96,12 +96,12 @@ def _reads(gm: fx.GraphModule) -> Iterator[UnshardSpec]:
                 yield parse(next(value for value in node.args if isinstance(value, str)))
 
 
-def _hardware(given: Hardware | None) -> tuple[str, int | None, str, str]:
-    """What plans depend on: the device, the ranks of a host, how float32 is multiplied, all numbers that were given."""
+def _hardware(given: Hardware | None) -> tuple[str, int | None, bool, str]:
+    """What plans depend on: the device, the ranks of a host, whether float32 is rounded, all numbers that were given."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     # Not its own `repr`, which leaves tables of measured times out.
     numbers = "" if given is None else repr(dataclasses.asdict(given))
-    return name, ranks_per_host(), torch.backends.cuda.matmul.fp32_precision, numbers
+    return name, ranks_per_host(), torch.backends.cuda.matmul.fp32_precision == "tf32", numbers
 
 
 @functools.cache
