@@ -6,6 +6,7 @@ import copy
 import gc
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
