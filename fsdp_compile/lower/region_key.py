@@ -97,7 +97,7 @@ def _reads(gm: fx.GraphModule) -> Iterator[UnshardSpec]:
 
 
 def _hardware(given: Hardware | None) -> tuple[str, int | None, bool, str]:
-    """What plans depend on: the device, the ranks of a host, whether float32 is rounded, all numbers that were given."""
+    """What plans depend on: the device, the ranks of a host, whether float32 is rounded, all given numbers."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     # Not its own `repr`, which leaves tables of measured times out.
     numbers = "" if given is None else repr(dataclasses.asdict(given))
