@@ -119,7 +119,8 @@ def _backward_of_a_split_llama() -> tuple[Plan, float]:
         for module in (*model.layers, model):
             fully_shard(module, mesh=mesh["dp"])
         there = hardware("cpu", ranks_per_host=2)
-        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "hardware": there})
+        options: dict[str, Any] = {"lower": "eager", "hardware": there}
+        compiled = torch.compile(model, backend="fsdp", options=options)
         compiled(torch.full((16, 64), VOCABULARY - 1)).backward()
         plan = explain(compiled, hardware=there)
     return plan, sum(own.exposed_us for own in plan.graphs[1].own)
