@@ -26,7 +26,6 @@ DEFAULT_PASSES: Final = (
     "insert-collectives",
     "bucket",
     "update-in-backward",
-    "hide-own-collectives",
     "delay-weight-gradients",
     "schedule-auto",
     "order-updates",
