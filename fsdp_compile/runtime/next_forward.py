@@ -10,9 +10,10 @@ A forward without gradients (an evaluation) frees them. Values that are outdated
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -29,10 +30,14 @@ class NextForward:
     """What is gathered for the next forward of one model.
 
     Attributes:
+        number: Counts them in the order in which their models first trained, which is the same on every rank.
         is_expected: Whether a forward with gradients was the last one, so that another one is expected.
     """
 
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
     def __init__(self) -> None:
+        self.number = next(NextForward._numbers)
         self.is_expected = False
         self._groups: tuple[weakref.ref[FSDPParamGroup], ...] = ()
         self._gathered_from: weakref.WeakKeyDictionary[FSDPParamGroup, torch.Tensor] = weakref.WeakKeyDictionary()
@@ -131,6 +136,9 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     # In backward, units are updated one by one; an optimizer that sees whole parameters steps once for each.
     if backward_in_progress() != -1 or SEES_WHOLE in vars(optimizer):
         return
-    for model in dict.fromkeys(group.unit.model_ref() for group in FSDPParamGroup.alive()):
-        if model is not None and model.next_forward is not None and model.next_forward.is_expected:
-            model.next_forward.start()
+    models = {group.unit.model_ref() for group in FSDPParamGroup.alive()}
+    found: list[NextForward] = [model.next_forward for model in models if model is not None and model.next_forward]
+    # Groups are known by their memory, whose order differs between ranks; that of collectives must not.
+    for each in sorted(found, key=lambda known: known.number):
+        if each.is_expected:
+            each.start()

@@ -6,6 +6,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,16 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import explain, fully_shard, no_sync, step_in_backward
+from fsdp_compile import explain, fully_shard, step_in_backward
+from fsdp_compile._torch.inductor_cache import cache_in
+from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError, UnsupportedModelError
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime import unshard
 from fsdp_compile.runtime.module_state import units
 from tests import long
+from tests.models.extended import Half, Layers
 from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, loss_of
 from tests.ranks import run_ranks
@@ -79,16 +85,17 @@ def _evaluate(model: nn.Module) -> None:
         model(batch)
 
 
-def _accumulate(model: nn.Module) -> None:
-    with no_sync(model):
-        _backward(model, 100)
+def _accumulate(model: Any) -> None:
+    model.set_requires_gradient_sync(False)
+    _backward(model, 100)
+    model.set_requires_gradient_sync(True)
 
 
 def _nothing(_model: nn.Module) -> None:
     """Two steps with nothing between them."""
 
 
-BETWEEN: tuple[Callable[[nn.Module], None], ...] = (
+BETWEEN: tuple[Callable[[Any], None], ...] = (
     _nothing,
     _nothing,
     _scale,
@@ -100,12 +107,24 @@ BETWEEN: tuple[Callable[[nn.Module], None], ...] = (
 """What happens after each step."""
 
 
+def _fsdp2() -> Any:
+    torch.manual_seed(0)
+    model: Any = Slim(2)
+    for part in (*model.blocks, model):
+        fsdp2(part)
+        part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide for it
+    return model
+
+
 def _train(lower: str, updates: str) -> tuple[bool, list[list[str]], list[int]]:
-    """Whether two models stay the same, what is unsharded after each step, and how many graphs there are by then."""
-    models = [_model(lower=lower), _model(lower=lower, **AFTER_STEP)]
+    """Whether two models stay the same, what is unsharded after each step, and how many graphs there are by then.
+
+    The other model is FSDP2's; where Inductor rounds otherwise, it is the same one without the option.
+    """
+    models = [_fsdp2() if lower == "eager" else _model(lower=lower), _model(lower=lower, **AFTER_STEP)]
     optimizers = [_optimizer(model) for model in models]
     if updates == "in_backward":
-        optimizers = [step_in_backward(optimizer) for optimizer in optimizers]
+        optimizers[1] = step_in_backward(optimizers[1])
     seen, graphs = [], []
     torch._dynamo.config.recompile_limit = 32  # the two models have one forward
     is_usual = (lower, updates) == ("eager", "after_backward")
@@ -133,6 +152,47 @@ def test_numbers_stay_the_same_bits_and_the_second_step_compiles_once_more(lower
         assert graphs[1] == graphs[0] + 1
         assert graphs[3] == graphs[1]  # a write, and a load
         assert graphs[-1] == graphs[len(graphs) // 2 - 1]  # the same again
+
+
+def _two_models() -> list[str]:
+    """Whose groups are gathered, in order, when their optimizer steps: the model that was sharded last trains first."""
+    models = [_model(**AFTER_STEP), _model(**AFTER_STEP)]
+    for model in reversed(models):
+        _backward(model, 0)
+    parameters = [p for model in models for p in model.parameters()]
+    with mock.patch.object(unshard, "_start_all_gather", wraps=unshard._start_all_gather) as started:
+        torch.optim.SGD(parameters, lr=0.1).step()
+    for model in models:
+        _reshard(model)
+    owners = {id(unit.model): str(i) for i, model in enumerate(models) for unit in units(model)}
+    return [owners[id(call.args[0].unit.model)] for call in started.call_args_list]
+
+
+def test_models_gather_in_the_order_in_which_they_trained() -> None:
+    assert run_ranks(_two_models) == [["1", "0"]] * 2
+
+
+def _again(folder: str) -> tuple[int, list[str]]:
+    """How many graphs a second model loaded, and what is unsharded after its third step."""
+    with cache_in(Path(folder)):
+        _third_step(_model(lower="inductor", **AFTER_STEP))
+        dist.barrier()
+        torch._dynamo.reset()
+        counters.clear()
+        model = _model(lower="inductor", **AFTER_STEP)
+        unsharded = _third_step(model)
+        _reshard(model)
+        return counters["aot_autograd"]["autograd_cache_hit"], unsharded
+
+
+@pytest.mark.long
+@pytest.mark.inductor
+@pytest.mark.skipif(not CAN_STORE, reason="this torch's cache of whole compiles has another form")
+def test_compiles_that_are_loaded_know_what_is_gathered_first(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    for loaded, unsharded in run_ranks(_again, str(tmp_path / "cache")):
+        assert loaded > 0
+        assert len(unsharded) == 1
 
 
 def _between_steps() -> dict[str, Any]:
@@ -230,20 +290,30 @@ def test_explain_shows_what_is_sent_between_steps() -> None:
     assert "between steps" not in str(without)
 
 
+CUDA_GRAPHS = {"lower": "inductor", "inductor": {"triton.cudagraphs": True}}
+
+
+REFUSED: tuple[tuple[Callable[[], nn.Module], dict[str, Any], str], ...] = (
+    (lambda: fully_shard(Layers(None), reshard_after_forward="auto"), {}, "reshard_after_forward=True"),
+    (lambda: fully_shard(Layers(None), offload_policy=CPUOffloadPolicy()), {}, "its shards are on the host"),
+    (lambda: fully_shard(Layers(Half)), {}, "the class of its parameters says how they are gathered"),
+    (lambda: fully_shard(Layers(None)), CUDA_GRAPHS, "CUDA graphs read their inputs where they were recorded"),
+)
+
+
 def _refused() -> list[str]:
     messages = []
-    for options in ({"reshard_after_forward": "auto"}, {"offload_policy": CPUOffloadPolicy()}):
-        model = fully_shard(Slim(1), **options)
-        compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", **AFTER_STEP})
-        with pytest.raises(BackendCompilerFailed) as caught:
-            _backward(compiled, 0)  # type: ignore[arg-type]
+    for make, options, _ in REFUSED:
+        compiled = torch.compile(make(), backend="fsdp", options={"lower": "eager", **AFTER_STEP, **options})
+        with pytest.raises(Exception, match=r"unshard_after_step") as caught:
+            compiled(torch.ones(2, 6)).sum().backward()
         messages.append(str(caught.value))
     return messages
 
 
 def test_what_is_not_supported_is_refused_by_name() -> None:
-    for auto, offloaded in run_ranks(_refused):
-        assert "reshard_after_forward=True" in auto
-        assert "its shards are on the host" in offloaded
+    for messages in run_ranks(_refused):
+        for message, (*_, told) in zip(messages, REFUSED, strict=True):
+            assert told in message
     with pytest.raises(ConfigError, match=r"unshard_after_step.*refine_after"):
         FSDPOptions(refine_after=1, **AFTER_STEP)  # type: ignore[arg-type]
