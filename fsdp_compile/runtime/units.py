@@ -284,7 +284,7 @@ class FSDPUnit:
         backward_prefetch: The same in backward.
         sharded_by_backend: Whether a compile made it, with the options of that compile.
         compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
-        number: Of the units that its ranks have sharded over their group, alike on all. `number_in_call`: of its meshes.
+        number: Of the units that its ranks have sharded over their group, alike on all; `number_in_call`: of its mesh.
     """
 
     root_ref: weakref.ref[nn.Module]
