@@ -10,10 +10,9 @@ A forward without gradients (an evaluation) frees them. Values that are outdated
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -30,14 +29,10 @@ class NextForward:
     """What is gathered for the next forward of one model.
 
     Attributes:
-        number: Counts them in the order in which their models first trained, which is the same on every rank.
         is_expected: Whether a forward with gradients was the last one, so that another one is expected.
     """
 
-    _numbers: ClassVar[Iterator[int]] = itertools.count()
-
     def __init__(self) -> None:
-        self.number = next(NextForward._numbers)
         self.is_expected = False
         self._groups: tuple[weakref.ref[FSDPParamGroup], ...] = ()
         self._gathered_from: weakref.WeakKeyDictionary[FSDPParamGroup, torch.Tensor] = weakref.WeakKeyDictionary()
@@ -47,6 +42,12 @@ class NextForward:
     def groups(self) -> list[FSDPParamGroup]:
         """The parameter groups that are gathered first; none if they are not known, or not part of a model any more."""
         return [group for reference in self._groups if (group := reference()) is not None]
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Its place among those of all models, the same on every rank; "" as the name if nothing is gathered first."""
+        groups = self.groups
+        return (groups[0].params[0].spec.group, groups[0].unit.number) if groups else ("", 0)
 
     def choose(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Sets the parameter groups that are gathered first, unless they are known."""
@@ -139,6 +140,6 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     models = {group.unit.model_ref() for group in FSDPParamGroup.alive()}
     found: list[NextForward] = [model.next_forward for model in models if model is not None and model.next_forward]
     # Groups are known by their memory, whose order differs between ranks; that of collectives must not.
-    for each in sorted(found, key=lambda known: known.number):
+    for each in sorted(found, key=lambda known: known.place):
         if each.is_expected:
             each.start()

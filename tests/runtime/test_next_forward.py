@@ -155,7 +155,7 @@ def test_numbers_stay_the_same_bits_and_the_second_step_compiles_once_more(lower
 
 
 def _two_models() -> list[str]:
-    """Whose groups are gathered, in order, when their optimizer steps: the model that was sharded last trains first."""
+    """Whose groups are gathered, in order, when their optimizer steps; trained in another order than sharded."""
     models = [_model(**AFTER_STEP), _model(**AFTER_STEP)]
     for model in reversed(models):
         _backward(model, 0)
@@ -168,8 +168,8 @@ def _two_models() -> list[str]:
     return [owners[id(call.args[0].unit.model)] for call in started.call_args_list]
 
 
-def test_models_gather_in_the_order_in_which_they_trained() -> None:
-    assert run_ranks(_two_models) == [["1", "0"]] * 2
+def test_models_gather_in_the_order_in_which_they_were_sharded() -> None:
+    assert run_ranks(_two_models) == [["0", "1"]] * 2
 
 
 def _again(folder: str) -> tuple[int, list[str]]:
