@@ -28,6 +28,7 @@ from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.passes.bucket import BucketCollectives
 from fsdp_compile.passes.delay_weight_gradients import DelayWeightGradients
 from fsdp_compile.passes.explicit_prefetch import ExplicitPlan, ExplicitPrefetch
+from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives
 from fsdp_compile.passes.insert_collectives import InsertCollectives
 from fsdp_compile.passes.order_updates import OrderUpdates
 from fsdp_compile.passes.planned_times import planned_times
@@ -69,7 +70,8 @@ def passes(options: FSDPOptions) -> tuple[GraphPass[Any], ...]:
         return (*first, SchedulePrefetch(options.prefetch), ScheduleReduce(), *last)
     fusion = FUSION[options.lower]
     # Delaying needs activations longer, which a budget may not have room for.
-    delayed = () if options.memory_budget_gb is not None else (DelayWeightGradients(hardware, fusion),)
+    delays = (HideOwnCollectives(hardware, fusion), DelayWeightGradients(hardware, fusion))
+    delayed = () if options.memory_budget_gb is not None else delays
     schedule = ScheduleAuto(hardware, budget_bytes(options), fusion)
     return (*first, *delayed, schedule, *last)
 

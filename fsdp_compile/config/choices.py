@@ -26,6 +26,7 @@ DEFAULT_PASSES: Final = (
     "insert-collectives",
     "bucket",
     "update-in-backward",
+    "hide-own-collectives",
     "delay-weight-gradients",
     "schedule-auto",
     "order-updates",

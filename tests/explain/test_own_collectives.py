@@ -17,9 +17,12 @@ from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.cost.own_collectives import is_own, own_communication
 from fsdp_compile.cost.timeline import Event, Start, Wait, simulate, times_us
+from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.show.trace_events import trace_events
 from fsdp_compile.layout.hosts import GroupRanks
+from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives, HidePlan
 from tests.fake_world import fake_world
+from tests.models.tensor_parallel import VOCABULARY, Llama, split
 
 collectives = torch.ops._c10d_functional
 MB = 2**20
@@ -105,3 +108,27 @@ def test_the_planner_counts_what_nothing_hides_of_them() -> None:
     assert start == 0.0
     assert 0.0 < computed < sent.time_us
     assert wait == pytest.approx(sent.time_us - computed)
+
+
+def _backward_of_a_split_llama() -> tuple[Plan, float]:
+    """Its report, and for how long compute stands still in backward for its own collectives."""
+    torch.compiler.reset()
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = split(Llama(), mesh["tp"])
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh["dp"])
+        there = hardware("cpu", ranks_per_host=2)
+        options: dict[str, Any] = {"lower": "eager", "hardware": there}
+        compiled = torch.compile(model, backend="fsdp", options=options)
+        compiled(torch.full((16, 64), VOCABULARY - 1)).backward()
+        plan = explain(compiled, hardware=there)
+    return plan, sum(own.exposed_us for own in plan.graphs[1].own)
+
+
+def test_weight_gradients_are_computed_behind_the_programs_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, exposed_us = _backward_of_a_split_llama()
+    monkeypatch.setattr(HideOwnCollectives, "plan", lambda *_: HidePlan(()))
+    before, exposed_before_us = _backward_of_a_split_llama()
+    assert [own.sent_bytes for own in plan.graphs[1].own] == [own.sent_bytes for own in before.graphs[1].own]
+    assert 0.0 < exposed_us < 0.8 * exposed_before_us
