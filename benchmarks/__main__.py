@@ -7,6 +7,7 @@ import sys
 
 BENCHMARKS = (
     "step_time",
+    "two_links",
     "sent_bytes",
     "memory",
     "activations",

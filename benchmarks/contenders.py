@@ -31,6 +31,7 @@ class Setup:
         param_dtype: Dtype in which parameters are gathered and used; `None` for the one they have.
         options: Further options of the backend "fsdp".
         reshard_after_forward: As for our `fully_shard`.
+        mesh: Over which parameters are sharded; `None` for all ranks.
     """
 
     block: type[nn.Module]
@@ -38,6 +39,7 @@ class Setup:
     param_dtype: torch.dtype | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reshard_after_forward: bool | int | Literal["auto"] | None = None
+    mesh: dist.DeviceMesh | None = None
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -144,8 +146,8 @@ def _compile_blocks(model: nn.Module, setup: Setup) -> None:
 
 
 def mesh_of(setup: Setup) -> dist.DeviceMesh:
-    """All ranks in one dimension."""
-    return init_device_mesh(setup.device, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    """The given one, or all ranks in one dimension."""
+    return setup.mesh or init_device_mesh(setup.device, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
 _BUCKETING = {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"}

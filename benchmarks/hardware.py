@@ -7,7 +7,8 @@ import dataclasses
 import fsdp_compile
 from benchmarks.contenders import Setup
 from benchmarks.models import Task
-from fsdp_compile.cost.hardware import DEVICES, Hardware, Quantity, make_link
+from fsdp_compile.cost.hardware import DEVICES, Hardware
+from fsdp_compile.cost.links import Link, Port, Quantity, make_link
 from fsdp_compile.explain import Plan, measured
 
 
@@ -15,15 +16,20 @@ def told(setup: Setup, bytes_per_s: float, latency_us: float) -> Setup:
     """The same with the emulated link named to the planner, as users name theirs, and what is kept left to it."""
     if setup.options.get("prefetch", "auto") != "auto":
         return setup
-    link = dataclasses.replace(
-        make_link("emulated", bytes_per_s / 1e9, "the benchmark's"),
+    link = named("emulated", bytes_per_s, latency_us)
+    device = DEVICES["h200-sxm" if setup.device == "cuda" else "cpu"]
+    options = {"hardware": Hardware(device, link), **setup.options}
+    return dataclasses.replace(setup, options=options, reshard_after_forward="auto")
+
+
+def named(name: str, bytes_per_s: float, latency_us: float, port: Port = Port.GROUP) -> Link:
+    """An emulated link, as our planner takes it."""
+    return dataclasses.replace(
+        make_link(name, bytes_per_s / 1e9, "the benchmark's", port),
         rate_share=Quantity(1.0, "share of rate", "the benchmark's"),
         launch=Quantity(latency_us, "us", "the benchmark's"),
         hop=Quantity(0.0, "us", "the benchmark's"),
     )
-    device = DEVICES["h200-sxm" if setup.device == "cuda" else "cpu"]
-    options = {"hardware": Hardware(device, link), **setup.options}
-    return dataclasses.replace(setup, options=options, reshard_after_forward="auto")
 
 
 def timed(task: Task, setup: Setup, ranks: int) -> Setup:

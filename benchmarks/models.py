@@ -28,6 +28,7 @@ class LlamaSize:
         vocabulary: Tokens that there are.
         batch: Sequences per rank.
         tokens: Tokens per sequence.
+        head_width: Features of a head; `None` for `width / heads`.
     """
 
     layers: int
@@ -38,6 +39,7 @@ class LlamaSize:
     vocabulary: int
     batch: int
     tokens: int
+    head_width: int | None = None
 
 
 SMOKE = LlamaSize(layers=2, width=64, hidden=128, heads=4, key_heads=2, vocabulary=128, batch=1, tokens=16)
@@ -79,6 +81,7 @@ def llama(size: LlamaSize, *, device: str = "cpu", dtype: torch.dtype = torch.fl
         intermediate_size=size.hidden,
         num_attention_heads=size.heads,
         num_key_value_heads=size.key_heads,
+        head_dim=size.head_width or size.width // size.heads,
         vocab_size=size.vocabulary,
         max_position_embeddings=size.tokens,
         tie_word_embeddings=False,

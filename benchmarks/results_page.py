@@ -183,6 +183,22 @@ SECTIONS = (
         _draw_steps,
     ),
     Section(
+        "two_links",
+        "FSDP and tensor parallelism on two links",
+        "Two hosts of two ranks: a Llama split inside of each host and sharded between them, beside the largest of "
+        "compute and of what the bytes on each link take ([how](benchmarks.md#what-each-number-means)).",
+        {
+            "between": ("between hosts / compute", lambda ratio: f"{ratio:g}"),
+            "inside": ("inside / compute", lambda ratio: f"{ratio:g}"),
+            **_CONTENDER,
+            "median_s": ("median", ms),
+            "busy_s": ("compute or bytes sent", ms),
+            "share_of_busy": ("share of it", percent),
+            "between_bytes": ("sent between hosts", mib),
+            "inside_bytes": ("inside", mib),
+        },
+    ),
+    Section(
         "sent_bytes",
         "Bytes sent",
         "What one rank sends in a step, and the least in any schedule that holds as much.",

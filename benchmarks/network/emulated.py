@@ -74,10 +74,22 @@ class World:
         """Forgets what was sent."""
         self.traffic.clear()
 
-    def change(self, link: Link) -> None:
-        """Gives the network another link, between steps: nothing may be under way."""
-        self.network = dataclasses.replace(self.network, link=link)
+    def change(self, link: Link, node: Link | None = None) -> None:
+        """Gives the network another link, between steps: nothing may be under way.
+
+        Args:
+            link: As in `Network`.
+            node: The same; `None` leaves what is there.
+
+        Raises:
+            ValueError: If `node` is given and all groups of this network use one link.
+        """
+        if node is not None and self.network.node is None:
+            raise ValueError("the network was made without a link inside of nodes: Network(link, node=...)")
+        self.network = dataclasses.replace(self.network, link=link, node=node or self.network.node)
         self._fabric.link = link
+        if node is not None:
+            self._node.link = node
 
     def start(
         self,
@@ -89,8 +101,9 @@ class World:
     ) -> dist.Work:
         """Begins a collective of `size_bytes` in all."""
         sent = sent_bytes(kind, size_bytes, group.size())
-        self.traffic.note(kind, sent)
-        inside = len({rank // self.network.ranks_per_node for rank in group.ranks}) == 1
+        nodes = {rank // self.network.ranks_per_node for rank in group.ranks}
+        inside = self.network.node is not None and len(nodes) == 1
+        self.traffic.note(kind, sent, in_node=inside)
         lane = group.group_name if self.network.lanes is Lanes.PER_GROUP else ""
         return self._carrier.start(self._node if inside else self._fabric, lane, sent, fill, outputs)
 

@@ -49,25 +49,29 @@ class Traffic:
     Attributes:
         calls: Collectives by kind; a coalesced call is one.
         sent: Bytes by kind.
+        node_bytes: Of these, those that stayed inside of a node.
         order: Kinds and bytes in the order of the calls.
         fill_s: Time that was spent on writing outputs, which a real network would not take from the processor.
     """
 
     calls: dict[Kind, int] = dataclasses.field(default_factory=dict)
     sent: dict[Kind, float] = dataclasses.field(default_factory=dict)
+    node_bytes: float = 0.0
     order: list[tuple[Kind, float]] = dataclasses.field(default_factory=list)
     fill_s: float = 0.0
 
-    def note(self, kind: Kind, size_bytes: float) -> None:
-        """Counts one collective."""
+    def note(self, kind: Kind, size_bytes: float, *, in_node: bool) -> None:
+        """Counts one collective, of a group inside of a node or of any other."""
         self.calls[kind] = self.calls.get(kind, 0) + 1
         self.sent[kind] = self.sent.get(kind, 0.0) + size_bytes
+        self.node_bytes += size_bytes if in_node else 0.0
         self.order.append((kind, size_bytes))
 
     def clear(self) -> None:
         """Forgets everything."""
         self.calls.clear()
         self.sent.clear()
+        self.node_bytes = 0.0
         self.order.clear()
         self.fill_s = 0.0
 
@@ -82,5 +86,6 @@ class Traffic:
             "calls": {kind.value: count for kind, count in self.calls.items()},
             "sent_bytes": {kind.value: size for kind, size in self.sent.items()},
             "total_sent_bytes": self.total_bytes,
+            "node_bytes": self.node_bytes,
             "fill_s": self.fill_s,
         }

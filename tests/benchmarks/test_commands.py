@@ -70,6 +70,18 @@ def test_chunks_of_a_loss_gather_the_head_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_both_links_of_tensor_parallelism_are_counted(tmp_path: Path) -> None:
+    rows = _by_name(_run("two_links", tmp_path, "--lower", "eager")["results"])
+    assert list(rows) == ["unsharded", "fsdp2", "fsdp2_compiled_blocks", "fsdp_compile"]
+    assert not any("error" in row for row in rows.values())
+    assert rows["unsharded"]["between_bytes"] == 0.0
+    # The split model's collectives are the program's: everyone sends the same.
+    assert len({row["inside_bytes"] for row in rows.values()}) == 1
+    assert 0.0 < rows["fsdp_compile"]["between_bytes"] <= 1.1 * rows["fsdp2"]["between_bytes"]
+    assert all(0.0 < row["share_of_busy"] < 1.1 for row in rows.values())
+
+
+@pytest.mark.long
 def test_many_ranks_agree(tmp_path: Path) -> None:
     rows = _run("agreement", tmp_path)["results"]
     assert len({row["the last one"] for row in rows}) == len(rows) == 4

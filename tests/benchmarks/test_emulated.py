@@ -120,7 +120,7 @@ def test_two_groups_take_turns_or_share(lanes: Lanes, end_s: float) -> None:
 def test_groups_inside_a_node_use_its_link() -> None:
     clock = VirtualClock()
     slow, quick = Link(bytes_per_s=1e6), Link(bytes_per_s=4e6)
-    with emulated_world(RANKS, Network(slow, node=quick, ranks_per_node=4), clock=clock):
+    with emulated_world(RANKS, Network(slow, node=quick, ranks_per_node=4), clock=clock) as world:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         clock_at_start = clock.now_s()
         dist.all_gather_into_tensor(torch.empty(1_000_000), torch.ones(250_000), group=mesh.get_group("shard"))
@@ -128,6 +128,24 @@ def test_groups_inside_a_node_use_its_link() -> None:
         clock_at_start = clock.now_s()
         dist.all_reduce(torch.ones(250_000), group=mesh.get_group("replicate"))
         assert clock.now_s() - clock_at_start == pytest.approx(1e6 / 1e6)
+        assert (world.traffic.node_bytes, world.traffic.total_bytes) == (3e6, 4e6)
+        world.reset()
+        assert world.traffic.node_bytes == 0.0
+
+
+def test_both_links_are_changed() -> None:
+    clock = VirtualClock()
+    with emulated_world(2, Network(Link(1e15), node=Link(1e15), ranks_per_node=2), clock=clock) as world:
+        world.change(Link(1e15), node=Link(bytes_per_s=2e6))
+        started_s = clock.now_s()
+        dist.all_reduce(torch.ones(250_000))
+        assert clock.now_s() - started_s == pytest.approx(1e6 / 2e6)
+        world.change(Link(1e15))
+        started_s = clock.now_s()
+        dist.all_reduce(torch.ones(250_000))
+        assert clock.now_s() - started_s == pytest.approx(1e6 / 2e6)
+    with emulated_world(2, FAST) as world, pytest.raises(ValueError, match="without a link inside of nodes"):
+        world.change(Link(1e15), node=Link(1e15))
 
 
 @pytest.mark.core
