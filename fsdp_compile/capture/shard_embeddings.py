@@ -81,8 +81,8 @@ def _problems(weight: fx.Node, spec: UnshardSpec, given: dict[str, Any]) -> Iter
         yield f"its weight is sharded on dimension {spec.dim}", "Shard(0) for it"
     if given["sparse"]:
         yield "sharded gradients are dense", "sparse=False"
-    if spec.gather_dtype is not None:
-        yield "gather_dtype sends parameters in 8 bits, and rows are sent as they are", "embedding='gathered'"
+    if spec.gather_format:
+        yield "gather_dtype sends parameters in fewer bits, and rows are sent as they are", "embedding='gathered'"
     if spec.hook:
         yield "a communication hook of the user's reduces full gradients", "embedding='gathered'"
     if spec.compute:

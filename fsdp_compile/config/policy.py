@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.ops.quantize import SUPPORTED
+from fsdp_compile.layout.wire_formats import ASKED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +33,10 @@ class MixedPrecision(MixedPrecisionPolicy):
         keep_low_precision_grads: `.grad` is left in `param_dtype`. Such gradients are summed in the parameter's dtype
             and rounded after each backward. The optimizer must accept them.
         gather_dtype: `torch.int8` or `torch.float8_e4m3fn` to send large parameters in 8 bits, with one scale for each
-            128 elements: 1.03 bytes each instead of `param_dtype`'s. Parameters whose share per rank is below 16 KiB
-            are sent in `param_dtype`. `ops/quantize.py` has the error: at most 1/254 of the block's largest magnitude
-            for int8, 1/28 for float8. `None` sends `param_dtype`.
+            128 elements, or "mxfp8", with one for each 32: 1.03 bytes each instead of `param_dtype`'s. "nvfp4" sends
+            0.56 bytes. Parameters whose share per rank is below 16 KiB are sent in `param_dtype`.
+            `layout/wire_formats.py` has the error: at most 1/254 of the block's largest magnitude for int8, 1/28 for
+            float8, 1/14 for mxfp8, and about 1/6 for nvfp4. `None` sends `param_dtype`.
         cast_root_forward_inputs: `cast_forward_inputs` for the outermost sharded module; `None` for the same as for any
             other.
     """
@@ -44,17 +45,17 @@ class MixedPrecision(MixedPrecisionPolicy):
     full_precision_classes: tuple[type[nn.Module], ...] = (_BatchNorm,)
     full_precision_in_eval: bool = False
     keep_low_precision_grads: bool = False
-    gather_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | str | None = None
     cast_root_forward_inputs: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             _check_dtype(name, getattr(self, name))
-        if self.gather_dtype is not None and self.gather_dtype not in SUPPORTED:
+        if self.gather_dtype is not None and self.gather_dtype not in ASKED:
             raise ConfigError(
                 f"gather_dtype is {self.gather_dtype!r}",
                 where="MixedPrecision(gather_dtype=...)",
-                instead=f"one of {', '.join(map(str, SUPPORTED))}, or None to send param_dtype",
+                instead=f"one of {', '.join(map(_spelled, ASKED))}, or None to send param_dtype",
             )
         classes = self.full_precision_classes
         if not isinstance(classes, tuple) or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
@@ -104,6 +105,10 @@ def as_mixed_precision(policy: AnyPrecisionPolicy) -> MixedPrecision:
         where="fully_shard(mp_policy=...)",
         instead="torch.distributed.fsdp.MixedPrecisionPolicy, or fsdp_compile.MixedPrecision",
     )
+
+
+def _spelled(asked: torch.dtype | str) -> str:
+    return repr(asked) if isinstance(asked, str) else str(asked)
 
 
 def _check_dtype(name: str, dtype: object) -> None:

@@ -63,9 +63,12 @@ class FlatLayout:
     numel: int
 
 
-def aligned_numel(*dtypes: torch.dtype) -> int:
-    """Elements of which slots are a multiple, in a flat parameter that is stored, sent or reduced in `dtypes`."""
-    return ALIGNMENT_BYTES // min(AUTOCAST_BYTES, *(dtype.itemsize for dtype in dtypes))
+def aligned_numel(*dtypes: torch.dtype, per_byte: int = 0) -> int:
+    """Elements of which slots are a multiple, in a flat parameter that is stored, sent or reduced in `dtypes`.
+
+    `per_byte` is how many are sent in a byte, if large ones are; else 0.
+    """
+    return ALIGNMENT_BYTES * per_byte or ALIGNMENT_BYTES // min(AUTOCAST_BYTES, *(dtype.itemsize for dtype in dtypes))
 
 
 def shard_numel(shape: tuple[int, ...], dim: int | None, size: int) -> int:
@@ -88,6 +91,7 @@ def plan_layout(
     stored: torch.dtype,
     sent: torch.dtype,
     reduced: torch.dtype | None = None,
+    per_byte: int = 0,
 ) -> FlatLayout:
     """Lays parameters out one after the other: small ones first, so that they are sent as one packed piece.
 
@@ -97,8 +101,9 @@ def plan_layout(
         stored: Dtype of the flat parameter.
         sent: Dtype of all-gathers, which may be narrower.
         reduced: Dtype of reductions; by default `sent`.
+        per_byte: Elements that are sent in a byte, if large parameters are sent in a `WireFormat`.
     """
-    step = aligned_numel(stored, sent, reduced or sent)
+    step = aligned_numel(stored, sent, reduced or sent, per_byte=per_byte)
     numels = [shard_numel(p.shape, p.dim, size) for p in parameters]
     order = sorted(range(len(parameters)), key=lambda i: numels[i] * stored.itemsize >= LARGE_BYTES)
     slots = []

@@ -67,8 +67,8 @@ class UnshardSpec:
         replicate_group: Alias of the replicate group, empty if there is none.
         stride: Distance of neighbours in the shard group, in ranks of the world: how times are estimated depends on it.
         replicate_stride: The same of the replicate group; 1 if there is none.
-        param_dtype: Dtype of the unsharded parameter, which is sent unless `gather_dtype` says otherwise.
-        gather_dtype: 8-bit dtype that is sent, with scales (`ops/quantize.py`); `None` sends `param_dtype`.
+        param_dtype: Dtype of the unsharded parameter, which is sent unless `gather_format` says otherwise.
+        gather_format: Name of the format that is sent (`wire_formats.py`); empty to send `param_dtype`.
         hook: Key of the user's function that reduces gradients over the group; empty for an average.
         order: Dimensions from the outermost to the innermost in the memory of the unsharded parameter (channels last,
             say); empty for a contiguous one. Flat parameters are always contiguous.
@@ -96,7 +96,7 @@ class UnshardSpec:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reshard: Reshard = Reshard.AFTER_FORWARD
-    gather_dtype: torch.dtype | None = None
+    gather_format: str = ""
     order: tuple[int, ...] = ()
     grad_placement: GradPlacement = GradPlacement.REDUCED
     divide: float | None = None
@@ -169,8 +169,8 @@ class UnshardSpec:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """Dtype of the all-gather's message: numbers of 8 bits are sent as bytes."""
-        return self.param_dtype if self.gather_dtype is None else torch.uint8
+        """Dtype of the all-gather's message: numbers of fewer bits are sent as bytes."""
+        return torch.uint8 if self.gather_format else self.param_dtype
 
     @property
     def is_contiguous(self) -> bool:
@@ -190,8 +190,8 @@ class UnshardSpec:
         if self.replicas > 1:
             fields["replicas"] = f"{self.replicate_group}/{self.replicas}"
         fields["param"] = _dtype_name(self.param_dtype)
-        if self.gather_dtype is not None:
-            fields["gather"] = _dtype_name(self.gather_dtype)
+        if self.gather_format:
+            fields["gather"] = self.gather_format
         fields["reduce"] = _dtype_name(self.reduce_dtype)
         if self.hook:
             fields["hook"] = self.hook
@@ -250,7 +250,7 @@ def parse(text: str) -> UnshardSpec:
             replicate_stride=int(fields.get("replicate_stride", usual)),
             param_dtype=_dtype(fields["param"]),
             hook=fields.get("hook", ""),
-            gather_dtype=_dtype(fields["gather"]) if "gather" in fields else None,
+            gather_format=fields.get("gather", ""),
             reduce_dtype=_dtype(fields["reduce"]),
             reshard=Reshard(fields["reshard"]),
             order=tuple(map(int, fields["order"].split("x"))) if "order" in fields else (),

@@ -7,16 +7,18 @@ As an operator it is several kernels, each of which writes its result to memory,
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import fx
 
 from fsdp_compile.cost.fusion import WRITTEN
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import require
-from fsdp_compile.layout.messages import cast, narrow, view
-from fsdp_compile.ops.quantize import BLOCK, DEQUANTIZE
-
-aten = torch.ops.aten
+from fsdp_compile.layout.messages import cast as cast_to
+from fsdp_compile.layout.messages import view
+from fsdp_compile.layout.wire_formats import FORMATS
+from fsdp_compile.ops.quantize import DEQUANTIZE
 
 
 def open_dequantize(graph: fx.Graph) -> None:
@@ -28,11 +30,8 @@ def open_dequantize(graph: fx.Graph) -> None:
 
 
 def _opened(b: GraphBuilder, node: fx.Node) -> fx.Node:
-    gathered, scales, sent, size, dtype = node.args
-    numel = b.value(node).numel()
-    blocks = view(b, b.call(aten.view.dtype, gathered, sent), [size, numel // size // BLOCK, BLOCK])  # type: ignore[list-item, operator]
-    of_ranks = view(b, b.call(aten.view.dtype, scales, torch.float32), [size, -1])  # type: ignore[list-item]
-    each = b.call(aten.unsqueeze.default, narrow(b, of_ranks, 1, 0, b.value(blocks).shape[1]), 2)
-    full = cast(b, b.call(aten.mul.Tensor, cast(b, blocks, torch.float32), each), dtype)  # type: ignore[arg-type]
+    gathered, scales = node.all_input_nodes
+    wire, size, dtype = cast(tuple[str, int, torch.dtype], node.args[2:])
+    full = cast_to(b, FORMATS[wire].decoded(b, gathered, scales, size), dtype)
     full.meta[WRITTEN] = True  # in its place, as the operator, and once for all readers
-    return view(b, full, [numel])
+    return view(b, full, [b.value(full).numel()])

@@ -47,10 +47,10 @@ def unshard(
     piece = flat[read.offset : read.offset + read.extent]
     if read.compute:
         piece = piece.to(read.compute)
-    if read.gather_dtype is not None:
-        scales = quantize.block_scales(piece, read.gather_dtype)
-        sent = _gathered(quantize.quantize(piece, scales, read.gather_dtype), read)
-        piece = quantize.dequantize(sent, _gathered(scales, read), read.gather_dtype, read.size, read.param_dtype)
+    if read.gather_format:
+        scales = quantize.block_scales(piece, read.gather_format)
+        sent = _gathered(quantize.quantize(piece, scales, read.gather_format), read)
+        piece = quantize.dequantize(sent, _gathered(scales, read), read.gather_format, read.size, read.param_dtype)
     else:
         piece = _gathered(piece.to(read.param_dtype), read)
     full = full_parameter(_EAGER, piece, read, start=0, span=read.extent)

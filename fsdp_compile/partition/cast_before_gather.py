@@ -81,7 +81,7 @@ def _note(flat: fx.Node, sent: UnshardSpec) -> None:
 
 def _narrower(spec: UnshardSpec, uses: _Uses) -> torch.dtype | None:
     """The one dtype that all readers cast to, if it is a narrower floating one that is not sent yet."""
-    if uses.others or spec.size == 1 or spec.gather_dtype is not None:
+    if uses.others or spec.size == 1 or spec.gather_format:
         return None
     dtypes = {cast.meta["val"].dtype for cast in uses.casts}
     if len(dtypes) != 1:

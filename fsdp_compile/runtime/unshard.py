@@ -221,10 +221,10 @@ def _start_extended(param: FSDPParam) -> StartedGather:
 
 def _messages(piece: torch.Tensor, spec: UnshardSpec) -> list[torch.Tensor]:
     piece = piece.to(spec.compute or piece.device)
-    if spec.gather_dtype is None:
+    if not spec.gather_format:
         return [piece.to(spec.param_dtype)]
-    scales = quantize.block_scales(piece, spec.gather_dtype)
-    return [quantize.quantize(piece, scales, spec.gather_dtype), scales]
+    scales = quantize.block_scales(piece, spec.gather_format)
+    return [quantize.quantize(piece, scales, spec.gather_format), scales]
 
 
 def _gathered(messages: list[torch.Tensor], spec: UnshardSpec) -> list[torch.Tensor]:
@@ -250,7 +250,7 @@ def _finished(group: FSDPParamGroup, running: PendingAllGather) -> UnshardedPara
     for param, messages in zip(group.params, running.messages, strict=not group.is_extended):
         spec = param.spec
         done, *scales = [collectives.wait_tensor(m) if spec.size > 1 else m for m in messages]
-        if spec.gather_dtype is not None:
-            done = quantize.dequantize(done, *scales, spec.gather_dtype, spec.size, spec.param_dtype)
+        if spec.gather_format:
+            done = quantize.dequantize(done, *scales, spec.gather_format, spec.size, spec.param_dtype)
         values[spec.offset] = full_parameter(_EAGER, done, spec, start=0, span=spec.extent)
     return UnshardedParams(values, running.version)

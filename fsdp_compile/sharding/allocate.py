@@ -22,6 +22,7 @@ from fsdp_compile.layout import flat_layout
 from fsdp_compile.layout.flat_layout import local_part, local_shape
 from fsdp_compile.layout.pairs import as_read, stored_dtype, stored_shape
 from fsdp_compile.layout.spec import UnshardSpec
+from fsdp_compile.layout.wire_formats import ASKED, WireFormat
 from fsdp_compile.modules.classes import gather_params, rebuild_specs
 from fsdp_compile.runtime import post_backward, replaced_params, update_in_backward
 from fsdp_compile.runtime.group_state import ComparedAs
@@ -137,7 +138,12 @@ def _param_group(unit: FSDPUnit, members: list[ParamToShard]) -> FSDPParamGroup:
     dtypes = _dtypes(policy, members[0])
     shapes = [flat_layout.ParameterShape(m.name, stored_shape(m.shape, first.dtype), m.dim) for m in members]
     planned = flat_layout.plan_layout(
-        shapes, size=policy.size, stored=dtypes.stored, sent=dtypes.quantized or dtypes.sent, reduced=dtypes.reduced
+        shapes,
+        size=policy.size,
+        stored=dtypes.stored,
+        sent=dtypes.sent,
+        reduced=dtypes.reduced,
+        per_byte=dtypes.wire.per_byte if dtypes.wire else 0,
     )
     buffer = _buffer(unit, members, planned.numel, dtypes.stored)
     params = [_sharded(unit, members[place.index], place, buffer, dtypes) for place in planned.slots]
@@ -162,12 +168,12 @@ def _buffer(unit: FSDPUnit, members: Sequence[ParamToShard], numel: int, dtype: 
 
 @dataclasses.dataclass(frozen=True)
 class _Dtypes:
-    """Of one parameter group: as stored, as read, as reduced, and in 8 bits if large parameters are quantized."""
+    """Of one parameter group: as stored, as read, as reduced, and how large ones are sent if they are quantized."""
 
     stored: torch.dtype
     sent: torch.dtype
     reduced: torch.dtype
-    quantized: torch.dtype | None = None
+    wire: WireFormat | None = None
 
 
 def _dtypes(policy: UnitPolicy, member: ParamToShard) -> _Dtypes:
@@ -177,8 +183,8 @@ def _dtypes(policy: UnitPolicy, member: ParamToShard) -> _Dtypes:
         return _Dtypes(stored, stored, stored)
     sent = (asked.param_dtype or stored) if stored.is_floating_point else stored
     is_quantized = stored.is_floating_point and policy.size > 1 and not member.is_extended
-    quantized = asked.gather_dtype if is_quantized else None
-    return _Dtypes(stored, sent, asked.reduce_dtype or sent, quantized)
+    wire = ASKED[asked.gather_dtype] if is_quantized and asked.gather_dtype is not None else None
+    return _Dtypes(stored, sent, asked.reduce_dtype or sent, wire)
 
 
 def _sharded(
@@ -186,6 +192,7 @@ def _sharded(
 ) -> FSDPParam:
     policy, parameter = unit.policy, member.parameter
     shape = stored_shape(member.shape, parameter.dtype)
+    is_large = flat_layout.is_large(shape, member.dim, policy.size, dtypes.stored)
     spec = UnshardSpec(
         offset=place.offset,
         extent=place.extent,
@@ -200,7 +207,7 @@ def _sharded(
         param_dtype=dtypes.sent,
         reduce_dtype=dtypes.reduced,
         hook=unit.hook.key if unit.hook is not None and parameter.requires_grad else "",
-        gather_dtype=dtypes.quantized if flat_layout.is_large(shape, member.dim, policy.size, dtypes.stored) else None,
+        gather_format=dtypes.wire.name if dtypes.wire and is_large else "",
         reshard=policy.mesh_placement.reshard,
         order=member.order or _stored_order(parameter),
         divide=unit.divide,
@@ -222,7 +229,7 @@ def _sharded(
         tensor_parallel=member.tensor_parallel,
         extension=gather_extensions.extension_of(member.name, refs, parameter, member.dim, policy),
     )
-    in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_dtype=None)
+    in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_format="")
     if policy.mixed_precision.full_precision_in_eval and in_eval != spec:
         param.eval_spec = in_eval
     if policy.mixed_precision.keep_low_precision_grads and dtypes.sent is not dtypes.stored:

@@ -18,7 +18,7 @@ from fsdp_compile.errors import FSDPCompileError, RankMismatchError
 from fsdp_compile.runtime.units import FSDPParamGroup, ModelState
 
 _FIELDS = (
-    *("shape", "dim", "size", "replicas", "param_dtype", "gather_dtype", "reduce_dtype", "reshard"),
+    *("shape", "dim", "size", "replicas", "param_dtype", "gather_format", "reduce_dtype", "reshard"),
     *("post_forward_size", "divide", "grad_placement", "forward_prefetch", "backward_prefetch", "extent", "offset"),
 )
 """What of a spec decides which messages a rank sends, and when. Names of groups and hooks are a rank's own."""

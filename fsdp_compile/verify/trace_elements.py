@@ -25,8 +25,19 @@ from fsdp_compile.verify.collective import KINDS, WAIT, Collective, Kind
 from fsdp_compile.verify.facts import shape_of
 
 aten = torch.ops.aten
-BLOCK, SCALE_BYTES = 128, 4
-"""Elements that share a scale, and its size: written here again, so that a wrong number elsewhere is noticed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """A format of quantized messages: elements that share a scale, its bytes, and elements in a byte."""
+
+    block: int
+    scale_bytes: int
+    per_byte: int = 1
+
+
+WIRES = {"int8": Wire(128, 4), "float8_e4m3fn": Wire(128, 4), "mxfp8": Wire(32, 1), "nvfp4": Wire(16, 1, 2)}
+"""By name; written here again, so that a wrong number elsewhere is noticed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,10 +146,20 @@ def _zeros(_: fx.Node, __: int) -> Step:
     return Step(None, 0)
 
 
+def _quantized(node: fx.Node, index: int) -> Step:
+    """A byte of elements represents the first of them."""
+    return Step(node.args[0], index * WIRES[node.args[2]].per_byte)  # type: ignore[arg-type, index]
+
+
+def _dequantized(node: fx.Node, index: int) -> Step:
+    return Step(node.args[0], index // WIRES[node.args[2]].per_byte)  # type: ignore[arg-type, index]
+
+
 def _block_scale(node: fx.Node, index: int) -> Step:
     """A byte of a scale represents the first element of its block; padding is zero."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    element = index // SCALE_BYTES * BLOCK
+    wire = WIRES[node.args[1]]  # type: ignore[index]
+    element = index // wire.scale_bytes * wire.block
     return Step(source, element) if element < linear_size(source) else Step(None, 0)
 
 
@@ -155,8 +176,8 @@ MOVES: dict[Any, Callable[[fx.Node, int], Step | None]] = {
     WAIT: _same,
     START_COPY: _same,
     WAIT_COPY: _same,
-    QUANTIZE: _same,
-    DEQUANTIZE: _same,
+    QUANTIZE: _quantized,
+    DEQUANTIZE: _dequantized,
     BLOCK_SCALES: _block_scale,
     aten.slice.Tensor: _slice,
     aten.permute.default: _permute,

@@ -60,6 +60,8 @@ def _has_unreduced_gradients(model: nn.Module) -> None:
 
 CASES = {
     "8-bit gathers": _case(sharding={"mp_policy": EIGHT_BITS}),
+    "mxfp8 gathers": _case(sharding={"mp_policy": dataclasses.replace(EIGHT_BITS, gather_dtype="mxfp8")}),
+    "nvfp4 gathers": _case(sharding={"mp_policy": dataclasses.replace(EIGHT_BITS, gather_dtype="nvfp4")}),
     "hybrid sharding": _case(replicas=2),
     "hybrid sharding, no sum over replicas": _case(replicas=2, after=_does_not_average_over_replicas),
     "a part of each parameter kept": _case(sharding=_with(reshard_after_forward=2)),
@@ -74,7 +76,7 @@ CASES = {
     "FSDP2's messages": _case(options={"reduce_layout": "fsdp2"}),
     "several kernels in one": _case(options={"inductor": {"combo_kernels": True}}),
 }  # fmt: skip
-NOT_READ_IN_PLACE = {"8-bit gathers"}
+NOT_READ_IN_PLACE = {"8-bit gathers", "mxfp8 gathers", "nvfp4 gathers"}
 """Gathered as something else than what matmuls read."""
 NOT_WRITTEN_IN_PLACE = {"accumulating", "reducing what was accumulated", "autocast", "FSDP2's messages"}
 """Gradients are added, cast or joined before they are sent, or not sent."""

@@ -11,13 +11,14 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role
+from fsdp_compile.layout.wire_formats import FORMATS
 from fsdp_compile.lower.open_dequantize import open_dequantize
-from fsdp_compile.ops.quantize import BLOCK, DEQUANTIZE, block_scales, quantize
+from fsdp_compile.ops.quantize import DEQUANTIZE, block_scales, quantize
 
-RANKS, BLOCKS = 3, 5
+RANKS, BLOCKS, BLOCK = 3, 6, 128
 
 
-def _received(sent: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _received(sent: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The messages of all ranks, with a block of zeros and one that is not finite."""
     shards = torch.randn(RANKS, BLOCKS * BLOCK, generator=torch.Generator().manual_seed(1))
     shards[0, :BLOCK] = 0
@@ -27,7 +28,7 @@ def _received(sent: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(elements), torch.cat(scales)
 
 
-def _graph(messages: tuple[torch.Tensor, torch.Tensor], sent: torch.dtype, dtype: torch.dtype) -> fx.GraphModule:
+def _graph(messages: tuple[torch.Tensor, torch.Tensor], sent: str, dtype: torch.dtype) -> fx.GraphModule:
     graph = fx.Graph()
     inputs = [graph.placeholder(name) for name in ("gathered", "scales")]
     full = graph.call_function(DEQUANTIZE, (*inputs, sent, RANKS, dtype))
@@ -36,13 +37,13 @@ def _graph(messages: tuple[torch.Tensor, torch.Tensor], sent: torch.dtype, dtype
     with FakeTensorMode() as mode:
         for node, value in zip(inputs, messages, strict=True):
             node.meta["val"] = mode.from_tensor(value)
-        full.meta["val"] = torch.empty(messages[0].numel(), dtype=dtype)
+        full.meta["val"] = torch.empty(RANKS * BLOCKS * BLOCK, dtype=dtype)
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sent", [torch.int8, torch.float8_e4m3fn])
-def test_the_bits_are_those_of_the_operator(sent: torch.dtype, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sent", FORMATS)
+def test_the_bits_are_those_of_the_operator(sent: str, dtype: torch.dtype) -> None:
     messages = _received(sent)
     gm = _graph(messages, sent, dtype)
     expected = gm(*messages)
@@ -56,9 +57,10 @@ def test_the_bits_are_those_of_the_operator(sent: torch.dtype, dtype: torch.dtyp
 
 
 @pytest.mark.inductor
-def test_inductor_makes_one_kernel_of_it() -> None:
-    messages = _received(torch.float8_e4m3fn)
-    gm = _graph(messages, torch.float8_e4m3fn, torch.bfloat16)
+@pytest.mark.parametrize("sent", ["float8_e4m3fn", "mxfp8", "nvfp4"])
+def test_inductor_makes_one_kernel_of_it(sent: str) -> None:
+    messages = _received(sent)
+    gm = _graph(messages, sent, torch.bfloat16)
     expected = gm(*messages)
     open_dequantize(gm.graph)
     gm.recompile()

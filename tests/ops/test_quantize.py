@@ -1,4 +1,4 @@
-"""Eight bits and a scale per block: the stated error bounds, measured, and training with them."""
+"""Eight bits or four and a scale per block: the stated error bounds, measured, and training with them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, MixedPrecision, explain, fully_shard, units
 from fsdp_compile.ir.graph import Role
+from fsdp_compile.layout.wire_formats import ASKED
 from fsdp_compile.ops.quantize import block_scales, dequantize, quantize
 from tests import long
 from tests.ranks import run_ranks
 from tests.verify.captured import World, capture
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
+MX, FOUR = "mxfp8", "nvfp4"
 BLOCK = 128
+Asked = torch.dtype | str
 
 
-def there_and_back(x: torch.Tensor, sent: torch.dtype) -> torch.Tensor:
+def there_and_back(x: torch.Tensor, asked: Asked) -> torch.Tensor:
+    sent = ASKED[asked].name
     scales = block_scales(x, sent)
     return dequantize(quantize(x, scales, sent), scales, sent, 1, torch.float32)
 
@@ -58,8 +62,59 @@ def test_float8_is_off_by_at_most_a_16th_of_the_element() -> None:
     assert (error > 0.9 * largest / 28).any()
 
 
-@pytest.mark.parametrize("sent", [INT8, FP8])
-def test_zeros_tiny_and_broken_blocks(sent: torch.dtype) -> None:
+@pytest.mark.core
+def test_mxfp8_is_off_by_at_most_a_16th_of_the_element() -> None:
+    x = _samples().view(-1, 32)
+    largest = x.abs().amax(1, keepdim=True)
+    error = (there_and_back(x.view(-1), MX).view(-1, 32) - x).abs()
+    bound = torch.maximum(x.abs() / 16, largest / 2**17) * (1 + 2**-15)
+    assert (error <= bound).all()
+    assert (error <= largest / 14 * (1 + 2**-15)).all()
+    assert (error > 0.9 * bound).any()
+    assert (error > 0.75 * largest / 14).any()
+
+
+@pytest.mark.core
+def test_scales_of_mxfp8_are_exponents_as_torch_reads_them() -> None:
+    x = _samples()
+    largest = x.view(-1, 32).abs().amax(1)
+    scales = block_scales(x, MX)[: largest.numel()].view(torch.float8_e8m0fnu).float()
+    assert (scales >= largest / 448).all(), "no element is beyond the largest number"
+    assert (scales < 2 * largest / 448).all(), "and the next power of two is too small"
+    elements = quantize(x, block_scales(x, MX), MX).view(torch.float8_e4m3fn).float()
+    torch.testing.assert_close(
+        there_and_back(x, MX), (elements.view(-1, 32) * scales[:, None]).view(-1), rtol=0, atol=0
+    )
+
+
+@pytest.mark.core
+def test_nvfp4_is_off_by_about_a_sixth_of_the_blocks_largest() -> None:
+    x = _samples().view(-1, 16)
+    x = x[(x.abs().amax(1) < 1e3) & (x.abs().amax(1) > 1e-6)]
+    x = x[: len(x) // 16 * 16]
+    largest = x.abs().amax(1, keepdim=True)
+    error = (there_and_back(x.reshape(-1), FOUR).view(-1, 16) - x).abs()
+    bound = (largest * 17 / 96 + x.abs().max() / 2**18) * (1 + 2**-15)
+    assert (error <= bound).all()
+    assert (error > 0.9 * bound).any()
+
+
+def test_all_numbers_of_four_bits_arrive() -> None:
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    # 448 * 6 makes the scale of the shard 1, and 448 that of its block.
+    x = torch.tensor([*numbers, *(-n for n in numbers), *([448 * 6.0] + [0.0] * 15)])
+    assert torch.equal(there_and_back(x, FOUR), x)
+    scales = block_scales(x, FOUR)
+    assert scales[-4:].view(torch.float32).item() == 1.0
+    assert scales[:2].view(torch.float8_e4m3fn).tolist() == [1.0, 448.0]
+    low, high = quantize(x, scales, FOUR)[:8] & 15, quantize(x, scales, FOUR)[:8] >> 4
+    assert torch.stack([low, high], 1).view(-1).tolist() == [*range(8), 0, *range(9, 16)]
+    between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, *([0.0] * 7), 6.0] + [448 * 6.0] + [0.0] * 15)
+    assert there_and_back(between, FOUR)[:8].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -4.0], "ties go to even"
+
+
+@pytest.mark.parametrize("sent", [INT8, FP8, MX])
+def test_zeros_tiny_and_broken_blocks(sent: Asked) -> None:
     x = torch.randn(4, BLOCK)
     x[0] = 0.0
     x[1] *= 1e-38
@@ -67,7 +122,20 @@ def test_zeros_tiny_and_broken_blocks(sent: torch.dtype) -> None:
     x[3, 7] = float("nan")
     got = there_and_back(x.view(-1), sent).view(4, BLOCK)
     assert torch.equal(got[:2], torch.zeros(2, BLOCK))
-    assert got[2:].isnan().all()
+    # Blocks of 32 are broken by themselves.
+    broken = got.view(4, -1, ASKED[sent].block)[:, 0]
+    assert broken[2:].isnan().all()
+
+
+@pytest.mark.parametrize("broken", [float("inf"), float("nan")])
+def test_one_number_that_is_none_breaks_a_shard_of_four_bits(broken: float) -> None:
+    assert torch.equal(there_and_back(torch.zeros(BLOCK), FOUR), torch.zeros(BLOCK))
+    assert torch.equal(there_and_back(torch.full((BLOCK,), 1e-38), FOUR), torch.zeros(BLOCK))
+    x = torch.randn(BLOCK)
+    x[:16] = 0.0
+    assert torch.equal(there_and_back(x, FOUR)[:16], torch.zeros(16))
+    x[100] = broken
+    assert there_and_back(x, FOUR).isnan().all()
 
 
 class Wide(nn.Module):
@@ -82,18 +150,18 @@ class Wide(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def as_sent(weight: torch.Tensor, sent: torch.dtype, world: int) -> torch.Tensor:
+def as_sent(weight: torch.Tensor, sent: Asked, world: int) -> torch.Tensor:
     """The full weight as every rank gets it: each rank's rows by themselves, in blocks from the first element on."""
     rows = -(-weight.shape[0] // world)
     parts = []
     for part in weight.detach().split(rows):
-        flat = part.new_zeros(-(-rows * weight.shape[1] // BLOCK) * BLOCK)
+        flat = part.new_zeros(-(-rows * weight.shape[1] // 256) * 256)
         flat[: part.numel()] = part.reshape(-1)
         parts.append(there_and_back(flat, sent)[: part.numel()].view(part.shape))
     return torch.cat(parts)
 
 
-def _train(sent: torch.dtype, lower: str) -> float:
+def _train(sent: Asked, lower: str) -> float:
     """Largest difference of losses and gradients from one process that quantizes by hand."""
     torch.manual_seed(0)
     model = Wide()
@@ -131,17 +199,18 @@ def _train(sent: torch.dtype, lower: str) -> float:
 
 
 @pytest.mark.core
-@long.parametrize("sent", [INT8, FP8], always=[INT8])
-def test_training_equals_quantizing_by_hand(sent: torch.dtype) -> None:
+@long.parametrize("sent", [INT8, FP8, MX, FOUR], always=[INT8, FOUR])
+def test_training_equals_quantizing_by_hand(sent: Asked) -> None:
     assert max(run_ranks(_train, sent, "eager")) < 1e-5
 
 
 @pytest.mark.long
-def test_under_inductor() -> None:
-    assert max(run_ranks(_train, INT8, "inductor")) < 1e-5
+@pytest.mark.parametrize("sent", [INT8, MX, FOUR])
+def test_under_inductor(sent: Asked) -> None:
+    assert max(run_ranks(_train, sent, "inductor")) < 1e-5
 
 
-def _eager_read(sent: torch.dtype) -> None:
+def _eager_read(sent: Asked) -> None:
     torch.manual_seed(0)
     model = Wide()
     wanted = as_sent(model.up.weight, sent, dist.get_world_size())
@@ -158,24 +227,38 @@ def _eager_read(sent: torch.dtype) -> None:
     torch.testing.assert_close(seen["bias"], bias, rtol=0, atol=0, msg="small parameters are exact")
 
 
-@long.parametrize("sent", [INT8, FP8], always=[FP8])
-def test_reads_outside_of_graphs_get_the_same_values(sent: torch.dtype) -> None:
+@long.parametrize("sent", [INT8, FP8, MX, FOUR], always=[FP8, FOUR])
+def test_reads_outside_of_graphs_get_the_same_values(sent: Asked) -> None:
     run_ranks(_eager_read, sent)
 
 
-def test_the_wire_has_bytes_and_scales() -> None:
-    policy = MixedPrecision(torch.bfloat16, gather_dtype=INT8)
+def _messages(asked: Asked) -> dict[tuple[str, ...], list[tuple[torch.dtype, int]]]:
+    """Of the forward, by parameters: dtype and elements of each."""
+    policy = MixedPrecision(torch.bfloat16, gather_dtype=asked)
     forward, _ = capture(Wide, [torch.ones(4, 96)], World(2, policy=policy))
     sent: dict[tuple[str, ...], list[tuple[torch.dtype, int]]] = {}
     for gather in forward.nodes(Role.GATHER):
         for message in gather.all_input_nodes:
             value = message.meta["val"]
             sent.setdefault(message.meta["fsdp"].parameters, []).append((value.dtype, value.numel()))
+    return sent
+
+
+def test_the_wire_has_bytes_and_scales() -> None:
     up, down = 65 * 96 + 32, 48 * 129 + 80  # rows of one rank, up to a multiple of 128 elements
-    assert sent == {
+    assert _messages(INT8) == {
         ("up.weight",): [(torch.uint8, up), (torch.uint8, 256)],  # 49 scales of 4 bytes, up to a multiple of 128
         ("down.weight",): [(torch.uint8, down), (torch.uint8, 256)],
         ("up.bias", "down.bias"): [(torch.bfloat16, 2 * 128)],
+    }
+
+
+def test_four_bits_share_bytes_that_are_aligned() -> None:
+    numel = 6400  # 65 * 96 and 48 * 129, both up to a multiple of 256 elements: 128 bytes
+    assert _messages(FOUR) == {
+        ("up.weight",): [(torch.uint8, numel // 2), (torch.uint8, 512)],  # 400 scales and a float32
+        ("down.weight",): [(torch.uint8, numel // 2), (torch.uint8, 512)],
+        ("up.bias", "down.bias"): [(torch.bfloat16, 2 * 256)],
     }
 
 
@@ -184,19 +267,20 @@ def test_explain_counts_the_bytes_that_travel() -> None:
         plan = explain(Wide(), torch.ones(4, 96), world_size=2, options={"mp_policy": policy})
         return sum(c.sent_bytes for graph in plan.graphs for c in graph.collectives if c.kind.value == "all-gather")
 
-    narrow = sent_bytes(MixedPrecision(torch.bfloat16, gather_dtype=INT8))
     plain = sent_bytes(MixedPrecision(torch.bfloat16))
-    assert 0.5 < narrow / plain < 0.56
+    assert 0.5 < sent_bytes(MixedPrecision(torch.bfloat16, gather_dtype=INT8)) / plain < 0.56
+    assert 0.28 < sent_bytes(MixedPrecision(torch.bfloat16, gather_dtype=FOUR)) / plain < 0.36
 
 
-def test_a_dtype_of_other_width_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gather_dtype is torch.int16(.|\n)*torch.int8, torch.float8_e4m3fn"):
-        MixedPrecision(gather_dtype=torch.int16)
+@pytest.mark.parametrize("asked", [torch.int16, "int8", "mxfp4"])
+def test_other_formats_are_refused(asked: Asked) -> None:
+    with pytest.raises(ConfigError, match=r"one of torch.int8, torch.float8_e4m3fn, 'mxfp8', 'nvfp4', or None"):
+        MixedPrecision(gather_dtype=asked)
 
 
 def _alone() -> None:
     model = fully_shard(Wide(), mp_policy=MixedPrecision(gather_dtype=INT8))
-    assert all(slot.spec.gather_dtype is None for unit in units(model) for slot in unit.params)
+    assert all(not slot.spec.gather_format for unit in units(model) for slot in unit.params)
 
 
 def test_one_rank_sends_nothing_and_rounds_nothing() -> None:

@@ -18,7 +18,7 @@ from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.verify.limits import Limits
 from tests.verify.captured import World
-from tests.verify.graphs import KEPT, OPEN, PAIR, QUANTIZED, SQUARE, graph
+from tests.verify.graphs import FOUR_BITS, KEPT, OPEN, PAIR, QUANTIZED, SQUARE, graph
 
 aten = torch.ops.aten
 NO_LIMITS = Limits()
@@ -551,7 +551,7 @@ def scales_of_another_parameter(step: StepGraph) -> fx.Node:
 
 def numbers_of_another_dtype(step: StepGraph) -> fx.Node:
     node = _dequantized(step)[0]
-    node.update_arg(2, torch.float8_e4m3fn)
+    node.update_arg(2, "float8_e4m3fn")
     return _reader(node)
 
 
@@ -610,6 +610,8 @@ BREAKS = (
     Break("gathered-once", gather_over_another_group, FORWARD, "'fsdp.shard.7'"),
     Break("gathered-once", scales_of_another_parameter, FORWARD, "has the scale of", world=QUANTIZED),
     Break("gathered-once", numbers_of_another_dtype, FORWARD, "is read as", world=QUANTIZED),
+    Break("gathered-once", scales_of_another_parameter, FORWARD, "has the scale of", world=FOUR_BITS),
+    Break("gathered-once", numbers_of_another_dtype, FORWARD, "is read as", world=FOUR_BITS),
     Break("gathered-once", parts_gathered_over_the_whole_group, BACKWARD, "'fsdp.shard.0'", world=KEPT),
     Break("gathered-once", parts_swapped_in_backward, BACKWARD, "another parameter", world=KEPT),
     Break("gathered-once", kept_parameter_gathered_again, BACKWARD, "holds already", world=OPEN),

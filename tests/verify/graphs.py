@@ -17,6 +17,7 @@ from tests.verify.captured import World, capture, copied
 PAIR = World(2)
 SQUARE = World(4, replicas=2)
 QUANTIZED = World(2, policy=MixedPrecision(torch.bfloat16, gather_dtype=torch.int8))
+FOUR_BITS = World(2, policy=MixedPrecision(torch.bfloat16, gather_dtype="nvfp4"))
 UPDATED = World(2, update=Update.IN_BACKWARD)
 ALONE = World(1, update=Update.IN_BACKWARD)
 KEPT = World(4, reshard_after_forward=2)

@@ -125,7 +125,7 @@ def _unit(unit: FSDPUnit, read: Reads, *, training: bool) -> UnitPlan:
         numel=sum(slot.spec.numel for slot in unit.params),
         stored=_names(flat.flat_param.dtype for flat in unit.param_groups),
         sent=_names(
-            spec.gather_dtype or spec.param_dtype for slot in unit.params for spec in _read_as(unit, slot, read)
+            spec.gather_format or spec.param_dtype for slot in unit.params for spec in _read_as(unit, slot, read)
         ),
         reduced=_names(slot.spec.reduce_dtype for slot in trained),
         full_bytes=unit.full_bytes,

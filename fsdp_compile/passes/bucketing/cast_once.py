@@ -39,7 +39,7 @@ def _is_cast(run: Message) -> bool:
     single = run.singles[0]
     spec = single.spec
     # What comes from the host is copied message by message, and 8-bit messages are not casts.
-    plain = not (single.is_post_forward or spec.gather_dtype or spec.compute)
+    plain = not (single.is_post_forward or spec.gather_format or spec.compute)
     return plain and spec.param_dtype != single.flat.meta["val"].dtype
 
 

@@ -32,7 +32,7 @@ def cheapest_bucket(singles: Sequence[ParamCollective], hardware: Hardware | Non
 
 def _can_be_packed(single: ParamCollective, partials: InputsByFlat) -> bool:
     spec = single.spec
-    return not (single.is_post_forward or spec.gather_dtype or spec.hook or partials.of(single.flat))
+    return not (single.is_post_forward or spec.gather_format or spec.hook or partials.of(single.flat))
 
 
 def _copies_us(packed: Bucket, hardware: Hardware) -> float:

@@ -36,18 +36,18 @@ def messages_of(b: GraphBuilder, flat: fx.Node, begin: int, span: int, spec: Uns
     `spec` is that of the first slot there; all slots of a message have its dtypes.
     """
     shard = copy_in(b, narrow(b, flat, 0, begin, begin + span), spec)
-    if spec.gather_dtype is None:
+    if not spec.gather_format:
         return [cast(b, shard, spec.param_dtype)]
-    scales = b.call(BLOCK_SCALES, shard, spec.gather_dtype)
-    return [b.call(QUANTIZE, shard, scales, spec.gather_dtype), scales]
+    scales = b.call(BLOCK_SCALES, shard, spec.gather_format)
+    return [b.call(QUANTIZE, shard, scales, spec.gather_format), scales]
 
 
 def received(b: GraphBuilder, arrived: Sequence[fx.Node], spec: UnshardSpec) -> fx.Node:
     """Records how the gathered messages of a piece become `[size * span]` elements in the dtype that readers get."""
-    if spec.gather_dtype is None:
+    if not spec.gather_format:
         return arrived[0]
     with b.as_role(Role.COPY_OUT):
-        return b.call(DEQUANTIZE, *arrived, spec.gather_dtype, spec.size, spec.param_dtype)
+        return b.call(DEQUANTIZE, *arrived, spec.gather_format, spec.size, spec.param_dtype)
 
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from fsdp_compile.verify.collective import Collective, Kind
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of
 from fsdp_compile.verify.report import Complaint
 from fsdp_compile.verify.slots import Probe, Slot, all_slots, claims, probes, slots_of
-from fsdp_compile.verify.trace_elements import BLOCK, SCALE_BYTES, Origin, linear_size, origin
+from fsdp_compile.verify.trace_elements import WIRES, Origin, linear_size, origin
 
 RULE = "gathered-once"
 _IN_MEMORY = (Role.SAVED_PARAM, Role.UNSHARDED_PARAM)
@@ -86,13 +86,13 @@ def _wrong_collective(gather: Collective, message: fx.Node, slot: Slot) -> Itera
             f"gathers {slot.name} as {dtype_of(message)} over {gather.size} ranks of {gather.group!r}",
             f"its read wants {dtype} over {size} ranks of {group!r}",
         )
-    sent = message.args[2] if message.target is QUANTIZE else None
-    if sent != spec.gather_dtype and not is_part:
+    sent = message.args[2] if message.target is QUANTIZE else ""
+    if sent != spec.gather_format and not is_part:
         yield Complaint(
             RULE,
             gather.start,
-            f"sends {slot.name} in numbers of {sent}",
-            f"its read wants {spec.gather_dtype}",
+            f"sends {slot.name} as {sent or 'it is'}",
+            f"its read wants {spec.gather_format or dtype}",
         )
 
 
@@ -168,13 +168,16 @@ def _wrong_element(node: fx.Node, slot: Slot) -> str:
 
 def _wrong_source(node: fx.Node, slot: Slot, probe: Probe, found: Origin, ranks: list[int | None]) -> str:
     """What is wrong with an element that was gathered from the flat parameters."""
-    if (found.node, found.index) != (slot.flat, probe.place):
-        return f"is [{found.index}] of %{found.node}, not [{probe.place}] of %{slot.flat}"
+    wire = WIRES.get(slot.spec.gather_format)
+    # Of elements that share a byte only the first is traced; slots begin with a byte.
+    place = probe.place - (probe.place % wire.per_byte if wire else 0)
+    if (found.node, found.index) != (slot.flat, place):
+        return f"is [{found.index}] of %{found.node}, not [{place}] of %{slot.flat}"
     if len(found.hops) != (slot.spec.size > 1) or len(ranks) != len(found.hops):
         return f"went through {len(found.hops)} collectives"
     if ranks and slot.spec.dim is not None and ranks != [probe.rank]:
         return f"is rank {ranks[0]}'s, not rank {probe.rank}'s"
-    return "" if slot.spec.gather_dtype is None else _wrong_scale(node, slot, probe)
+    return _wrong_scale(node, slot, probe) if slot.spec.gather_format else ""
 
 
 def _wrong_scale(node: fx.Node, slot: Slot, probe: Probe) -> str:
@@ -184,12 +187,12 @@ def _wrong_scale(node: fx.Node, slot: Slot, probe: Probe) -> str:
             return "is not dequantized"
         node = node.all_input_nodes[0]
     scales: fx.Node = node.args[1]  # type: ignore[assignment]
-    spec = slot.spec
-    if tuple(node.args[2:]) != (spec.gather_dtype, spec.size, spec.param_dtype):
-        return f"is read as {node.args[2:]}, not as {(spec.gather_dtype, spec.size, spec.param_dtype)}"
-    block = (probe.place - spec.offset) // BLOCK
-    found = origin(scales, probe.rank * (linear_size(scales) // spec.size) + block * SCALE_BYTES, 0)
-    if (found.node, found.index) != (slot.flat, spec.offset + block * BLOCK):
+    spec, wire = slot.spec, WIRES[slot.spec.gather_format]
+    if tuple(node.args[2:]) != (spec.gather_format, spec.size, spec.param_dtype):
+        return f"is read as {node.args[2:]}, not as {(spec.gather_format, spec.size, spec.param_dtype)}"
+    block = (probe.place - spec.offset) // wire.block
+    found = origin(scales, probe.rank * (linear_size(scales) // spec.size) + block * wire.scale_bytes, 0)
+    if (found.node, found.index) != (slot.flat, spec.offset + block * wire.block):
         return f"has the scale of [{found.index}] of %{found.node}, not of block {block} of %{slot.flat}"
     if [hop.rank for hop in found.hops] != [probe.rank]:
         return f"has the scale of ranks {[hop.rank for hop in found.hops]}, not of rank {probe.rank}"
