@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_compile
+from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives, HidePlan
 from tests import long
 from tests.models.tensor_parallel import VOCABULARY, Llama, split
 from tests.ranks import run_ranks
@@ -122,7 +125,21 @@ def test_uncompiled(name: str) -> None:
     assert run_ranks(_differences, name, None, world_size=4, timeout_s=300) == [[]] * 4
 
 
+def _compiled_differences(name: str) -> tuple[list[int], bool]:
+    """The same, and whether the order of a backward was changed to hide collectives of tensor parallelism."""
+    orders: list[int] = []
+    apply = HideOwnCollectives.apply
+
+    def noted(self: HideOwnCollectives, step: StepGraph, plan: HidePlan) -> None:
+        orders.append(len(plan.order))
+        apply(self, step, plan)
+
+    with mock.patch.object(HideOwnCollectives, "apply", noted):
+        return _differences(name, "eager"), any(orders)
+
+
 @pytest.mark.core
 @long.parametrize("name", CASES, always=["split tokens, bf16"])
 def test_compiled(name: str) -> None:
-    assert run_ranks(_differences, name, "eager", world_size=4, timeout_s=500) == [[]] * 4
+    is_split = CASES[name].mesh[-1] > 1
+    assert run_ranks(_compiled_differences, name, world_size=4, timeout_s=500) == [([], is_split)] * 4
