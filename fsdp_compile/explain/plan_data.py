@@ -104,7 +104,7 @@ class PlanData:
         return sum(graph.end_us for graph in self.graphs)
 
     @property
-    def gathered_between_steps(self) -> Collective | None:
+    def next_gather(self) -> Collective | None:
         """The first gather of forward, if `unshard_after_step` has the optimizer's step start it from the second on."""
         if self.traced is None or not self.traced.options.unshard_after_step or not self.backward:
             return None

@@ -25,6 +25,8 @@ from fsdp_compile._torch.inductor_cache import cache_in
 from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import BudgetTooSmallError, ConfigError, UnsupportedModelError
+from fsdp_compile.explain.show.page import page_data
+from fsdp_compile.explain.show.trace_events import trace_events
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime import unshard
 from fsdp_compile.runtime.module_state import units
@@ -282,12 +284,18 @@ def test_explain_shows_what_is_sent_between_steps() -> None:
         explain(Slim(2), torch.ones(4, 32), world_size=2, hardware=link, options={"bucket_mb": 0, **options})
         for options in ({}, AFTER_STEP)
     )
-    first = plan.gathered_between_steps
+    first = plan.next_gather
     assert first == plan.forward[0].collectives[0]
     assert first.exposed_us > 0
     assert re.search(rf"between steps +{first.unit}: ", str(plan))
-    assert without.gathered_between_steps is None
+    assert without.next_gather is None
     assert "between steps" not in str(without)
+    title = f"all-gather {first.unit} for the next forward"
+    (drawn,) = (event for event in trace_events(plan)["traceEvents"] if event["name"] == title)
+    assert drawn["ts"] == pytest.approx(plan.step_us)
+    assert drawn["dur"] == pytest.approx(first.time_us)
+    assert page_data(plan)["next_gather"]["unit"] == first.unit
+    assert page_data(without)["next_gather"] is None
 
 
 CUDA_GRAPHS = {"lower": "inductor", "inductor": {"triton.cudagraphs": True}}
