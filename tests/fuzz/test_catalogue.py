@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
-from tests.fuzz.catalogue import ROWS
+from tests.fuzz import page
+from tests.fuzz.catalogue import ROWS, Row
 from tests.fuzz.page import read
 from tests.fuzz.run import Contender, run_programs
 from tests.ranks import run_ranks  # noqa: F401  these tests need ranks
@@ -20,10 +22,30 @@ def test_the_page_has_the_rows_of_the_catalogue() -> None:
     assert list(read()) == [row.says for row in ROWS]
 
 
+def test_what_was_measured_before_an_interruption_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before, written = read(), tmp_path / "page.md"
+    written.write_text(page.PAGE.read_text())
+    calls: list[str] = []
+
+    def measure(rows: list[Row], contender: Contender) -> list[str]:
+        calls.append(contender)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return [f"refused: by {contender}" for _ in rows]
+
+    monkeypatch.setattr(page, "PAGE", written)
+    monkeypatch.setattr(page, "measured", measure)
+    with pytest.raises(KeyboardInterrupt):
+        page.write()
+    lines = list(read().values())
+    assert {line.fsdp2 for line in lines[:8]} == {f"refused: by {Contender.FSDP2}"}
+    assert lines[8:] == list(before.values())[8:]
+
+
 @pytest.mark.parametrize("call", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, len(CALLS)))])
 def test_awkward_programs_end_as_the_page_says(call: int) -> None:
-    page = read()
-    rows = [row for row in CALLS[call] if LONG or page[row.says].is_safe]
+    lines = read()
+    rows = [row for row in CALLS[call] if LONG or lines[row.says].is_safe]
     outcomes = run_programs([row.text() for row in rows], Contender.HERE)
     found = [(row.says, outcome.verdict, outcome.line) for row, outcome in zip(rows, outcomes, strict=True)]
-    assert [(says, verdict, line) for says, verdict, line in found if verdict is not page[says].expected] == []
+    assert [(says, verdict, line) for says, verdict, line in found if verdict is not lines[says].expected] == []
