@@ -40,9 +40,9 @@ from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region, find_no_first_gather
 from fsdp_compile.lower.region_key import region_key
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.partition.auto_reshard import accumulates
 from fsdp_compile.passes.settings import budget_bytes
 from fsdp_compile.pipeline import keep, transform
+from fsdp_compile.planner.accumulated import accumulates
 from fsdp_compile.planner.measured_times import PlannedTimes
 from fsdp_compile.planner.problem import of_graphs
 

@@ -12,7 +12,7 @@ from fsdp_compile._torch.dynamo import is_saved_for_backward
 from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.lower.wrappers import Compiled
-from fsdp_compile.partition.auto_reshard import accumulates
+from fsdp_compile.planner.accumulated import accumulates
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.runtime.unshard import offer, version_of
 

@@ -25,8 +25,9 @@ from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph, require
 from fsdp_compile.ir.queries import read_text, unsharded_value
-from fsdp_compile.layout.spec import GradPlacement, Reshard, parse
+from fsdp_compile.layout.spec import Reshard, parse
 from fsdp_compile.ops.unshard import UNSHARD
+from fsdp_compile.planner.accumulated import accumulated_bytes, accumulates
 from fsdp_compile.planner.auto_reshard import Halves, Pair, Until, keep
 from fsdp_compile.planner.from_markers import Outlined, outline
 
@@ -62,7 +63,7 @@ def keep_unsharded(
     if any(_is_kept_already(node) for node in forward.nodes(Role.UNSHARDED_PARAM)):
         return ()
     if budget_bytes is not None:
-        budget_bytes -= _accumulated_bytes(forward)
+        budget_bytes -= accumulated_bytes(forward)
     everything = budget_bytes is not None
     first, second = (outline(step, hardware, fusion, everything=everything) for step in (forward, backward))
     pairs = _pairs(forward, backward, first, second)
@@ -77,19 +78,6 @@ def keep_unsharded(
         step.graph.lint()
         step.gm.recompile()
     return tuple(require(_input(backward, name)).unit for name in kept)
-
-
-def accumulates(step: StepGraph) -> bool:
-    """Whether a graph leaves gradients unreduced, so that no update follows it."""
-    specs = (spec for flat in step.nodes(Role.FLAT) for spec in require(flat).specs)
-    return any(spec.grad_placement is GradPlacement.UNREDUCED for spec in specs)
-
-
-def _accumulated_bytes(step: StepGraph) -> int:
-    """Bytes of the full gradients that earlier microbatches have left, which no graph of a further one sees."""
-    specs = [spec for flat in step.nodes(Role.FLAT) for spec in require(flat).specs]
-    left = [spec for spec in specs if spec.grad_placement is GradPlacement.UNREDUCED]
-    return sum(spec.size * spec.extent * spec.reduce_dtype.itemsize for spec in left)
 
 
 def _is_kept_already(unsharded: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from fsdp_compile.cost.timeline import times_us, waits_of
 from fsdp_compile.ir.graph import EXCHANGES, SENT, Phase, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import aliases, upstream
 from fsdp_compile.layout.spec import Reshard
+from fsdp_compile.planner.accumulated import accumulated_bytes
 from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved
 
 ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
@@ -88,12 +89,12 @@ def copies_behind(step: StepGraph, chains: Sequence[Sequence[fx.Node]]) -> Mappi
 
 
 def count_everything(step: StepGraph, posed: Posed, fusion: Fusion) -> Posed:
-    """The same problem with everything in memory: shards, activations, inputs, sharded gradients."""
+    """The same problem with everything in memory: shards, activations, inputs, gradients of earlier microbatches."""
     kernels = plan_kernels(step.graph, fusion)
     # The caller still has the outputs of forward during backward. The backward graph does not see them, but they have
     # as many bytes as the gradients that come in for them.
     live = memory_of(step, kernels).live_bytes()
-    order, returned_bytes = step.order(), _returned_bytes(step)
+    order, beside_bytes = step.order(), _returned_bytes(step) + accumulated_bytes(step)
     places = [order[node] for node in posed.steps]
     # What a kernel is made to write for a step, or for a reduction that starts there, it writes after all else that is
     # started there, one place earlier.
@@ -105,7 +106,7 @@ def count_everything(step: StepGraph, posed: Posed, fusion: Fusion) -> Posed:
         if node in forcing and index < len(begins):
             begins[index] = max(min(begins[index], order[node] - 1), 0)
     ends = [*places[1:], len(live)]
-    least = tuple(max(live[begin:end]) + returned_bytes for begin, end in zip(begins, ends, strict=False))
+    least = tuple(max(live[begin:end]) + beside_bytes for begin, end in zip(begins, ends, strict=False))
     return dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, least_bytes=least))
 
 

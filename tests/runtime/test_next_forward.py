@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import explain, fully_shard, step_in_backward
+from fsdp_compile import MixedPrecision, clip_grad_norm_, explain, fully_shard, step_in_backward
 from fsdp_compile._torch.inductor_cache import cache_in
 from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile.cost.hardware import hardware
@@ -34,6 +35,7 @@ from tests import long
 from tests.models.extended import Half, Layers
 from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, loss_of
+from tests.ops.test_quantize import Wide
 from tests.ranks import run_ranks
 
 AFTER_STEP = {"unshard_after_step": True}
@@ -154,6 +156,52 @@ def test_numbers_stay_the_same_bits_and_the_second_step_compiles_once_more(lower
         assert graphs[1] == graphs[0] + 1
         assert graphs[3] == graphs[1]  # a write, and a load
         assert graphs[-1] == graphs[len(graphs) // 2 - 1]  # the same again
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "replicas": ({}, {}),
+    "8 bits": ({"mp_policy": MixedPrecision(gather_dtype=torch.int8)}, {}),
+    "poisoned": ({}, {"poison": True}),
+    "like layers share code": ({}, {"lower": "inductor", "share_code": True}),
+}
+"""Arguments of `fully_shard`, and options."""
+
+
+def _with(name: str) -> tuple[bool, list[int]]:
+    """Whether clipped training stays the same beside a model without the option, and what is unsharded after steps."""
+    arguments, options = SETTINGS[name]
+    shape = (2, 2) if name == "replicas" else (1, dist.get_world_size())
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    arguments = {"mesh": mesh if name == "replicas" else mesh["shard"], **arguments}
+    models: list[Any] = []
+    for extra in ({}, AFTER_STEP):
+        torch.manual_seed(0)
+        model = Wide()
+        for part in (model.up, model.down, model):
+            fully_shard(part, **arguments)
+        all_options = {"lower": "eager", "bucket_mb": 0, **options, **extra}
+        models.append(torch.compile(model, backend="fsdp", options=all_options))
+    optimizers = [_optimizer(model) for model in models]
+    seen = []
+    for step in range(4):
+        batch = torch.randn(4, 96, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(batch).square().mean().backward()
+            clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(len(_unsharded(models[1])))
+    for part in (models[1].up, models[1].down, models[1]):
+        part.reshard()
+    return _is_same(models), seen
+
+
+@long.parametrize("name", SETTINGS, always=["replicas"])
+def test_numbers_stay_the_same_with_other_settings(name: str) -> None:
+    world_size = 4 if name == "replicas" else 2
+    for is_same, seen in run_ranks(_with, name, world_size=world_size):
+        assert is_same
+        assert seen == [1] * 4
 
 
 def _two_models() -> list[str]:

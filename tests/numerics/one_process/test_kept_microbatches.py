@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,7 @@ from fsdp_compile import explain, fully_shard
 from fsdp_compile._torch.inductor_cache import cache_in
 from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.errors import BudgetTooSmallError
 from fsdp_compile.runtime.module_state import units
 from tests import long
 from tests.models.kinds import Slim
@@ -206,3 +208,48 @@ def test_peaks_are_predicted_and_within_the_budget() -> None:
     assert max(predicted) <= BUDGET_BYTES
     assert measured[:2] == pytest.approx(predicted[:2], rel=0.03)
     assert measured[2] <= predicted[2], "with gloo they are equal: emulated reductions end at once"
+
+
+def _resharded(budget_bytes: int) -> Any:
+    options: dict[str, Any] = {"lower": "eager", "hardware": SLOW, "activations": "saved"}
+    options["memory_budget_gb"] = budget_bytes / 1e9
+    return torch.compile(fully_shard(Stack(6)), backend="fsdp", options=options)
+
+
+def _least_budget(x: torch.Tensor) -> int:
+    """The smallest budget, to a byte, that compiles for a microbatch that is not reduced."""
+    budget_bytes = 1_000_000
+    while True:
+        torch.compiler.reset()
+        compiled = _resharded(budget_bytes)
+        compiled.set_requires_gradient_sync(False)
+        try:
+            compiled(x).sum().backward()
+        except (BackendCompilerFailed, BudgetTooSmallError) as error:
+            cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+            assert isinstance(cause, BudgetTooSmallError)
+            assert cause.least_bytes > budget_bytes
+            budget_bytes = cause.least_bytes
+        else:
+            return budget_bytes
+
+
+def test_a_budget_holds_gradients_of_earlier_microbatches() -> None:
+    with emulated_world(2, Network(Link(bytes_per_s=1e15))):
+        x = torch.randn(64, WIDTH)
+        budget_bytes = _least_budget(x)
+        torch.compiler.reset()
+        compiled = _resharded(budget_bytes)
+        compiled.set_requires_gradient_sync(False)
+
+        def run() -> None:
+            compiled(x).sum().backward()
+
+        run()  # compiles
+        peaks = []
+        for _ in range(2):
+            _, gradient_bytes = _held_bytes(compiled)
+            peaks.append(measured_peak_bytes(compiled, x, run, "cpu") + gradient_bytes)
+    assert gradient_bytes == 6 * 4 * (WIDTH * WIDTH + 2 * WIDTH)
+    assert max(peaks) <= budget_bytes
+    assert max(peaks) > 0.9 * budget_bytes, "no more is asked for than is needed"
