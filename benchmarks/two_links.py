@@ -1,8 +1,9 @@
 """FSDP beside tensor parallelism on an emulated network with a link inside of hosts and one between them.
 
 Four ranks on two hosts: a Llama is split over the two ranks of a host, and what each has is sharded over the hosts.
-Compute is the split model under plain `torch.compile` while both links take no time. `share_of_busy` is the largest of
-compute and of what the bytes sent on each link take, over the step, round by round: no lane can be done sooner.
+Compute is the split model under plain `torch.compile` while both links take no time, without what writing the outputs
+of its collectives takes, which it waits for. `share_of_busy` is the largest of compute and of what the bytes sent on
+each link take, over the step, round by round: no lane can be done sooner.
 
 The rate between hosts is set as in `step_time`, from the bytes of this rank's part; that inside of a host so that the
 collectives of tensor parallelism take a share of compute. Forward has nothing to compute while they are sent, so that
@@ -68,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="time of FSDP between hosts over compute (default: 0.5 1)",
     )  # fmt: skip
     made.add_argument(
-        "--inside", type=float, nargs="+", default=[0.05, 0.1], metavar="RATIO",
-        help="time of tensor parallelism inside of a host over compute (default: 0.05 0.1)",
+        "--inside", type=float, nargs="+", default=[0.1], metavar="RATIO",
+        help="time of tensor parallelism inside of a host over compute (default: 0.1)",
     )  # fmt: skip
     made.add_argument("--lower", choices=("inductor", "eager"), default="inductor", help="of ours (default: inductor)")
     arguments = made.parse_args(argv)
@@ -98,21 +99,24 @@ def run(size: LlamaSize, ratios: Ratios, arguments: argparse.Namespace) -> list[
         task = dataclasses.replace(whole, make=lambda: split(whole.make(), mesh["tp"]))
         setup = Setup(task.block, mesh=mesh["dp"], options={"lower": arguments.lower})
         ready, failed = prepare([UNSHARDED], task, setup)
-        alone = alternate({UNSHARDED.name: ready[UNSHARDED.name].step}, rounds=arguments.rounds)[UNSHARDED.name]
+        compute = _Compute(world, ready[UNSHARDED.name].step)
+        alone = alternate({UNSHARDED.name: compute}, rounds=arguments.rounds)[UNSHARDED.name]
+        compute_s = statistics.median(compute.seconds(alone.seconds))
         own_bytes = _sent(world, ready[UNSHARDED.name])[1]
         sent = full_sharding_bytes(local_bytes(task.make()), HOSTS)
         latency_s = arguments.latency_us * 1e-6
-        between = Link(sent / (ratios.between * alone.median_s), latency_s)
-        inside = Link(own_bytes / (ratios.inside * alone.median_s), latency_s)
+        between = Link(sent / (ratios.between * compute_s), latency_s)
+        inside = Link(own_bytes / (ratios.inside * compute_s), latency_s)
         informed = told(setup, size, between, inside)
         prepared, errors = prepare([one for one in CONTENDERS if one is not UNSHARDED], task, informed)
         ready, failed = {**ready, **prepared}, {**failed, **errors}
         traffic = {name: _sent(world, one) for name, one in ready.items()}
         world.change(between, inside)
         steps: dict[str, Callable[[], None]] = {name: one.step for name, one in ready.items()}
-        steps[UNSHARDED.name] = _on_no_network(world, steps[UNSHARDED.name])
+        steps[UNSHARDED.name] = compute
         samples = alternate(steps, rounds=arguments.rounds)
-    links, computed_s = (between, inside), samples[UNSHARDED.name].seconds
+    samples[UNSHARDED.name].seconds = computed_s = compute.seconds(samples[UNSHARDED.name].seconds)
+    links = (between, inside)
     rows = [
         {"contender": name, **one.to_dict(), **_shares(one.seconds, computed_s, traffic[name], links)}
         for name, one in samples.items()
@@ -176,18 +180,28 @@ def told(setup: Setup, size: LlamaSize, between: Link, inside: Link) -> Setup:
     return dataclasses.replace(setup, options=options, reshard_after_forward="auto")
 
 
-def _on_no_network(world: World, step: Callable[[], None]) -> Callable[[], None]:
+class _Compute:
     """A step during which the links take no time."""
 
-    def run() -> None:
-        between, inside = world.network.link, world.network.node
-        world.change(_UNLIMITED, _UNLIMITED)
-        try:
-            step()
-        finally:
-            world.change(between, inside)
+    def __init__(self, world: World, step: Callable[[], None]) -> None:
+        self._world, self._step = world, step
+        self._fills_s: list[float] = []
 
-    return run
+    def __call__(self) -> None:
+        """Runs it, and notes how long outputs of collectives were written."""
+        between, inside = self._world.network.link, self._world.network.node
+        self._world.change(_UNLIMITED, _UNLIMITED)
+        self._world.reset()
+        try:
+            self._step()
+        finally:
+            self._world.change(between, inside)
+        self._fills_s.append(self._world.traffic.fill_s)
+
+    def seconds(self, measured: Sequence[float]) -> list[float]:
+        """What `alternate` has just measured, of two calls the second, without the time of writing outputs."""
+        fills_s = self._fills_s[-2 * len(measured) :][1::2]
+        return [second - fill for second, fill in zip(measured, fills_s, strict=True)]
 
 
 def _sent(world: World, prepared: Prepared) -> tuple[float, float]:
