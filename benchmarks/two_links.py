@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="time of FSDP between hosts over compute (default: 0.5 1)",
     )  # fmt: skip
     made.add_argument(
-        "--inside", type=float, nargs="+", default=[0.1], metavar="RATIO",
-        help="time of tensor parallelism inside of a host over compute (default: 0.1)",
+        "--inside", type=float, nargs="+", default=[0.05, 0.1], metavar="RATIO",
+        help="time of tensor parallelism inside of a host over compute (default: 0.05 0.1)",
     )  # fmt: skip
     made.add_argument("--lower", choices=("inductor", "eager"), default="inductor", help="of ours (default: inductor)")
     arguments = made.parse_args(argv)

@@ -104,9 +104,10 @@ def _clean_torch() -> Iterator[None]:
     """Every test finds torch as a new process would have it, and leaves no process group behind."""
     import torch.distributed as dist
 
-    from tests.rank_worker import reset_torch
+    from tests.rank_worker import reset_torch, set_aside
 
     reset_torch()
+    set_aside()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -57,6 +57,16 @@ class Failure:
 Outcome = Success | Failure
 
 
+@dataclass
+class _SetAside:
+    """How many modules were imported when the heap was last set aside."""
+
+    modules: int = 0
+
+
+_set_aside = _SetAside()
+
+
 def serve(connection: Connection, stacks: Path, parent_pid: int) -> None:
     """Run tasks from `connection` until the parent closes it or dies.
 
@@ -99,10 +109,13 @@ def reset_torch() -> None:
 def set_aside() -> None:
     """Hides what imports left, some 400,000 objects, from searches through the heap: the collector's and ours.
 
-    Once, before the first test: garbage among what is set aside is never collected, and with it process groups.
+    Between tests, and only when modules were imported since: garbage among what is set aside is never collected, and
+    with it process groups. Torch imports half of itself when it compiles for the first time.
     """
-    gc.collect()
-    gc.freeze()
+    if len(sys.modules) > _set_aside.modules:
+        gc.collect()
+        gc.freeze()
+        _set_aside.modules = len(sys.modules)
 
 
 def _live_and_die_with(parent_pid: int) -> None:
@@ -115,9 +128,10 @@ def _live_and_die_with(parent_pid: int) -> None:
 
 
 def _serve_one(task: Task, connection: Connection) -> None:
+    reset_torch()
     # The last call's group goes only now that every rank has answered: nobody still receives from it.
     _leave_group()
-    reset_torch()
+    set_aside()
     torch.set_num_threads(1)
     outcome = _run(task)
     connection.send_bytes(_packed(outcome))
