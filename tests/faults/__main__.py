@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.faults.listed import FAULTS, Fault, Start
 from tests.faults.run import ENDS_WITHIN_S, Outcome, run
+
+Outcomes = dict[str, list[Outcome]]
+"""By `str(fault)`, in the order in which they were run."""
 
 
 def row(fault: Fault, outcomes: Sequence[Outcome]) -> str:
@@ -22,37 +26,76 @@ def row(fault: Fault, outcomes: Sequence[Outcome]) -> str:
     return f"| {fault.name} | {fault.way} | {fault.start} | {in_time} {of} | {slowest} | {named} {of} |"
 
 
+def load(file: Path) -> Outcomes:
+    """The outcomes in a file, without what the runs have printed; none if it does not exist."""
+    if not file.exists():
+        return {}
+    known = json.loads(file.read_text())
+    return {fault: [Outcome(**one, output="") for one in outcomes] for fault, outcomes in known.items()}
+
+
+def save(file: Path, outcomes: Outcomes) -> None:
+    """Writes outcomes where `load` finds them."""
+    lines = (
+        f"{json.dumps(fault)}: {json.dumps([_without_output(one) for one in runs])}" for fault, runs in outcomes.items()
+    )
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    written = file.with_name(f"{file.name}.new")
+    written.write_text(text)
+    written.replace(file)
+
+
 def main() -> int:
-    """Prints a line for each fault, after its last run; 1 if a run has not ended in time, or not said why."""
+    """Runs all chosen faults once, then again, and prints a line for each; 1 if some was late, or not named."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="of each fault (default: 1)")
     parser.add_argument("--fault", action="append", default=[], help="a fault by its name; may be given repeatedly")
     parser.add_argument("--start", action="append", default=[], choices=[each.value for each in Start], help="the same")
     parser.add_argument("--outputs", type=Path, metavar="FOLDER", help="keeps what runs have printed that went wrong")
+    parser.add_argument(
+        "--add-to", type=Path, metavar="FILE",
+        help="of outcomes (JSON): faults that have fewer than N there are run, each is added to it when it has ended, "
+        "and the table is of all",
+    )  # fmt: skip
     arguments = parser.parse_args()
     chosen = [
         fault
         for fault in FAULTS
         if fault.name in (arguments.fault or [fault.name]) and fault.start in (arguments.start or [fault.start])
     ]
+    outcomes = load(arguments.add_to) if arguments.add_to is not None else {}
+    for number in range(arguments.runs):
+        for fault in chosen:
+            known = outcomes.setdefault(str(fault), [])
+            if len(known) > number:
+                continue
+            with tempfile.TemporaryDirectory(prefix="fsdp-compile-fault-") as folder:
+                known.append(run(fault, Path(folder)))
+            print(f"{number + 1}: {row(fault, known[-1:])}", file=sys.stderr, flush=True)
+            if not _is_good(known[-1]):
+                _keep(known[-1], arguments.outputs, f"{fault}-{number}".replace(" ", "-").replace(",", ""))
+            if arguments.add_to is not None:
+                save(arguments.add_to, outcomes)
+    return _print(chosen, outcomes)
+
+
+def _print(chosen: Sequence[Fault], outcomes: Outcomes) -> int:
     print(f"| fault | model | started by | ended within {ENDS_WITHIN_S:g} s | slowest | cause named |")
-    print("|---|---|---|---|---|---|", flush=True)
-    wrong = 0
+    print("|---|---|---|---|---|---|")
     for fault in chosen:
-        outcomes = list(_runs(fault, arguments.runs))
-        print(row(fault, outcomes), flush=True)
-        for number, outcome in enumerate(outcomes):
-            if not (outcome.is_in_time and outcome.named):
-                wrong += 1
-                _keep(outcome, arguments.outputs, f"{fault}-{number}".replace(" ", "-").replace(",", ""))
-    print(f"{len(chosen) * arguments.runs - wrong} of {len(chosen) * arguments.runs} runs ended in time and said why")
-    return 1 if wrong else 0
+        print(row(fault, outcomes[str(fault)]))
+    counted = [_is_good(outcome) for fault in chosen for outcome in outcomes[str(fault)]]
+    print(f"{sum(counted)} of {len(counted)} runs ended in time and said why")
+    return 0 if all(counted) else 1
 
 
-def _runs(fault: Fault, count: int) -> Iterator[Outcome]:
-    for _ in range(count):
-        with tempfile.TemporaryDirectory(prefix="fsdp-compile-fault-") as folder:
-            yield run(fault, Path(folder))
+def _is_good(outcome: Outcome) -> bool:
+    return outcome.is_in_time and outcome.named
+
+
+def _without_output(outcome: Outcome) -> dict[str, float | bool | None]:
+    ended_s = None if outcome.ended_s is None else round(outcome.ended_s, 2)
+    return {"ended_s": ended_s, "failed": outcome.failed, "named": outcome.named}
 
 
 def _keep(outcome: Outcome, folder: Path | None, name: str) -> None:
