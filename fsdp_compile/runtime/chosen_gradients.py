@@ -88,7 +88,7 @@ class Chosen:
         if accumulates:
             return ()
         if any(gradient is not None for gradient in made[len(others) + len(flats) :]):
-            raise refusal_of_held(self._first)
+            raise refusal_of_unreduced(self._first)
         of_groups = dict(zip(self.offsets, made[len(others) :], strict=False))
         return self._results(made[: len(others)], of_groups, allows_unused=allows_unused)
 
@@ -131,14 +131,14 @@ class Chosen:
 def _refuse_waiting(group: FSDPParamGroup) -> None:
     """Raises `UnsupportedModelError` if gradients of a group go elsewhere than to `.grad`, all of them together."""
     settings, param = group.unit.comm_settings, group.params[0]
-    is_held = not (settings.reduce_gradients and settings.all_reduce and settings.last_backward)
-    if is_held or group.has_pending_grads:
-        raise refusal_of_held(param)
+    is_unreduced = not (settings.reduce_gradients and settings.all_reduce and settings.last_backward)
+    if is_unreduced or group.has_pending_grads:
+        raise refusal_of_unreduced(param)
     if group.update_state.update is Update.IN_BACKWARD:
         raise _refusal(param, "in a backward that updates all of a unit", "step_in_backward()")
 
 
-def refusal_of_held(param: FSDPParam) -> UnsupportedModelError:
+def refusal_of_unreduced(param: FSDPParam) -> UnsupportedModelError:
     """The error for gradients of a part of a unit while those of the unit wait for the rest of their reduction."""
     return _refusal(param, "while gradients of its unit are accumulated without a reduction", "no_sync()")
 

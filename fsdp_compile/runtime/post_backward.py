@@ -106,7 +106,7 @@ def _collect(reference: weakref.ref[FSDPParamGroup], placement: GradPlacement, a
     gradient, accumulator.grad = accumulator.grad, None
     if group is not None and gradient is not None:
         if group.grads.wanted is not None:
-            raise chosen_gradients.refusal_of_held(group.params[0])
+            raise chosen_gradients.refusal_of_unreduced(group.params[0])
         accumulation.collect(group, placement, gradient)
         queue_post_backward(group)
 
