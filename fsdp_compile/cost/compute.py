@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -78,11 +78,20 @@ class NodeCost:
 FREE = NodeCost(0, 0, 0.0)
 
 
-def node_costs(graph: fx.Graph, hardware: Hardware, kernels: Kernels) -> dict[fx.Node, NodeCost]:
-    """Costs of all nodes; memory that a kernel reads twice is counted at the first node that reads it."""
+def node_costs(
+    graph: fx.Graph, hardware: Hardware, kernels: Kernels, *, wanted: Collection[fx.Node] | None = None
+) -> dict[fx.Node, NodeCost]:
+    """Costs of all nodes; memory that a kernel reads twice is counted at the first node that reads it.
+
+    Args:
+        graph: The graph.
+        hardware: What it runs on.
+        kernels: What is fused.
+        wanted: The nodes whose costs are asked for, if not those of all; others may be missing.
+    """
     device = hardware.device
-    costs = dict.fromkeys(graph.nodes, FREE)
-    for node, work in node_work(graph, kernels).items():
+    costs = dict.fromkeys(graph.nodes if wanted is None else wanted, FREE)
+    for node, work in node_work(graph, kernels, wanted=wanted).items():
         time_us = 0.0 if is_own(node) else _known_us(node, device, kernels)  # it takes time on its link
         if time_us is None:
             rate = device.flops_per_s(work.dtype)
@@ -99,18 +108,21 @@ def _known_us(node: fx.Node, device: Device, kernels: Kernels) -> float | None:
     return device.measured.get(signature_of(node)) if device.measured and runs_alone(node, kernels) else None
 
 
-def node_work(graph: fx.Graph, kernels: Kernels, sizes: Sizes = NUMBERS) -> dict[fx.Node, Work]:
-    """What every node does that launches something.
+def node_work(
+    graph: fx.Graph, kernels: Kernels, sizes: Sizes = NUMBERS, *, wanted: Collection[fx.Node] | None = None
+) -> dict[fx.Node, Work]:
+    """What every node does that launches something, or every one in a kernel with one of `wanted`.
 
     `sizes` says whether sizes are numbers or expressions.
     """
     found = {}
+    asked = None if wanted is None else {kernels.of[node] for node in wanted if node in kernels.of}
     read: dict[int, set[fx.Node]] = {}
     maker: dict[fx.Node, fx.Node] = {}  # of the memory that a node's result lies in
     for node in graph.nodes:
         inputs = node.all_input_nodes
         maker[node] = maker[inputs[0]] if inputs and shares_memory(node) else node
-        if launches_nothing(node):
+        if launches_nothing(node) or (asked is not None and kernels.of[node] not in asked):
             continue
         seen = read.setdefault(kernels.of[node], set())
         views: dict[fx.Node, list[fx.Node]] = {}

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.cost.communicate import communication
-from fsdp_compile.cost.compute import node_costs
+from fsdp_compile.cost.compute import NodeCost, node_costs
 from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
@@ -71,9 +71,10 @@ class DelayWeightGradients:
         if len(chains) < 2:
             return DelayPlan((), (), 0.0, 0.0)
         order = step.order()
-        costs = node_costs(step.graph, self.hardware, plan_kernels(step.graph, self.fusion))
-        times_us = {node: costs[node].time_us for node in step.graph.nodes}
-        last, *others = (self._with_costs(chain, order, times_us) for chain in reversed(chains[-MOST:]))
+        latest_first = [(chain, _made_for(chain[0], order)) for chain in reversed(chains[-MOST:])]
+        made = {node for _, made in latest_first for node in made}
+        costs = node_costs(step.graph, self.hardware, plan_kernels(step.graph, self.fusion), wanted=made)
+        last, *others = (self._with_costs(chain, made, costs) for chain, made in latest_first)
         delayed = _most_useful(others, last.link_us)
         return DelayPlan(
             tuple(delayed[::-1]),
@@ -87,11 +88,10 @@ class DelayWeightGradients:
         move_before(plan.moved, step.output)
 
     def _with_costs(
-        self, chain: Sequence[fx.Node], order: Mapping[fx.Node, int], times_us: Mapping[fx.Node, float]
+        self, chain: Sequence[fx.Node], made: tuple[fx.Node, ...], costs: Mapping[fx.Node, NodeCost]
     ) -> Delayed:
-        made = _made_for(chain[0], order)
         link_us = sum(communication(start, self.hardware).time_us for start in chain)
-        return Delayed(chain[0], made, sum(times_us[node] for node in made), link_us)
+        return Delayed(chain[0], made, sum(costs[node].time_us for node in made), link_us)
 
 
 def _made_for(start: fx.Node, order: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:

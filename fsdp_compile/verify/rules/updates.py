@@ -19,8 +19,9 @@ def updated_last(facts: Facts) -> list[Complaint]:
     """Checks each update, and that none is missing, repeated or without effect."""
     complaints: list[Complaint] = []
     updated: dict[fx.Node, fx.Node] = {}
-    memory = _memory(facts)
-    for update in facts.of_role(Role.UPDATE):
+    updates = facts.of_role(Role.UPDATE)
+    memory = _memory(facts) if updates else {}
+    for update in updates:
         flat, gradient = update.args[:2]
         assert isinstance(flat, fx.Node)
         assert isinstance(gradient, fx.Node)
