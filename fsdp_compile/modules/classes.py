@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, SupportsIndex
 
 from torch import nn
@@ -274,7 +274,6 @@ def _members_over(original: type[nn.Module]) -> dict[str, Any]:
         "_apply": _apply,
         UNSHARD_ARGS: None,
         "_fsdp_original_class": original,
-        "_fsdp_original_forward": original.forward,
         "_fsdp_outermost_forward": _outermost_forward(original),
     }
     if original.forward is not nn.Module.forward:  # of containers that cannot be called
@@ -289,18 +288,18 @@ def _new_original(sharded_class: type[nn.Module], *args: Any, **kwargs: Any) -> 
     return original_of(sharded_class)(*args, **kwargs)
 
 
-def _outermost_forward(original: type[nn.Module]) -> Callable[..., Any]:
-    """The forward of a module that is compiled by itself."""
+def _outermost_forward(original: type[nn.Module]) -> staticmethod[..., Any] | None:
+    """The function that a module is called through which is compiled by itself; `None` for its own forward."""
     if not (original.forward.__module__ or "").startswith("torch.nn."):
-        return original.forward
+        return None
     # Dynamo starts no graph in torch's own layers (a plain `nn.Sequential`, say), it only inlines them: the graph
     # starts in a function of ours. One code object per class, since Dynamo caches compiled graphs by code object.
     code = _call_original.__code__.replace(co_name=f"forward of {original.__name__}")
-    return types.FunctionType(code, _call_original.__globals__)
+    return staticmethod(types.FunctionType(code, _call_original.__globals__))
 
 
 def _call_original(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
-    return self._fsdp_original_forward(*args, **kwargs)
+    return self._fsdp_original_class.forward(self, *args, **kwargs)
 
 
 def _save_to_state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  torch's

@@ -112,7 +112,8 @@ def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN
     """The `forward` of a sharded module's class."""
     if not torch.compiler.is_compiling():
         return run_eagerly(self, args, kwargs)
-    return _trace(self, self._fsdp_original_forward, args, kwargs)
+    # Looked up in each call: the class may get another forward (a patched one, or one under `nested_compile_region`).
+    return _trace(self, self._fsdp_original_class.forward, (self,), args, kwargs)
 
 
 def _entering(own: Callable[..., Any]) -> Any:
@@ -122,7 +123,7 @@ def _entering(own: Callable[..., Any]) -> Any:
     def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN202
         if not torch.compiler.is_compiling():
             return run_eagerly(self, args, kwargs, own)
-        return _trace(self, own, args, kwargs)
+        return _trace(self, own, (), args, kwargs)
 
     functools.update_wrapper(forward, own)
     del forward.__wrapped__  # type: ignore[attr-defined]  # it is bound, and this is not
@@ -163,12 +164,12 @@ def enter_running_forward() -> bool:
     return True
 
 
-def _trace(self, forward, args, kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _trace(self, forward, bound, args, kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     casts = self._fsdp_casts
     if casts is None:
-        return forward(*args, **kwargs)
+        return forward(*bound, *args, **kwargs)
     cast_args, cast_kwargs = cast_inputs(casts, self, (args, kwargs))
-    return cast_output(casts, (args, kwargs), forward(*cast_args, **cast_kwargs))
+    return cast_output(casts, (args, kwargs), forward(*bound, *cast_args, **cast_kwargs))
 
 
 def run_eagerly(
@@ -189,7 +190,8 @@ def run_eagerly(
     compiler, outermost = _as_before(module, outermost=outermost)
     called = own
     if called is None:
-        called = module._fsdp_outermost_forward if outermost else module._fsdp_original_forward
+        entered = module._fsdp_outermost_forward if outermost else None
+        called = types.MethodType(entered or module._fsdp_original_class.forward, module)
     try:
         if compiler is None:
             output = call_in_forward(called, args, kwargs)
