@@ -3,6 +3,7 @@
 Dynamo's graph: one `fsdp.unshard` marker per read of a parameter           modules/classes.py
 1. capture: AOTAutograd makes the joint graph; its parameter groups are named    capture/inputs.py
 2. partition: autocast's casts before gathers; forward and backward         partition/partition.py
+   nested regions, which have been split by themselves, are inlined         partition/nested_regions.py
 3. keep: what stays unsharded for backward, if that is left open            partition/auto_reshard.py
 4. passes: the list below, on either graph                                  passes/
 5. verify: the rules that every graph must keep                             verify/
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from fsdp_compile.artifacts import Watcher
@@ -97,13 +100,29 @@ def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole
     return keep_unsharded(forward, backward, hardware, FUSION[options.lower], budget_bytes=graph_bytes, margin=margin)
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Turns automatic garbage collection off in the block.
+
+    While Dynamo compiles, a full collection takes one to two seconds, and many new nodes bring several about: at 48
+    layers 5 s of the 8 s that passes took. Nothing that is made of a graph before it is lowered is cyclic garbage.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def transform(
     step: StepGraph,
     options: FSDPOptions,
     planned: dict[Phase, PlannedTimes] | None = None,
     least_bytes: dict[Phase, int] | None = None,
 ) -> StepGraph:
-    """Runs all passes on one graph in place, verifies it and returns it.
+    """Runs all passes on one graph in place, verifies it and returns it; its module is not recompiled.
 
     Args:
         step: The graph.
@@ -115,15 +134,8 @@ def transform(
         ConfigError: If `options.stop_after` names no pass, or no schedule keeps `options.memory_budget_gb`.
         InvariantError: If the result breaks a rule of `verify/`.
     """
-    # While Dynamo compiles, a full collection takes one to two seconds, and many new nodes bring several about: 5 s of
-    # the 8 s that passes took at 48 layers. Nothing that passes make is cyclic garbage.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collections():
         return _transform(step, options, planned, {} if least_bytes is None else least_bytes)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _transform(
@@ -159,7 +171,6 @@ def _transform(
     if options.poison:
         poison_freed_messages(step)
     step.graph.lint()
-    step.gm.recompile()
     return step
 
 

@@ -31,6 +31,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._logging._internal import trace_structured_artifact
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is asked for
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -39,6 +40,7 @@ from fsdp_compile._torch.tracing import root_translator
 __all__ = [
     "CheckpointPolicy",
     "CustomPartitionerFn",
+    "LazyGraphModule",
     "OptimizedModule",
     "SavedForBackwardsAOTOutput",
     "TracingContext",

@@ -9,7 +9,8 @@
 
 So every rank gathers the same parameters in the same order, whichever branch it takes and however often its loops run,
 and each parameter is gathered and reduced once. Parameters of a branch that is not taken get zeros, as in one process.
-Regions under `nested_compile_region` are inlined: each of their calls gathers parameters of its own.
+Each call of a region under `nested_compile_region` gathers parameters of its own, so these are inlined: here, or when
+autograd has traced them (`capture/nested_regions.py`).
 
 This is done in Dynamo's graph, before autograd traces it.
 """
@@ -17,7 +18,7 @@ This is done in Dynamo's graph, before autograd traces it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,30 +26,33 @@ from torch import fx
 
 from fsdp_compile._torch.tensors import HigherOrderOperator
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.ir.functions import add_attribute, calls_region, function_at, functions_of, inline
 from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
 _UNSHARD = (torch.ops.fsdp.unshard, UNSHARD)
-_INVOKE = "invoke_subgraph"
 _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
 """Operators that end in a tuple of operands, which are the last arguments of all of their functions."""
 
 
-def take_reads_out(gm: fx.GraphModule) -> None:
-    """Moves reads out of the functions of control flow, and inlines regions that read, in a Dynamo graph."""
+def take_reads_out(gm: fx.GraphModule, *, inlined_later: Collection[fx.Node] = ()) -> None:
+    """Moves reads out of the functions of control flow, and inlines nested regions, in a Dynamo graph.
+
+    Args:
+        gm: Dynamo's graph, or a function in it.
+        inlined_later: Calls of nested regions that stay.
+    """
     changed = False
     for call in list(gm.graph.nodes):
-        if not isinstance(call.target, HigherOrderOperator):
+        if not isinstance(call.target, HigherOrderOperator) or call in inlined_later:
             continue
-        functions = [_module(node) for node in _functions(call)]
+        functions = [function_at(node) for node in functions_of(call)]
         for function in functions:
             take_reads_out(function)
-        if not any(map(_reads, functions)):
-            continue
-        if call.target.name() == _INVOKE:
-            _inline(call, functions[0])
+        if calls_region(call):
+            inline(call)
             changed = True
-        elif call.target.name() in _CONTROL_FLOW:
+        elif call.target.name() in _CONTROL_FLOW and any(map(reads_in, functions)):
             _hoist(call)
             changed = True
     if changed:
@@ -57,13 +61,15 @@ def take_reads_out(gm: fx.GraphModule) -> None:
 
 
 def refuse_hidden_reads(gm: fx.GraphModule) -> None:
-    """Refuses a graph of AOTAutograd's in which another operator's function reads a parameter.
+    """Refuses a graph of AOTAutograd's in which another operator's function reads a parameter, but for nested regions.
 
     Raises:
         UnsupportedModelError: With the line of the model that calls the operator.
     """
     for call in gm.graph.nodes:
-        if isinstance(call.target, HigherOrderOperator) and any(_hides_markers(_module(f)) for f in _functions(call)):
+        if not isinstance(call.target, HigherOrderOperator) or calls_region(call):
+            continue
+        if any(_hides_markers(function_at(function)) for function in functions_of(call)):
             raise UnsupportedModelError(
                 f"a function that is passed to torch.ops.higher_order.{call.target.name()} reads a parameter",
                 where=source_line(call),
@@ -71,25 +77,8 @@ def refuse_hidden_reads(gm: fx.GraphModule) -> None:
             )
 
 
-def _functions(call: fx.Node) -> list[fx.Node]:
-    """The nodes among a call's arguments that are functions."""
-    return [n for n in call.all_input_nodes if n.op == "get_attr" and isinstance(_value(n), fx.GraphModule)]
-
-
-def _value(node: fx.Node) -> Any:
-    value: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _module(node: fx.Node) -> fx.GraphModule:
-    value = _value(node)
-    assert isinstance(value, fx.GraphModule)
-    return value
-
-
-def _reads(function: fx.GraphModule) -> list[fx.Node]:
+def reads_in(function: fx.GraphModule) -> list[fx.Node]:
+    """The reads of parameters in a function of Dynamo's."""
     return [node for node in function.graph.nodes if node.op == "call_function" and node.target in _UNSHARD]
 
 
@@ -98,48 +87,11 @@ def _hides_markers(function: fx.GraphModule) -> bool:
     return any(node.target in (*_UNSHARD, REDUCE_GRAD) for module in modules for node in module.graph.nodes)
 
 
-def _add_attribute(graph: fx.Graph, name: str, value: Any) -> str:
-    """Sets an attribute of a graph's module under a name that is free; returns that name."""
-    gm: Any = graph.owning_module
-    stem, number = name.replace(".", "_"), 0
-    while hasattr(gm, f"{stem}_{number}"):
-        number += 1
-    setattr(gm, f"{stem}_{number}", value)
-    return f"{stem}_{number}"
-
-
-def _inline(call: fx.Node, function: fx.GraphModule) -> None:
-    """Replaces the call of a region by its nodes."""
-    operands = call.args[2:]  # after the function and its name
-    copies: dict[fx.Node, Any] = dict(zip(function.graph.find_nodes(op="placeholder"), operands, strict=True))
-    with call.graph.inserting_before(call):
-        for node in function.graph.nodes:
-            if node.op == "get_attr":
-                copies[node] = call.graph.get_attr(_add_attribute(call.graph, str(node.target), _value(node)))
-                copies[node].meta = dict(node.meta)
-            elif node.op not in ("placeholder", "output"):
-                copies[node] = call.graph.node_copy(node, copies.__getitem__)
-    (returned,) = function.graph.output_node().args
-    results: Any = fx.node.map_arg(returned, copies.__getitem__)
-    for item in list(call.users):
-        item.replace_all_uses_with(results[item.args[1]])
-        call.graph.erase_node(item)
-    _erase_call(call)
-
-
-def _erase_call(call: fx.Node) -> None:
-    functions = _functions(call)
-    call.graph.erase_node(call)
-    for function in functions:
-        if not function.users:
-            call.graph.erase_node(function)
-
-
 def _hoist(call: fx.Node) -> None:
     """Moves the reads in the functions of a call to before it."""
     operands = list(call.args[-1])  # type: ignore[arg-type]
     # Several calls may share a function, and each has operands of its own.
-    functions = {node: _copy(_module(node)) for node in _functions(call)}
+    functions = {node: _copy(function_at(node)) for node in functions_of(call)}
     moved = [each for function in functions.values() for each in _movable_reads(function, operands)]
     outside: dict[tuple[Any, ...], fx.Node] = {}
     for read in moved:
@@ -167,7 +119,7 @@ def _hoist(call: fx.Node) -> None:
     kept = tuple(operand for i, operand in enumerate(operands) if i not in unused)
     with call.graph.inserting_before(call):
         for node, function in functions.items():
-            name = _add_attribute(call.graph, str(node.target), function)
+            name = add_attribute(call.graph, str(node.target), function)
             call.replace_input_with(node, call.graph.get_attr(name))
             if not node.users:
                 call.graph.erase_node(node)
@@ -184,7 +136,7 @@ class _MovableRead:
 
 def _movable_reads(function: fx.GraphModule, operands: Sequence[Any]) -> Iterator[_MovableRead]:
     outside = dict(zip(_arguments(function, len(operands)), operands, strict=True))
-    for node in _reads(function):
+    for node in reads_in(function):
         if all(source in outside for source in node.all_input_nodes):
             yield _MovableRead(node, fx.node.map_arg(node.args, outside.__getitem__))
 

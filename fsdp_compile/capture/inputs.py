@@ -11,6 +11,7 @@ from torch import fx
 from fsdp_compile._torch.dynamo import index_among_inputs
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.edit import set_read_text
+from fsdp_compile.ir.functions import calls_region, operands_of, region_of
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, read_text
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
@@ -86,11 +87,22 @@ def name_inputs(graph: fx.Graph, flats: Mapping[int, Record]) -> None:
             node.meta[KEY] = _as_read(node, record) if record.role is Role.FLAT else record
 
 
+def _markers(flat: fx.Node) -> Iterator[fx.Node]:
+    """The markers of reads of a flat parameter and of their gradients, in nested regions as well."""
+    for user in flat.users:
+        if user.target in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS):
+            yield user
+        elif calls_region(user):
+            arguments = zip(operands_of(user), region_of(user).graph.find_nodes(op="placeholder"), strict=True)
+            for argument in [argument for operand, argument in arguments if operand is flat]:
+                yield from _markers(argument)
+
+
 def _as_read(flat: fx.Node, record: Record) -> Record:
     """The record of a flat parameter with the specs by which this graph reads it."""
     # Modules in eval mode may read in another dtype than the group's specs say.
     read: dict[int, UnshardSpec] = {}
-    markers = [user for user in flat.users if user.target in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS)]
+    markers = list(_markers(flat))
     for marker in markers:
         spec = parse(read_text(marker))
         known = read.setdefault(spec.offset, spec)

@@ -10,6 +10,7 @@ from torch import fx
 
 from fsdp_compile._torch.dynamo import CustomPartitionerFn, compile_fx, compile_fx_inner, functorch_config
 from fsdp_compile._torch.lowerings import COMBO_KERNELS_UNCHECKED, compute_readers_first
+from fsdp_compile._torch.nested_regions import known_not_to_write
 from fsdp_compile._torch.stored_compiles import DO_NOT_STORE, STORE, STORE_GRAPHS_ALONE, StoredGraph, add_to_key
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.lower.keep_matmuls import keep_matmuls
@@ -77,9 +78,9 @@ def compile_with_inductor(
             open_dequantize(gm.graph)
             write_before_waits(gm.graph)
             keep_matmuls(gm.graph)
-            gm.recompile()  # caches look graphs up by their code
             if region.shares_code and can_share_code(gm.graph):
                 return compile_segments(gm, compile_segment)
+            gm.recompile()  # caches look graphs up by their code
             planned = planned_calls(gm.graph)  # Inductor changes the graph
             text = _text(gm, example_inputs, patches)
             with functorch_config.patch(STORE_GRAPHS_ALONE):
@@ -106,7 +107,8 @@ def compile_with_inductor(
 
     def compile_region() -> Any:
         stored = DO_NOT_STORE if region.key is None else STORE
-        with functorch_config.patch({**stored, **(NOTHING_DONATED if region.may_offer else {})}):
+        donated = NOTHING_DONATED if region.may_offer else {}
+        with functorch_config.patch({**stored, **donated}), known_not_to_write():
             return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
 
     if region.key is None:

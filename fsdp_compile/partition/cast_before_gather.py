@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.ir.edit import infer_value, set_read_text
-from fsdp_compile.ir.graph import KEY, require
+from fsdp_compile.ir.graph import KEY, record_of
 from fsdp_compile.ir.queries import TEXT_POSITION, is_alias, read_text, unsharded_value
 from fsdp_compile.layout.flat_layout import AUTOCAST_BYTES
 from fsdp_compile.layout.spec import UnshardSpec, parse
@@ -74,7 +74,9 @@ def _parameters(graph: fx.Graph) -> Iterable[tuple[fx.Node, str, list[fx.Node]]]
 
 def _note(flat: fx.Node, sent: UnshardSpec) -> None:
     """Writes how a parameter is sent into the record of its flat parameter, by which the result is verified."""
-    record = require(flat)
+    record = record_of(flat)
+    if record is None:  # of a region, which is called with several
+        return
     specs = tuple(sent if spec.offset == sent.offset else spec for spec in record.specs)
     flat.meta[KEY] = dataclasses.replace(record, specs=specs)
 
