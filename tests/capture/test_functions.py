@@ -125,7 +125,7 @@ def _check(make: Callable[[], nn.Module], how: Run) -> None:
 
 
 @long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
-@long.parametrize("make", MODELS, always=[_NestedCond])
+@long.parametrize("make", MODELS, always=[_NestedCond, _Regions])
 def test_functions_read_as_in_one_process(make: Callable[[], nn.Module], how: Run) -> None:
     """Branches that are not taken give zeros, as plain `torch.compile` does, and not `None`."""
     run_ranks(_check, make, how, world_size=2)

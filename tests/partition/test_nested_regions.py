@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_module
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import backend, fully_shard
@@ -52,8 +52,6 @@ class _Frozen(Block):
 
 
 class _Drops(Block):
-    """What is dropped in forward has no gradient: with `x` of ones both are one mask."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + nn.functional.dropout(self.b(torch.relu(self.a(x))), 0.5, self.training)
 
@@ -72,18 +70,12 @@ class _Counts(Block):
         return super().forward(x) * self.calls
 
 
-class _Ignores(Block):
+class _Ignores(_Counts):
     """Its region reads no parameter, and writes into a buffer."""
 
-    total: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(()))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.total.add_(x.detach().sum())
-        return x * self.total.sigmoid()
+        self.calls.add_(x.detach().sum())
+        return x * self.calls.sigmoid()
 
 
 class _Normalizes(Block):
@@ -150,6 +142,14 @@ class _Complex(Block):
         return super().forward((x * self.turn).real)
 
 
+class _TakesLocal(Block):
+    """Computes with what this rank has of parameters that are DTensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = (weight.to_local() for weight in (self.a.weight, self.b.weight) if isinstance(weight, DTensor))
+        return x + torch.relu(x @ a.t()) @ b.t()
+
+
 class Model(nn.Module):
     """Blocks of a class between two layers; with `shared`, one block is called again and again."""
 
@@ -183,6 +183,7 @@ class How:
     is_shared: bool = False
     replicas: int = 0
     dynamic: bool | None = None
+    gathers_dtensors: bool = False
 
 
 EAGER: dict[str, Any] = {"lower": "eager"}
@@ -232,6 +233,11 @@ def _trained(block: type[Block], how: How) -> _Trained:
     if how.replicas:
         shape = (how.replicas, dist.get_world_size() // how.replicas)
         sharding["mesh"] = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    if how.gathers_dtensors:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+        for layer in model.layers:
+            distribute_module(layer, mesh["tp"])
+        sharding["mesh"] = mesh["dp"]
     for layer in dict.fromkeys(model.layers):
         fully_shard(layer, **sharding)
     fully_shard(model, **sharding)
@@ -303,6 +309,8 @@ INLINED: dict[str, tuple[type[Block], How]] = {
     "shares one block": (Block, How(is_shared=True)),
     "post-forward shards": (Block, How({"reshard_after_forward": 2})),
     "a budget": (Block, How(options={"memory_budget_gb": 1.0})),
+    "sharded embeddings": (Block, How(options={"embedding": "sharded"})),
+    "gathers DTensors": (_TakesLocal, How(gathers_dtensors=True)),
 }
 
 
@@ -310,7 +318,7 @@ INLINED: dict[str, tuple[type[Block], How]] = {
 def test_regions_change_no_bit(name: str) -> None:
     """Also what is sent is the same, unless the program says itself what is recomputed."""
     block, how = {**STAYS, **INLINED}[name]
-    world = 4 if how.replicas or how.sharding.get("reshard_after_forward") == 2 else 2
+    world = 4 if how.replicas or how.gathers_dtensors or how.sharding.get("reshard_after_forward") == 2 else 2
     once = set(run_ranks(_both, block, how, world_size=world))
     assert (min(once) >= LAYERS) if name in STAYS else (once == {0})
 
@@ -406,23 +414,61 @@ class _ReturnsLast(Model):
         return x
 
 
+class _TakesDTensor(Block):
+    def forward(self, x: Any) -> torch.Tensor:
+        return super().forward(x.to_local())
+
+
+class _PassesDTensors(Model):
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__(block)
+        self.mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(DTensor.from_local(x, self.mesh))
+        return x
+
+
+def test_a_region_that_is_called_with_dtensors_is_inlined(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[frozenset[fx.Node]] = []
+    find = backend.traced_once
+
+    def noted(graph: fx.Graph) -> frozenset[fx.Node]:
+        found.append(find(graph))
+        return found[-1]
+
+    monkeypatch.setattr(backend, "traced_once", noted)
+    x, losses = torch.randn(4, WIDTH), []
+    with fake_world(1):
+        for block in (_TakesDTensor, marked(_TakesDTensor)):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            loss = torch.compile(_PassesDTensors(block), backend="fsdp", options=EAGER)(x).sum()
+            loss.backward()
+            losses.append(loss.detach())
+    assert torch.equal(*losses)
+    assert set(found) == {frozenset()}
+
+
 class _Later(Block):
     """Its class gets another forward when models of it are sharded."""
 
 
-def test_a_class_may_be_marked_when_models_of_it_are_sharded() -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_class_may_be_patched_when_models_of_it_are_sharded(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
+    """Also the forward of models that have been called; marked later, it is a region."""
     own = _Later.forward
+    x = torch.randn(4, WIDTH)
+    with fake_world(1):
+        model = nn.Sequential(_Later())
+        fully_shard(model[0])
+        fully_shard(model)
+        run = torch.compile(model, backend="fsdp", options=EAGER) if compiles else model
+        once = run(x)
+        monkeypatch.setattr(_Later, "forward", lambda self, x: 2 * own(self, x))
+        assert torch.equal(run(x), 2 * once)
+        monkeypatch.setattr(_Later, "forward", torch.compiler.nested_compile_region(own))
+        assert torch.equal(run(x), once)
     with fake_world(2):
-        first = Model(_Later)
-        torch.compile(first, backend="fsdp", options=EAGER)(torch.randn(4, WIDTH)).sum().backward()
-        try:
-            _Later.forward = torch.compiler.nested_compile_region(own)  # type: ignore[method-assign]
-            marked_later = _trained(_Later, How())
-            _Later.forward = lambda self, x: own(self, x) * 2  # type: ignore[method-assign]
-            patched = _trained(_Later, How()).numbers[0]
-        finally:
-            _Later.forward = own  # type: ignore[method-assign]
-        plain = _trained(_Later, How())
-    assert marked_later.once >= LAYERS
-    assert torch.equal(marked_later.numbers[0], plain.numbers[0])
-    assert not torch.equal(patched, plain.numbers[0])
+        assert _trained(_Later, How()).once >= LAYERS
