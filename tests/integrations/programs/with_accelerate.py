@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import fsdp_compile
-from tests.integrations.programs.report import report
+from tests.integrations.programs.report import report, run
 
 
 def main(how: str, mixed_precision: str) -> None:
@@ -44,4 +42,4 @@ def main(how: str, mixed_precision: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(main)

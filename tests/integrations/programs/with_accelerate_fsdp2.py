@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_compile
-from tests.integrations.programs.report import report
+from tests.integrations.programs.report import report, run
 
 
 def _model(*, tied: bool) -> LlamaForCausalLM:
@@ -82,4 +81,4 @@ def main(how: str, mixed_precision: str, state_dict_type: str, tied: str) -> Non
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from tests.integrations.programs.report import report
+from tests.integrations.programs.report import report, run
 
 FOLDER = Path("a_small_llama")
 
@@ -52,4 +51,4 @@ def main(how: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(main)

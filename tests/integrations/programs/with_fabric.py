@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 import fsdp_compile
-from tests.integrations.programs.report import report
+from tests.integrations.programs.report import report, run
 
 
 def main(how: str, precision: Any) -> None:
@@ -40,4 +39,4 @@ def main(how: str, precision: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(main)

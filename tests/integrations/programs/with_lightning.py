@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fsdp_compile
-from tests.integrations.programs.report import report
+from tests.integrations.programs.report import report, run
 
 
 class Net(nn.Module):
@@ -94,4 +93,4 @@ def main(how: str, precision: Any, folder: str, resume_from: str | None = None) 
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(main)

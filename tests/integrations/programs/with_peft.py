@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_compile
-from tests.integrations.programs.report import report
+from tests.integrations.programs.report import report, run
 
 
 def main(how: str, folder: str) -> None:
@@ -50,8 +49,7 @@ def main(how: str, folder: str) -> None:
             saved = load_file(Path(folder, "adapter_model.safetensors"))
             found.append({name: value.norm().item() for name, value in saved.items()})
     report(found)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 import fsdp_compile
-from tests.integrations.programs.report import report
+from tests.integrations.programs.report import report, run
 
 MODELS: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3},
@@ -103,8 +102,7 @@ def main(how: str, name: str, optimizer_name: str, clip_mode: str, folder: str) 
         for key in ("state_dict", "state_dict_ema")
     ]
     report([*found, *norms])
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(main)

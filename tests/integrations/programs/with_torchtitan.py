@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 
 import fsdp_compile
-from tests.integrations.programs.report import report
+from tests.integrations.programs.report import report, run
 
 
 def parallelize_llama(
@@ -95,8 +94,7 @@ def main(how: str, dtype: Any) -> None:
         dist.all_reduce(total := loss.detach().clone())
         found.append({"loss": total.item(), "norm": norm.full_tensor().item()})
     report([*found, {name: value.full_tensor().norm().item() for name, value in model.named_parameters()}])
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(main)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from tests.integrations.programs.report import report
+from tests.integrations.programs.report import report, run
 
 
 def _arguments(folder: str, *, sharded: bool) -> TrainingArguments:
@@ -55,4 +53,4 @@ def main(how: str, folder: str, resume_from: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(main)

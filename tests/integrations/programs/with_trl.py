@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from tests.integrations.programs.report import report
+from tests.integrations.programs.report import report, run
 
 WORDS = [f"w{i}" for i in range(60)]
 LOSSES: dict[str, dict[str, Any]] = {
@@ -93,4 +92,4 @@ def main(how: str, loss: str, precision: str, folder: str, resume_from: str | No
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(main)
