@@ -18,7 +18,7 @@ from fsdp_compile._torch.distributed import names_ignored_by_ddp
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_of
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.runtime.module_state import ignored_parameters, stored_parameters
+from fsdp_compile.runtime.module_state import ignored_parameters, named_stored_parameters, stored_parameters
 from fsdp_compile.runtime.replaced_params import current
 from fsdp_compile.runtime.units import FSDPParamGroup, sharded_parameters
 
@@ -55,7 +55,7 @@ def refuse_plain_rest(called: Iterable[nn.Module], compiled: nn.Module, plain: P
             continue
         own = [part for part in parts if part is compiled or plain.is_compiled(part)]
         inside = {id(parameter) for part in own for parameter in stored_parameters(part)} | ignored_parameters()
-        for name, parameter in nn.Module.named_parameters(around):
+        for name, parameter in named_stored_parameters(around):
             if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in inside:
                 raise UnsupportedModelError(
                     f"only a part of a model is compiled, {type(compiled).__name__}: the gradients of the rest would "

@@ -23,7 +23,12 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_compile._torch.autograd import HookOfPlain
 from fsdp_compile._torch.dynamo import FrameToCompile, graph_breaks
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.runtime.module_state import ignored_parameters, stored_parameters, units_below
+from fsdp_compile.runtime.module_state import (
+    ignored_parameters,
+    named_stored_parameters,
+    stored_parameters,
+    units_below,
+)
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 
 _INSTEAD = (
@@ -110,7 +115,7 @@ def _trained(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The plain parameters of a module that get gradients."""
     # A part of a sharded model may be compiled alone, and not know what a module above it ignores.
     ignored = ignored_parameters()
-    for name, parameter in nn.Module.named_parameters(root):
+    for name, parameter in named_stored_parameters(root):
         if isinstance(parameter, UninitializedParameter) or id(parameter) in ignored:
             continue
         if parameter.requires_grad and parameter.is_leaf:

@@ -133,9 +133,20 @@ def unwrap(model: object) -> object:
 
 
 def stored_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that are registered in `root`; its own `parameters()` gathers them in a forward."""
-    for _, parameter in nn.Module.named_parameters(root):
-        yield parameter
+    """The parameters that are registered in `root`, each once; its own `parameters()` gathers them in a forward."""
+    # Not by hash: of values that `functional_call` has put there, that is a question of the program's own.
+    stored = (p for module in _modules_below(root) for p in module._parameters.values() if p is not None)
+    yield from {id(parameter): parameter for parameter in stored}.values()
+
+
+def named_stored_parameters(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """The same, with the name of the first place of each."""
+    known: dict[int, nn.Parameter] = {}
+    for path, module in root.named_modules(prefix=prefix):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in known:
+                known[id(parameter)] = parameter
+                yield f"{path}.{name}" if path else name, parameter
 
 
 def units(model: nn.Module) -> list[FSDPUnit]:

@@ -10,7 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.modules.classes import original_class
-from fsdp_compile.runtime.module_state import ParamRef, is_ignored, is_sharded, reads_of, stored_parameters, units
+from fsdp_compile.runtime.module_state import (
+    ParamRef,
+    is_ignored,
+    is_sharded,
+    named_stored_parameters,
+    reads_of,
+    stored_parameters,
+    units,
+)
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.sharding.wrappers import refuse_wrappers
@@ -135,7 +143,7 @@ def refuse_module(module: nn.Module) -> None:
 
 def refuse_meta(root: nn.Module) -> None:
     """Raises `ConfigError` for a plain parameter on the meta device, which a compiled call would read."""
-    for name, parameter in nn.Module.named_parameters(root):
+    for name, parameter in named_stored_parameters(root):
         if parameter.device.type == "meta" and not isinstance(parameter, DTensor | ReplacedParameter):
             raise ConfigError(
                 "a parameter is on the meta device and has no value yet",
@@ -209,7 +217,7 @@ def refuse_new_parameters(root: nn.Module) -> None:
         return
     for path, module in root.named_modules():
         if is_sharded(module):
-            for name, parameter in nn.Module.named_parameters(module, prefix=path):
+            for name, parameter in named_stored_parameters(module, path):
                 is_known = isinstance(parameter, DTensor | ReplacedParameter) or is_ignored(root, parameter)
                 if isinstance(parameter, nn.Parameter) and not is_known:
                     raise added_later(name)
