@@ -16,6 +16,7 @@ from typing import Any
 
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import is_from_source
+from torch._dynamo.variables.builder import VariableBuilder
 
 _REGIONS = "torch._dynamo.variables.invoke_subgraph"
 """Torch 2.11 does not have it: there Dynamo traces each call."""
@@ -43,7 +44,8 @@ def guard_each_call() -> None:
         guards = list(_guards_of_call(condition, replaced, tracer.output))
         if None in guards:
             return False
-        install_guard(*guards)
+        for guard in guards:
+            _install(guard, tracer)
         return True
 
     regions.build_reuse_condition, regions.is_reusable = build_whole_condition, is_reusable_and_guarded
@@ -83,5 +85,13 @@ def _guards_of_call(condition: Any, replaced: Mapping[Any, Any], output: Any) ->
             is_one = output.resolve_source_value(own) is output.resolve_source_value(other)
             yield own.make_guard(functools.partial(kind, source_b=other)) if is_one else None
         elif own != source:
-            # What makes the guard of a tensor has the earlier call's tensor with it.
-            yield own.make_guard(kind if kind is GuardBuilder.TENSOR_MATCH else create)
+            yield own.make_guard(create)
+
+
+def _install(guard: Any, tracer: Any) -> None:
+    source = guard.originating_source
+    if guard.inner_create_fn() is GuardBuilder.TENSOR_MATCH:
+        # As an input of the graph, which has one guard: what makes this one has the tensor of the earlier call with it.
+        VariableBuilder(tracer, source)(tracer.output.resolve_source_value(source))
+    else:
+        install_guard(guard)

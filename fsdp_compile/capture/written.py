@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,6 +22,8 @@ _OPERATORS: tuple[Callable[..., Any], ...] = (
     operator.ipow,
     operator.imatmul,
 )
+_METHODS = frozenset({"__setitem__", *(f"__{function.__name__}__" for function in _OPERATORS[1:])})
+"""Methods of tensors that are these operators."""
 
 
 def written_nodes(node: fx.Node) -> Iterator[fx.Node]:
@@ -40,8 +44,24 @@ def _written_by(node: fx.Node, target: Any) -> Iterable[Any]:
         return [written for name in target.overloads() for written in _by_schema(node, getattr(target, name))]
     if may_write(target):
         return written_by(target, node.args, node.kwargs)
-    is_in_place = target in _OPERATORS or _is_in_place(getattr(target, "__name__", "")) or node.kwargs.get("inplace")
+    is_in_place = target in _OPERATORS or _is_in_place(getattr(target, "__name__", "")) or _is_asked_to(node, target)
     return node.args[:1] if is_in_place else []
+
+
+def _is_asked_to(node: fx.Node, target: Any) -> bool:
+    """Whether a call has a true `inplace`, by name or by position, as torch's modules give it."""
+    position = _position_of_inplace(target)
+    given = node.args[position] if position is not None and position < len(node.args) else node.kwargs.get("inplace")
+    return bool(given)
+
+
+@functools.cache
+def _position_of_inplace(function: Any) -> int | None:
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of C++ without a text signature
+        return None
+    return parameters.index("inplace") if "inplace" in parameters else None
 
 
 def _by_schema(node: fx.Node, overload: Any) -> Iterator[Any]:
@@ -55,4 +75,4 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 
 
 def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("__") and name != "requires_grad_"
+    return name in _METHODS or (name.endswith("_") and not name.startswith("__") and name != "requires_grad_")

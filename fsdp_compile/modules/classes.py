@@ -343,7 +343,8 @@ def _refuse_pickle(module: nn.Module, _protocol: SupportsIndex) -> Any:
     raise UnsupportedModelError(
         "a sharded module cannot be pickled: its class was made for its process groups and parameter groups",
         where=original_class(module).__name__,
-        instead="model.state_dict(), or torch.distributed.checkpoint; full_params(model) to pickle full values",
+        instead="model.state_dict(), or torch.distributed.checkpoint; in full_params(model), its state_dict() has full "
+        "values, which a plain model of the same class loads",
     )
 
 

@@ -23,6 +23,7 @@ class _Argument(NamedTuple):
 _WRITTEN_IF: dict[Callable[..., Any], tuple[_Argument, tuple[_Argument, ...]]] = {
     F.batch_norm: (_Argument(5, "training"), (_Argument(1, "running_mean"), _Argument(2, "running_var"))),
     torch.batch_norm: (_Argument(5, "training"), (_Argument(3, "running_mean"), _Argument(4, "running_var"))),
+    torch.native_batch_norm: (_Argument(5, "training"), (_Argument(3, "running_mean"), _Argument(4, "running_var"))),
     F.instance_norm: (
         _Argument(5, "use_input_stats", default=True),
         (_Argument(1, "running_mean"), _Argument(2, "running_var")),

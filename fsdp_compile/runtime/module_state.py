@@ -10,13 +10,14 @@ import dataclasses
 import enum
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 from torch import nn
 
 from fsdp_compile._torch.eval_frame import Compiler
 from fsdp_compile.config.casts import ForwardCasts, FullPrecision
 from fsdp_compile.config.policy import MixedPrecision
+from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.runtime.buffers import CastBuffer
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, ModelState
 from fsdp_compile.runtime.view_check import ViewCheck
@@ -93,6 +94,14 @@ class ModuleState:
     no_sync_depth: int = 0
     compiled_forward: CompiledForward | None = None
     for_torch: Any = None
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
+        """Inside of `full_params`, where a module has the class that it had: sharded ones refuse it themselves."""
+        raise UnsupportedModelError(
+            "a sharded module cannot be pickled or copied, also where its parameters are full",
+            where="full_params()",
+            instead="model.state_dict() there, which a plain model of the same class loads",
+        )
 
 
 def state_of(module: nn.Module) -> ModuleState | None:

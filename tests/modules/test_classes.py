@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -53,6 +54,18 @@ def test_pickling_a_module_is_refused_by_name(save) -> None:  # type: ignore[no-
         assert "state_dict()" in str(caught.value)
         with pytest.raises(UnsupportedModelError, match="cannot be deep-copied"):
             copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.deepcopy])
+def test_so_it_is_inside_of_full_params(duplicate: Callable[[nn.Module], object]) -> None:
+    with fake_world(1):
+        model = fully_shard(nn.Linear(2, 2))
+        with (
+            full_params(model, writeback=False),
+            pytest.raises(UnsupportedModelError, match="also where its parameters are full") as caught,
+        ):
+            duplicate(model)
+        assert "state_dict()" in str(caught.value)
 
 
 class Tagged:

@@ -38,7 +38,7 @@ class _Learner(_FastWeights):
     """Takes a step of gradient descent from its own parameters, and differentiates through it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own = dict(self.layer.named_parameters())
+        own: dict[str, torch.Tensor] = {name: p for name, p in self.layer.named_parameters()}  # noqa: C416  of tensors
         known = torch.ones(3, 6)  # of all ranks: what each learns from its own rows, one process learns from all rows
         loss = functional_call(self.layer, own, (known,)).square().mean()
         gradients = torch.autograd.grad(loss, list(own.values()), create_graph=True)

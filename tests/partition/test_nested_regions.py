@@ -87,6 +87,17 @@ class _Normalizes(Block):
         return self.norm(super().forward(x))
 
 
+class _Activates(Block):
+    """Its activation writes into the region's input: torch's modules say so by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = nn.LeakyReLU(0.1, inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.activation(x))
+
+
 class _Checkpoints(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
@@ -304,6 +315,7 @@ INLINED: dict[str, tuple[type[Block], How]] = {
     "writes": (_Counts, How()),
     "writes and reads nothing": (_Ignores, How()),
     "normalizes": (_Normalizes, How()),
+    "activates in place": (_Activates, How()),
     "checkpoints": (_Checkpoints, How()),
     "branches": (_Branches, How()),
     "shares one block": (Block, How(is_shared=True)),
@@ -314,7 +326,7 @@ INLINED: dict[str, tuple[type[Block], How]] = {
 }
 
 
-@long.parametrize("name", [*STAYS, *INLINED], always=["plain", "casts itself", "writes"])
+@long.parametrize("name", [*STAYS, *INLINED], always=["plain", "casts itself", "writes", "activates in place"])
 def test_regions_change_no_bit(name: str) -> None:
     """Also what is sent is the same, unless the program says itself what is recomputed."""
     block, how = {**STAYS, **INLINED}[name]
