@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.runtime import refused_optimizers
+from fsdp_compile.runtime import closure_loss, refused_optimizers
 from fsdp_compile.runtime.replaced_params import SCALARS, update_optimizer
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 
@@ -33,12 +33,13 @@ _INSTEAD = (
 @functools.cache
 def follow_optimizers() -> None:
     """Makes every optimizer of the process take sharded parameters and check its state at the start of its steps."""
-    register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: _before_step(optimizer))
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Optimizer) -> None:
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> closure_loss.Arguments | None:
     prepare(optimizer)
     refused_optimizers.refuse(optimizer)
+    return closure_loss.average_loss(optimizer, args, kwargs)
 
 
 def prepare(optimizer: Optimizer) -> None:

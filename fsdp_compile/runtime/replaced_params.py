@@ -48,8 +48,9 @@ class ReplacedParameter(nn.Parameter):
         raise ConfigError(
             f"the parameter was sharded since you took it, and {getattr(func, '__name__', func)} needs its old memory",
             where=moved.param.name if moved is not None else None,
-            instead="take it from model.parameters() again after the first call of the compiled model; an optimizer "
-            "that steps in compiled code has to be made after fully_shard(model)",
+            instead="take it from model.parameters() again after the first call of the compiled model. An optimizer "
+            "made before takes the sharded parameters in its first step: make it after fully_shard(model) where "
+            "that is in compiled code, or where torch's functions get or set its state before",
         )
 
 

@@ -14,11 +14,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    OptimStateKeyType,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, full_params, fully_shard, load_from_rank0, materialize, no_sync, units
+from fsdp_compile import (
+    ConfigError,
+    full_params,
+    fully_shard,
+    load_from_rank0,
+    materialize,
+    no_sync,
+    rekey_optim_state_dict,
+    units,
+)
 from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
 
@@ -85,6 +101,31 @@ def _check_resumed(folder: Path) -> None:
 @pytest.mark.long
 def test_what_rank_0_has_saved_is_resumed(tmp_path: Path) -> None:
     run_ranks(_check_resumed, tmp_path)
+
+
+def _check_resumed_from_ddp(folder: Path) -> None:
+    """Saved by DDP's lines after two steps, and resumed sharded: as four steps of one process."""
+    reference = _model()
+    optimizer = _adamw(reference)
+    _train(reference, optimizer)
+    saved = copy.deepcopy((reference.state_dict(), optimizer.state_dict()))
+    _train(reference, optimizer)
+    if (rank := dist.get_rank()) == 0:
+        torch.save(saved[1], folder / "optimizer.pt")
+
+    resumed = fully_shard(_model(seed=1 + rank))
+    load_from_rank0(resumed, saved[0] if rank == 0 else None)
+    optimizer, path = _adamw(resumed), folder / "optimizer.pt"
+    state = {}
+    if rank == 0:
+        state = rekey_optim_state_dict(torch.load(path), OptimStateKeyType.PARAM_NAME, resumed, optim=optimizer)
+    state_dict.set_optimizer_state_dict(resumed, optimizer, state, options=FROM_RANK_0)
+    _train(compile_eagerly(resumed), optimizer)
+    _assert_equal(resumed, reference)
+
+
+def test_what_ddp_has_saved_is_resumed(tmp_path: Path) -> None:
+    run_ranks(_check_resumed_from_ddp, tmp_path)
 
 
 def _check_resumed_sharded() -> None:
