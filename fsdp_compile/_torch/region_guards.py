@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch._dynamo.guards import GuardBuilder, install_guard
@@ -44,8 +44,13 @@ def guard_each_call() -> None:
         guards = list(_guards_of_call(condition, replaced, tracer.output))
         if None in guards:
             return False
-        for guard in guards:
-            _install(guard, tracer)
+        inputs = {
+            _source_of_call(place.source, replaced)
+            for place in earlier.subgraph_input_mapping
+            if isinstance(place, regions.LiftedCapturedSource)
+        }
+        for guard in sorted(guards):  # torch has them in a set, whose order differs from rank to rank
+            _install(guard, tracer, inputs)
         return True
 
     regions.build_reuse_condition, regions.is_reusable = build_whole_condition, is_reusable_and_guarded
@@ -74,24 +79,26 @@ def _add_guards_below(condition: Any, output: Any, call: Any) -> bool:
 
 def _guards_of_call(condition: Any, replaced: Mapping[Any, Any], output: Any) -> Iterator[Any]:
     """The guards of an earlier call for one with other arguments; `None` where what was one tensor is two."""
-
-    def of_call(source: Any) -> Any:
-        return source.clone(lambda part: replaced.get(part, part))
-
     for source, _, _, guard in condition.guards:
-        own, kind, create = of_call(source), guard.inner_create_fn(), guard.create_fn
+        own, kind, create = _source_of_call(source, replaced), guard.inner_create_fn(), guard.create_fn
         if kind is GuardBuilder.DUPLICATE_INPUT:
-            other = of_call(create.keywords["source_b"])
+            other = _source_of_call(create.keywords["source_b"], replaced)
             is_one = output.resolve_source_value(own) is output.resolve_source_value(other)
             yield own.make_guard(functools.partial(kind, source_b=other)) if is_one else None
         elif own != source:
             yield own.make_guard(create)
 
 
-def _install(guard: Any, tracer: Any) -> None:
+def _source_of_call(source: Any, replaced: Mapping[Any, Any]) -> Any:
+    """Where a call with other arguments finds what an earlier one found at `source`."""
+    return source.clone(lambda part: replaced.get(part, part))
+
+
+def _install(guard: Any, tracer: Any, inputs: Container[Any]) -> None:
+    """Installs a guard of a call; `inputs` are tensors that torch will make inputs of the graph, with their guards."""
     source = guard.originating_source
-    if guard.inner_create_fn() is GuardBuilder.TENSOR_MATCH:
-        # As an input of the graph, which has one guard: what makes this one has the tensor of the earlier call with it.
-        VariableBuilder(tracer, source)(tracer.output.resolve_source_value(source))
-    else:
+    if guard.inner_create_fn() is not GuardBuilder.TENSOR_MATCH:
         install_guard(guard)
+    elif source not in inputs:
+        # As an input, too: a tensor has one guard, and what makes this one has the tensor of the earlier call with it.
+        VariableBuilder(tracer, source)(tracer.output.resolve_source_value(source))
