@@ -70,12 +70,16 @@ def _double(layers: Any) -> None:
     layers[3].a = _Doubled(WIDTH, WIDTH)
 
 
+def _hook(layers: Any) -> None:
+    layers[2].b.register_forward_hook(lambda _module, _args, output: 2 * output)
+
+
 def _tie(layers: Any) -> None:
     layers[2].b.weight = layers[2].a.weight
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("change", [_set_scale, _evaluate, _double, _tie])
+@pytest.mark.parametrize("change", [_set_scale, _evaluate, _double, _hook, _tie])
 def test_layers_may_differ_from_the_first(change: Callable[[Any], None]) -> None:
     x = torch.linspace(-1, 1, WIDTH)
     torch._dynamo.reset()
