@@ -160,6 +160,15 @@ ROWS: Final = (
         "values = {'weight': self.m.weight * 0.5, 'bias': self.m.bias + 1}\n"
         "return self.head(torch.func.functional_call(self.m, values, x))",
     ),
+    Row(
+        "`functional_call` with a step from a layer's own `named_parameters()`",
+        _LINEAR,
+        "own = dict(self.m.named_parameters())\n"
+        "loss = torch.func.functional_call(self.m, own, torch.ones(3, 6, dtype=x.dtype)).square().mean()\n"
+        "gradients = torch.autograd.grad(loss, list(own.values()), create_graph=True)\n"
+        "step = {name: p - 0.5 * gradient for (name, p), gradient in zip(own.items(), gradients)}\n"
+        "return self.head(torch.func.functional_call(self.m, step, x))",
+    ),
     Row("`self.m._parameters['weight']`", _LINEAR, "return self.head(F.linear(x, self.m._parameters['weight']))"),
     Row(
         "a parameter in a closure",

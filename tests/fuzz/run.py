@@ -52,7 +52,8 @@ def run_programs(texts: list[str], contender: Contender = Contender.HERE) -> Ite
     left = list(texts)
     while left:
         for outcome in _call(left, contender):
-            yield _beside_fsdp2(left.pop(0), outcome) if contender is Contender.HERE else outcome
+            text = left.pop(0)
+            yield _beside_fsdp2(text, outcome) if contender is Contender.HERE else outcome
 
 
 def _beside_fsdp2(text: str, outcome: Outcome) -> Outcome:
