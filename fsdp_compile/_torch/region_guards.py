@@ -72,7 +72,10 @@ def _add_guards_below(condition: Any, output: Any, call: Any) -> bool:
             continue
         if not isinstance(check, guards.GuardCheckSpec):
             return False
-        expected = check.get_metadata_fn(guard, output.resolve_source_value(source))
+        try:
+            expected = check.get_metadata_fn(guard, output.resolve_source_value(source))
+        except Exception:
+            return False
         condition.guards.append((source, check, expected, guard))
     return True
 

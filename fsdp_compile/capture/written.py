@@ -49,13 +49,14 @@ def _written_by(node: fx.Node, target: Any) -> Iterable[Any]:
 
 
 def _is_asked_to(node: fx.Node, target: Any) -> bool:
-    """Whether a call has a true `inplace`, by name or by position, as torch's modules give it."""
-    position = _position_of_inplace(target)
+    """Whether a call has a true `inplace`: by name, or by position, as torch's modules give it to its functions."""
+    is_of_torch = getattr(target, "__module__", None) == "torch.nn.functional"
+    position = _position_of_inplace(target) if is_of_torch else None
     given = node.args[position] if position is not None and position < len(node.args) else node.kwargs.get("inplace")
     return bool(given)
 
 
-@functools.cache
+@functools.cache  # of functions that a module of torch has, and so of none that would otherwise be freed
 def _position_of_inplace(function: Any) -> int | None:
     try:
         parameters = list(inspect.signature(function).parameters)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
 
+from fsdp_compile.comm.exchange import wire_device
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 
@@ -42,7 +43,9 @@ def _averaging(closure: Callable[[], Any], param: FSDPParam) -> Callable[[], tor
         loss = closure()
         value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
         try:
-            return _mean(value.to(param.sharded_view.device, copy=True), param.dtensor.device_mesh)
+            # Where parameters are offloaded, their group communicates elsewhere.
+            value = value.to(wire_device(param.sharded_view, param.spec), copy=True)
+            return _mean(value, param.dtensor.device_mesh)
         except RuntimeError as error:
             refuse_lost_ranks(error, "averaging the loss of a closure for LBFGS")
             raise

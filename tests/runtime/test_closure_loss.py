@@ -34,14 +34,18 @@ class _Fit:
         return loss.item() if returns_number else loss
 
 
-def _check(line_search: str | None, is_whole: bool, returns_number: bool) -> None:  # noqa: FBT001
+def _check(line_search: str | None, is_whole: bool, returns_number: bool, replicas: int = 1) -> None:  # noqa: FBT001
     make = functools.partial(optim.LBFGS, max_iter=8, tolerance_change=1e-3, line_search_fn=line_search)
 
     def sharded(model: nn.Module) -> optim.Optimizer:
-        optimizer = make(fully_shard(model).parameters())
+        optimizer = make(fully_shard(model, mesh=mesh).parameters())
         return whole_step(optimizer) if is_whole else optimizer
 
-    own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard")
+    )
+    own = slice(4 // world * rank, 4 // world * (rank + 1))
     mine, one = _Fit(own, sharded), _Fit(slice(None), lambda model: make(model.parameters()))
     for _ in range(3):
         losses = [
@@ -61,3 +65,7 @@ def _check(line_search: str | None, is_whole: bool, returns_number: bool) -> Non
 )
 def test_lbfgs_goes_as_far_as_one_process(line_search: str | None, is_whole: bool, returns_number: bool) -> None:  # noqa: FBT001
     run_ranks(_check, line_search, is_whole, returns_number)
+
+
+def test_replicas_search_one_line() -> None:
+    run_ranks(_check, "strong_wolfe", True, False, 2, world_size=4)  # noqa: FBT003
