@@ -40,6 +40,7 @@ from fsdp_compile.lower.next_forward import FirstGather, first_gather, refuse_af
 from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region, find_no_first_gather
 from fsdp_compile.lower.region_key import region_key
+from fsdp_compile.lower.unused_outputs import tell_backward
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.settings import budget_bytes
 from fsdp_compile.pipeline import keep, transform
@@ -123,10 +124,13 @@ def fsdp(
     )
     say(f"region {ran.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
     if checked.lower == "eager":
-        return give_parameters(compile_eagerly(gm, example_inputs, region), returned)
-    # Only a budget needs memory to be exactly as estimated; reuse saves allocations otherwise.
-    exact = {} if checked.memory_budget_gb is None else FREE_AT_LAST_USE
-    compiled = compile_with_inductor(gm, example_inputs, region, {**exact, **settings, **checked.inductor})
+        compiled = compile_eagerly(gm, example_inputs, region)
+    else:
+        # Only a budget needs memory to be exactly as estimated; reuse saves allocations otherwise.
+        exact = {} if checked.memory_budget_gb is None else FREE_AT_LAST_USE
+        compiled = compile_with_inductor(gm, example_inputs, region, {**exact, **settings, **checked.inductor})
+    if region.tells_unused_outputs:
+        compiled = tell_backward(compiled)
     return give_parameters(compiled, returned)
 
 

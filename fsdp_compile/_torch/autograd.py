@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -49,6 +49,27 @@ def outside_of_transforms() -> Iterator[None]:
     grad = torch.is_grad_enabled()
     with temporarily_clear_interpreter_stack(), torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
         yield
+
+
+def leave_unused_undefined(inputs: Iterable[object], outputs: Iterable[object]) -> None:
+    """Makes the backward of a graph that AOTAutograd compiled get `None` instead of zeros for outputs without gradient.
+
+    Args:
+        inputs: Of the graph.
+        outputs: Of the same call.
+    """
+    others = {value.grad_fn for value in inputs if isinstance(value, torch.Tensor)}
+    for value in outputs:
+        node = value.grad_fn if isinstance(value, torch.Tensor) else None
+        if node is not None and not _is_compiled(node) and node.next_functions:
+            node = node.next_functions[0][0]  # a view of what the graph has computed
+        if node is not None and _is_compiled(node) and node not in others:
+            node.set_materialize_grads(False)  # type: ignore[attr-defined]
+            return
+
+
+def _is_compiled(node: torch.autograd.graph.Node) -> bool:
+    return type(node).__name__ == "CompiledFunctionBackward"
 
 
 def is_accumulated_in_this_backward(leaf: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from fsdp_compile.lower.next_forward import FirstGather
 from fsdp_compile.lower.progress import say, stage
 from fsdp_compile.lower.summary import GraphSummary
 from fsdp_compile.lower.surroundings import Surroundings
+from fsdp_compile.lower.unused_outputs import GradientSources, gradient_sources
 from fsdp_compile.lower.wrappers import Compiled, FlatKey, read_again
 from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
@@ -76,6 +77,7 @@ class Region:
         collectives: Those of each transformed graph.
         texts: The text of each transformed graph, if the compile is stored.
         loaded: Summaries of the graphs if the compile was loaded.
+        sources: Of its backward, if gradients are not all computed from the same outputs' gradients.
         planned: What the plan of each graph expects, if steps are measured.
     """
 
@@ -96,6 +98,12 @@ class Region:
     texts: dict[Phase, GraphText] = dataclasses.field(default_factory=dict)
     loaded: list[GraphSummary] = dataclasses.field(default_factory=list)
     planned: Mapping[Phase, PlannedTimes] = dataclasses.field(default_factory=dict)
+    sources: GradientSources | None = None
+
+    @property
+    def tells_unused_outputs(self) -> bool:
+        """Whether backward has to know which outputs the loss does not use."""
+        return self.sources is not None or any(each.surroundings.unused is not None for each in self.loaded)
 
     @property
     def may_offer(self) -> bool:
@@ -129,6 +137,7 @@ class Region:
         for half in (forward, backward):
             inline_regions(half)
         steps = StepGraph(forward, Phase.FORWARD), StepGraph(backward, Phase.BACKWARD)
+        self.sources = gradient_sources(steps[1])
         self.keep(*steps)
         return self._both(steps)
 
@@ -209,7 +218,8 @@ class Region:
         step = StepGraph(gm, phase)
         is_trained = phase is Phase.FORWARD and len(self.steps) > 1
         first = self.first_gather(step) if is_trained else None
-        found = Surroundings.of(step, digests(self.collectives.get(phase, {})), self.again, planned, first)
+        sources = self.sources if phase is Phase.BACKWARD else None
+        found = Surroundings.of(step, digests(self.collectives.get(phase, {})), self.again, planned, first, sources)
         erase_markers(gm.graph)
         return found
 

@@ -13,6 +13,7 @@ from fsdp_compile.lower.next_forward import FirstGather, expect_next_forward
 from fsdp_compile.lower.offered_params import Offered, offer_params, offered_params
 from fsdp_compile.lower.profiled_calls import ProfiledCalls
 from fsdp_compile.lower.refine import measure
+from fsdp_compile.lower.unused_outputs import GradientSources, UnusedOutputs
 from fsdp_compile.lower.wrappers import (
     Compiled,
     FlatInput,
@@ -49,6 +50,7 @@ class Surroundings:
         grad_outputs: Of a backward: the gradients that it makes.
         counted: Parameter groups that are updated in backward, and that both graphs of the region read.
         tangents: Of a backward: the gradients of outputs.
+        unused: Of a backward: how it finds outputs that no rank uses, if that makes a difference.
         host_copies_from: Type of the device from which it copies gradients to the host; empty if it copies none.
         has_updates: Whether it runs optimizers.
         planned: What its plan expects, if steps are measured.
@@ -72,6 +74,7 @@ class Surroundings:
     balanced: bool | None
     planned: PlannedTimes | None = None
     first_gather: FirstGather | None = None
+    unused: UnusedOutputs | None = None
 
     @staticmethod
     def of(
@@ -80,6 +83,7 @@ class Surroundings:
         again: frozenset[FlatKey],
         planned: PlannedTimes | None = None,
         first_gather: FirstGather | None = None,
+        sources: GradientSources | None = None,
     ) -> Surroundings:
         """What belongs around a transformed graph.
 
@@ -89,6 +93,7 @@ class Surroundings:
             again: Parameter groups that `read_again` found in its region.
             planned: What its plan expects, if steps are measured.
             first_gather: What a training forward gathers first, if optimizer steps are to start that.
+            sources: Of a backward whose gradients are not all computed from the same outputs' gradients.
         """
         is_forward = step.phase is Phase.FORWARD
         made = () if is_forward else tuple(grad_outputs(step))
@@ -108,6 +113,7 @@ class Surroundings:
             balanced=balance_in_trace() if is_forward else None,
             planned=planned,
             first_gather=first_gather,
+            unused=None if sources is None else UnusedOutputs.of(step, sources),
         )
 
     def around(self, compiled: Compiled) -> Compiled:
@@ -119,8 +125,8 @@ class Surroundings:
             compiled = without_autograd(compiled)
         if self.host_copies_from:
             compiled = wait_for_host_copies(compiled, self.host_copies_from)
-        if self.grad_outputs:
-            compiled = note_grad_outputs(compiled, self.grad_outputs)
+        if self.grad_outputs or self.unused is not None:
+            compiled = note_grad_outputs(compiled, self.grad_outputs, self.unused)
         if self.counted:
             compiled = count_reads(compiled, self.counted, self.phase)
         if self.balanced is not None:

@@ -57,6 +57,11 @@ class PendingGrads:
         """The accumulated gradient, for a graph to read."""
         return None if self._grad is None else self._grad.value
 
+    @property
+    def offsets(self) -> frozenset[int]:
+        """The parameters that have gradients in it."""
+        return frozenset() if self._grad is None else frozenset(self._grad.offsets)
+
     def add(self, gradient: torch.Tensor, offsets: Iterable[int]) -> None:
         """Accumulates `gradient`, `[parts * numel]`, which is zero but for the parameters at `offsets`."""
         pending = self._grad
@@ -134,6 +139,7 @@ class GradState:
         accumulators: The leaves that autograd accumulates such gradients into.
         unwritten: Offsets of parameters whose gradients are in the flat parameter's `.grad` and not yet in their own.
         wanted: Offsets of those that the running backward is asked for; `None` for all.
+        unused: Offsets of those that, in the compiled backward that runs, only outputs depend on which no rank uses.
     """
 
     def __init__(self, specs: Sequence[UnshardSpec]) -> None:
@@ -142,6 +148,7 @@ class GradState:
         self.accumulators: dict[GradPlacement, torch.Tensor] = {}
         self.unwritten: set[int] = set()
         self.wanted: frozenset[int] | None = None
+        self.unused: frozenset[int] = frozenset()
         self._all = frozenset(spec.offset for spec in specs)
         self._produced: dict[GradPlacement, set[int]] = {}
         self._produced_in = -1
@@ -162,6 +169,11 @@ class GradState:
     def partial_reduce_output(self) -> PendingGrads:
         """Reduce-scattered gradients that wait for their all-reduce over replicas."""
         return self.stage(GradPlacement.REDUCE_SCATTERED)
+
+    @property
+    def pending_offsets(self) -> frozenset[int]:
+        """The parameters whose accumulated gradients wait for a stage of their reduction."""
+        return frozenset().union(*(grads.offsets for grads in self.pending.values()))
 
     @property
     def is_pending(self) -> bool:

@@ -1,4 +1,4 @@
-"""Outputs of a compiled model that the loss does not use: zeros where plain eager has None, as with torch.compile."""
+"""Outputs of a compiled model that the loss does not use: None, as in eager, where torch.compile makes zeros."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import fully_shard
+from fsdp_compile import fully_shard, no_sync, step_in_backward
 from tests.beside import close, compile_eagerly, loss_of
 from tests.ranks import run_ranks
 
@@ -37,10 +38,12 @@ def _models() -> tuple[Heads, Heads, torch.Tensor, torch.Tensor]:
     return model, copy.deepcopy(model), batch, batch.chunk(2)[dist.get_rank()]
 
 
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
-    }
+    return {name: p.grad if p.grad is None else _whole(p.grad) for name, p in model.named_parameters()}
 
 
 def _compare(model: nn.Module, reference: nn.Module) -> None:
@@ -51,18 +54,152 @@ def _compare(model: nn.Module, reference: nn.Module) -> None:
             close(gradient, expected[name], name)
 
 
-def _unused() -> None:
+def _loss(*outputs: torch.Tensor | None) -> torch.Tensor:
+    return torch.stack([loss_of(each) for each in outputs if each is not None]).sum()
+
+
+def _one_unused(lower: str) -> None:
     model, reference, batch, mine = _models()
-    loss_of(compile_eagerly(model)(mine)[0]).backward()
-    loss_of(torch.compile(reference, backend="aot_eager")(batch)[0]).backward()
-    assert reference.right.weight.grad is not None
-    assert not reference.right.weight.grad.any(), "torch.compile makes zeros"
+    compiled = torch.compile(model, backend="fsdp", options={"lower": lower})
+    optimizers = [torch.optim.AdamW(each.parameters(), weight_decay=0.1) for each in (model, reference)]
+    for used in (slice(0, 2), slice(0, 1), slice(0, 1), slice(0, 2)):
+        _loss(*compiled(mine)[used]).backward()
+        _loss(*reference(batch)[used]).backward()
+        _compare(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        close(_whole(parameter), expected, "parameters")
+
+
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_head_whose_output_is_unused_has_none_as_in_one_process(lower: str) -> None:
+    run_ranks(_one_unused, lower)
+
+
+def _of_changing_sizes() -> None:
+    model, reference, _, _ = _models()
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"}, dynamic=True)
+    for rows in (4, 6, 10):
+        batch = torch.randn(rows, 6)
+        mine = batch.chunk(2)[dist.get_rank()]
+        for outputs, expected in ((compiled(mine), reference(batch)), (compiled(mine)[:1], reference(batch)[:1])):
+            model.zero_grad()
+            reference.zero_grad()
+            _loss(*outputs).backward()
+            _loss(*expected).backward()
+            _compare(model, reference)
+
+
+def test_with_changing_sizes() -> None:
+    run_ranks(_of_changing_sizes)
+
+
+def _accumulated(first: slice, second: slice) -> None:
+    model, reference, batch, mine = _models()
+    compiled = compile_eagerly(model)
+    for _ in range(2):  # the second step's graph has accumulated gradients among its inputs
+        with no_sync(model):
+            _loss(*compiled(mine)[first]).backward()
+        _loss(*compiled(mine)[second]).backward()
+        _loss(*reference(batch)[first]).backward()
+        _loss(*reference(batch)[second]).backward()
+        _compare(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(slice(0, 2), slice(0, 1)), (slice(0, 1), slice(0, 2)), (slice(0, 1), slice(0, 1))]
+)
+def test_accumulated_gradients_of_an_output_count_when_it_is_used_no_more(first: slice, second: slice) -> None:
+    run_ranks(_accumulated, first, second)
+
+
+def _updated_in_backward() -> None:
+    model, reference, batch, mine = _models()
+    step_in_backward(torch.optim.AdamW(model.parameters(), weight_decay=0.1))
+    optimizer = torch.optim.AdamW(reference.parameters(), weight_decay=0.1)
+    compiled = compile_eagerly(model)
+    for used in (slice(0, 2), slice(0, 1), slice(0, 1)):
+        _loss(*compiled(mine)[used]).backward()
+        _loss(*reference(batch)[used]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            close(_whole(parameter), expected, name)
+
+
+def test_an_update_in_backward_leaves_it_alone() -> None:
+    run_ranks(_updated_in_backward)
+
+
+class Parts(nn.Module):
+    """Two trunks and two heads, in graphs of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = Heads(), nn.ModuleList([nn.Linear(6, 4), nn.Linear(3, 4)])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        hidden = self.below(x)
+        torch._dynamo.graph_break()
+        return [head(each) for head, each in zip(self.above, hidden, strict=True)]
+
+
+def _in_another_graph() -> None:
+    torch.manual_seed(0)
+    model = Parts()
+    reference, batch = copy.deepcopy(model), torch.randn(4, 6)
+    loss_of(compile_eagerly(model)(batch.chunk(2)[dist.get_rank()])[0]).backward()
+    loss_of(reference(batch)[0]).backward()
+    assert reference.below.right.weight.grad is None
     _compare(model, reference)
 
 
-@pytest.mark.long
-def test_a_head_whose_output_is_unused_has_zeros_as_with_torch_compile() -> None:
-    run_ranks(_unused)
+def test_an_output_that_another_graph_leaves_out() -> None:
+    run_ranks(_in_another_graph)
+
+
+def _asked_for() -> None:
+    model, reference, batch, mine = _models()
+    outputs, expected = compile_eagerly(model)(mine), reference(batch)
+    for _ in range(2):
+        made = torch.autograd.grad(loss_of(outputs[0]), list(model.parameters()), retain_graph=True, allow_unused=True)
+        asked = torch.autograd.grad(
+            loss_of(expected[0]), list(reference.parameters()), retain_graph=True, allow_unused=True
+        )
+        for gradient, other in zip(made, asked, strict=True):
+            assert (gradient is None) == (other is None)
+            if gradient is not None and other is not None:
+                close(_whole(gradient), other, "gradient")
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(loss_of(outputs[0]), list(model.parameters()), retain_graph=True)
+    loss_of(outputs[1]).backward()  # the other one alone, through the same graph
+    loss_of(expected[1]).backward()
+    _compare(model, reference)
+
+
+def test_gradients_that_are_asked_for_and_a_second_backward() -> None:
+    run_ranks(_asked_for)
+
+
+def _of_inputs() -> None:
+    model, reference, batch, _ = _models()
+    for each in (model, reference):
+        each.requires_grad_(requires_grad=False)
+    batches = [batch.clone().requires_grad_(), batch.clone().requires_grad_()]
+    mine, other = batches
+    loss_of(compile_eagerly(model)(mine)[0]).backward()
+    loss_of(reference(other)[0]).backward()
+    assert mine.grad is not None
+    assert other.grad is not None
+    close(mine.grad, other.grad, "gradient of the input")
+
+
+def test_a_frozen_model_with_an_unused_output() -> None:
+    run_ranks(_of_inputs)
 
 
 def _left_out() -> None:
@@ -84,15 +221,22 @@ def test_a_head_that_the_forward_leaves_out_has_none_as_in_one_process() -> None
     run_ranks(_left_out)
 
 
-def _one_each() -> None:
-    model, reference, batch, mine = _models()
-    loss_of(compile_eagerly(model)(mine)[dist.get_rank()]).backward()
+def _one_each(replicas: int) -> None:
+    torch.manual_seed(0)
+    model, ranks = Heads(), dist.get_world_size()
+    reference, batch = copy.deepcopy(model), torch.randn(2 * ranks, 6)
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("dp_replicate", "fsdp"))
+        fully_shard(model, mesh=mesh)
+    uses_right = dist.get_rank() == ranks - 1
+    loss_of(compile_eagerly(model)(batch.chunk(ranks)[dist.get_rank()])[int(uses_right)]).backward()
     left, right = reference(batch)
-    ((loss_of(left[:2]) + loss_of(right[2:])) / 2).backward()
+    losses = [loss_of(each) for each in (*left.chunk(ranks)[:-1], right.chunk(ranks)[-1])]
+    (torch.stack(losses).sum() / ranks).backward()
     _compare(model, reference)
 
 
-@pytest.mark.long
-def test_ranks_that_use_one_output_each_get_the_gradients_of_all() -> None:
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.long)])
+def test_ranks_that_use_one_output_each_get_the_gradients_of_all(ranks: int, replicas: int) -> None:
     """Why a rank whose own loss leaves an output out must not have None: others have gradients for it."""
-    run_ranks(_one_each)
+    run_ranks(_one_each, replicas, world_size=ranks)
