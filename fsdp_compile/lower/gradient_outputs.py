@@ -13,12 +13,10 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.graph import MADE, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import beside
 from fsdp_compile.layout.spec import GradPlacement, Update
-from fsdp_compile.lower.unused_outputs import UnusedOutputs
 from fsdp_compile.lower.wrappers import Compiled
 from fsdp_compile.runtime import gradients
 from fsdp_compile.runtime.kernels import consume_accumulated
 from fsdp_compile.runtime.units import FSDPParamGroup
-from fsdp_compile.runtime.used_outputs import used_on_any_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,55 +73,22 @@ def _place_of(flat: fx.Node, role: Role, place: dict[fx.Node, int]) -> int | Non
     return None if node is None else place[node]
 
 
-def note_grad_outputs(compiled: Compiled, noted: Sequence[GradOutput], unused: UnusedOutputs | None) -> Compiled:
-    """Wraps a compiled backward so that parameters without a gradient keep `None`, and pending gradients count once.
-
-    Args:
-        compiled: The backward.
-        noted: The gradients that it makes.
-        unused: How it finds outputs that no rank uses, if that makes a difference.
-    """
+def note_grad_outputs(compiled: Compiled, noted: Sequence[GradOutput]) -> Compiled:
+    """Wraps a compiled backward so that parameters without a gradient keep `None`, and pending gradients count once."""
 
     def run(args: list[Any]) -> Any:
         flats = [FSDPParamGroup.of(args[each.flat]) or _copied_from(args[each.flat], each) for each in noted]
-        unused_outputs = frozenset() if unused is None else _find_unused(args, unused, flats)
         for flat, each in zip(flats, noted, strict=True):
-            if flat is not None:
-                flat.grads.unused = _unused_params(flat, each, unused, unused_outputs)
             _before(args, each, flat)
         made = compiled(args)
         for flat, each in zip(flats, noted, strict=True):
-            if flat is None:
-                continue
-            if each.update is Update.AFTER_BACKWARD:  # else the graph says so itself
-                produced = [offset for offset in each.offsets if offset not in flat.grads.unused]
-                gradients.mark_produced(flat, produced, each.grad_placement)
-            flat.grads.unused = frozenset()
-        if unused is None or not unused_outputs:
-            return made
-        made = list(made)
-        for i in unused.inputs_without_gradient(unused_outputs):
-            made[i] = None
+            if flat is not None and each.update is Update.AFTER_BACKWARD:  # else the graph says so itself
+                offsets = [o for o in each.offsets if o not in flat.grads.unused] if flat.grads.unused else each.offsets
+                gradients.mark_produced(flat, offsets, each.grad_placement)
         return made
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def _find_unused(args: list[Any], unused: UnusedOutputs, flats: Sequence[FSDPParamGroup | None]) -> frozenset[int]:
-    """Puts zeros in the place of undefined gradients of outputs; returns the positions of those of no rank."""
-    used = used_on_any_rank([flat for flat in flats if flat is not None], unused.used(args))
-    unused.fill(args)
-    return unused.without(used)
-
-
-def _unused_params(
-    flat: FSDPParamGroup, each: GradOutput, unused: UnusedOutputs | None, unused_outputs: frozenset[int]
-) -> frozenset[int]:
-    """The parameters that only unused outputs depend on, but those that got gradients in earlier microbatches."""
-    if unused is None or not unused_outputs:
-        return frozenset()
-    return unused.params_without_gradient(each.flat, unused_outputs) - flat.grads.pending_offsets
 
 
 def _copied_from(copy: torch.Tensor, each: GradOutput) -> FSDPParamGroup | None:

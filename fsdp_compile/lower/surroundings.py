@@ -13,7 +13,7 @@ from fsdp_compile.lower.next_forward import FirstGather, expect_next_forward
 from fsdp_compile.lower.offered_params import Offered, offer_params, offered_params
 from fsdp_compile.lower.profiled_calls import ProfiledCalls
 from fsdp_compile.lower.refine import measure
-from fsdp_compile.lower.unused_outputs import GradientSources, UnusedOutputs
+from fsdp_compile.lower.unused_outputs import GradientSources, UnusedOutputs, leave_undefined
 from fsdp_compile.lower.wrappers import (
     Compiled,
     FlatInput,
@@ -125,8 +125,10 @@ class Surroundings:
             compiled = without_autograd(compiled)
         if self.host_copies_from:
             compiled = wait_for_host_copies(compiled, self.host_copies_from)
-        if self.grad_outputs or self.unused is not None:
-            compiled = note_grad_outputs(compiled, self.grad_outputs, self.unused)
+        if self.grad_outputs:
+            compiled = note_grad_outputs(compiled, self.grad_outputs)
+        if self.unused is not None:
+            compiled = leave_undefined(compiled, self.unused)
         if self.counted:
             compiled = count_reads(compiled, self.counted, self.phase)
         if self.balanced is not None:

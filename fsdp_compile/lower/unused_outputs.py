@@ -22,7 +22,9 @@ from fsdp_compile._torch.autograd import leave_unused_undefined
 from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, read_text
 from fsdp_compile.layout.spec import parse
-from fsdp_compile.lower.wrappers import FlatKey, flat_key, tangents_of
+from fsdp_compile.lower.wrappers import Compiled, FlatKey, flat_key, tangents_of
+from fsdp_compile.runtime.units import FSDPParamGroup
+from fsdp_compile.runtime.used_outputs import used_on_any_rank
 
 Size: TypeAlias = "int | sympy.Expr"
 
@@ -154,30 +156,48 @@ class UnusedOutputs:
             {i: places(names) for i, names in sources.of_inputs.items()},
         )
 
-    def used(self, args: Sequence[Any]) -> list[bool]:
-        """Which outputs have a gradient."""
-        return [args[each.position] is not None for each in self.gradients]
+    def fill(self, args: list[Any]) -> list[bool]:
+        """Puts zeros in the place of gradients that are undefined; returns which were not."""
+        used = [args[each.position] is not None for each in self.gradients]
+        sizes = {} if all(used) else {expression: args[i] for expression, i in self.sizes}
+        for each, is_used in zip(self.gradients, used, strict=True):
+            if not is_used:
+                args[each.position] = each.zeros(sizes)
+        return used
 
-    def fill(self, args: list[Any]) -> None:
-        """Puts zeros in the place of gradients that are undefined."""
-        missing = [each for each in self.gradients if args[each.position] is None]
-        sizes = {expression: args[i] for expression, i in self.sizes} if missing else {}
-        for each in missing:
-            args[each.position] = each.zeros(sizes)
-
-    def without(self, used: Sequence[bool]) -> frozenset[int]:
-        """The positions of gradients of unused outputs."""
-        return frozenset(each.position for each, is_used in zip(self.gradients, used, strict=True) if not is_used)
-
-    def params_without_gradient(self, flat: int, unused: frozenset[int]) -> frozenset[int]:
-        """The offsets of those parameters of a flat parameter that only unused outputs depend on."""
+    def params_of(self, flat: int, unused: frozenset[int]) -> frozenset[int]:
+        """The offsets of those parameters in a flat parameter that only `unused` outputs depend on."""
         return frozenset(
             offset for (place, offset), sources in self.of_params.items() if place == flat and sources <= unused
         )
 
-    def inputs_without_gradient(self, unused: frozenset[int]) -> list[int]:
-        """The results that only unused outputs give."""
-        return [i for i, sources in self.of_inputs.items() if sources <= unused]
+
+def leave_undefined(compiled: Compiled, outputs: UnusedOutputs) -> Compiled:
+    """Wraps a compiled backward that gets `None` for outputs that are not used."""
+    flats = sorted({flat for flat, _ in outputs.of_params})
+
+    def run(args: list[Any]) -> Any:
+        # A copy by saved-tensor hooks is of no group: all parameters that it has get gradients.
+        found = [(i, group) for i in flats if (group := FSDPParamGroup.of(args[i])) is not None]
+        used = used_on_any_rank([group for _, group in found], outputs.fill(args))
+        if all(used):
+            return compiled(args)
+        unused = frozenset(each.position for each, is_used in zip(outputs.gradients, used, strict=True) if not is_used)
+        for i, group in found:
+            # Gradients of earlier microbatches are reduced with this graph's: theirs are not zero.
+            group.grads.unused = outputs.params_of(i, unused) - group.grads.pending_offsets
+        try:
+            made = list(compiled(args))
+        finally:
+            for _, group in found:
+                group.grads.unused = frozenset()
+        for i, sources in outputs.of_inputs.items():
+            if sources <= unused:
+                made[i] = None
+        return made
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def _output_gradient(node: fx.Node, position: int) -> OutputGradient:
