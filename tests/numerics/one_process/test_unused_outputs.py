@@ -202,6 +202,37 @@ def test_a_frozen_model_with_an_unused_output() -> None:
     run_ranks(_of_inputs)
 
 
+@torch.compile(backend="aot_eager")
+def _before(weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return weight * x, weight + x
+
+
+class PassesOn(Heads):
+    """Returns a view of its input, too."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        hidden = torch.tanh(self.trunk(x))
+        return x.view(-1), self.left(hidden), self.right(hidden)
+
+
+def _after_another_graph() -> None:
+    torch.manual_seed(0)
+    model = PassesOn()
+    reference, batch = copy.deepcopy(model), torch.randn(4, 6)
+    weights = torch.ones(6, requires_grad=True), torch.ones(6, requires_grad=True)
+    for call, weight in zip((compile_eagerly(model), reference), weights, strict=True):
+        outputs = call(_before(weight, batch)[0])
+        (outputs[0].mean() + loss_of(outputs[1])).backward()
+    assert weights[0].grad is not None
+    close(weights[0].grad, weights[1].grad, "gradient of what came before")
+    _compare(model, reference)
+
+
+def test_a_graph_of_another_backend_before_it_gets_zeros() -> None:
+    """It has an output that is not used either, and its backward does not know `None`."""
+    run_ranks(_after_another_graph)
+
+
 def _left_out() -> None:
     model, reference, batch, mine = _models()
     fsdp2 = copy.deepcopy(reference)
