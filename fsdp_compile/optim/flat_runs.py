@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class Run:
     """Neighbouring parameters of one flat parameter that are updated together, as one plain tensor.
 
     The optimizer's state of the run is one tensor per kind; each parameter's own state consists of views of it, as
-    DTensors, so that state dicts look as they would without runs.
+    DTensors, and of copies of its numbers, so that state dicts look as they would without runs.
 
     Attributes:
         params: A single one may be updated by any contiguous gradient.
@@ -39,6 +40,9 @@ class Run:
         self.state: dict[Any, Any] = self._joined([known.get(s.parameter, {}) for s in self.params])
         self._shown: dict[Any, int] = {}
         self._given: tuple[dict[Any, Any], ...] = ()
+        self._given_values: tuple[tuple[Any, ...], ...] = ()
+        self._numbers: dict[Any, torch.Tensor] = {}
+        self._versions: dict[Any, int] = {}
         self.show(known)
 
     def is_known(self, state: State) -> bool:
@@ -47,17 +51,28 @@ class Run:
             return False
         if not self._given:
             return not any(state.get(param.parameter) for param in self.params)
-        return all(state.get(s.parameter) is given for s, given in zip(self.params, self._given, strict=True))
+        if any(state.get(s.parameter) is not given for s, given in zip(self.params, self._given, strict=True)):
+            return False
+        # Users reset moments, or write into counts of steps.
+        return all(map(_are_same, self._given, self._given_values)) and all(
+            numbers._version == self._versions[key] for key, numbers in self._numbers.items()
+        )
 
     def show(self, state: State) -> None:
-        """Sets the state of each parameter to views of the run's, if that has changed."""
+        """Sets the state of each parameter to its part of the run's: views, and numbers of its own."""
         now = {key: id(value) for key, value in self.state.items()}
-        if now == self._shown:
-            return
-        self._shown = now
-        self._given = tuple({k: self._view(k, v, param) for k, v in self.state.items()} for param in self.params)
-        for param, given in zip(self.params, self._given, strict=True):
-            state[param.parameter] = given
+        if now != self._shown:
+            self._shown = now
+            self._numbers = {key: self._number_each(v) for key, v in self.state.items() if self._is_number(key, v)}
+            self._given = tuple(
+                {k: self._part(k, v, i) for k, v in self.state.items()} for i in range(len(self.params))
+            )
+            self._given_values = tuple(tuple(given.values()) for given in self._given)
+            for param, given in zip(self.params, self._given, strict=True):
+                state[param.parameter] = given
+        for key, numbers in self._numbers.items():
+            numbers.copy_(self.state[key])
+            self._versions[key] = numbers._version
 
     def take_gradient(self) -> bool:
         """Sets the gradient of the run's tensor, if those of the parameters lie in memory as the parameters do."""
@@ -91,10 +106,21 @@ class Run:
         # Padding included: it is zero, as is its gradient, and elementwise updates do not change that.
         return first.as_strided((self._end - self._begin,), (1,), first.storage_offset())
 
-    def _view(self, key: str, value: Any, param: FSDPParam) -> Any:
-        """One parameter's part of a value of the run's state."""
-        if not isinstance(value, torch.Tensor) or value.shape != self.tensor.shape or key in SCALARS:
+    def _is_number(self, key: Any, value: Any) -> bool:
+        """Whether a value of the run's state is a tensor that says the same of all of its elements."""
+        return isinstance(value, torch.Tensor) and (value.shape != self.tensor.shape or key in SCALARS)
+
+    def _number_each(self, value: torch.Tensor) -> torch.Tensor:
+        """Memory for a number of each parameter: one would count a step once for each in an optimizer without runs."""
+        return value.expand(len(self.params), *value.shape).clone()
+
+    def _part(self, key: Any, value: Any, place: int) -> Any:
+        """The part of a value of the run's state that belongs to the parameter at `place`."""
+        if key in self._numbers:
+            return self._numbers[key][place]
+        if not isinstance(value, torch.Tensor):
             return value
+        param = self.params[place]
         if len(self.params) > 1:
             start = param.spec.offset - self._begin
             # With a storage of its own: a DTensor cannot be copied whose storage begins before it does.
@@ -141,6 +167,11 @@ def neighbours(params: Sequence[tuple[FSDPParamGroup, FSDPParam]], state: State)
         run, before = [param], group
     if run:
         yield run
+
+
+def _are_same(given: Mapping[Any, Any], values: Sequence[Any]) -> bool:
+    """Whether a dict has the very values that were put into it."""
+    return len(given) == len(values) and all(map(operator.is_, given.values(), values))
 
 
 def _same_numbers(one: State, other: State) -> bool:

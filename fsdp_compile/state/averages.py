@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -64,9 +64,13 @@ class Averages:
                 self.parts[name] = _local(parameter).detach().clone()
         self.buffers = {name: _local(buffer).detach().clone() for name, buffer in buffers.in_own_dtype(model)}
 
-    def fits(self, units: list[FSDPUnit]) -> bool:
-        """Whether the parameters are laid out as they were."""
-        return list(self.groups) == [group for unit in units for group in unit.param_groups]
+    def fits(self, model: nn.Module, units: list[FSDPUnit]) -> bool:
+        """Whether the parameters are laid out as they were, and those that are not sharded are like their averages."""
+        if list(self.groups) != [group for unit in units for group in unit.param_groups]:
+            return False
+        sharded = {param.parameter for group in self.groups for param in group.params}
+        whole = {name: _kind(_local(p)) for name, p in model.named_parameters() if p not in sharded}
+        return whole == {name: _kind(self.parts[name]) for name in self._whole}
 
     def carry(self, before: Averages) -> None:
         """Takes over the averages of an earlier layout; raises `ConfigError` if parameters were added or resized."""
@@ -118,8 +122,17 @@ class Averages:
         held: dict[torch.Tensor, torch.Tensor] = {p: self.parts[name] for name, p in model.named_parameters()}
         held |= {b: self.buffers[name] for name, b in model.named_buffers() if name in self.buffers}
         for name, value in model.state_dict(keep_vars=True).items():
-            if value in held:
+            if isinstance(value, torch.Tensor) and value in held:
                 yield Entry(name, held[value], value, params.get(value))
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """What modules give by `get_extra_state`, under their names in the model's state dict."""
+    return {name: value for name, value in model.state_dict().items() if name.rpartition(".")[2] == "_extra_state"}
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

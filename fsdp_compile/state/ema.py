@@ -23,7 +23,7 @@ from fsdp_compile.runtime.module_state import params_in, units_below, unwrap
 from fsdp_compile.runtime.split_params import meshes_of
 from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.runtime.unshard import reshard
-from fsdp_compile.state.averages import Averages, Entry
+from fsdp_compile.state.averages import Averages, Entry, extra_state
 from fsdp_compile.state.outside_of_steps import check, refuse_inside_a_step
 
 _COUNT, _PREFIX = "n_averaged", "module."
@@ -43,7 +43,8 @@ class EMA:
 
     Each rank holds the average of its own shards, and a copy of all buffers. Parameters may be frozen, thawed, moved or
     cast meanwhile: their averages follow. It is saved and loaded by `torch.distributed.checkpoint`, as one entry of a
-    checkpoint (`dcp.save({"ema": ema})`), at any number of ranks.
+    checkpoint (`dcp.save({"ema": ema})`), at any number of ranks. Extra state of modules (`get_extra_state`) is the
+    model's and has no average: state dicts have it as it is, for `AveragedModel`, and loading one leaves it alone.
 
     Args:
         model: A whole sharded model, or a compiled one.
@@ -112,7 +113,8 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """The averages under `AveragedModel`'s names: DTensors, in the memory that updates write; no communication."""
         entries = self._current("EMA.state_dict()").entries(self._model)
-        return {_COUNT: torch.tensor(self.n_averaged), **{_PREFIX + entry.name: entry.value for entry in entries}}
+        averages = {_PREFIX + entry.name: entry.value for entry in entries}
+        return {_COUNT: torch.tensor(self.n_averaged), **averages, **self._extra_state()}
 
     def full_state_dict(self, *, rank0_only: bool = False, cpu_offload: bool = False) -> dict[str, Any]:
         """The averages as full tensors, which also an `AveragedModel` of the plain model loads. All ranks call it.
@@ -127,7 +129,7 @@ class EMA:
         where = "EMA.full_state_dict()"
         if rank0_only:
             first_rank(meshes_of(units_below(self._model)), where)
-        state: dict[str, Any] = {_COUNT: torch.tensor(self.n_averaged)}
+        state: dict[str, Any] = {_COUNT: torch.tensor(self.n_averaged), **self._extra_state()}
         receives = True
         for entry in self._current(where).entries(self._model):
             full = _full(entry, Receivers.FIRST if rank0_only else Receivers.ALL, cpu_offload=cpu_offload)
@@ -146,11 +148,15 @@ class EMA:
                 then.
         """
         entries = list(self._current("EMA.load_state_dict()").entries(self._model))
-        _refuse_names({_COUNT, *(_PREFIX + entry.name for entry in entries)}, set(state_dict))
+        names = {_COUNT, *(_PREFIX + entry.name for entry in entries)}
+        _refuse_names(names, set(state_dict) - self._extra_state().keys())
         parts = [_part(entry, state_dict[_PREFIX + entry.name]) for entry in entries]
         for entry, part in zip(entries, parts, strict=True):
             entry.held.copy_(part)
         self.n_averaged = int(state_dict[_COUNT])
+
+    def _extra_state(self) -> dict[str, Any]:
+        return {_PREFIX + name: value for name, value in extra_state(self._model).items()}
 
     def _units(self, where: str) -> list[FSDPUnit]:
         if self._is_swapped_in:
@@ -169,7 +175,7 @@ class EMA:
     def _current(self, where: str) -> Averages:
         """The averages in the layout that parameters have now."""
         units = self._units(where)
-        if not self._averages.fits(units):
+        if not self._averages.fits(self._model, units):
             with torch.no_grad():
                 averages = Averages(self._model, units)
                 averages.carry(self._averages)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +27,8 @@ from fsdp_compile.sharding.devices import device_on
 from fsdp_compile.sharding.views import allocate_from_meta
 
 _WHERE = "load_from_rank0"
+_EXTRA = "_extra_state"
+"""The last part of the names that torch gives to what `get_extra_state` returns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +46,7 @@ class IncompatibleKeys:
 
 def load_from_rank0(
     model: nn.Module,
-    state_dict: Mapping[str, torch.Tensor] | None,
+    state_dict: Mapping[str, Any] | None,
     *,
     strict: bool = True,
     device: torch.device | str | int | None = None,
@@ -56,7 +60,8 @@ def load_from_rank0(
 
     Args:
         model: After `fully_shard`.
-        state_dict: Full, plain tensors by name, on the first rank of the mesh; ignored on others.
+        state_dict: Full, plain tensors by name, on the first rank of the mesh, and the extra state of modules that have
+            one (`get_extra_state`), which every rank sets; ignored on others.
         strict: Whether missing and unexpected names are errors. What is missing keeps its value, or stays on meta for
             `materialize`.
         device: For what is on meta; by default the current device of the mesh's type.
@@ -74,9 +79,9 @@ def load_from_rank0(
     mesh = _mesh_of(model, sharded)
     for unit in sharded:
         views.put_in_place(unit)
-    states = list(_states(model))
+    states, extra = list(_states(model)), _with_extra_state(model)
     first = exchange.is_first(mesh)
-    found = json.loads(exchange.share_text(json.dumps(_look(states, state_dict)) if first else "", mesh))
+    found = json.loads(exchange.share_text(json.dumps(_look(states, extra, state_dict)) if first else "", mesh))
     keys = IncompatibleKeys(tuple(found["missing"]), tuple(found["unexpected"]))
     problems = found["problems"]
     if strict:
@@ -101,6 +106,7 @@ def load_from_rank0(
     for module in model.modules():
         buffers.follow_mode(module)
     reshard(sharded)  # unsharded values are outdated
+    _set_extra_states(extra, [name for name in found["given"] if name in extra], state_dict if first else None, mesh)
     return keys
 
 
@@ -133,6 +139,31 @@ def _states(model: nn.Module) -> Iterator[_State]:
                 yield _State(f"{prefix}.{attribute}".removeprefix("."), module, attribute)
 
 
+def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with a state of their own beside tensors, by its names in state dicts."""
+    named = model.named_modules(remove_duplicate=False)
+    return {
+        f"{prefix}.{_EXTRA}".removeprefix("."): module
+        for prefix, module in named
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _set_extra_states(
+    extra: Mapping[str, nn.Module], names: Sequence[str], state_dict: Mapping[str, Any] | None, mesh: DeviceMesh
+) -> None:
+    """Sets the extra state of these names on all ranks; `state_dict` is given on the first."""
+    if not names:
+        return
+    written = io.BytesIO()
+    if state_dict is not None:
+        torch.save([state_dict[name] for name in names], written)
+    sent = io.BytesIO(exchange.share_bytes(written.getvalue(), mesh))
+    # What the first rank was given is any object; that is no more than the ranks of one job trust each other with.
+    for name, value in zip(names, torch.load(sent, map_location="cpu", weights_only=False), strict=True):
+        extra[name].set_extra_state(value)
+
+
 def _mesh_of(model: nn.Module, sharded: list[FSDPUnit]) -> DeviceMesh:
     if not sharded:
         raise ConfigError(
@@ -161,16 +192,19 @@ def _mesh_of(model: nn.Module, sharded: list[FSDPUnit]) -> DeviceMesh:
     return max((unit.policy.mesh for unit in sharded), key=lambda mesh: mesh.size())
 
 
-def _look(states: list[_State], state_dict: Mapping[str, torch.Tensor] | None) -> dict[str, list[str]]:
+def _look(states: list[_State], extra: Collection[str], state_dict: Mapping[str, Any] | None) -> dict[str, list[str]]:
     """What the first rank finds: `given`, `missing` and `unexpected` names, and `problems` in words."""
     if state_dict is None:
         return {"given": [], "missing": [], "unexpected": [], "problems": ["the first rank was given no state dict"]}
     given = [state for state in states if state.name in state_dict]
     has_value = {state.key for state in given}
     return {
-        "given": [state.name for state in given],
-        "missing": [state.name for state in states if state.key not in has_value],
-        "unexpected": sorted(set(state_dict) - {state.name for state in states}),
+        "given": [*(state.name for state in given), *(name for name in extra if name in state_dict)],
+        "missing": [
+            *(state.name for state in states if state.key not in has_value),
+            *(name for name in extra if name not in state_dict),
+        ],
+        "unexpected": sorted(set(state_dict) - {state.name for state in states} - set(extra)),
         "problems": [p for state in given if (p := _problem(state, state_dict[state.name]))],
     }
 

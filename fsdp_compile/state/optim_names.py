@@ -167,7 +167,7 @@ def regrouped(
         if not names and len(empty) == 1:
             sources = {id(empty[0]): empty[0]}
         given = [_settings(group) for group in sources.values()]
-        if any(repr(one) != repr(given[0]) for one in given):
+        if any(_exactly(one) != _exactly(given[0]) for one in given):
             raise ConfigError(
                 f"the parameters of group {number} were saved in several groups, whose settings differ",
                 where=where,
@@ -179,3 +179,9 @@ def regrouped(
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: copy.deepcopy(value) for key, value in group.items() if key != PARAMS}
+
+
+def _exactly(settings: Mapping[str, Any]) -> str:
+    """Settings as a text that differs where they do: tensors print some of their digits."""
+    items = settings.items()
+    return repr({key: (v.dtype, v.tolist()) if isinstance(v, torch.Tensor) else v for key, v in items})

@@ -126,12 +126,12 @@ def new_folder(out: Path | None, restarts: int = 0) -> RunFolder:
 
 
 def newest_folder() -> RunFolder:
-    """The run below `RUNS` that was started last.
+    """The run below `RUNS` that was started or resumed last, whatever its name.
 
     Raises:
         ConfigError: There is none.
     """
-    configs = sorted(RUNS.glob("*/config.json"), key=lambda config: config.parent.name)
+    configs = sorted(RUNS.glob("*/config.json"), key=lambda config: (config.stat().st_mtime_ns, config.parent.name))
     if not configs:
         raise ConfigError(f"there is no run to resume below {RUNS}", where="--resume", instead="--resume FOLDER")
     return RunFolder(configs[-1].parent)

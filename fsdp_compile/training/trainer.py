@@ -77,6 +77,7 @@ class Trainer:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(step)
+            group["weight_decay"] = self.config.weight_decay  # a checkpoint has that of the run before
         self.optimizer.zero_grad()
         loss = self._loss(self.corpus.train, step)
         loss.backward()
