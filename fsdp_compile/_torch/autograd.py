@@ -61,8 +61,10 @@ def leave_unused_undefined(inputs: Iterable[object], outputs: Iterable[object]) 
     others = {value.grad_fn for value in inputs if isinstance(value, torch.Tensor)}
     for value in outputs:
         node = value.grad_fn if isinstance(value, torch.Tensor) else None
-        if node is not None and not _is_compiled(node) and node.next_functions:
-            node = node.next_functions[0][0]  # a view of what the graph has computed
+        if node is None or node in others:  # an input that is returned
+            continue
+        if not _is_compiled(node) and node.next_functions:
+            node = node.next_functions[0][0]  # a view, of what the graph has computed or of an input
         if node is not None and _is_compiled(node) and node not in others:
             node.set_materialize_grads(False)  # type: ignore[attr-defined]
             return

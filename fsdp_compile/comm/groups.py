@@ -48,6 +48,7 @@ class RankStore:
         sharding_calls: Numbers for the calls that shard over the group.
         units: Numbers for the units that are sharded over it.
         notes: What this rank has used the group for since its ranks compared (`comm/read_order.py`).
+        unused: Parameter groups, by number, with gradients that this rank drops if the others need them as little.
         comparisons: Numbers for these comparisons.
     """
 
@@ -58,6 +59,7 @@ class RankStore:
     sharding_calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     units: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     notes: list[int] = dataclasses.field(default_factory=list)
+    unused: set[int] = dataclasses.field(default_factory=set)
     comparisons: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @classmethod

@@ -24,8 +24,11 @@ Describe = Callable[[int, int], str]
 """One line for a note."""
 
 
-def compare(place: RankStore, describe: Describe) -> None:
+def compare(place: RankStore, describe: Describe) -> bool:
     """Compares what the ranks of a group have noted since they last did; they call this together.
+
+    Returns:
+        Whether some rank of the group has gradients to drop (`RankStore.unused`): the same on all of them.
 
     Raises:
         RankMismatchError: On every rank of the group, if two of them differ.
@@ -34,14 +37,15 @@ def compare(place: RankStore, describe: Describe) -> None:
     notes = tuple(place.notes)
     place.notes.clear()
     number = next(place.comparisons)
-    digest = digest_of(notes)
+    digest, asks = digest_of(notes), bool(place.unused)
+    place.unused.clear()
     try:
-        highest, lowest = largest([digest, -digest], groups.comparing_group(place))
+        highest, lowest, some_asks = largest([digest, -digest, int(asks)], groups.comparing_group(place))
     except RuntimeError as error:
         refuse_lost_ranks(error, "at the end of a forward or backward, where ranks compare what they have gathered")
         raise
     if highest == -lowest:
-        return
+        return bool(some_asks)
     text = "\n".join(describe(what, whose) for what, whose in _pairs(notes))
     try:
         difference = place.rendezvous().compare(f"read/{number}", str(digest), text)

@@ -83,8 +83,7 @@ def note_grad_outputs(compiled: Compiled, noted: Sequence[GradOutput]) -> Compil
         made = compiled(args)
         for flat, each in zip(flats, noted, strict=True):
             if flat is not None and each.update is Update.AFTER_BACKWARD:  # else the graph says so itself
-                offsets = [o for o in each.offsets if o not in flat.grads.unused] if flat.grads.unused else each.offsets
-                gradients.mark_produced(flat, offsets, each.grad_placement)
+                gradients.mark_produced(flat, each.offsets, each.grad_placement)
         return made
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from fsdp_compile.lower.next_forward import FirstGather
 from fsdp_compile.lower.progress import say, stage
 from fsdp_compile.lower.summary import GraphSummary
 from fsdp_compile.lower.surroundings import Surroundings
-from fsdp_compile.lower.unused_outputs import GradientSources, gradient_sources
+from fsdp_compile.lower.unused_outputs import Sources, gradient_sources
 from fsdp_compile.lower.wrappers import Compiled, FlatKey, read_again
 from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
@@ -98,7 +98,7 @@ class Region:
     texts: dict[Phase, GraphText] = dataclasses.field(default_factory=dict)
     loaded: list[GraphSummary] = dataclasses.field(default_factory=list)
     planned: Mapping[Phase, PlannedTimes] = dataclasses.field(default_factory=dict)
-    sources: GradientSources | None = None
+    sources: Sources | None = None
 
     @property
     def tells_unused_outputs(self) -> bool:

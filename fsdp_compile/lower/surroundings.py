@@ -13,7 +13,7 @@ from fsdp_compile.lower.next_forward import FirstGather, expect_next_forward
 from fsdp_compile.lower.offered_params import Offered, offer_params, offered_params
 from fsdp_compile.lower.profiled_calls import ProfiledCalls
 from fsdp_compile.lower.refine import measure
-from fsdp_compile.lower.unused_outputs import GradientSources, UnusedOutputs, leave_undefined
+from fsdp_compile.lower.unused_outputs import Sources, UnusedOutputs, note_unused
 from fsdp_compile.lower.wrappers import (
     Compiled,
     FlatInput,
@@ -83,7 +83,7 @@ class Surroundings:
         again: frozenset[FlatKey],
         planned: PlannedTimes | None = None,
         first_gather: FirstGather | None = None,
-        sources: GradientSources | None = None,
+        sources: Sources | None = None,
     ) -> Surroundings:
         """What belongs around a transformed graph.
 
@@ -128,7 +128,7 @@ class Surroundings:
         if self.grad_outputs:
             compiled = note_grad_outputs(compiled, self.grad_outputs)
         if self.unused is not None:
-            compiled = leave_undefined(compiled, self.unused)
+            compiled = note_unused(compiled, self.unused)
         if self.counted:
             compiled = count_reads(compiled, self.counted, self.phase)
         if self.balanced is not None:

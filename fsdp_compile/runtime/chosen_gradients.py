@@ -107,6 +107,8 @@ class Chosen:
             group: set() if gradient is None else group.grads.take_produced(GradPlacement.REDUCED)
             for group, gradient in of_groups.items()
         }
+        for group in of_groups:
+            group.grads.forget_use()
         left, found = iter(others), []
         for place in self.places:
             if place is None:

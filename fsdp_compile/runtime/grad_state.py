@@ -57,11 +57,6 @@ class PendingGrads:
         """The accumulated gradient, for a graph to read."""
         return None if self._grad is None else self._grad.value
 
-    @property
-    def offsets(self) -> frozenset[int]:
-        """The parameters that have gradients in it."""
-        return frozenset() if self._grad is None else frozenset(self._grad.offsets)
-
     def add(self, gradient: torch.Tensor, offsets: Iterable[int]) -> None:
         """Accumulates `gradient`, `[parts * numel]`, which is zero but for the parameters at `offsets`."""
         pending = self._grad
@@ -139,7 +134,9 @@ class GradState:
         accumulators: The leaves that autograd accumulates such gradients into.
         unwritten: Offsets of parameters whose gradients are in the flat parameter's `.grad` and not yet in their own.
         wanted: Offsets of those that the running backward is asked for; `None` for all.
-        unused: Offsets of those that, in the compiled backward that runs, only outputs depend on which no rank uses.
+        unused: Offsets of those whose gradients are zero in the compiled backward that runs, since the loss uses no
+            output that depends on them.
+        droppable: Gradients, by offset, that became `.grad`s in this backward and are such zeros on this rank.
     """
 
     def __init__(self, specs: Sequence[UnshardSpec]) -> None:
@@ -149,6 +146,9 @@ class GradState:
         self.unwritten: set[int] = set()
         self.wanted: frozenset[int] | None = None
         self.unused: frozenset[int] = frozenset()
+        self.droppable: dict[int, torch.Tensor] = {}
+        self._used: set[int] = set()
+        self._zero: set[int] = set()
         self._all = frozenset(spec.offset for spec in specs)
         self._produced: dict[GradPlacement, set[int]] = {}
         self._produced_in = -1
@@ -171,23 +171,40 @@ class GradState:
         return self.stage(GradPlacement.REDUCE_SCATTERED)
 
     @property
-    def pending_offsets(self) -> frozenset[int]:
-        """The parameters whose accumulated gradients wait for a stage of their reduction."""
-        return frozenset().union(*(grads.offsets for grads in self.pending.values()))
-
-    @property
     def is_pending(self) -> bool:
         """Whether gradients wait for a stage of their reduction, or were consumed and are not committed."""
         return bool(self.pending) and any(grads.is_pending for grads in self.pending.values())
 
     def mark_produced(self, offsets: Iterable[int], placement: GradPlacement) -> None:
         """Records which parameters the gradient that autograd is about to accumulate covers; the others get none."""
+        self.note_use(offsets)
         backward = backward_in_progress()
         if self._produced_in != backward:
             # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
             self._produced, self._produced_in = {placement: set(offsets)}, backward
         else:
             self._produced.setdefault(placement, set()).update(offsets)
+
+    def note_use(self, offsets: Iterable[int]) -> None:
+        """Records that parameters get gradients which are not written yet, zeros for those that are `unused`."""
+        if self.unused:
+            self._zero |= self.unused.intersection(offsets)
+            self._used |= set(offsets) - self.unused
+        else:
+            self._used.update(offsets)
+
+    def take_zeros(self, offsets: Iterable[int]) -> set[int]:
+        """Of the parameters at `offsets`, which are about to be written, those that got nothing but such zeros."""
+        written = set(offsets)
+        zeros = (self._zero & written) - self._used
+        self._zero -= written
+        self._used -= written
+        return zeros
+
+    def forget_use(self) -> None:
+        """Forgets what `note_use` has recorded, of gradients that are not written."""
+        self._used.clear()
+        self._zero.clear()
 
     def take_produced(self, placement: GradPlacement) -> set[int]:
         """The parameters that `mark_produced` named since the last call; all, with a warning, if it was not called."""
@@ -202,6 +219,7 @@ class GradState:
                 "parameters were computed with them. Let the hooks return tensors that are leaves as they are.",
                 stacklevel=2,
             )
+            self._used |= self._all
             return set(self._all)
         return produced
 
@@ -221,3 +239,4 @@ class GradState:
         for grads in self.pending.values():
             grads.clear()
         self.unwritten.clear()
+        self.forget_use()

@@ -13,7 +13,7 @@ from fsdp_compile._torch.tensors import make_dtensor, views_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.pairs import as_read
 from fsdp_compile.layout.spec import GradPlacement
-from fsdp_compile.runtime import update_in_backward
+from fsdp_compile.runtime import unused_params, update_in_backward
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 
@@ -52,11 +52,15 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
     if group.grads.wanted is not None:
         offsets = group.grads.wanted.intersection(offsets)
     params = group.params_at(offsets)
+    zeros = group.grads.take_zeros(offsets)
+    new = [param for param in params if param.parameter.grad is None] if zeros else []
     parts = views_of(gradient, [param.place for param in params])
     if group.params[0].sharded_view.is_complex():
         parts = [torch.view_as_complex(part) for part in parts]
     for param, part in zip(params, parts, strict=True):
         accumulate(param, make_dtensor(part, param.parameter))
+    if new:
+        unused_params.note_written(group, new, zeros)
     update_in_backward.note_new_grads(group)
 
 

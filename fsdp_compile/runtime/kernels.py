@@ -124,14 +124,14 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) 
         # It is memory of the graph, which is used again after this operator.
         gradient = gradient.clone()
     owner.flat_param.grad = gradient
-    made = set(offsets) - owner.grads.unused
-    owner.grads.unwritten |= made
+    owner.grads.note_use(offsets)
+    owner.grads.unwritten |= set(offsets)
     if is_last:
         gradients.write_sharded_grads(owner)
         update_in_backward.run(owner)
     else:
         # For the hook of the flat parameter, which autograd calls although it adds nothing.
-        gradients.mark_produced(owner, made, GradPlacement.REDUCED)
+        gradients.mark_produced(owner, offsets, GradPlacement.REDUCED)
 
 
 def _outlives_update(flat: FSDPParamGroup, offsets: Sequence[int]) -> bool:

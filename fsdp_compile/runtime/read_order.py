@@ -11,6 +11,7 @@ import torch
 
 from fsdp_compile._torch.autograd import after_this_backward, backward_in_progress
 from fsdp_compile.comm import groups, read_order
+from fsdp_compile.runtime import unused_params
 from fsdp_compile.runtime.units import FSDPParamGroup
 
 
@@ -69,9 +70,14 @@ def compare_after_forward() -> None:
 @torch.compiler.disable
 def compare() -> None:
     """Compares what was noted with the other ranks; raises `RankMismatchError` on all of them if two differ."""
+    asked: dict[groups.RankStore, unused_params.Numbers] = {}
     for place in groups.rank_stores():
         if place.notes:
-            read_order.compare(place, lambda what, whose: _line(place, what, whose))  # noqa: B023  called at once
+            numbers = place.notes[1::2]
+            if read_order.compare(place, lambda what, whose: _line(place, what, whose)):  # noqa: B023  called at once
+                asked[place] = dict.fromkeys(numbers)
+    if asked:
+        unused_params.drop(asked)
 
 
 def _line(place: groups.RankStore, what: int, whose: int) -> str:

@@ -156,13 +156,18 @@ def run(group: FSDPParamGroup) -> None:
     if not group.update_state.has_new_grads:
         return
     group.update_state.has_new_grads = False
-    trained = [param.parameter for param in group.params if param.parameter.grad is not None]
-    updaters = dict.fromkeys(updater for p in trained if (updater := updater_of(p)) is not None)
-    if updaters:
+    if _updaters(group):
         read_order.compare()  # before numbers change
+    updaters = _updaters(group)  # some gradients may have been dropped
     for updater in updaters:
         updater.update(group)
     if updaters:
         group.update_state.open_forwards, group.update_state.is_updated = 0, True
         # So that autograd refuses a backward through a graph that has saved it: foreach kernels do not count.
         torch.autograd.graph.increment_version(group.flat_param)
+
+
+def _updaters(group: FSDPParamGroup) -> list[Updater]:
+    """The updaters of those parameters of a group that have gradients."""
+    trained = [param.parameter for param in group.params if param.parameter.grad is not None]
+    return list(dict.fromkeys(updater for p in trained if (updater := updater_of(p)) is not None))

@@ -123,7 +123,7 @@ class Averages:
         held |= {b: self.buffers[name] for name, b in model.named_buffers() if name in self.buffers}
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor) and value in held:
-                yield Entry(name, held[value], value, params.get(value))
+                yield Entry(name, held[value], value, params.get(value))  # type: ignore[call-overload]
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:

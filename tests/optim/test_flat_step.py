@@ -188,6 +188,32 @@ def test_state_is_per_parameter_and_loads_again() -> None:
         _train((model, again, plain, theirs), range(2, 4))
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam], ids=lambda kind: kind.__name__)
+def test_each_parameter_has_a_count_of_steps_of_its_own(kind: Any) -> None:
+    """One count for all would grow by one for each parameter in an optimizer that goes on without `flat_step`."""
+    with fake_world(2):
+        model, mine, plain, theirs = _make(kind, in_groups=False)
+        _train((model, mine, plain, theirs), range(2))
+        again = kind(model.parameters())
+        again.load_state_dict(copy.deepcopy(mine.state_dict()))
+        _train((model, again, plain, theirs), range(2, 4))
+        for p, q in zip(model.parameters(), plain, strict=True):
+            assert again.state.get(p, {}).get("step") == theirs.state.get(q, {}).get("step")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_values_that_users_put_into_the_state_count(in_place: bool) -> None:  # noqa: FBT001
+    with fake_world(2):
+        made = _make(torch.optim.AdamW, in_groups=False)
+        _train(made, range(2))
+        for optimizer in (made[1], made[3]):
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    state[key] = value.zero_() if in_place else torch.zeros_like(value)
+        _train(made, range(2, 4))
+
+
 def test_schedules_and_closures_work() -> None:
     with fake_world(2):
         model, mine, plain, theirs = _make(torch.optim.SGD, lr=0.1)

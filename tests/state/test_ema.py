@@ -249,6 +249,52 @@ def test_buffers_that_are_cast_keep_their_precision() -> None:
     run_ranks(_check_cast_buffers)
 
 
+class WithExtraState(nn.Linear):
+    """Has a state that is no tensor."""
+
+    scale = 1.0
+
+    def get_extra_state(self) -> Any:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state["scale"]
+
+
+def _check_extra_state() -> None:
+    model: Any = fully_shard(nn.Sequential(WithExtraState(4, 4)))
+    ema = EMA(model, DECAY)
+    ema.update()
+    averaged = AveragedModel(nn.Sequential(WithExtraState(4, 4)))
+    averaged.load_state_dict(ema.full_state_dict())
+    model[0].scale = 2.0
+    ema.load_state_dict(averaged.state_dict())
+    assert ema.state_dict()["module.0._extra_state"] == {"scale": 2.0}, "the model's"
+
+
+def test_extra_state_is_the_models() -> None:
+    run_ranks(_check_extra_state)
+
+
+def _check_unsharded_parameters() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, ignored_params=[model[1]])
+    ema = EMA(model, DECAY)
+    ema.update()
+    model[1].added = nn.Parameter(torch.ones(4))
+    with pytest.raises(ConfigError, match=r"was added, or changed its shape(.|\n)*EMA, 1.added"):
+        ema.update()
+    del model[1].added
+    ema.update()
+    model[1].weight = nn.Parameter(torch.zeros(8, 4))
+    with pytest.raises(ConfigError, match=r"was added, or changed its shape(.|\n)*EMA, 1.weight"):
+        ema.update()
+
+
+def test_unsharded_parameters_that_are_added_or_resized_are_named() -> None:
+    run_ranks(_check_unsharded_parameters)
+
+
 def _check_refused() -> None:
     with pytest.raises(ConfigError, match=r"nothing in this model is sharded yet(.|\n)*AveragedModel"):
         EMA(_make())

@@ -17,6 +17,7 @@ from tests.models.meta import Tied
 from tests.ranks import run_ranks
 from tests.sharding.test_materialize import assert_equal, full_state, on_meta
 from tests.sharding.test_sync_states import assert_parts_equal, mesh_of, seeded
+from tests.state.test_ema import WithExtraState
 
 State = dict[str, torch.Tensor]
 
@@ -100,3 +101,19 @@ def test_every_rank_gets_its_part_and_what_does_not_fit_is_named_on_all(mesh: tu
         assert "middle.weight" not in keys.missing
         assert {"embedding.weight", "head.weight", "average.running_mean"} < set(keys.missing)
         assert keys.unexpected == ("tail.weight",)
+
+
+def _extra_state() -> None:
+    model: Any = fully_shard(nn.Sequential(WithExtraState(4, 4), nn.Linear(4, 4)))
+    given: Any = nn.Sequential(WithExtraState(4, 4), nn.Linear(4, 4))
+    given[0].scale = 3.0
+    state = given.state_dict()
+    assert load_from_rank0(model, _alone(state)) == IncompatibleKeys((), ())
+    assert model[0].scale == 3.0
+    del state["0._extra_state"]
+    with pytest.raises(ConfigError, match=r"0\._extra_state is missing"):
+        load_from_rank0(model, _alone(state))
+
+
+def test_extra_state_reaches_every_rank() -> None:
+    run_ranks(_extra_state)

@@ -279,6 +279,12 @@ def _check_groups() -> None:
     one_group = optim.AdamW(model.parameters(), lr=1.0)
     with pytest.raises(ConfigError, match=r"group 0 were saved in several groups, whose settings differ"):
         optim_state_dict_to_load(model, one_group, state)
+    alike = copy.deepcopy(state)
+    for group, rate in zip(alike["param_groups"], (0.01, 0.010004), strict=True):
+        group["lr"] = group["initial_lr"] = torch.tensor(rate)  # which print the same
+    one_group.param_groups[0]["initial_lr"] = 1.0
+    with pytest.raises(ConfigError, match=r"group 0 were saved in several groups, whose settings differ"):
+        optim_state_dict_to_load(model, one_group, alike)
     part = optim.AdamW([model.first.weight], lr=1.0)
     optim_state_dict_to_load(model, part, state, load_directly=True)
     assert part.param_groups[0]["lr"] == 0.025

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder, FileDigest
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import read_corpus
-from fsdp_compile.training.job import RunFolder, Started, resumed_job
+from fsdp_compile.training.job import RUNS, RunFolder, Started, newest_folder, resumed_job
 from fsdp_compile.training.placement import DeviceKind, Placement
 
 RUN = "this"
@@ -81,3 +82,13 @@ def test_replicas_divide_the_ranks(run: RunFolder) -> None:
     with pytest.raises(ConfigError) as caught:
         resumed_job({"replicas": 2}, run.path, Placement(3), DeviceKind.CPU)
     assert str(caught.value).startswith("3 ranks cannot be divided into 2 replicas of one size\n  where: --replicas\n")
+
+
+def test_the_newest_run_is_the_one_that_was_started_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for time_s, name in enumerate(("baseline", "2026-01-02", "2026-01-01")):
+        config = RUNS / name / "config.json"
+        config.parent.mkdir(parents=True)
+        config.write_text("{}")
+        os.utime(config, (time_s, time_s))
+    assert newest_folder().path == RUNS / "2026-01-01"

@@ -191,6 +191,18 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(
 
 
 @pytest.mark.long
+def test_a_resumed_run_has_the_weight_decay_that_it_is_given(uninterrupted: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(uninterrupted, again)
+    for step in (3, 4):
+        shutil.rmtree(again / "run" / "checkpoints" / f"step-00000{step}")
+    run_ranks(_resume, again, RESUMED | {"weight_decay": 10.0})
+    mine, before = _measured(again), _measured(uninterrupted)
+    assert mine[:3] == before[:3]
+    assert mine[4] != before[4]
+
+
+@pytest.mark.long
 def test_checkpoints_in_the_background_are_those_of_a_run_that_waits(uninterrupted: Path, tmp_path: Path) -> None:
     run_ranks(_train, tmp_path, RESUMED | {"async_checkpoints": True})
     assert _measured(tmp_path) == _measured(uninterrupted)

@@ -135,54 +135,17 @@ def test_an_update_in_backward_leaves_it_alone() -> None:
     run_ranks(_updated_in_backward)
 
 
-class Parts(nn.Module):
-    """Two trunks and two heads, in graphs of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.above = Heads(), nn.ModuleList([nn.Linear(6, 4), nn.Linear(3, 4)])
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        hidden = self.below(x)
-        torch._dynamo.graph_break()
-        return [head(each) for head, each in zip(self.above, hidden, strict=True)]
-
-
-def _in_another_graph() -> None:
-    torch.manual_seed(0)
-    model = Parts()
-    reference, batch = copy.deepcopy(model), torch.randn(4, 6)
-    loss_of(compile_eagerly(model)(batch.chunk(2)[dist.get_rank()])[0]).backward()
-    loss_of(reference(batch)[0]).backward()
-    assert reference.below.right.weight.grad is None
-    _compare(model, reference)
-
-
-def test_an_output_that_another_graph_leaves_out() -> None:
-    run_ranks(_in_another_graph)
-
-
-def _asked_for() -> None:
+def _second_backward() -> None:
     model, reference, batch, mine = _models()
     outputs, expected = compile_eagerly(model)(mine), reference(batch)
-    for _ in range(2):
-        made = torch.autograd.grad(loss_of(outputs[0]), list(model.parameters()), retain_graph=True, allow_unused=True)
-        asked = torch.autograd.grad(
-            loss_of(expected[0]), list(reference.parameters()), retain_graph=True, allow_unused=True
-        )
-        for gradient, other in zip(made, asked, strict=True):
-            assert (gradient is None) == (other is None)
-            if gradient is not None and other is not None:
-                close(_whole(gradient), other, "gradient")
-    with pytest.raises(RuntimeError, match="appears to not have been used"):
-        torch.autograd.grad(loss_of(outputs[0]), list(model.parameters()), retain_graph=True)
-    loss_of(outputs[1]).backward()  # the other one alone, through the same graph
-    loss_of(expected[1]).backward()
-    _compare(model, reference)
+    for first, second in zip(outputs, expected, strict=True):
+        loss_of(first).backward(retain_graph=True)
+        loss_of(second).backward(retain_graph=True)
+        _compare(model, reference)
 
 
-def test_gradients_that_are_asked_for_and_a_second_backward() -> None:
-    run_ranks(_asked_for)
+def test_a_second_backward_through_the_same_graph_for_the_other_output() -> None:
+    run_ranks(_second_backward)
 
 
 def _of_inputs() -> None:
@@ -250,6 +213,81 @@ def _left_out() -> None:
 
 def test_a_head_that_the_forward_leaves_out_has_none_as_in_one_process() -> None:
     run_ranks(_left_out)
+
+
+class OwnOrder(Heads):
+    """Computes alike on all ranks, and returns `first` first; rank 0 alone returns the trunk's output, too."""
+
+    first = "left"
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:  # type: ignore[override]
+        hidden = torch.tanh(self.trunk(x))
+        heads = {"left": self.left(hidden), "right": self.right(hidden)}
+        more = [hidden] if dist.get_rank() == 0 else []
+        return [heads.pop(self.first), *heads.values(), *more]
+
+
+def _other_outputs(firsts: tuple[str, str]) -> None:
+    torch.manual_seed(0)
+    model = OwnOrder()
+    model.first = firsts[dist.get_rank()]
+    reference, batch = copy.deepcopy(model), torch.randn(4, 6)
+    loss_of(compile_eagerly(model)(batch.chunk(2)[dist.get_rank()])[0]).backward()
+    losses = []
+    for first, mine in zip(firsts, batch.chunk(2), strict=True):
+        reference.first = first
+        losses.append(loss_of(reference(mine)[0]))
+    (torch.stack(losses).sum() / 2).backward()
+    _compare(model, reference)
+
+
+@pytest.mark.parametrize("firsts", [("left", "right"), ("left", "left")])
+def test_ranks_may_return_other_outputs_in_another_order(firsts: tuple[str, str]) -> None:
+    run_ranks(_other_outputs, firsts)
+
+
+def _uneven() -> None:
+    model, reference, batch, _ = _models()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "fsdp")))
+    compiled = compile_eagerly(model)
+    with no_sync(model):
+        for _ in range(1 + dist.get_rank()):
+            loss_of(compiled(batch)[0]).backward()
+    loss_of(compiled(batch)[0]).backward()
+    for _ in range(5):  # two of rank 0 and three of rank 1
+        (loss_of(reference(batch)[0]) / 2).backward()
+    assert reference.right.weight.grad is None
+    _compare(model, reference)
+
+
+def test_replicas_that_accumulate_fewer_microbatches_than_others() -> None:
+    run_ranks(_uneven)
+
+
+class TwoInputs(nn.Module):
+    """Two layers, each with an input of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(x), self.right(y)
+
+
+def _hooked() -> None:
+    batch = torch.randn(4, 6, requires_grad=True)
+    other = batch * 1
+    seen: list[torch.Tensor] = []
+    other.register_hook(lambda gradient: seen.append(2 * gradient))
+    compiled = compile_eagerly(TwoInputs())
+    loss_of(compiled(batch, other)[0]).backward()
+    assert [each.any().item() for each in seen] == [False]
+    assert batch.grad is not None
+
+
+def test_a_hook_on_an_input_of_an_unused_output_gets_zeros() -> None:
+    run_ranks(_hooked)
 
 
 def _one_each(replicas: int) -> None:
