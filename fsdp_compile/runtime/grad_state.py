@@ -136,6 +136,8 @@ class GradState:
         wanted: Offsets of those that the running backward is asked for; `None` for all.
         unused: Offsets of those whose gradients are zero in the compiled backward that runs, since the loss uses no
             output that depends on them.
+        used: Offsets of those that got gradients which are not written yet, and are no such zeros.
+        zeros: Offsets of those that got such zeros which are not written yet.
         droppable: Gradients, by offset, that became `.grad`s in this backward and are such zeros on this rank.
     """
 
@@ -147,8 +149,8 @@ class GradState:
         self.wanted: frozenset[int] | None = None
         self.unused: frozenset[int] = frozenset()
         self.droppable: dict[int, torch.Tensor] = {}
-        self._used: set[int] = set()
-        self._zero: set[int] = set()
+        self.used: set[int] = set()
+        self.zeros: set[int] = set()
         self._all = frozenset(spec.offset for spec in specs)
         self._produced: dict[GradPlacement, set[int]] = {}
         self._produced_in = -1
@@ -177,7 +179,10 @@ class GradState:
 
     def mark_produced(self, offsets: Iterable[int], placement: GradPlacement) -> None:
         """Records which parameters the gradient that autograd is about to accumulate covers; the others get none."""
-        self.note_use(offsets)
+        if self.unused:
+            self.note_use(offsets)
+        else:  # this runs for each group in each backward, so without a call
+            self.used.update(offsets)
         backward = backward_in_progress()
         if self._produced_in != backward:
             # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
@@ -187,24 +192,21 @@ class GradState:
 
     def note_use(self, offsets: Iterable[int]) -> None:
         """Records that parameters get gradients which are not written yet, zeros for those that are `unused`."""
-        if self.unused:
-            self._zero |= self.unused.intersection(offsets)
-            self._used |= set(offsets) - self.unused
-        else:
-            self._used.update(offsets)
+        self.zeros |= self.unused.intersection(offsets)
+        self.used |= set(offsets) - self.unused
 
     def take_zeros(self, offsets: Iterable[int]) -> set[int]:
         """Of the parameters at `offsets`, which are about to be written, those that got nothing but such zeros."""
         written = set(offsets)
-        zeros = (self._zero & written) - self._used
-        self._zero -= written
-        self._used -= written
-        return zeros
+        found = (self.zeros & written) - self.used
+        self.zeros -= written
+        self.used -= written
+        return found
 
     def forget_use(self) -> None:
         """Forgets what `note_use` has recorded, of gradients that are not written."""
-        self._used.clear()
-        self._zero.clear()
+        self.used.clear()
+        self.zeros.clear()
 
     def take_produced(self, placement: GradPlacement) -> set[int]:
         """The parameters that `mark_produced` named since the last call; all, with a warning, if it was not called."""
@@ -219,7 +221,7 @@ class GradState:
                 "parameters were computed with them. Let the hooks return tensors that are leaves as they are.",
                 stacklevel=2,
             )
-            self._used |= self._all
+            self.used |= self._all
             return set(self._all)
         return produced
 

@@ -52,7 +52,11 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
     if group.grads.wanted is not None:
         offsets = group.grads.wanted.intersection(offsets)
     params = group.params_at(offsets)
-    zeros = group.grads.take_zeros(offsets)
+    zeros: Collection[int] = ()
+    if group.grads.zeros:
+        zeros = group.grads.take_zeros(offsets)
+    else:
+        group.grads.used.difference_update(offsets)
     new = [param for param in params if param.parameter.grad is None] if zeros else []
     parts = views_of(gradient, [param.place for param in params])
     if group.params[0].sharded_view.is_complex():
