@@ -49,6 +49,7 @@ class RankStore:
         units: Numbers for the units that are sharded over it.
         notes: What this rank has used the group for since its ranks compared (`comm/read_order.py`).
         unused: Parameter groups, by number, with gradients that this rank drops if the others need them as little.
+        compared_early: Parameter groups, by number, for which ranks have compared notes before the end of a backward.
         comparisons: Numbers for these comparisons.
     """
 
@@ -60,6 +61,7 @@ class RankStore:
     units: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     notes: list[int] = dataclasses.field(default_factory=list)
     unused: set[int] = dataclasses.field(default_factory=set)
+    compared_early: list[int] = dataclasses.field(default_factory=list)
     comparisons: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @classmethod

@@ -23,6 +23,7 @@ from fsdp_compile.ir.queries import GRADIENTS_OF_READS, read_text
 from fsdp_compile.layout.spec import parse
 from fsdp_compile.lower.wrappers import Compiled, FlatKey, flat_key, tangents_of
 from fsdp_compile.runtime.units import FSDPParamGroup
+from fsdp_compile.runtime.unused_params import ask
 
 Size: TypeAlias = "int | sympy.Expr"
 Sources: TypeAlias = Mapping[tuple[FlatKey, int], frozenset[str]]
@@ -155,11 +156,13 @@ def note_unused(compiled: Compiled, outputs: UnusedOutputs) -> Compiled:
         groups = {i: group for i in outputs.sources if (group := FSDPParamGroup.of(args[i])) is not None}
         for i, group in groups.items():
             group.grads.unused = frozenset(at for at, sources in outputs.sources[i].items() if sources <= unused)
+            if group.grads.unused:
+                ask(group)
         try:
             return compiled(args)
         finally:
             for group in groups.values():
-                group.grads.unused = frozenset()
+                group.grads.unused, group.grads.unused_by_all = frozenset(), None
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

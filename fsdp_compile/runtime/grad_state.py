@@ -139,6 +139,8 @@ class GradState:
         used: Offsets of those that got gradients which are not written yet, and are no such zeros.
         zeros: Offsets of those that got such zeros which are not written yet.
         droppable: Gradients, by offset, that became `.grad`s in this backward and are such zeros on this rank.
+        unused_by_all: While a compiled backward runs: offsets of those that no rank's loss uses; `None` if no rank has
+            asked.
     """
 
     def __init__(self, specs: Sequence[UnshardSpec]) -> None:
@@ -148,7 +150,8 @@ class GradState:
         self.unwritten: set[int] = set()
         self.wanted: frozenset[int] | None = None
         self.unused: frozenset[int] = frozenset()
-        self.droppable: dict[int, torch.Tensor] = {}
+        self.droppable: dict[int, torch.Tensor | None] = {}
+        self.unused_by_all: frozenset[int] | None = None
         self.used: set[int] = set()
         self.zeros: set[int] = set()
         self._all = frozenset(spec.offset for spec in specs)
@@ -179,16 +182,18 @@ class GradState:
 
     def mark_produced(self, offsets: Iterable[int], placement: GradPlacement) -> None:
         """Records which parameters the gradient that autograd is about to accumulate covers; the others get none."""
+        backward = backward_in_progress()
+        if self._produced_in != backward:
+            # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
+            self._produced, self._produced_in = {}, backward
+            if not self.unwritten and not any(self.pending.values()):
+                self.used.clear()
+                self.zeros.clear()
+        self._produced.setdefault(placement, set()).update(offsets)
         if self.unused:
             self.note_use(offsets)
         else:  # this runs for each group in each backward, so without a call
             self.used.update(offsets)
-        backward = backward_in_progress()
-        if self._produced_in != backward:
-            # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
-            self._produced, self._produced_in = {placement: set(offsets)}, backward
-        else:
-            self._produced.setdefault(placement, set()).update(offsets)
 
     def note_use(self, offsets: Iterable[int]) -> None:
         """Records that parameters get gradients which are not written yet, zeros for those that are `unused`."""

@@ -68,16 +68,21 @@ def compare_after_forward() -> None:
 
 
 @torch.compiler.disable
-def compare() -> None:
-    """Compares what was noted with the other ranks; raises `RankMismatchError` on all of them if two differ."""
+def compare(*, in_backward: bool = False) -> None:
+    """Compares what was noted with the other ranks; raises `RankMismatchError` on all of them if two differ.
+
+    Args:
+        in_backward: Whether the backward goes on: at its end ranks compare again, if only which parameters they use.
+    """
     asked: dict[groups.RankStore, unused_params.Numbers] = {}
     for place in groups.rank_stores():
-        if place.notes:
-            numbers = place.notes[1::2]
+        if place.notes or (place.compared_early and not in_backward):
+            numbers = [*place.compared_early, *place.notes[1::2]]
+            place.compared_early[:] = numbers if in_backward else []
             if read_order.compare(place, lambda what, whose: _line(place, what, whose)):  # noqa: B023  called at once
                 asked[place] = dict.fromkeys(numbers)
     if asked:
-        unused_params.drop(asked)
+        unused_params.agree(asked)
 
 
 def _line(place: groups.RankStore, what: int, whose: int) -> str:

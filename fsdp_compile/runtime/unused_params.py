@@ -1,8 +1,8 @@
 """Parameters whose gradients are zero on all ranks because no loss uses the outputs that depend on them.
 
 A compiled backward reduces zeros for them, since their gradients travel with those of others and another rank's loss
-may use such an output. Where a rank has such zeros and a parameter's `.grad` was `None`, all ranks ask each other at
-the end of the backward, and what no rank's loss has used is `None` again.
+may use such an output. Where a rank has such zeros, all ranks ask each other when they compare next, at the end of the
+backward or before an update in it. What no rank's loss has used gets no gradient where it has none.
 """
 
 from __future__ import annotations
@@ -19,42 +19,70 @@ Numbers = Collection[int]
 """Of parameter groups, as `ComparedAs.number`, in an order that is the same on all ranks."""
 
 
+def ask(group: FSDPParamGroup) -> None:
+    """Makes ranks ask each other which parameters of a group they have used, when they compare next."""
+    for place in _places(group):
+        assert group.compared is not None
+        place.unused.add(group.compared.number)
+
+
 def note_written(group: FSDPParamGroup, written: Iterable[FSDPParam], zeros: Collection[int]) -> None:
-    """Records gradients that became `.grad`s where there were none: of these the ones at `zeros` may be dropped."""
-    found = {param.spec.offset: param.parameter.grad for param in written if param.spec.offset in zeros}
-    places = [] if group.compared is None else [group.compared.shard, group.compared.replicate]
-    if not any(places):  # no other rank has a loss
-        for param in group.params_at(found):
+    """Records gradients that became `.grad`s where there were none, and drops those that are known to be unused.
+
+    Args:
+        group: The parameter group.
+        written: The parameters that had no `.grad`.
+        zeros: Offsets of those whose gradients are zeros by unused outputs alone.
+    """
+    group.grads.droppable = {}
+    known = group.grads.unused_by_all if _places(group) else zeros  # no other rank has a loss
+    for param in written:
+        offset = param.spec.offset
+        if offset not in zeros:
+            continue
+        if known is None:
+            group.grads.droppable[offset] = param.parameter.grad
+        elif offset in known:
             param.parameter.grad = None
-        return
-    group.grads.droppable = {offset: grad for offset, grad in found.items() if grad is not None}
-    for place in places:
-        if place is not None and group.grads.droppable:
-            assert group.compared is not None
-            place.unused.add(group.compared.number)
+    if group.grads.droppable:
+        ask(group)
 
 
-def drop(asked: Mapping[RankStore, Numbers]) -> None:
-    """Drops the gradients that no rank has used; all ranks of each place call this together.
+def agree(asked: Mapping[RankStore, Numbers]) -> None:
+    """Finds which parameters no rank has used; all ranks of each place call this together.
 
     Args:
         asked: Where some rank asks, and the parameter groups that its ranks have communicated.
     """
-    alive = {group.compared.number: group for group in FSDPParamGroup.alive() if group.compared is not None}
-    used: dict[tuple[FSDPParamGroup, int], bool] = {}
+    alive = [group for group in FSDPParamGroup.alive() if group.compared is not None]
+    used: dict[FSDPParamGroup, list[int]] = {}
     for place, numbers in asked.items():
-        found = [alive[number] for number in numbers if number in alive and _meets(alive[number], place)]
-        keys = [(group, param.spec.offset) for group in found for param in group.params]
-        mine = [int(used.get((group, at), at not in group.grads.droppable)) for group, at in keys]
-        with explained("at the end of a backward, where ranks compare which parameters their losses use"):
-            used |= zip(keys, map(bool, largest(mine, groups.comparing_group(place))), strict=True)
-    for group in {group for group, _ in used}:
-        unused = [param for param in group.params if not used[group, param.spec.offset]]
-        for param in unused:
-            if param.parameter.grad is group.grads.droppable.get(param.spec.offset):
-                param.parameter.grad = None
-        group.grads.droppable = {}
+        of_number = {g.compared.number: g for g in alive if g.compared is not None and place in _places(g)}
+        found = [of_number[number] for number in numbers if number in of_number]
+        mine = [used.get(group) or _used(group) for group in found]
+        with explained("where ranks compare which parameters their losses use"):
+            most = iter(largest([number for each in mine for number in each], groups.comparing_group(place)))
+        used |= {group: [next(most) for _ in group.params] for group in found}
+    for group, numbers in used.items():
+        _drop(group, frozenset(p.spec.offset for p, number in zip(group.params, numbers, strict=True) if not number))
 
 
-def _meets(group: FSDPParamGroup, place: RankStore) -> bool:
-    return group.compared is not None and place in (group.compared.shard, group.compared.replicate)
+def _used(group: FSDPParamGroup) -> list[int]:
+    """For each parameter 0 if it has such zeros alone, written or not, and 1 otherwise."""
+    grads = group.grads
+    zeros = (grads.unused | grads.zeros) - grads.used | grads.droppable.keys()
+    return [int(param.spec.offset not in zeros) for param in group.params]
+
+
+def _drop(group: FSDPParamGroup, unused: frozenset[int]) -> None:
+    for param in group.params_at(unused & group.grads.droppable.keys()):
+        if param.parameter.grad is group.grads.droppable[param.spec.offset]:
+            param.parameter.grad = None
+    group.grads.droppable = {}
+    group.grads.unused_by_all = unused
+
+
+def _places(group: FSDPParamGroup) -> list[RankStore]:
+    """Where the ranks meet that reduce gradients with this one."""
+    places = [] if group.compared is None else [group.compared.shard, group.compared.replicate]
+    return [place for place in places if place is not None]

@@ -157,7 +157,7 @@ def run(group: FSDPParamGroup) -> None:
         return
     group.update_state.has_new_grads = False
     if _updaters(group):
-        read_order.compare()  # before numbers change
+        read_order.compare(in_backward=backward_in_progress() != -1)  # before numbers change
     updaters = _updaters(group)  # some gradients may have been dropped
     for updater in updaters:
         updater.update(group)
