@@ -191,7 +191,8 @@ class Rendezvous:
             where=f"rank {self.ranks[self.rank]} is there, and waits for ranks {self.ranks}",
             instead="see on that rank whether it died, is stuck, or does not run a module that this one runs: what is "
             "done inside of `if rank == 0:` (an evaluation, say) has to be done on every rank, and a module that has "
-            "no rows on one rank has to be called there all the same, with an empty tensor",
+            "no rows on one rank has to be called there all the same, with an empty tensor; if this rank has compiled "
+            "for a batch of another size, options={'prefetch': 1} makes no plan that depends on it",
         )
 
     def _clean(self, at: str) -> None:

@@ -27,6 +27,7 @@ _NAMES = re.compile(r"(?<= of )(.*)(?= \()")
 """The names of parameters in a line."""
 _PLANNED = "planned with measured times "
 """How the first line begins where times were measured."""
+_OTHER_SIZES = "; or, if their batches have other sizes, options={'prefetch': 1}: 'auto' plans with the time that a rank's own take"
 _REFUSED = "refused"
 """The digest of an order that a rank refused to compile."""
 
@@ -178,8 +179,13 @@ def _mismatch(ranks: tuple[int, ...], found: Difference) -> RankMismatchError:
         f"{_at(second, number)} on rank {ranks[other]}",
         instead="the same control flow on every rank: which parameters are read, and in which order, must not depend "
         "on a rank's number or data; a module that has no rows on a rank is called there all the same, with an empty "
-        "tensor",
+        "tensor" + (_OTHER_SIZES if _communicated(first) == _communicated(second) else ""),
     )
+
+
+def _communicated(lines: Iterable[str]) -> list[tuple[str, str]]:
+    """What is communicated, however it is ordered and joined: phase and operator with each parameter."""
+    return sorted((line.partition(" of ")[0], name) for line in lines for name in _names(line))
 
 
 def _at(lines: Iterable[str], number: int) -> str:

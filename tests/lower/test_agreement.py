@@ -106,6 +106,40 @@ def test_a_rank_that_recompiles_alone_waits_for_nobody() -> None:
     assert run_ranks(_recompiles_alone, timeout_s=60) == [4, 4]
 
 
+class _Wide(nn.Module):
+    """Layers that take about as long as their gradients' reduction, with some rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2048, 256, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _plans_for_its_rows(prefetch: str | int) -> str:
+    options: dict[str, Any] = {"lower": "eager", "prefetch": prefetch}
+    compiled: Any = torch.compile(_Wide(), backend="fsdp", options=options)
+    try:
+        loss_of(compiled(torch.ones((4, 256)[dist.get_rank()], 2048))).backward()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_plans_that_differ_for_batches_of_other_sizes_are_named() -> None:
+    for message in run_ranks(_plans_for_its_rows, "auto", timeout_s=60):
+        assert "compile different collectives" in message
+        assert "options={'prefetch': 1}" in message
+    assert run_ranks(_plans_for_its_rows, 1, timeout_s=60) == ["", ""]
+
+
 def _experts() -> int:
     """Rank 1 compiles its second layer again, for its rows; the other ranks share the first layer's graph."""
     experts = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)]
