@@ -27,7 +27,7 @@ _NAMES = re.compile(r"(?<= of )(.*)(?= \()")
 """The names of parameters in a line."""
 _PLANNED = "planned with measured times "
 """How the first line begins where times were measured."""
-_OTHER_SIZES = "; or, if their batches have other sizes, options={'prefetch': 1}: 'auto' plans with the time that a rank's own take"
+_OTHER_SIZES = "; or, if batches have other sizes, options={'prefetch': 1}, whose plan does not depend on them"
 _REFUSED = "refused"
 """The digest of an order that a rank refused to compile."""
 
