@@ -117,22 +117,64 @@ def test_accumulated_gradients_of_an_output_count_when_it_is_used_no_more(first:
     run_ranks(_accumulated, first, second)
 
 
-def _updated_in_backward() -> None:
+def _updated_in_backward(used: int, *, unused_is_plain: bool) -> None:
+    """Units are updated one after the other, and ranks compare before the first of these updates alone."""
     model, reference, batch, mine = _models()
-    step_in_backward(torch.optim.AdamW(model.parameters(), weight_decay=0.1))
-    optimizer = torch.optim.AdamW(reference.parameters(), weight_decay=0.1)
+    for module in (model.left, model.right, model):
+        fully_shard(module)
+    unused = model.left if used else model.right
+    own = list(unused.parameters()) if unused_is_plain else []
+    names = {id(p) for p in own}
+    step_in_backward(torch.optim.AdamW([p for p in model.parameters() if id(p) not in names], weight_decay=0.1))
+    optimizers = [torch.optim.AdamW(reference.parameters(), weight_decay=0.1)]
+    optimizers += [torch.optim.AdamW(own, weight_decay=0.1)] if own else []
     compiled = compile_eagerly(model)
-    for used in (slice(0, 2), slice(0, 1), slice(0, 1)):
-        _loss(*compiled(mine)[used]).backward()
-        _loss(*reference(batch)[used]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for taken in (slice(0, 2), slice(used, used + 1), slice(used, used + 1)):
+        _loss(*compiled(mine)[taken]).backward()
+        _loss(*reference(batch)[taken]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
             close(_whole(parameter), expected, name)
 
 
-def test_an_update_in_backward_leaves_it_alone() -> None:
-    run_ranks(_updated_in_backward)
+@pytest.mark.parametrize("unused_is_plain", [False, True])
+@pytest.mark.parametrize("used", [0, 1])
+def test_updates_in_backward_leave_it_alone(used: int, unused_is_plain: bool) -> None:  # noqa: FBT001
+    run_ranks(_updated_in_backward, used, unused_is_plain=unused_is_plain)
+
+
+def _on_two_meshes(used: int) -> None:
+    torch.manual_seed(0)
+    model = Heads()
+    reference, batch = copy.deepcopy(model), torch.randn(8, 6)
+    fully_shard(model.right, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp")))
+    everyone = init_device_mesh("cpu", (4,))
+    fully_shard(model.left, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    _loss(compile_eagerly(model)(batch.chunk(4)[dist.get_rank()])[used]).backward()
+    _loss(reference(batch)[used]).backward()
+    _compare(model, reference)
+
+
+@pytest.mark.parametrize("used", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_units_on_two_meshes(used: int) -> None:
+    run_ranks(_on_two_meshes, used, world_size=4)
+
+
+def _after_a_gradient_of_inputs() -> None:
+    model, reference, batch, mine = _models()
+    compiled = compile_eagerly(model)
+    inputs = mine.clone().requires_grad_()
+    torch.autograd.grad(_loss(*compiled(inputs)), inputs)  # of both outputs, and written nowhere
+    loss_of(compiled(mine)[0]).backward()
+    loss_of(reference(batch)[0]).backward()
+    _compare(model, reference)
+
+
+def test_after_a_gradient_of_inputs() -> None:
+    run_ranks(_after_a_gradient_of_inputs)
 
 
 def _second_backward() -> None:
