@@ -186,7 +186,7 @@ class GradState:
         if self._produced_in != backward:
             # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
             self._produced, self._produced_in = {}, backward
-            if not self.unwritten and not any(self.pending.values()):
+            if not self.unwritten and not (self.pending and self.is_pending):
                 self.used.clear()
                 self.zeros.clear()
         self._produced.setdefault(placement, set()).update(offsets)
