@@ -155,7 +155,7 @@ def note_unused(compiled: Compiled, outputs: UnusedOutputs) -> Compiled:
         # A copy by saved-tensor hooks is of no group: all parameters that it has get gradients.
         groups = {i: group for i in outputs.sources if (group := FSDPParamGroup.of(args[i])) is not None}
         for i, group in groups.items():
-            group.grads.unused = frozenset(at for at, sources in outputs.sources[i].items() if sources <= unused)
+            group.grads.begin_unused(frozenset(at for at, of in outputs.sources[i].items() if of <= unused))
             if group.grads.unused:
                 ask(group)
         try:

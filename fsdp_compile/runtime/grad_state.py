@@ -186,9 +186,6 @@ class GradState:
         if self._produced_in != backward:
             # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
             self._produced, self._produced_in = {}, backward
-            if not self.unwritten and not (self.pending and self.is_pending):
-                self.used.clear()
-                self.zeros.clear()
         self._produced.setdefault(placement, set()).update(offsets)
         if self.unused:
             self.note_use(offsets)
@@ -207,6 +204,13 @@ class GradState:
         self.zeros -= written
         self.used -= written
         return found
+
+    def begin_unused(self, offsets: frozenset[int]) -> None:
+        """Begins a compiled backward whose gradients at `offsets` are such zeros."""
+        # Gradients of an earlier backward that were never accumulated were of inputs, by `torch.autograd.grad`.
+        if self._produced_in != backward_in_progress() and not self.unwritten and not self.is_pending:
+            self.forget_use()
+        self.unused = offsets
 
     def forget_use(self) -> None:
         """Forgets what `note_use` has recorded, of gradients that are not written."""
