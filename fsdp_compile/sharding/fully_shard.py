@@ -95,6 +95,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
             on the host; parameters are copied to the mesh's device for the all-gather, gradients back after the
             reduction.
         ignored_params: Parameters that are neither sharded nor reduced. A module stands for all parameters in it.
+            Parameters that are sharded already are refused, and those of other modules left alone.
         auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split. A
             `CustomPolicy` may return a dict for a module: `sharding_strategy`, `reshard_after_forward`, `mesh` or
             `mp_policy` of that unit.
