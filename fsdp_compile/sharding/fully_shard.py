@@ -16,6 +16,7 @@ from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.comm.mesh import MeshPlacement
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy
 from fsdp_compile.modules.attributes import follow_replaced
+from fsdp_compile.modules.buffers import restored_buffers
 from fsdp_compile.modules.classes import gather_on_read, give_methods, rebuild_specs
 from fsdp_compile.modules.methods import ShardedModule
 from fsdp_compile.modules.stored_shards import explain_backwards
@@ -259,12 +260,13 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
 def _initialize(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arguments: Arguments) -> None:
     """Moves buffers, and gives parameters and buffers the values that the call asks for."""
     device = arguments.device
-    if device is not None:
-        devices.move_buffers(module, device, [*plan.below, *arguments.ignored.modules])
-    for first_rank in plan.first_rank:
-        first_rank.send(module, made, device)
-    if arguments.init_fn is not None:
-        fill_in(module, device, arguments.init_fn, arguments.init_from)
+    with restored_buffers(module):
+        if device is not None:
+            devices.move_buffers(module, device, [*plan.below, *arguments.ignored.modules])
+        for first_rank in plan.first_rank:
+            first_rank.send(module, made, device)
+        if arguments.init_fn is not None:
+            fill_in(module, device, arguments.init_fn, arguments.init_from)
 
 
 def _undo_split(root: nn.Module, model: ModelState) -> None:
