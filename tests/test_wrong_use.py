@@ -6,6 +6,7 @@ contains ours whole.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_compile import ConfigError, FSDPCompileError, UnsupportedModelError, fully_shard
@@ -248,3 +250,37 @@ def test_options_for_sharding_are_refused_where_the_model_is_sharded_already() -
     assert "option 'reshard_after_forward' says how to shard" in str(error)
     assert "fully_shard(model, reshard_after_forward=...)" in str(error)
     _train_with_an_option_for_sharding(nn.Linear(4, 4))
+
+
+def _evaluate_and_train(first: dict[str, Any], second: dict[str, Any], *, in_place: bool) -> None:
+    """Two compiles of a plain model, each with options of its own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for options in (first, second):
+        compiled: Any = model
+        if in_place:
+            model.compile(backend="fsdp", options={"lower": "eager", **options})
+        else:
+            compiled = _compiled(model, **options)
+        compiled(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("first", [{}, {"reshard_after_forward": True}])
+def test_a_second_compile_cannot_shard_in_another_way(first: dict[str, Any], in_place: bool) -> None:  # noqa: FBT001
+    asked = {"reshard_after_forward": False}
+    error = _refusal(lambda: _evaluate_and_train(first, asked, in_place=in_place))
+    assert type(error) is ConfigError
+    _says(error, "an earlier compile has sharded the model", "'reshard_after_forward'", "in all compiles of the model")
+
+
+@pytest.mark.usefixtures("world")
+def test_a_second_compile_may_say_the_same_or_nothing() -> None:
+    def options() -> dict[str, Any]:
+        bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        return {"mp_policy": bf16, "auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "reshard_after_forward": False}
+
+    for second in (options(), {}, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}):
+        _evaluate_and_train(options(), second, in_place=False)
+    sized = [functools.partial(size_based_auto_wrap_policy, min_num_params=8) for _ in range(2)]
+    _evaluate_and_train({"auto_wrap_policy": sized[0]}, {"auto_wrap_policy": sized[1]}, in_place=False)

@@ -134,7 +134,7 @@ def _refuse_plain_beside_sharded(optimizer: Optimizer, trained: list[torch.Tenso
     ids = {id(p) for p in trained}
     own = [group.unit for group in FSDPParamGroup.alive() if any(id(param.parameter) in ids for param in group.params)]
     # Where `fully_shard` was called by the user, it has been said what is sharded.
-    by_backend = next((unit for unit in own if unit.sharded_by_backend), None)
+    by_backend = next((unit for unit in own if unit.sharded_with is not None), None)
     if by_backend is None or plain <= {i for unit in own for i in unit.model.ignored}:
         return
     raise UnsupportedModelError(

@@ -7,11 +7,13 @@ Dynamo to trace the frame again, which then reads from flat parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeGuard
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx, nn
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.autograd import outside_of_transforms
@@ -120,7 +122,8 @@ def _shard(module: nn.Module, options: FSDPOptions, plain: PlainModels) -> None:
         fully_shard(part, **options.sharding)
     fully_shard(module, **options.sharding)
     for unit in units(module):
-        unit.sharded_by_backend |= unit not in before
+        if unit not in before:
+            unit.sharded_with = options.sharding
     refuse_missed_casts(module)
 
 
@@ -145,19 +148,48 @@ def compare_initial_values(inputs: Sequence[object]) -> None:
 
 
 def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> None:
-    """Refuses options for `fully_shard` where the user has called it already: they would do nothing.
+    """Refuses options for `fully_shard` where the model is sharded already in another way: they would do nothing.
 
     Raises:
-        ConfigError: If there are such options, and no unit of the graph was sharded by the backend.
+        ConfigError: If there are such options, and no unit of the model was sharded with them.
     """
-    read = {group.unit for group in _groups(inputs)}
-    if options.sharding and read and not any(unit.sharded_by_backend for unit in read):
+    units_read = {group.unit for group in _groups(inputs)}
+    if not options.sharding or not units_read:
+        return
+    # A graph may read no more than a part that was sharded before the rest.
+    earlier = [unit.sharded_with for model in {u.model for u in units_read} for unit in model.units]
+    by_backend = [made for made in earlier if made is not None]
+    differing = [_different(options.sharding, made) for made in by_backend]
+    if not by_backend:
         name = next(iter(options.sharding))
         raise ConfigError(
             f"option {name!r} says how to shard, and the model was sharded before it was compiled",
             where=f"options={{{name!r}: ...}}",
             instead=f"fully_shard(model, {name}=...), or compile the plain model",
         )
+    if all(differing):
+        name = differing[0][0]
+        raise ConfigError(
+            f"option {name!r} says how to shard, and an earlier compile has sharded the model without it or with "
+            "another value",
+            where=f"options={{{name!r}: ...}}",
+            instead=f"the same {name!r} in all compiles of the model (which of them is called first shards it), or "
+            f"fully_shard(model, {name}=...) before and in none",
+        )
+
+
+def _different(asked: Mapping[str, Any], made_with: Mapping[str, Any]) -> list[str]:
+    """The options that are asked for and were not made with."""
+    return [name for name, value in asked.items() if name not in made_with or not _alike(value, made_with[name])]
+
+
+def _alike(one: object, other: object) -> bool:
+    """Whether two values of an option mean the same; wrap policies that are made anew are not equal to each other."""
+    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+        return (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
+    if isinstance(one, ModuleWrapPolicy | CustomPolicy) and type(one) is type(other):
+        return vars(one) == vars(other)
+    return one == other
 
 
 def _groups(inputs: Sequence[object]) -> list[FSDPParamGroup]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +47,18 @@ def restore(module: nn.Module) -> None:
         current = module._buffers.get(name)
         if current is not None:
             module._buffers[name] = cast.restored(current)
+
+
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """In the block cast buffers of `model` are in their own dtype, so that values they are given are not rounded."""
+    for module in model.modules():
+        restore(module)
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            follow_mode(module)
 
 
 def in_own_dtype(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

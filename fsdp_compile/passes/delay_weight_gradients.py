@@ -4,14 +4,15 @@
 
 The gradient of what the model reads first, such as an embedding, is ready when backward has nothing left to compute.
 Only its reduction needs a weight's gradient, so some of them can be computed later: as many as make the rest of the
-step shorter, their own reductions included. Their inputs live longer.
+step shorter, their own reductions included. Their inputs live longer. What reads memory that the program writes, such
+as a scale that backward updates, keeps its place.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -23,6 +24,7 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.ir.edit import move_before
 from fsdp_compile.ir.graph import Role, Stage, StepGraph, role_of
+from fsdp_compile.ir.writes import tied_to_writes
 from fsdp_compile.passes.schedule_reduce import chains_of, followers_of
 
 LEAST_GAIN = 0.25
@@ -71,7 +73,8 @@ class DelayWeightGradients:
         if len(chains) < 2:
             return DelayPlan((), (), 0.0, 0.0)
         order = step.order()
-        latest_first = [(chain, _made_for(chain[0], order)) for chain in reversed(chains[-MOST:])]
+        tied = tied_to_writes(step.graph)
+        latest_first = [(chain, _made_for(chain[0], order, tied)) for chain in reversed(chains[-MOST:])]
         made = {node for _, made in latest_first for node in made}
         costs = node_costs(step.graph, self.hardware, plan_kernels(step.graph, self.fusion), wanted=made)
         last, *others = (self._with_costs(chain, made, costs) for chain, made in latest_first)
@@ -94,8 +97,8 @@ class DelayWeightGradients:
         return Delayed(chain[0], made, sum(costs[node].time_us for node in made), link_us)
 
 
-def _made_for(start: fx.Node, order: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:
-    """What is computed for a reduction alone, in graph order: nothing with other readers, nothing random."""
+def _made_for(start: fx.Node, order: Mapping[fx.Node, int], tied: Container[fx.Node]) -> tuple[fx.Node, ...]:
+    """What is computed for a reduction alone, in graph order: nothing with other readers, random or in `tied`."""
     alone = {start}
     # Only inputs of nodes in `alone` can be alone; latest first, so that all users of a node are known before it.
     places = [-order[source] for source in start.all_input_nodes]
@@ -103,7 +106,9 @@ def _made_for(start: fx.Node, order: Mapping[fx.Node, int]) -> tuple[fx.Node, ..
     heapq.heapify(places)
     while places:
         node = found[-heapq.heappop(places)]
-        if node.op != "call_function" or not _can_wait(node) or any(user not in alone for user in node.users):
+        if node in tied or node.op != "call_function" or not _can_wait(node):
+            continue
+        if any(user not in alone for user in node.users):
             continue
         alone.add(node)
         for source in node.all_input_nodes:

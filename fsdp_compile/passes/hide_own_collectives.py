@@ -22,6 +22,7 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.cost.own_collectives import is_own, own_communication, own_start_of
 from fsdp_compile.ir.graph import Phase, Stage, StepGraph, role_of
+from fsdp_compile.ir.writes import is_write
 
 MARGIN = 2.0
 """As much is computed behind a collective as if it took this much longer than estimated; more only costs memory."""
@@ -126,6 +127,4 @@ def _keeps_its_place(node: fx.Node) -> bool:
     """Whether a node of the program draws random numbers, or writes."""
     if role_of(node) is not None or own_start_of(node) is not None:
         return False
-    schema = getattr(node.target, "_schema", None)
-    writes = schema is not None and schema.is_mutable
-    return writes or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return is_write(node) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -282,7 +282,7 @@ class FSDPUnit:
         hook: The user's reduction (`register_comm_hook`).
         forward_prefetch: Units whose all-gathers start where this one is used first in forward.
         backward_prefetch: The same in backward.
-        sharded_by_backend: Whether a compile made it, with the options of that compile.
+        sharded_with: The arguments of `fully_shard` among the options of the compile that made it, if one did.
         compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
         number: Of the units that its ranks have sharded over their group, alike on all; `number_in_call`: of its mesh.
     """
@@ -299,7 +299,7 @@ class FSDPUnit:
     reduce_group: ReduceGroup = ReduceGroup.SHARED
     forward_prefetch: tuple[weakref.ref[FSDPUnit], ...] = ()
     backward_prefetch: tuple[weakref.ref[FSDPUnit], ...] = ()
-    sharded_by_backend: bool = False
+    sharded_with: dict[str, Any] | None = None
     other_roots: tuple[weakref.ref[nn.Module], ...] = ()
     root_names: tuple[str, ...] = ()
     compiled_regions: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)

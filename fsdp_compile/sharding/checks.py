@@ -19,7 +19,7 @@ from fsdp_compile.runtime.module_state import (
     stored_parameters,
     units,
 )
-from fsdp_compile.runtime.replaced_params import ReplacedParameter
+from fsdp_compile.runtime.replaced_params import ReplacedParameter, current
 from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.sharding.wrappers import refuse_wrappers
 
@@ -38,23 +38,37 @@ def ignored_in(root: nn.Module, listed: object) -> Ignored:
     """What one call ignores in `root`; `listed` is `None`, or parameters and modules, which stand for their parameters.
 
     Raises:
-        ConfigError: If something else is listed, a listed module is sharded already, or is `root` itself.
+        ConfigError: If something else is listed, a listed module or parameter is sharded already, or is `root` itself.
     """
     expected = "an iterable of parameters and modules of the model"
     if listed is None:
         return Ignored()
     if not isinstance(listed, Iterable) or isinstance(listed, str):
         raise ConfigError(f"ignored_params is {listed!r}", where=_OPTION, instead=expected)
-    ignored = Ignored()
+    ignored, parameters = Ignored(), []
     for each in listed:
         if isinstance(each, nn.Module):
             ignored.ids.update(_parameters_of(each, root))
             ignored.modules.append(each)
         elif isinstance(each, nn.Parameter):
+            parameters.append(each)
             ignored.ids.add(id(each))
         else:
             raise ConfigError(f"it contains {each!r}, a {type(each).__name__}", where=_OPTION, instead=expected)
+    _refuse_sharded(parameters, root)
     return ignored
+
+
+def _refuse_sharded(listed: Iterable[nn.Parameter], root: nn.Module) -> None:
+    """Raises `ConfigError` for a parameter that is sharded already, given as it is now or as it was before."""
+    # Others that `root` does not have are no mistake: code for FSDP2 gives the whole model's list to each block's call.
+    late = {id(current(p)) for p in listed} & {id(param.parameter) for unit in units(root) for param in unit.params}
+    for name in (name for name, parameter in named_stored_parameters(root) if id(parameter) in late):
+        raise ConfigError(
+            "a parameter to ignore is sharded already",
+            where=f"{_OPTION}, {name}",
+            instead="ignore it in the first call of fully_shard() on a module that has it, or do not list it",
+        )
 
 
 def _parameters_of(module: nn.Module, root: nn.Module) -> set[int]:

@@ -16,6 +16,7 @@ from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.comm.mesh import MeshPlacement
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy
 from fsdp_compile.modules.attributes import follow_replaced
+from fsdp_compile.modules.buffers import restored_buffers
 from fsdp_compile.modules.classes import gather_on_read, give_methods, rebuild_specs
 from fsdp_compile.modules.methods import ShardedModule
 from fsdp_compile.modules.stored_shards import explain_backwards
@@ -95,6 +96,7 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
             on the host; parameters are copied to the mesh's device for the all-gather, gradients back after the
             reduction.
         ignored_params: Parameters that are neither sharded nor reduced. A module stands for all parameters in it.
+            Parameters that are sharded already are refused, and those of other modules left alone.
         auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split. A
             `CustomPolicy` may return a dict for a module: `sharding_strategy`, `reshard_after_forward`, `mesh` or
             `mp_policy` of that unit.
@@ -258,12 +260,13 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
 def _initialize(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arguments: Arguments) -> None:
     """Moves buffers, and gives parameters and buffers the values that the call asks for."""
     device = arguments.device
-    if device is not None:
-        devices.move_buffers(module, device, [*plan.below, *arguments.ignored.modules])
-    for first_rank in plan.first_rank:
-        first_rank.send(module, made, device)
-    if arguments.init_fn is not None:
-        fill_in(module, device, arguments.init_fn, arguments.init_from)
+    with restored_buffers(module):
+        if device is not None:
+            devices.move_buffers(module, device, [*plan.below, *arguments.ignored.modules])
+        for first_rank in plan.first_rank:
+            first_rank.send(module, made, device)
+        if arguments.init_fn is not None:
+            fill_in(module, device, arguments.init_fn, arguments.init_from)
 
 
 def _undo_split(root: nn.Module, model: ModelState) -> None:

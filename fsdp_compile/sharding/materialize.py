@@ -17,6 +17,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.layout.pairs import as_read, stored_dtype
 from fsdp_compile.modules import param_views
+from fsdp_compile.modules.buffers import restored_buffers
 from fsdp_compile.modules.classes import original_class, swap_back, swap_to_original_class
 from fsdp_compile.runtime.extended_reads import refuse_extended
 from fsdp_compile.runtime.split_params import refuse_split
@@ -81,13 +82,15 @@ def materialize(
             parameters.
         RankMismatchError: If random numbers were drawn and ranks started with different seeds.
     """
-    fill_in(getattr(model, "_orig_mod", model), device, param_init_fn, InitFrom.EACH_RANK)
+    model = getattr(model, "_orig_mod", model)
+    with restored_buffers(model):
+        fill_in(model, device, param_init_fn, InitFrom.EACH_RANK)
 
 
 def fill_in(
     model: nn.Module, device: torch.device | str | int | None, param_init_fn: InitFn | None, source: InitFrom
 ) -> None:
-    """`materialize`, with values of each rank's own initialization, or of the first rank's."""
+    """`materialize`, with values of each rank's own initialization, or of the first rank's; buffers in own dtypes."""
     from fsdp_compile.runtime.module_state import units
 
     checks.check_init_fn(param_init_fn)

@@ -88,13 +88,11 @@ def load_from_rank0(
         problems += [f"{name} is missing" for name in keys.missing]
         problems += [f"{name} is not in the model" for name in keys.unexpected]
     _refuse(problems)
-    for module in model.modules():
-        buffers.restore(module)  # those that are cast while the model trains
     target = device_on(mesh, device, where=f"{_WHERE}(device=...)")
-    given = {state.key: state for state in states if state.name in found["given"]}  # the last name counts
-    _give_memory(model, sharded, given.keys(), target)
-    params = {id(param.parameter): param for unit in sharded for param in unit.params}
-    with torch.no_grad():
+    with buffers.restored_buffers(model), torch.no_grad():
+        given = {state.key: state for state in states if state.name in found["given"]}  # the last name counts
+        _give_memory(model, sharded, given.keys(), target)
+        params = {id(param.parameter): param for unit in sharded for param in unit.params}
         for key, state in given.items():
             full = state_dict[state.name] if first and state_dict is not None else None
             if key in params:
@@ -103,8 +101,6 @@ def load_from_rank0(
             if full is not None:
                 state.value.copy_(full)
             exchange.overwrite(state.value.detach(), mesh)
-    for module in model.modules():
-        buffers.follow_mode(module)
     reshard(sharded)  # unsharded values are outdated
     _set_extra_states(extra, [name for name in found["given"] if name in extra], state_dict if first else None, mesh)
     return keys

@@ -104,6 +104,19 @@ def test_wrong_lists_of_what_to_ignore() -> None:
 
 
 @pytest.mark.usefixtures("world")
+def test_parameters_that_are_sharded_are_too_late_to_be_ignored() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    taken, kept = model[0][0].weight, [model[0][1].weight, model[1].weight]  # type: ignore[index]
+    fully_shard(model[0], ignored_params=kept)  # as code for FSDP2 does: also what is in other parts, and each time
+    for late in (taken, model.get_parameter("0.0.weight")):
+        error = _refusal(lambda: fully_shard(model, ignored_params=[*kept, late]))  # noqa: B023
+        assert "sharded already" in error.what
+        assert error.where == "fully_shard(ignored_params=...), 0.0.weight"
+    fully_shard(model, ignored_params=kept)
+    assert {name for name, p in model.named_parameters() if not isinstance(p, DTensor)} == {"0.1.weight", "1.weight"}
+
+
+@pytest.mark.usefixtures("world")
 def test_gradients_from_before_are_refused_by_name() -> None:
     model = Small()
     loss_of(model(torch.ones(2, 6))).backward()

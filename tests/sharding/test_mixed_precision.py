@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
@@ -17,13 +18,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from fsdp_compile import ConfigError, MixedPrecision, fully_shard, units
+from fsdp_compile import ConfigError, MixedPrecision, fully_shard, materialize, units
 from fsdp_compile.config.policy import as_mixed_precision, as_offload
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.modules.casts import cast
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Block, Stack
 from tests.numerics.one_process.test_mixed_precision import Normed
+from tests.ranks import run_ranks
 from tests.verify.captured import World, capture
 
 BF16 = torch.bfloat16
@@ -150,6 +152,42 @@ def test_buffers_follow_the_innermost_call() -> None:
     fully_shard(model[0], mp_policy=MixedPrecision(BF16, buffer_dtype=torch.float16))
     fully_shard(model, mp_policy=MixedPrecision(BF16, buffer_dtype=BF16))
     assert [m.scale.dtype for m in model] == [torch.float16, BF16]
+
+
+class _Table(nn.Module):
+    """A parameter, and a buffer that no bfloat16 holds, which initialization replaces."""
+
+    def __init__(self, value: float = 1 / 3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.full((4,), value))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        self.table = torch.full((4,), 1 / 3, device=self.weight.device)
+
+
+def _values_given(source: str) -> None:
+    policy = MixedPrecision(BF16, torch.float32, buffer_dtype=BF16, full_precision_in_eval=True)
+    rank = dist.get_rank()
+    with torch.device("meta" if source == "initialized" or (source == "first, others on meta" and rank) else "cpu"):
+        model = nn.Sequential(_Table((1 + rank) / 3))
+    if source == "first, after a call":
+        fully_shard(model[0], mp_policy=policy)
+    fully_shard(model, mp_policy=policy, sync_module_states=source.startswith("first"))
+    if source == "initialized":
+        materialize(model)
+    table = model.get_submodule("0").get_buffer
+    assert table("table").dtype is BF16
+    exact = torch.full((4,), 1 / 3)
+    assert torch.equal(model.state_dict()["0.table"], exact)
+    model.eval()
+    assert torch.equal(table("table"), exact)
+
+
+@pytest.mark.parametrize("source", ["first", "first, others on meta", "first, after a call", "initialized"])
+def test_what_buffers_are_given_is_not_rounded(source: str) -> None:
+    run_ranks(_values_given, source)
 
 
 class Sees(nn.Linear):

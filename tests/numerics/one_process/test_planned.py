@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -64,7 +65,7 @@ def _each_layer(model: nn.Module) -> None:
     fully_shard(model)
 
 
-def _delayed() -> tuple[Differences, list[int]]:
+def _delayed(make: Callable[[], nn.Module] = _wide_first) -> tuple[Differences, list[int]]:
     slow = dataclasses.replace(SLOW.device, matmul={torch.float32: Quantity(3e7, "FLOP/s", "as slow as the link")})
     moved: list[int] = []
     plan = DelayWeightGradients.plan
@@ -77,7 +78,7 @@ def _delayed() -> tuple[Differences, list[int]]:
 
     with mock.patch.object(DelayWeightGradients, "plan", recorded):
         options = {"hardware": dataclasses.replace(SLOW, device=slow)}
-        found = train_pair(_wide_first, prepare=_each_layer, options=options)
+        found = train_pair(make, prepare=_each_layer, options=options)
     return found, moved
 
 
@@ -87,6 +88,43 @@ def test_weight_gradients_that_are_really_delayed_are_those_of_one_process() -> 
     assert_equal_training([found for found, _ in ranks])
     assert ranks[0][1] == ranks[1][1]
     assert max(ranks[0][1]) > 0
+
+
+class _Scaled(torch.autograd.Function):
+    """A linear layer times a scale that its backward doubles for the next step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, shown: str) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, scale, scale.view(1, 1) if shown == "view" else scale)
+        return x @ weight.t() * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, scale, shown = ctx.saved_tensors
+        of_x, of_weight = grad @ weight * scale, grad.t() @ x * shown
+        scale.mul_(2)
+        return of_x, of_weight, None, None
+
+
+class _ScaledLinear(nn.Module):
+    def __init__(self, inputs: int, outputs: int, shown: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+        self.register_buffer("scale", torch.ones(()))
+        self.shown = shown
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = _Scaled.apply(x, self.weight, self.scale, self.shown)
+        return scaled
+
+
+def _scaled(shown: str) -> nn.Module:
+    return nn.Sequential(_ScaledLinear(32, 512, shown), nn.Tanh(), _ScaledLinear(512, 16, shown))
+
+
+@pytest.mark.parametrize("shown", ["itself", "view"])
+def test_weight_gradients_of_a_scale_that_backward_writes_are_not_delayed_past_the_write(shown: str) -> None:
+    assert_equal_training([found for found, _ in run_ranks(_delayed, functools.partial(_scaled, shown), world_size=2)])
 
 
 def _replicas() -> Differences:
