@@ -11,7 +11,7 @@ import torch
 from torch.distributed import fsdp
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_compile._torch.autograd import backward_in_progress
+from fsdp_compile._torch.autograd import backward_in_progress, outside_of_transforms
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.comm.gather_extension import StartedGather
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter
@@ -164,14 +164,15 @@ def post_backward(groups: Iterable[FSDPParamGroup]) -> None:
 
 def _start_all_gather(group: FSDPParamGroup) -> None:
     read_order.note(group, Done.UNSHARDED)
-    with profiled(Range.ALL_GATHER, [group.unit.name]):
+    # Values that are kept outlive an evaluation in inference mode, and training graphs save them.
+    with outside_of_transforms(), profiled(Range.ALL_GATHER, [group.unit.name]):
         group.unsharded.start(_start(group))
 
 
 def _finish_all_gather(group: FSDPParamGroup) -> None:
     running = group.unsharded.all_gather
     if running is not None:
-        with profiled(Range.ALL_GATHER_COPY_OUT, [group.unit.name]):
+        with outside_of_transforms(), profiled(Range.ALL_GATHER_COPY_OUT, [group.unit.name]):
             group.unsharded.finish(_finished(group, running))
         refresh_unshard_args(group)
 

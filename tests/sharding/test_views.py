@@ -512,6 +512,41 @@ def test_a_forward_without_gradients_notices_it_too() -> None:
                 _step(model, 1)
 
 
+def _thaw(model: Any) -> None:
+    model[0].requires_grad_(requires_grad=True)
+
+
+def _replace_first(model: Any) -> None:
+    model[0].weight = nn.Parameter(torch.full((4, 4), 0.1))
+
+
+def _keep(model: Any) -> None:
+    model.set_reshard_after_backward(False)
+
+
+def _to_float64_and_back(model: Any) -> None:
+    model.double().float()
+
+
+@pytest.mark.parametrize("run", [Run.EAGER, Run.SHARDED])
+@pytest.mark.parametrize("change", [_thaw, _replace_first, _keep, _to_float64_and_back], ids=_name)
+def test_training_goes_on_after_an_evaluation_in_inference_mode_that_follows_a_change(change: Change, run: Run) -> None:
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model[0].requires_grad_(change is not _thaw)
+        fully_shard(model)
+        call = model if run is Run.EAGER else compile_eagerly(model)
+        x = torch.ones(2, 4)
+        call(x).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+        change(model)
+        with torch.inference_mode():
+            call(x)
+        call(x).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("place", [0, 99])
 def test_a_dict_that_took_the_place_of_a_modules_own_is_noticed_by_the_next_step(place: int) -> None:
     with fake_world(1):
