@@ -117,6 +117,15 @@ def unshard_again(group: FSDPParamGroup) -> None:
         _finish_all_gather(group)
 
 
+def follow_writes(group: FSDPParamGroup, param: FSDPParam) -> None:
+    """Gathers a group with unsharded values again if the running forward has written to one of its parameters."""
+    held = group.unsharded.params
+    if held is not None:
+        steps, flat, *each = held.version
+        if version_of_param(group, param) != (steps, flat, each[group.params.index(param)]):
+            unshard_again(group)
+
+
 def is_outdated(group: FSDPParamGroup) -> bool:
     """Whether parameters of a group were written to since their all-gather started."""
     return not group.unsharded.is_sharded and not _is_current(group)
