@@ -252,6 +252,9 @@ def pre_forward(root: nn.Module) -> None:
         # In compiled code a new parameter is an input of a graph, where the backend sees it; until then, check again.
         is_known = not calls_are_compiled() or not checks.holds_plain_parameters(root)
         state.view_check = view_check if is_known and not holds_values(root) else None
+    for unit in view_check.units:
+        if unit.replaced_groups:
+            allocate.forget_replaced(unit)
     for group in view_check.extended:
         if extended_reads.follow_state(group):
             gather_params([group])  # graphs may read it no longer, or again
