@@ -47,7 +47,7 @@ from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.extended_reads import register
 from fsdp_compile.runtime.module_state import ReadFrom, ensure_state, reads_of
 from fsdp_compile.runtime.reduce_group import reduce_alias
-from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, titles
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit
 from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, refresh_unshard_args, set_unshard_args
 
 _KEY = "_fsdp_key"
@@ -390,7 +390,7 @@ def _rebuilt(spec: UnshardSpec, unit: FSDPUnit, update: Update) -> UnshardSpec:
         post_forward_group=post_forward_group,
         divide=unit.divide,
         reduce_group=reduce_alias(unit),
-        forward_prefetch=titles(unit.prefetched("forward_prefetch")),
-        backward_prefetch=titles(unit.prefetched("backward_prefetch")),
+        forward_prefetch=unit.prefetched("forward_prefetch"),
+        backward_prefetch=unit.prefetched("backward_prefetch"),
         update=update,
     )

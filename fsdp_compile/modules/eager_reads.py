@@ -30,7 +30,7 @@ from fsdp_compile.runtime import read_order
 from fsdp_compile.runtime.module_state import reads_of
 from fsdp_compile.runtime.read_order import Done
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
-from fsdp_compile.runtime.unshard import version_of_param
+from fsdp_compile.runtime.unshard import follow_writes, version_of_param
 from fsdp_compile.runtime.unshard_args import swap_in, swapped_value
 
 reads = threading.local()
@@ -232,6 +232,8 @@ class _ReadAs(NamedTuple):
 
 def _gathered(module: nn.Module, name: str, gather: Gather) -> tuple[torch.Tensor, _Read]:
     read = reads_of(module)[name]
+    if read.group.unsharded.params is not None:
+        follow_writes(read.group, read.param)  # by code of this forward that turns gradients off
     read_order.note(read.group, Done.READ, read.param.spec.offset)
     try:
         with profiled(Range.ALL_GATHER, [read.group.unit.name]):

@@ -192,7 +192,7 @@ class ShardedModule(RefusedMethods, FSDPModule):
         """Drops the whole model's pending gradients and unsharded parameters: after an exception, say."""
         own = list(_units(self, recurse=True))
         for unit in own:
-            for group in unit.param_groups:
+            for group in (*unit.replaced_groups, *unit.param_groups):
                 gradients.drop(group)
                 update_in_backward.reset(group)
             rebuild_specs(unit)

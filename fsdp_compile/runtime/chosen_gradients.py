@@ -33,7 +33,7 @@ def choose(inputs: Sequence[object]) -> Chosen | None:
     if not any(isinstance(value, DTensor) for value in inputs):
         return None
     asked = [current(value) if isinstance(value, DTensor) else value for value in inputs]
-    groups = FSDPParamGroup.alive()
+    groups = [group for group in FSDPParamGroup.alive() if not group.is_replaced]
     known: dict[object, tuple[FSDPParamGroup, FSDPParam]] = {p.parameter: (g, p) for g in groups for p in g.params}
     places = tuple(known.get(value) if isinstance(value, DTensor) else None for value in asked)
     return Chosen(tuple(asked), places) if any(places) else None

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype, waits_for_other_gradients
-from fsdp_compile._torch.tensors import make_dtensor, views_of
+from fsdp_compile._torch.tensors import local_tensor, make_dtensor, views_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.pairs import as_read
-from fsdp_compile.layout.spec import GradPlacement
+from fsdp_compile.layout.spec import GradPlacement, Update
 from fsdp_compile.runtime import unused_params, update_in_backward
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
@@ -51,7 +51,7 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
     """Adds a gradient, laid out and typed as the flat parameter, to the `.grad` of the parameters at `offsets`."""
     if group.grads.wanted is not None:
         offsets = group.grads.wanted.intersection(offsets)
-    params = group.params_at(offsets)
+    params = _still_trained(group, offsets) if group.is_replaced else group.params_at(offsets)
     zeros: Collection[int] = ()
     if group.grads.zeros:
         zeros = group.grads.take_zeros(offsets)
@@ -66,6 +66,26 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
     if new:
         unused_params.note_written(group, new, zeros)
     update_in_backward.note_new_grads(group)
+
+
+def _still_trained(group: FSDPParamGroup, offsets: Collection[int]) -> list[FSDPParam]:
+    """Of the parameters at `offsets` of a replaced group those that take gradients, as one process asks at this time.
+
+    Raises:
+        UnsupportedModelError: If one of them has another dtype, shape or device since, or is updated in backward.
+    """
+    trained = [param for param in group.params_at(offsets) if param.parameter.requires_grad]
+    for param in trained:
+        now, then = local_tensor(param.dtensor), param.sharded_view
+        is_alike = (now.dtype, now.shape, now.device) == (then.dtype, then.shape, then.device)
+        if not is_alike or group.update_state.update is Update.IN_BACKWARD:
+            raise UnsupportedModelError(
+                "between a forward and its backward another forward ran, before which a parameter changed "
+                + ("or others of its unit did, under step_in_backward()" if is_alike else "its dtype, shape or device"),
+                where=group.unit.parameter_name(param),
+                instead="the backward before the change",
+            )
+    return trained
 
 
 def refuse_double_backward(group: FSDPParamGroup, gradient: torch.Tensor) -> None:

@@ -48,7 +48,9 @@ def post_backward_final_callback(model: ModelState) -> None:
 
 def _finish_backward(model: ModelState) -> None:
     # In the order of the units, since reductions have to be started in the same order on every rank.
-    waiting = [group for group in model.pending_in(model.units) if group.has_pending_grads]
+    # Replaced groups first: what their forwards have read was there first.
+    replaced = [group for unit in model.units for group in unit.replaced_groups]
+    waiting = [group for group in (*replaced, *model.pending_in(model.units)) if group.has_pending_grads]
     for group in waiting:
         accumulation.roll_back(group)
     for group in waiting:

@@ -108,6 +108,7 @@ class FSDPParamGroup:
         unsharded: Unsharded values between calls; changed by `unshard` alone.
         update_state: Of updates in backward; changed by `update_in_backward` alone.
         compared: `None` if no other rank has parts of it, or none that is a process.
+        is_replaced: Whether its parameters lie in other groups now, while forwards that read it wait for backward.
     """
 
     # Compiled code sees the buffer under other identities; only its address tells which group it is.
@@ -121,6 +122,7 @@ class FSDPParamGroup:
         self.unsharded = UnshardedState()
         self.update_state = UpdateState()
         self.compared: ComparedAs | None = None
+        self.is_replaced = False
         if flat_param.device.type != "meta":
             FSDPParamGroup._by_address[flat_param.data_ptr()] = self
 
@@ -186,7 +188,8 @@ class FSDPParamGroup:
 
 def sharded_parameters() -> dict[torch.Tensor, FSDPParam]:
     """Every sharded parameter of this process that has memory."""
-    return {param.parameter: param for group in FSDPParamGroup.alive() for param in group.params}
+    groups = [group for group in FSDPParamGroup.alive() if not group.is_replaced]
+    return {param.parameter: param for group in groups for param in group.params}
 
 
 class ModelState:
@@ -279,6 +282,7 @@ class FSDPUnit:
         root_names: Fully qualified names of all roots, if there are several. Names of parameters start with the number
             of their root then.
         param_groups: One for each dtype and trainability.
+        replaced_groups: Earlier ones that autograd may still send gradients to.
         hook: The user's reduction (`register_comm_hook`).
         forward_prefetch: Units whose all-gathers start where this one is used first in forward.
         backward_prefetch: The same in backward.
@@ -293,6 +297,7 @@ class FSDPUnit:
     wrap_source: WrapSource
     model_ref: weakref.ref[ModelState]
     param_groups: list[FSDPParamGroup] = dataclasses.field(default_factory=list)
+    replaced_groups: list[FSDPParamGroup] = dataclasses.field(default_factory=list)
     param_state: ParamState = ParamState.SHARDED
     hook: Registered | None = None
     comm_settings: CommSettings = dataclasses.field(default_factory=CommSettings)
@@ -306,10 +311,10 @@ class FSDPUnit:
     number: int | None = None
     number_in_call: int = 1
 
-    def prefetched(self, field: Literal["forward_prefetch", "backward_prefetch"]) -> Iterator[FSDPUnit]:
-        """The units of one of these two fields that are not deleted."""
+    def prefetched(self, field: Literal["forward_prefetch", "backward_prefetch"]) -> tuple[str, ...]:
+        """Titles of the units of one of these two fields that are not deleted."""
         references: tuple[weakref.ref[FSDPUnit], ...] = getattr(self, field)
-        return (unit for reference in references if (unit := reference()) is not None)
+        return tuple(unit.title for reference in references if (unit := reference()) is not None)
 
     @property
     def root(self) -> nn.Module:
@@ -393,8 +398,3 @@ class FSDPUnit:
     def full_bytes(self) -> int:
         """Bytes of the unit's unsharded parameters in their stored dtype."""
         return sum(param.spec.numel * param.parameter.element_size() for param in self.params)
-
-
-def titles(units: Iterable[FSDPUnit]) -> tuple[str, ...]:
-    """The units' names for messages."""
-    return tuple(unit.title for unit in units)

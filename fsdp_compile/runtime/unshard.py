@@ -11,7 +11,7 @@ import torch
 from torch.distributed import fsdp
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_compile._torch.autograd import backward_in_progress
+from fsdp_compile._torch.autograd import backward_in_progress, outside_of_transforms
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.comm.gather_extension import StartedGather
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter
@@ -117,6 +117,15 @@ def unshard_again(group: FSDPParamGroup) -> None:
         _finish_all_gather(group)
 
 
+def follow_writes(group: FSDPParamGroup, param: FSDPParam) -> None:
+    """Gathers a group with unsharded values again if the running forward has written to one of its parameters."""
+    held = group.unsharded.params
+    if held is not None:
+        steps, flat, *each = held.version
+        if version_of_param(group, param) != (steps, flat, each[group.params.index(param)]):
+            unshard_again(group)
+
+
 def is_outdated(group: FSDPParamGroup) -> bool:
     """Whether parameters of a group were written to since their all-gather started."""
     return not group.unsharded.is_sharded and not _is_current(group)
@@ -164,14 +173,15 @@ def post_backward(groups: Iterable[FSDPParamGroup]) -> None:
 
 def _start_all_gather(group: FSDPParamGroup) -> None:
     read_order.note(group, Done.UNSHARDED)
-    with profiled(Range.ALL_GATHER, [group.unit.name]):
+    # Values that are kept outlive an evaluation in inference mode, and training graphs save them.
+    with outside_of_transforms(), profiled(Range.ALL_GATHER, [group.unit.name]):
         group.unsharded.start(_start(group))
 
 
 def _finish_all_gather(group: FSDPParamGroup) -> None:
     running = group.unsharded.all_gather
     if running is not None:
-        with profiled(Range.ALL_GATHER_COPY_OUT, [group.unit.name]):
+        with outside_of_transforms(), profiled(Range.ALL_GATHER_COPY_OUT, [group.unit.name]):
             group.unsharded.finish(_finished(group, running))
         refresh_unshard_args(group)
 

@@ -55,6 +55,8 @@ def _set(module: nn.Module, name: str, args: UnshardArgs | torch.Tensor | None) 
 def refresh_unshard_args(group: FSDPParamGroup) -> None:
     """Sets the arguments of the next reads of a group's parameters to what its unit asks for now."""
     group.unit.model.mark_pending(group)
+    if group.is_replaced:  # no read is of it
+        return
     placement = grad_placement_of(group)
     is_reduced = placement is GradPlacement.REDUCED
     accumulator = None if is_reduced else group.grads.accumulators[placement]

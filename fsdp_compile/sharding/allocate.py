@@ -24,11 +24,11 @@ from fsdp_compile.layout.pairs import as_read, stored_dtype, stored_shape
 from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.layout.wire_formats import ASKED, WireFormat
 from fsdp_compile.modules.classes import gather_params, rebuild_specs
-from fsdp_compile.runtime import post_backward, replaced_params, update_in_backward
+from fsdp_compile.runtime import post_backward, replaced_params, unshard, update_in_backward
 from fsdp_compile.runtime.group_state import ComparedAs
 from fsdp_compile.runtime.module_refs import ModuleRefs
 from fsdp_compile.runtime.reduce_group import reduce_alias
-from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, UnitPolicy, titles
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, UnitPolicy
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from fsdp_compile.sharding import check_params, gather_extensions
 
@@ -87,6 +87,7 @@ def allocate_flat_params(unit: FSDPUnit, members: Sequence[ParamToShard]) -> Non
     _refuse_to_lose_gradients(unit)
     kinds = [list(alike) for _, alike in itertools.groupby(sorted(members, key=key), key)]
     order = {id(m): i for i, m in enumerate(members)}
+    _keep_for_backward(unit)
     unit.param_groups = [_param_group(unit, sorted(alike, key=lambda m: order[id(m)])) for alike in kinds]
     _number(unit)
     gather_params(unit.param_groups)
@@ -130,6 +131,25 @@ def _refuse_to_lose_gradients(unit: FSDPUnit) -> None:
             instead="change them after a backward pass outside of no_sync(), or drop the gradients with "
             "reset_iter_state()",
         )
+
+
+def _keep_for_backward(unit: FSDPUnit) -> None:
+    """Keeps the groups of a unit that is laid out anew while forwards that have read them wait for their backward."""
+    # A critic that is frozen for the actor's loss and thawed again has both losses in one backward.
+    for group in filter(_is_in_graph, unit.param_groups):
+        unshard.free([group])
+        group.is_replaced = True
+        unit.replaced_groups.append(group)
+
+
+def forget_replaced(unit: FSDPUnit) -> None:
+    """Drops those replaced groups of a unit that no graph and no gradient waits for any more."""
+    unit.replaced_groups = [g for g in unit.replaced_groups if _is_in_graph(g) or g.has_pending_grads]
+
+
+def _is_in_graph(group: FSDPParamGroup) -> bool:
+    leaves = (group.flat_param, *group.grads.accumulators.values())
+    return group.flat_param.requires_grad and any(map(is_saved_by_autograd, leaves))
 
 
 def _param_group(unit: FSDPUnit, members: list[ParamToShard]) -> FSDPParamGroup:
@@ -215,8 +235,8 @@ def _sharded(
         post_forward_group=policy.mesh_placement.post_forward_alias(),
         compute=compute_device(policy.offload, policy.mesh.device_type),
         reduce_group=reduce_alias(unit),
-        forward_prefetch=titles(unit.prefetched("forward_prefetch")),
-        backward_prefetch=titles(unit.prefetched("backward_prefetch")),
+        forward_prefetch=unit.prefetched("forward_prefetch"),
+        backward_prefetch=unit.prefetched("backward_prefetch"),
     )
     # Without padding: what the DTensor has as its local tensor.
     stored = local_shape(shape, member.dim, policy.size, policy.rank)

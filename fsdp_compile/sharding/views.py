@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
+from fsdp_compile._torch.autograd import outside_of_transforms
 from fsdp_compile._torch.eval_frame import calls_are_compiled
 from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.comm.gather_extension import is_extended
@@ -61,11 +62,12 @@ def put_in_place(unit: FSDPUnit) -> None:
     """
     refuse_unsharded(unit)
     if any(group.is_broken() for group in unit.param_groups):
-        for group in unit.param_groups:
-            _keep_ties_of_meta(group)
-        repaired = [repair_in_place(group) for group in unit.param_groups]
-        if not all(repaired):
-            allocate.allocate_flat_params(unit, members(unit))
+        with outside_of_transforms():  # what is made here outlives an evaluation in inference mode
+            for group in unit.param_groups:
+                _keep_ties_of_meta(group)
+            repaired = [repair_in_place(group) for group in unit.param_groups]
+            if not all(repaired):
+                allocate.allocate_flat_params(unit, members(unit))
 
 
 def _keep_ties_of_meta(group: FSDPParamGroup) -> None:
@@ -133,7 +135,7 @@ def repair_in_place(group: FSDPParamGroup) -> bool:
     if not all(_fits_now(param, group) for param in group.params):
         return False
     found = [(param, _registered(group.unit, param)) for param in group.params]
-    with torch.no_grad():
+    with outside_of_transforms(), torch.no_grad():
         for param, registered in found:
             if registered is not None and (
                 registered is not param.parameter or _local(registered) is not param.sharded_view
@@ -250,6 +252,9 @@ def pre_forward(root: nn.Module) -> None:
         # In compiled code a new parameter is an input of a graph, where the backend sees it; until then, check again.
         is_known = not calls_are_compiled() or not checks.holds_plain_parameters(root)
         state.view_check = view_check if is_known and not holds_values(root) else None
+    for unit in view_check.units:
+        if unit.replaced_groups:
+            allocate.forget_replaced(unit)
     for group in view_check.extended:
         if extended_reads.follow_state(group):
             gather_params([group])  # graphs may read it no longer, or again

@@ -94,6 +94,24 @@ def test_parameters_are_full_in_an_evaluation_and_stored_where_a_forward_turns_g
     run_ranks(_check_parameters_without_gradients)
 
 
+def _check_average_while_kept() -> None:
+    torch.manual_seed(0)
+    model = _Averaged()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    model.set_reshard_after_backward(False)  # type: ignore[operator]
+    for _ in range(3):
+        x = torch.randn(2, 5)
+        outputs = [made(x) for made in (model, reference)]
+        torch.testing.assert_close(*outputs)
+        for output in outputs:
+            output.sum().backward()
+
+
+def test_a_read_sees_what_the_same_forward_has_written_while_parameters_stay_unsharded() -> None:
+    run_ranks(_check_average_while_kept)
+
+
 class _Methods(nn.Module):
     """Looks at its parameters inside and outside of forward."""
 

@@ -667,8 +667,8 @@ def test_what_methods_have_set_is_set_for_the_same_units() -> None:
         Reshard.AFTER_FORWARD,
         Reshard.AFTER_BACKWARD,
     ]
-    assert [list(unit.prefetched("forward_prefetch")) for unit in (root, *blocks)] == [[], blocks[1:], []]
-    assert [list(unit.prefetched("backward_prefetch")) for unit in (root, *blocks)] == [[], [], blocks[:1]]
+    assert [list(unit.prefetched("forward_prefetch")) for unit in (root, *blocks)] == [[], [blocks[1].title], []]
+    assert [list(unit.prefetched("backward_prefetch")) for unit in (root, *blocks)] == [[], [], [blocks[0].title]]
     assert root.model.post_optim_event is event
 
 

@@ -52,7 +52,7 @@ def test_one_unit_with_the_names_of_its_modules(fake_world: Callable[..., Any]) 
         model.norm.reshard()
         assert [u.param_groups[0].unsharded.is_sharded for u in units(model)] == [True, True]
         model.set_modules_to_forward_prefetch([model.head])
-        assert [unit.title for unit in units(model)[0].prefetched("forward_prefetch")] == ["norm+head"]
+        assert units(model)[0].prefetched("forward_prefetch") == ("norm+head",)
 
 
 def test_modules_in_others_of_the_list_are_theirs(fake_world: Callable[..., Any]) -> None:

@@ -5,6 +5,7 @@ Every change is done to a sharded model and to a copy of it in one process; both
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fsdp_compile import ConfigError, full_params, fully_shard, units
+from fsdp_compile import ConfigError, UnsupportedModelError, full_params, fully_shard, units
 from tests import long
 from tests.beside import Beside, Run, compile_eagerly
 from tests.fake_world import fake_world
@@ -510,6 +511,87 @@ def test_a_forward_without_gradients_notices_it_too() -> None:
             _assign_data_of(model.get_submodule("each.99"))
             with pytest.raises(ConfigError, match=r"each\.99\.weight"):
                 _step(model, 1)
+
+
+def _thaw(model: Any) -> None:
+    model[0].requires_grad_(requires_grad=True)
+
+
+def _replace_first(model: Any) -> None:
+    model[0].weight = nn.Parameter(torch.full((4, 4), 0.1))
+
+
+def _keep(model: Any) -> None:
+    model.set_reshard_after_backward(False)
+
+
+def _to_float64_and_back(model: Any) -> None:
+    model.double().float()
+
+
+@pytest.mark.parametrize("run", [Run.EAGER, Run.SHARDED])
+@pytest.mark.parametrize("change", [_thaw, _replace_first, _keep, _to_float64_and_back], ids=_name)
+def test_training_goes_on_after_an_evaluation_in_inference_mode_that_follows_a_change(change: Change, run: Run) -> None:
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model[0].requires_grad_(change is not _thaw)
+        fully_shard(model)
+        call = model if run is Run.EAGER else compile_eagerly(model)
+        x = torch.ones(2, 4)
+        call(x).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+        change(model)
+        with torch.inference_mode():
+            call(x)
+        call(x).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def _step_with_a_frozen_forward(made: Any, call: Any, frozen: Any, *, thaws: bool) -> None:
+    x = torch.ones(2, 4)
+    loss = call(x).square().mean()
+    frozen(made).requires_grad_(requires_grad=False)
+    other = call(x.clone().requires_grad_()).square().mean()
+    if thaws:
+        frozen(made).requires_grad_(requires_grad=True)
+    (loss + other).backward()
+
+
+def _check_frozen_between(run: Run) -> None:
+    for frozen in (lambda made: made, lambda made: made[2]):
+        for thaws in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+            reference = copy.deepcopy(model)
+            fully_shard(model)
+            call = model if run is Run.EAGER else compile_eagerly(model)
+            for _ in range(2):
+                _step_with_a_frozen_forward(model, call, frozen, thaws=thaws)
+                _step_with_a_frozen_forward(reference, reference, frozen, thaws=thaws)
+                for made in (model, reference):
+                    made.requires_grad_(requires_grad=True)
+            for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+                assert (parameter.grad is None) == (expected.grad is None)
+                if isinstance(parameter.grad, DTensor):
+                    torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+            model(torch.ones(2, 4))
+            assert not any(unit.replaced_groups for unit in units(model)), "they are gone with their graphs"
+
+
+@pytest.mark.parametrize("run", [Run.EAGER, Run.SHARDED])
+def test_gradients_of_a_forward_reach_parameters_that_are_frozen_for_the_next_one(run: Run) -> None:
+    run_ranks(_check_frozen_between, run)
+
+
+def test_gradients_of_a_forward_before_a_cast_are_refused_by_name() -> None:
+    with fake_world(2):
+        model = fully_shard(nn.Linear(4, 4))
+        loss = model(torch.ones(1, 4)).sum()
+        model.double()
+        model(torch.ones(1, 4, dtype=torch.float64))
+        with pytest.raises(UnsupportedModelError, match="changed its dtype"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("place", [0, 99])
