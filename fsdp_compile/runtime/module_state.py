@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 from torch import nn
@@ -44,12 +44,16 @@ class ShardingCall:
         units: In registration order of their roots.
         ignored: `id`s of the ignored parameters.
         nesting: Whether a call on a module above it has followed.
+        initialized: The modules that its `param_init_fn` was called on, with the attributes that had no values.
     """
 
     units: list[FSDPUnit]
     ignored: set[int]
     precision: MixedPrecision
     nesting: Nesting = Nesting.OUTERMOST
+    initialized: weakref.WeakKeyDictionary[nn.Module, Set[str]] = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
 
 class ReadFrom(NamedTuple):

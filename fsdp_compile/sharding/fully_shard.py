@@ -263,7 +263,12 @@ def _initialize(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arg
     for first_rank in plan.first_rank:
         first_rank.send(module, made, device)
     if arguments.init_fn is not None:
-        fill_in(module, device, arguments.init_fn, arguments.init_from)
+        earlier = [call.initialized for part in plan.below if (call := call_on(part)) is not None]
+        together = {part: attributes for each in earlier for part, attributes in each.items()}
+        made_now = fill_in(module, device, arguments.init_fn, arguments.init_from, together)
+        own = call_on(arguments.modules[0])
+        assert own is not None
+        own.initialized.update(made_now)
 
 
 def _undo_split(root: nn.Module, model: ModelState) -> None:
