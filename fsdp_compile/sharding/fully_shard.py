@@ -28,6 +28,7 @@ from fsdp_compile.runtime import (
     unshard,
 )
 from fsdp_compile.runtime.group_state import WrapSource
+from fsdp_compile.runtime.module_refs import IgnoredParams
 from fsdp_compile.runtime.module_state import (
     Nesting,
     ShardingCall,
@@ -185,7 +186,7 @@ def _shard(arguments: Arguments) -> None:
 def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> list[FSDPUnit]:
     """Makes the units: their flat parameters, and DTensors in the place of plain parameters."""
     model = ModelState(pre_forward)
-    model.ignored = plan.ignored
+    model.ignored = IgnoredParams(module, plan.ignored)
     ensure_state(module).model = model
     plan.precision.apply()
     for descendant in plan.below:
@@ -223,7 +224,7 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
     model = ensure_state(module).model
     assert model is not None
     for each in arguments.modules:
-        ensure_state(each).call = ShardingCall(made, plan.ignored, arguments.unit.precision)
+        ensure_state(each).call = ShardingCall(made, model.ignored, arguments.unit.precision)
     # Again: now with the units that this call made, in the order of registration among the earlier ones.
     model.adopt(units(module))
     for each in arguments.modules:
