@@ -135,7 +135,7 @@ def _refuse_plain_beside_sharded(optimizer: Optimizer, trained: list[torch.Tenso
     own = [group.unit for group in FSDPParamGroup.alive() if any(id(param.parameter) in ids for param in group.params)]
     # Where `fully_shard` was called by the user, it has been said what is sharded.
     by_backend = next((unit for unit in own if unit.sharded_with is not None), None)
-    if by_backend is None or plain <= {i for unit in own for i in unit.model.ignored}:
+    if by_backend is None or plain <= {i for unit in own for i in unit.model.ignored.ids()}:
         return
     raise UnsupportedModelError(
         "an optimizer trains parameters that were sharded when a module was compiled, and others that no rank averages",

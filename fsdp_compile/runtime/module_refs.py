@@ -1,4 +1,4 @@
-"""The places where a parameter is registered."""
+"""The places where a parameter is registered, and the parameters that stand where an ignored one stood."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
+import torch
 from torch import nn
 
 
@@ -34,3 +35,25 @@ class ModuleRefs(Sequence[tuple[nn.Module, str]]):
     def __getitem__(self, index: slice) -> Sequence[tuple[nn.Module, str]]: ...
     def __getitem__(self, index: int | slice) -> Any:
         return list(self)[index]
+
+
+class IgnoredParams:
+    """The parameters that `fully_shard` was told to leave alone, by `id`, and what has taken their places since.
+
+    `to_empty()` and `materialize()` of a model on meta, and `load_state_dict(assign=True)`, register new parameters.
+    """
+
+    def __init__(self, root: nn.Module | None = None, ids: Iterable[int] = ()) -> None:
+        self._ids = set(ids)
+        # A scripted module makes the objects of its parameters anew for each look.
+        inside = [] if root is None else [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._places = ModuleRefs((m, a) for m in inside for a, p in m._parameters.items() if id(p) in self._ids)
+
+    def __contains__(self, identity: int) -> bool:
+        return identity in self._ids or identity in self.ids()
+
+    def ids(self) -> set[int]:
+        """The `id`s of those that were listed, and of those that are in their places now."""
+        held = (module._parameters.get(attribute) for module, attribute in self._places)
+        self._ids.update(id(parameter) for parameter in held if parameter is not None)
+        return self._ids

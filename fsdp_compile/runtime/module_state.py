@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 from torch import nn
@@ -19,6 +19,7 @@ from fsdp_compile.config.casts import ForwardCasts, FullPrecision
 from fsdp_compile.config.policy import MixedPrecision
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.runtime.buffers import CastBuffer
+from fsdp_compile.runtime.module_refs import IgnoredParams
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, ModelState
 from fsdp_compile.runtime.view_check import ViewCheck
 
@@ -42,14 +43,18 @@ class ShardingCall:
 
     Attributes:
         units: In registration order of their roots.
-        ignored: `id`s of the ignored parameters.
+        ignored: The ignored parameters.
         nesting: Whether a call on a module above it has followed.
+        initialized: The modules that its `param_init_fn` was called on, with the attributes that had no values.
     """
 
     units: list[FSDPUnit]
-    ignored: set[int]
+    ignored: IgnoredParams
     precision: MixedPrecision
     nesting: Nesting = Nesting.OUTERMOST
+    initialized: weakref.WeakKeyDictionary[nn.Module, Set[str]] = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
 
 class ReadFrom(NamedTuple):
@@ -205,7 +210,7 @@ def is_ignored(root: nn.Module, parameter: nn.Parameter) -> bool:
 def ignored_parameters() -> set[int]:
     """`id`s of the parameters that calls of `fully_shard` on models with sharded parameters ignored."""
     models = {group.unit.model for group in FSDPParamGroup.alive()}
-    return {ignored for model in models for ignored in model.ignored}
+    return {ignored for model in models for ignored in model.ignored.ids()}
 
 
 def is_inside(module: nn.Module) -> bool:

@@ -37,7 +37,7 @@ from fsdp_compile.runtime.group_state import (
     UpdateState,
     WrapSource,
 )
-from fsdp_compile.runtime.module_refs import ModuleRefs
+from fsdp_compile.runtime.module_refs import IgnoredParams, ModuleRefs
 
 
 @dataclasses.dataclass(eq=False)
@@ -204,7 +204,7 @@ class ModelState:
         before_next_forward: Called once: ranks compare what they have sharded, or what steps took.
         refinement: Measures the first steps for a better plan, if that was asked for; `lower` sets it.
         next_forward: What optimizer steps gather for the next forward, if that was asked for (`next_forward.py`).
-        ignored: `id`s of parameters that calls of `fully_shard` on it ignored.
+        ignored: The parameters that calls of `fully_shard` on it ignored.
         post_optim_event: What the next all-gathers wait for (`set_post_optim_event`), if anything.
         announced_backwards: How often `set_is_last_backward(False)` was called since a pipeline stage was last reduced.
         backwards_with_grads: Backward passes since then that made gradients of parameters.
@@ -219,7 +219,7 @@ class ModelState:
         self.before_next_forward: list[Callable[[], None]] = []
         self.refinement: Any = None
         self.next_forward: Any = None
-        self.ignored: set[int] = set()
+        self.ignored = IgnoredParams()
         self.post_optim_event: torch.Event | None = None
         self.announced_backwards = 0
         self.backwards_with_grads = 0

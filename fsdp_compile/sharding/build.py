@@ -91,7 +91,7 @@ def plan_units(module: nn.Module, arguments: Arguments) -> ShardingPlan:
     """
     below = [m for m in module.modules() if is_sharded(m)]
     # Ignored once, ignored by calls on modules above it, too.
-    earlier = {i for m in below if (call := call_on(m)) is not None for i in call.ignored}
+    earlier = {i for m in below if (call := call_on(m)) is not None for i in call.ignored.ids()}
     ignored = arguments.ignored.ids | earlier
     occurrences, tied = _places(module, ignored, arguments.init_from)
     checks.refuse_renormalized(occurrences)

@@ -29,6 +29,7 @@ from fsdp_compile.runtime import (
     unshard,
 )
 from fsdp_compile.runtime.group_state import WrapSource
+from fsdp_compile.runtime.module_refs import IgnoredParams
 from fsdp_compile.runtime.module_state import (
     Nesting,
     ShardingCall,
@@ -187,7 +188,7 @@ def _shard(arguments: Arguments) -> None:
 def _allocate(module: nn.Module, plan: ShardingPlan, arguments: Arguments) -> list[FSDPUnit]:
     """Makes the units: their flat parameters, and DTensors in the place of plain parameters."""
     model = ModelState(pre_forward)
-    model.ignored = plan.ignored
+    model.ignored = IgnoredParams(module, plan.ignored)
     ensure_state(module).model = model
     plan.precision.apply()
     for descendant in plan.below:
@@ -225,7 +226,7 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
     model = ensure_state(module).model
     assert model is not None
     for each in arguments.modules:
-        ensure_state(each).call = ShardingCall(made, plan.ignored, arguments.unit.precision)
+        ensure_state(each).call = ShardingCall(made, model.ignored, arguments.unit.precision)
     # Again: now with the units that this call made, in the order of registration among the earlier ones.
     model.adopt(units(module))
     for each in arguments.modules:
@@ -266,7 +267,12 @@ def _initialize(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arg
         for first_rank in plan.first_rank:
             first_rank.send(module, made, device)
         if arguments.init_fn is not None:
-            fill_in(module, device, arguments.init_fn, arguments.init_from)
+            earlier = [call.initialized for part in plan.below if (call := call_on(part)) is not None]
+            together = {part: attributes for each in earlier for part, attributes in each.items()}
+            made_now = fill_in(module, device, arguments.init_fn, arguments.init_from, together)
+            own = call_on(arguments.modules[0])
+            assert own is not None
+            own.initialized.update(made_now)
 
 
 def _undo_split(root: nn.Module, model: ModelState) -> None:

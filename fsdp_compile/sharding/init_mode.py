@@ -3,11 +3,13 @@
 While a module is initialized, its own parameters are plain and full. An operator on a parameter of another module, as
 when a model scales all of its projections at the end, gets that parameter's full value, and every rank keeps its part
 of what the operator wrote: random numbers are drawn as for a model that is not sharded.
+
+What has a value already, as from a checkpoint, keeps it: an operator that would write it writes into a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
@@ -27,17 +29,25 @@ class InitMode(TorchDispatchMode):
     Args:
         name: Of the module that is initialized.
         params: The sharded parameters of the model.
-        keep: Keeps this rank's part of a full value.
+        keep: Keeps this rank's part of a full value, unless the parameter is to keep the value that it has.
+        valued: Addresses of the memory of plain tensors that are to keep their values.
 
     Attributes:
         was_used: Whether there was any operator.
     """
 
-    def __init__(self, name: str, params: Iterable[FSDPParam], keep: Callable[[FSDPParam, torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        params: Iterable[FSDPParam],
+        keep: Callable[[FSDPParam, torch.Tensor], None],
+        valued: Set[int],
+    ) -> None:
         super().__init__()
         self.was_used = False
         self._name = name
         self._keep = keep
+        self._valued = valued
         # With the tensors, which must outlive their `id`s.
         self._known: dict[int, tuple[DTensor, FSDPParam]] = {id(p.parameter): (p.dtensor, p) for p in params}
 
@@ -53,7 +63,7 @@ class InitMode(TorchDispatchMode):
         sharded = [value for value in tensors if isinstance(value, DTensor)]
         if any(value.is_meta for value in tensors) or any(id(value) not in self._known for value in sharded):
             raise self._refusal(func, "has no memory yet")
-        return self._in_full(func, sharded, args, kwargs) if sharded else func(*args, **kwargs)
+        return self._in_full(func, sharded, args, kwargs) if sharded else self._on_copies(func, args, kwargs)
 
     def _alias(self, parameter: DTensor) -> torch.Tensor:
         made = parameter.detach()
@@ -70,11 +80,26 @@ class InitMode(TorchDispatchMode):
             if id(value) not in full:
                 full[id(value)] = exchange.gather(param.sharded_view, param.spec)
         given = tree_map(lambda value: full.get(id(value), value), (args, kwargs))
-        result = func(*given[0], **given[1])
+        result = self._on_copies(func, *given)
         for key in _written(func, args, kwargs) & full.keys():
             self._keep(self._known[key][1], full[key])
         original = {id(made): self._known[key][0] for key, made in full.items()}
         return tree_map(lambda value: original.get(id(value), value), result)
+
+    def _on_copies(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs an operator, which writes into copies of what is to keep its value."""
+        written = _written(func, args, kwargs)
+        copies = {
+            id(value): (value, value.clone())
+            for value in tree_leaves((args, kwargs))
+            if isinstance(value, torch.Tensor) and id(value) in written and address(value) in self._valued
+        }
+        if not copies:
+            return func(*args, **kwargs)
+        given = tree_map(lambda value: copies[id(value)][1] if id(value) in copies else value, (args, kwargs))
+        result = func(*given[0], **given[1])
+        originals = {id(copy): value for value, copy in copies.values()}
+        return tree_map(lambda value: originals.get(id(value), value), result)
 
     def _refusal(self, func: OpOverload, why: str) -> ConfigError:
         return ConfigError(
@@ -83,6 +108,11 @@ class InitMode(TorchDispatchMode):
             instead="initialize in each module what the module itself holds: param_init_fn is called on all of them; "
             "parameters of other modules are written whole, in place (nn.init.normal_(parameter), parameter.mul_(2))",
         )
+
+
+def address(value: torch.Tensor) -> int:
+    """Where the memory of a plain tensor begins; 0 if it has none."""
+    return 0 if isinstance(value, DTensor) else value.untyped_storage().data_ptr()
 
 
 def _written(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> set[int]:

@@ -6,7 +6,8 @@ Memory that is to be initialized is filled with marks, so that elements which an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
 from fsdp_compile.sharding import checks
 from fsdp_compile.sharding.arguments import InitFn, InitFrom
 from fsdp_compile.sharding.devices import device_on
-from fsdp_compile.sharding.init_mode import InitMode
+from fsdp_compile.sharding.init_mode import InitMode, address
 from fsdp_compile.sharding.views import allocate_from_meta
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -70,11 +71,12 @@ def materialize(
     places. A tied parameter is initialized by each module that registers it, so the last one wins, as there.
 
     Args:
-        model: After `fully_shard`. What is not on meta keeps its values and its device, and its modules are left alone.
+        model: After `fully_shard`. What is not on meta keeps its values and its device, whatever initializations write
+            there. Modules that have all of their values are left alone, and so are those in which all have.
         device: Where to; by default the current device of the mesh's type.
-        param_init_fn: Called on each module, those without parameters included. It finds the module's own parameters
-            and buffers with memory, or, if it does nothing then, its parameters on meta, for `to_empty()`. Parameters
-            of other modules it may write whole, in place. By default, modules' `reset_parameters()`.
+        param_init_fn: Called on each of the other modules, those without parameters included. It finds the module's own
+            parameters and buffers with memory, or, if it does nothing then, its parameters on meta, for `to_empty()`.
+            Parameters of other modules it may write whole, in place. By default, modules' `reset_parameters()`.
 
     Raises:
         ConfigError: If nothing is sharded; a module cannot initialize itself; `param_init_fn` is not callable, left a
@@ -88,9 +90,25 @@ def materialize(
 
 
 def fill_in(
-    model: nn.Module, device: torch.device | str | int | None, param_init_fn: InitFn | None, source: InitFrom
-) -> None:
-    """`materialize`, with values of each rank's own initialization, or of the first rank's; buffers in own dtypes."""
+    model: nn.Module,
+    device: torch.device | str | int | None,
+    param_init_fn: InitFn | None,
+    source: InitFrom,
+    earlier: Mapping[nn.Module, Set[str]] = MappingProxyType({}),
+) -> dict[nn.Module, Set[str]]:
+    """`materialize`, with values of each rank's own initialization, or of the first rank's; buffers in own dtypes.
+
+    Args:
+        model: As for `materialize`.
+        device: The same.
+        param_init_fn: The same.
+        source: Whose values count.
+        earlier: What this function returned for parts of the model, in a bottom-up series of calls. Modules around
+            those parts may write these values once more, and no module is initialized twice.
+
+    Returns:
+        The modules that were initialized, each with the attributes of it that had no value.
+    """
     from fsdp_compile.runtime.module_state import units
 
     checks.check_init_fn(param_init_fn)
@@ -116,27 +134,38 @@ def fill_in(
     names = {module: name for name, module in model.named_modules()}
     waiting = [module for module in names if any(t.is_meta for t in _own(module).values())]
     if not waiting:
-        return
+        return {}
     for module in waiting if param_init_fn is None else ():
         if not callable(getattr(module, "reset_parameters", None)):
             raise _no_initialization(names[module], module)
     target = device_on(sharded[0].policy.mesh, device, where="materialize(device=...)")
     spec = next(sharded[0].params).spec
     before = exchange.fingerprint(target)
-    unwritten = {t for m in waiting for t in _own(m).values() if t.is_meta}
+    missing = {m: {a for a, t in _own(m).items() if t.is_meta} for m in waiting}
+    unwritten = {_own(module)[attribute] for module, attributes in missing.items() for attribute in attributes}
+    writable = unwritten | {t for m, attributes in earlier.items() for a, t in _own(m).items() if a in attributes}
+    order = names if param_init_fn is None else _inner_first(model)
+    called = [m for m in order if m in missing or (param_init_fn and m not in earlier and _is_around(m, writable))]
+    valued = {address(tensor) for module in names for tensor in _own(module).values() if tensor not in writable}
     for unit in sharded:
         _give_blanks(unit, target)
-    work = _Work(param_init_fn, target, source, [param for unit in sharded for param in unit.params], unwritten)
-    for module in names if param_init_fn is None else _inner_first(model):
-        has_state = bool(_own(module))
-        if module in waiting or (param_init_fn is not None and not has_state):
-            work.initialize(module, names[module] or original_class(module).__name__)
+    params = [param for unit in sharded for param in unit.params]
+    work = _Work(param_init_fn, target, source, params, unwritten, writable, valued - {0})
+    for module in called:
+        work.initialize(module, names[module] or original_class(module).__name__)
     work.refuse_incomplete()
     if source is InitFrom.EACH_RANK:
         exchange.check_alike(before, exchange.fingerprint(target), spec, target)
     else:
         for value in work.replaced.values():
             exchange.broadcast_from_first(value.detach(), spec)
+    return {module: missing.get(module, set()) for module in called}
+
+
+def _is_around(module: nn.Module, writable: Set[torch.Tensor]) -> bool:
+    """Whether a module has nothing of its own, and is around what may be written, or around nothing at all."""
+    inside = [tensor for part in module.modules() for tensor in _own(part).values()]
+    return not _own(module) and (not inside or any(tensor in writable for tensor in inside))
 
 
 def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -170,6 +199,8 @@ class _Work:
     Attributes:
         params: The sharded parameters of the model.
         unwritten: Parameters and buffers that have no value yet.
+        writable: Those that had none when the call began; all others keep what they have.
+        valued: Addresses of the memory of the plain ones among those others.
         replaced: New tensors for those on meta that are not sharded; several modules may register one.
         incomplete: Those of which elements have no value after their module was initialized, with their names.
     """
@@ -179,39 +210,49 @@ class _Work:
     source: InitFrom
     params: list[FSDPParam]
     unwritten: set[torch.Tensor]
+    writable: set[torch.Tensor]
+    valued: set[int]
     replaced: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
     incomplete: dict[torch.Tensor, str] = dataclasses.field(default_factory=dict)
 
     def initialize(self, module: nn.Module, name: str) -> None:
         """Initializes a module's full parameters, and copies this rank's part."""
         params = dict(param_views.own_params(module))
+        valued = set(self.valued)
         for param in params.values():
-            param_views.swap_in_full(param, self._start(param))
+            full = param_views.swap_in_full(param, self._start(param))
+            if param.parameter not in self.writable:
+                valued.add(address(full))
+        kept = _Unsharded(module, [a for a, t in _own(module).items() if a not in params and t not in self.writable])
         self._replace_unsharded(module, params)
         sharded_class = swap_to_original_class(module)
         shapes = {attribute: (t.shape, t.dtype) for attribute, t in _own(module).items()}
         try:
-            if not self._call(module, name) and any(param.parameter in self.unwritten for param in params.values()):
-                self._call_on_meta(module, name, params)
+            was_used = self._call(module, name, valued)
+            if not was_used and any(param.parameter in self.unwritten for param in params.values()):
+                self._call_on_meta(module, name, params, valued)
+            kept.put_back()
             for attribute, expected in shapes.items():
                 _check(f"{name}.{attribute}", _own(module).get(attribute), expected)
             for attribute, param in params.items():
-                self.incomplete[param.parameter] = f"{name}.{attribute}"
-                self._keep(param, module._parameters[attribute])
-            self.incomplete.update({t: f"{name}.{a}" for a, t in _own(module).items() if a not in params})
+                if param.parameter in self.writable:
+                    self.incomplete[param.parameter] = f"{name}.{attribute}"
+                    self._keep(param, module._parameters[attribute])
+            known = params.keys() | kept.held.keys()
+            self.incomplete.update({t: f"{name}.{a}" for a, t in _own(module).items() if a not in known})
         finally:
             swap_back(module, sharded_class)
             for param in params.values():
                 param_views.swap_in_sharded(param)
 
-    def _call(self, module: nn.Module, name: str) -> bool:
+    def _call(self, module: nn.Module, name: str, valued: Set[int]) -> bool:
         """Runs the initialization of a module; returns whether it did anything."""
-        mode = InitMode(name, self.params, self._keep)
+        mode = InitMode(name, self.params, self._keep, valued)
         with torch.no_grad(), mode:
             (self.init_fn or _reset)(module)
         return mode.was_used
 
-    def _call_on_meta(self, module: nn.Module, name: str, params: dict[str, FSDPParam]) -> None:
+    def _call_on_meta(self, module: nn.Module, name: str, params: dict[str, FSDPParam], valued: Set[int]) -> None:
         """Runs an initialization again that did nothing, with parameters on meta: FSDP1's materialize these alone."""
         blanks = {attribute: module._parameters[attribute] for attribute in params}
         for attribute, param in params.items():
@@ -219,7 +260,7 @@ class _Work:
                 stored = torch.empty(param.spec.shape, dtype=stored_dtype(param.parameter.dtype), device="meta")
                 empty = as_read(stored, param.parameter.dtype)
                 module._parameters[attribute] = nn.Parameter(empty, requires_grad=param.parameter.requires_grad)
-        if not self._call(module, name):
+        if not self._call(module, name, valued):
             module._parameters.update(blanks)
 
     def refuse_incomplete(self) -> None:
@@ -245,6 +286,7 @@ class _Work:
                     continue
                 if old not in self.replaced:
                     self.replaced[old] = self._unsharded(old)
+                    self.writable.add(self.replaced[old])
                 holder[attribute] = self.replaced[old]  # type: ignore[assignment]
 
     def _unsharded(self, old: torch.Tensor) -> torch.Tensor:
@@ -253,8 +295,10 @@ class _Work:
 
     @torch.no_grad()
     def _keep(self, param: FSDPParam, made: torch.Tensor | None) -> None:
-        """Keeps this rank's part of a full value, or of the first rank's."""
+        """Keeps this rank's part of a full value, or of the first rank's, unless there was a value before."""
         assert made is not None
+        if param.parameter not in self.writable:
+            return
         if self.source is InitFrom.EACH_RANK:
             param.sharded_view.copy_(local_part(made, param.spec.dim, param.spec.size, param.rank))
         else:
@@ -262,6 +306,24 @@ class _Work:
         if not has_marks(made):  # else a module above it may write the rest
             self.unwritten.discard(param.parameter)
             self.incomplete.pop(param.parameter, None)
+
+
+class _Unsharded:
+    """Tensors that a module is to keep, under some of its attributes, whatever its initialization does."""
+
+    def __init__(self, module: nn.Module, attributes: Iterable[str]) -> None:
+        own = _own(module)
+        self._module = module
+        # With the memory: `to_empty()` gives new memory to the same parameter.
+        self.held = {attribute: (own[attribute], own[attribute].detach()) for attribute in attributes}
+
+    def put_back(self) -> None:
+        """Registers them again, with the memory that they had."""
+        for attribute, (tensor, value) in self.held.items():
+            holder = self._module._parameters if attribute in self._module._parameters else self._module._buffers
+            holder[attribute] = tensor  # type: ignore[assignment]
+            if address(tensor) != address(value):
+                tensor.data = value
 
 
 def _reset(module: nn.Module) -> None:

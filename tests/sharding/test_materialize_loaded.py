@@ -1,0 +1,137 @@
+"""Initializations leave alone what has values already, and run once on each module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_compile
+from fsdp_compile import fully_shard, materialize
+from tests.ranks import run_ranks
+
+
+class _Masked(nn.Module):
+    """A weight, a table that no checkpoint holds, and one that is computed from the weight."""
+
+    table: torch.Tensor
+    norm: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("norm", torch.zeros(()), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.weight.data[0].zero_()
+        self.table.copy_(torch.arange(4.0))
+        self.norm.copy_(self.weight.detach().norm())
+
+
+class _Block(nn.Module):
+    """Nothing of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), _Masked()
+
+
+def _init(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | _Masked):
+        module.reset_parameters()
+    if isinstance(module, _Block):
+        module.up.weight.mul_(0.5)
+        module.down.weight.mul_(0.5)
+
+
+def _by_replacing(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | _Masked):
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()
+        module.weight = nn.Parameter(torch.zeros_like(module.weight))
+
+
+def _make() -> nn.Module:
+    return nn.Sequential(_Block(), _Masked())
+
+
+def _on_meta(make: Callable[[], nn.Module]) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+def _check_loaded(way: str) -> None:
+    torch.manual_seed(1)
+    state = _make().state_dict()
+    model = _on_meta(_make)
+    if way == "assigned":
+        model.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
+        fully_shard(model, param_init_fn=_init)
+    else:
+        ignored = [model[1].weight] if way == "ignored" else []
+        if ignored:
+            model[1].weight = nn.Parameter(state["1.weight"].clone())
+            ignored = [model[1].weight]
+        fully_shard(model, ignored_params=ignored)
+        fsdp_compile.load_from_rank0(model, state if dist.get_rank() == 0 else None)
+        materialize(model, param_init_fn=_by_replacing if way in ("replaced", "ignored") else _init)
+        assert not ignored or model[1].weight is ignored[0]
+    full = dict(fsdp_compile.full_tensors(model))
+    assert all(torch.equal(full[name], value) for name, value in state.items())
+    assert torch.equal(model[1].table, torch.arange(4.0))
+    if way in ("loaded", "assigned"):
+        assert torch.equal(model[1].norm, state["1.weight"].norm())
+
+
+@pytest.mark.parametrize("way", ["loaded", "assigned", "replaced", "ignored"])
+def test_loaded_values_stay(way: str) -> None:
+    run_ranks(_check_loaded, way)
+
+
+class _Around(nn.Module):
+    """Nothing of its own, and nothing in it that calls on its parts leave for the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(_Block(), _Block())
+
+
+def _init_and_scale(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.ones_(module.weight)
+        nn.init.zeros_(module.bias)
+    if isinstance(module, _Masked):
+        module.reset_parameters()
+    if isinstance(module, _Block):
+        module.up.weight.mul_(0.5)
+    if isinstance(module, _Around):
+        for block in module.blocks:
+            assert isinstance(block, _Block)
+            block.up.weight.mul_(0.5)
+
+
+def _check_bottom_up() -> None:
+    called: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        called.append(module)
+        _init_and_scale(module)
+
+    model = _on_meta(lambda: nn.Sequential(_Around(), nn.ReLU(), nn.Linear(4, 4)))
+    for block in model[0].blocks:
+        fully_shard(block, param_init_fn=init)
+    fully_shard(model, param_init_fn=init)
+    assert sorted(map(id, called)) == sorted(map(id, model.modules())), "each once"
+    for name, value in fsdp_compile.full_tensors(model):
+        if name.endswith("up.weight"):
+            assert torch.equal(value, torch.full_like(value, 0.25)), "scaled by the block and by what is around it"
+
+
+def test_bottom_up_calls_initialize_each_module_once() -> None:
+    run_ranks(_check_bottom_up)
