@@ -47,6 +47,7 @@ FLOORS = [
 GRAPHS = {"ir", "cost", "planner", "verify", "options", "partition", "passes", "artifacts", "pipeline"}
 TRAINING = {"runtime", "modules", "sharding", "state", "optim"}
 SHARED_BY_A_PROCESS = {
+    "_torch/autograd.py": {"_running_backwards", "outer_backwards"},  # a backward may run on several threads
     "backend.py": {"_plain_models"},  # Dynamo watches compiles of the process
     "comm/groups.py": {"registry"},  # torch's own names of groups are the process's
     "comm/spmd_params.py": {"_by_key"},  # calls in graphs name layouts
@@ -54,6 +55,7 @@ SHARED_BY_A_PROCESS = {
     "ops/comm_hook.py": {"_registered"},  # graphs name hooks
     "ops/host_copy.py": {"_running"},  # graphs see tensors, which have no room for an event
     "runtime/extended_reads.py": {"_by_key", "_numbers"},  # calls in graphs name parameters
+    "runtime/post_backward.py": {"_has_failed", "_unfinished"},  # the same
     "runtime/units.py": {"_by_address"},  # compiled code sees tensors under other identities
     "runtime/unshard.py": {"_optimizer_steps"},  # foreach kernels do not count versions of DTensors
     "modules/eager_reads.py": {"reads"},  # thread-local

@@ -96,6 +96,46 @@ RunBackward = Callable[[Sequence[Any]], tuple[torch.Tensor | None, ...]]
 """Runs a backward for other inputs, of which some may get no gradient."""
 
 
+outer_backwards: set[int] = set()
+"""Backward passes that wait for the end of another one, which a part of them has called."""
+_running_backwards: set[object] = set()
+
+
+def any_backward_runs() -> bool:
+    """Whether a thread of this process runs a backward."""
+    return bool(_running_backwards)
+
+
+def is_called_by_another() -> bool:
+    """At the end of a backward: whether it is a part of another one, which goes on."""
+    # Nodes of this backward are done: a node that still runs is the one that has called it.
+    return torch._C._current_autograd_node() is not None
+
+
+def follow_ends_of_backwards(ended: Callable[[bool], None]) -> None:
+    """Calls `ended` after each backward of the process, with whether it failed; others may still run around it."""
+    # What is queued for its end is not called if it fails.
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    @functools.wraps(run)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        outer, itself, failed = backward_in_progress(), object(), True
+        if outer != -1:
+            outer_backwards.add(outer)
+        _running_backwards.add(itself)
+        try:
+            result = run(*args, **kwargs)
+            failed = False
+            return result
+        finally:
+            outer_backwards.discard(outer)
+            _running_backwards.discard(itself)
+            ended(failed)
+
+    autograd._engine_run_backward = followed
+
+
 class OtherInputs(Protocol):
     """What takes the place of what `backward(inputs=...)` or `autograd.grad()` is asked for."""
 

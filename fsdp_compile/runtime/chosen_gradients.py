@@ -104,7 +104,7 @@ class Chosen:
         allows_unused: bool,
     ) -> tuple[torch.Tensor | None, ...]:
         produced = {
-            group: set() if gradient is None else group.grads.take_produced(GradPlacement.REDUCED)
+            group: set() if gradient is None else group.grads.take_produced(GradPlacement.REDUCED, in_last=True)
             for group, gradient in of_groups.items()
         }
         for group in of_groups:

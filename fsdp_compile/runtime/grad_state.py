@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from fsdp_compile._torch.autograd import backward_in_progress
+from fsdp_compile._torch.autograd import backward_in_progress, outer_backwards
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec
 
 
@@ -157,6 +157,7 @@ class GradState:
         self._all = frozenset(spec.offset for spec in specs)
         self._produced: dict[GradPlacement, set[int]] = {}
         self._produced_in = -1
+        self._produced_outside: dict[int, dict[GradPlacement, set[int]]] = {}
 
     def stage(self, reached: GradPlacement) -> PendingGrads:
         """The gradients that are reduced so far, and no further."""
@@ -183,7 +184,9 @@ class GradState:
     def mark_produced(self, offsets: Iterable[int], placement: GradPlacement) -> None:
         """Records which parameters the gradient that autograd is about to accumulate covers; the others get none."""
         backward = backward_in_progress()
-        if self._produced_in != backward:
+        if self._produced_outside or outer_backwards:
+            self._turn_to(backward)
+        elif self._produced_in != backward:
             # `torch.autograd.grad` with respect to inputs makes gradients that are never accumulated: forget them.
             self._produced, self._produced_in = {}, backward
         self._produced.setdefault(placement, set()).update(offsets)
@@ -191,6 +194,14 @@ class GradState:
             self.note_use(offsets)
         else:  # this runs for each group in each backward, so without a call
             self.used.update(offsets)
+
+    def _turn_to(self, backward: int) -> None:
+        """Makes `_produced` that of a backward, which may have been called by another one or have called one."""
+        if backward == self._produced_in:
+            return
+        before = {**self._produced_outside, self._produced_in: self._produced}
+        self._produced, self._produced_in = before.pop(backward, {}), backward
+        self._produced_outside = {number: made for number, made in before.items() if number in outer_backwards}
 
     def note_use(self, offsets: Iterable[int]) -> None:
         """Records that parameters get gradients which are not written yet, zeros for those that are `unused`."""
@@ -217,8 +228,15 @@ class GradState:
         self.used.clear()
         self.zeros.clear()
 
-    def take_produced(self, placement: GradPlacement) -> set[int]:
-        """The parameters that `mark_produced` named since the last call; all, with a warning, if it was not called."""
+    def take_produced(self, placement: GradPlacement, *, in_last: bool = False) -> set[int]:
+        """The parameters that `mark_produced` named since the last call; all, with a warning, if it was not called.
+
+        Args:
+            placement: How far the gradients are reduced.
+            in_last: Takes those of the last backward that made any, which is over, and not of the one that runs.
+        """
+        if self._produced_outside and not in_last:
+            self._turn_to(backward_in_progress())
         produced = self._produced.pop(placement, None)
         if produced is None and self._produced_in == backward_in_progress():
             # All gradients of this backward are reduced less far, and autograd calls a leaf's hook for none as well.

@@ -61,11 +61,17 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
     parts = views_of(gradient, [param.place for param in params])
     if group.params[0].sharded_view.is_complex():
         parts = [torch.view_as_complex(part) for part in parts]
+    failure: Exception | None = None
     for param, part in zip(params, parts, strict=True):
-        accumulate(param, make_dtensor(part, param.parameter))
+        try:
+            accumulate(param, make_dtensor(part, param.parameter))
+        except Exception as error:  # of a user's hook: the others' gradients are nowhere else
+            failure = failure or error
     if new:
         unused_params.note_written(group, new, zeros)
     update_in_backward.note_new_grads(group)
+    if failure is not None:
+        raise failure
 
 
 def _still_trained(group: FSDPParamGroup, offsets: Collection[int]) -> list[FSDPParam]:

@@ -11,8 +11,11 @@ from torch import nn
 
 from fsdp_compile._torch.autograd import (
     after_this_backward,
+    any_backward_runs,
     backward_in_progress,
     clear_own_gradient,
+    follow_ends_of_backwards,
+    is_called_by_another,
     own_gradient,
 )
 from fsdp_compile._torch.dynamo import skip_code
@@ -25,17 +28,64 @@ from fsdp_compile.runtime import accumulation, chosen_gradients, gradients, read
 from fsdp_compile.runtime.module_state import reads_of
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, ModelState
 
+_unfinished: weakref.WeakSet[ModelState] = weakref.WeakSet()
+"""Models with work for the end of a backward that another one has called: it is left to the end of that one."""
+_has_failed = [False]
+"""Whether a backward has raised since what failed ones had consumed was last made pending again."""
+
+
+@functools.cache
+def follow_backwards() -> None:
+    """Makes every backward of the process leave gradients in order, whether it calls others or fails."""
+    follow_ends_of_backwards(_after_backward)
+
+
+@torch.compiler.disable
+def _after_backward(failed: bool) -> None:  # noqa: FBT001
+    if failed:
+        _has_failed[0] = True
+    if _unfinished and backward_in_progress() != -1:
+        for model in list(_unfinished):
+            _unfinished.discard(model)
+            _queue(model)
+    if _has_failed[0] and not any_backward_runs():
+        _has_failed[0] = False
+        _clean_up_after_failure()
+
+
+def _clean_up_after_failure() -> None:
+    # No end of a backward comes for what it has consumed, and the next one would take it for reduced.
+    _unfinished.clear()
+    for group in FSDPParamGroup.alive():
+        group.unit.model.queued_in_backwards.clear()
+        accumulation.roll_back(group)
+
 
 def queue_post_backward(group: FSDPParamGroup) -> None:
     """Queues `post_backward_final_callback` for the end of this backward, once per model, if `group` gives it work."""
     model = group.unit.model
     if not group.is_idle:
         model.mark_pending(group)
+    if backward_in_progress() not in model.queued_in_backwards and model.is_any_pending():
+        _queue(model)
+
+
+def _queue(model: ModelState) -> None:
     backward = backward_in_progress()
-    if model.queued_in_backward != backward and model.is_any_pending():
-        model.queued_in_backward = backward
+    if backward not in model.queued_in_backwards:
+        model.queued_in_backwards.add(backward)
+        after_this_backward(functools.partial(_end_backward, model))
+
+
+@torch.compiler.disable
+def _end_backward(model: ModelState) -> None:
+    if is_called_by_another():
+        # Groups whose gradients the other one is computing have consumed what is pending, and not reduced it yet.
+        _unfinished.add(model)
+    else:
         model.backwards_with_grads += 1
-        after_this_backward(functools.partial(post_backward_final_callback, model))
+        post_backward_final_callback(model)
+    model.queued_in_backwards.discard(backward_in_progress())
 
 
 @torch.compiler.disable

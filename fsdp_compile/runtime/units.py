@@ -198,7 +198,7 @@ class ModelState:
     Attributes:
         units: In registration order of their roots.
         layout_version: Changes with the layout of parameters and with who has them: view checks are stale then.
-        queued_in_backward: The backward pass whose end `post_backward_final_callback` was queued for.
+        queued_in_backwards: The backward passes whose end `post_backward_final_callback` is queued for.
         compared_in_backward: The backward pass at whose end ranks compare what they did.
         pre_forward: Called with the outermost module of each forward before it starts.
         before_next_forward: Called once: ranks compare what they have sharded, or what steps took.
@@ -213,7 +213,7 @@ class ModelState:
     def __init__(self, pre_forward: Callable[[nn.Module], None] = lambda _: None) -> None:
         self.units: tuple[FSDPUnit, ...] = ()
         self.layout_version = 0
-        self.queued_in_backward: int | None = None
+        self.queued_in_backwards: set[int] = set()
         self.compared_in_backward: int | None = None
         self.pre_forward = pre_forward
         self.before_next_forward: list[Callable[[], None]] = []

@@ -26,6 +26,7 @@ from fsdp_compile.runtime import (
     chosen_gradients,
     kernels,  # noqa: F401  registers the kernels of operators
     loaded_state,
+    post_backward,
     unshard,
 )
 from fsdp_compile.runtime.group_state import WrapSource
@@ -252,6 +253,7 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
         follow_replaced(param.parameter)
     loaded_state.follow_optimizers()
     chosen_gradients.follow_backwards()
+    post_backward.follow_backwards()
     guard_each_call()
     explain_backwards()
     refuse_fsdp1_methods()

@@ -1,0 +1,185 @@
+"""Backward passes that run others, and such that fail: no gradient is lost, and none counts twice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import fully_shard, no_sync, units
+from tests.beside import close, compile_eagerly
+from tests.fake_world import fake_world
+from tests.ranks import run_ranks
+
+
+class _Around(nn.Module):
+    """One unit has parameters before, inside of and after what is checkpointed."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.last, self.breaks = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), breaks
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return torch.tanh(self.middle(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(checkpoint(self._inner, torch.tanh(self.first(x)), use_reentrant=True))
+        return out
+
+
+class _Blocks(nn.Module):
+    """The root's unit has parameters on both sides of blocks that are units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos = nn.Parameter(torch.randn(6))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.pos
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        out: torch.Tensor = self.norm(x)
+        return out
+
+
+class _Whole(nn.Module):
+    """All parameters are read in a backward that another one calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = _Blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.body, x, use_reentrant=True)
+        return out
+
+
+class _Fails(nn.Module):
+    """Its backward fails between the parameters of one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.fails = nn.Linear(6, 6), nn.Linear(6, 6), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.fails:
+            hidden.register_hook(_fail)
+        out: torch.Tensor = self.second(hidden)
+        return out
+
+
+def _fail(_: torch.Tensor) -> NoReturn:
+    raise ValueError("on purpose")
+
+
+def _microbatches(count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        batch = torch.randn(4, 6, generator=generator).requires_grad_()
+        yield batch, batch.detach().chunk(dist.get_world_size())[dist.get_rank()].requires_grad_()
+
+
+def _backward(called: Any, batch: torch.Tensor) -> None:
+    called(batch).sin().square().mean().backward()
+
+
+def _compare(model: nn.Module, reference: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(ours.grad, DTensor), name
+        assert theirs.grad is not None
+        close(ours.grad.full_tensor(), theirs.grad, name)
+
+
+def _around() -> None:
+    for is_compiled in (False, True):
+        model, reference = _Around(breaks=is_compiled), _Around()
+        reference.load_state_dict(model.state_dict())
+        fully_shard(model)
+        called = compile_eagerly(model) if is_compiled else model
+        for batch, share in _microbatches(2):
+            _backward(called, share)
+            _backward(reference, batch)
+        _compare(model, reference)
+
+
+def test_a_unit_gets_all_gradients_where_a_backward_runs_inside_of_another() -> None:
+    run_ranks(_around)
+
+
+def _accumulated(make: type[nn.Module]) -> None:
+    model = make()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    (first, my_first), (second, my_second) = _microbatches(2)
+    with no_sync(model):
+        _backward(model, my_first)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    _backward(model, my_second)
+    for batch in (first, second):
+        _backward(reference, batch)
+    _compare(model, reference)
+
+
+@pytest.mark.parametrize("make", [_Blocks, _Whole])
+def test_accumulated_gradients_count_once_where_a_backward_runs_inside_of_another(make: type[nn.Module]) -> None:
+    run_ranks(_accumulated, make)
+
+
+def test_the_end_of_a_backward_is_that_of_the_outermost() -> None:
+    with fake_world(2):
+        model = fully_shard(_Whole())
+        with no_sync(model):
+            _backward(model, torch.randn(4, 6, requires_grad=True))
+        _backward(model, torch.randn(4, 6, requires_grad=True))
+        state = units(model)[0].model
+        assert state.backwards_with_grads == 2
+        assert not state.is_any_pending()
+
+
+def _failed() -> None:
+    model = _Fails()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    (first, my_first), (second, my_second) = _microbatches(2)
+    with no_sync(model):
+        _backward(model, my_first)
+    model.fails = True
+    with pytest.raises(ValueError, match="on purpose"):
+        _backward(model, my_second)
+    model.fails = False
+    _backward(model, my_second)
+    for batch in (first, second):
+        _backward(reference, batch)
+    _compare(model, reference)
+
+
+def test_a_backward_that_fails_loses_no_accumulated_gradient() -> None:
+    run_ranks(_failed)
+
+
+def _failed_hook() -> None:
+    model = _Fails()
+    fully_shard(model)
+    compiled = compile_eagerly(model)
+    handle = model.second.weight.register_post_accumulate_grad_hook(_fail)
+    ((_, share),) = _microbatches(1)
+    with pytest.raises(ValueError, match="on purpose"):
+        _backward(compiled, share)
+    handle.remove()
+    assert model.second.bias.grad is not None
+
+
+def test_a_hook_that_fails_keeps_no_gradient_from_the_other_parameters_of_its_unit() -> None:
+    run_ranks(_failed_hook)
