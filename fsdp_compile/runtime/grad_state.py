@@ -219,7 +219,8 @@ class GradState:
     def begin_unused(self, offsets: frozenset[int]) -> None:
         """Begins a compiled backward whose gradients at `offsets` are such zeros."""
         # Gradients of an earlier backward that were never accumulated were of inputs, by `torch.autograd.grad`.
-        if self._produced_in != backward_in_progress() and not self.unwritten and not self.is_pending:
+        is_new = self._produced_in != backward_in_progress() and not outer_backwards
+        if is_new and not self.unwritten and not self.is_pending:
             self.forget_use()
         self.unused = offsets
 
