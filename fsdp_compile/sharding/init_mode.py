@@ -19,6 +19,7 @@ from fsdp_compile._torch.tensors import OpOverload, TorchDispatchMode, tree_leav
 from fsdp_compile.comm import exchange
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime.units import FSDPParam
+from fsdp_compile.sharding.blanks import Blanks, address
 
 _aten = torch.ops.aten
 
@@ -31,6 +32,7 @@ class InitMode(TorchDispatchMode):
         params: The sharded parameters of the model.
         keep: Keeps this rank's part of a full value, unless the parameter is to keep the value that it has.
         valued: Addresses of the memory of plain tensors that are to keep their values.
+        blanks: What is new and without a value.
 
     Attributes:
         was_used: Whether there was any operator.
@@ -42,12 +44,14 @@ class InitMode(TorchDispatchMode):
         params: Iterable[FSDPParam],
         keep: Callable[[FSDPParam, torch.Tensor], None],
         valued: Set[int],
+        blanks: Blanks,
     ) -> None:
         super().__init__()
         self.was_used = False
         self._name = name
         self._keep = keep
         self._valued = valued
+        self._blanks = blanks
         # With the tensors, which must outlive their `id`s.
         self._known: dict[int, tuple[DTensor, FSDPParam]] = {id(p.parameter): (p.dtensor, p) for p in params}
 
@@ -57,7 +61,7 @@ class InitMode(TorchDispatchMode):
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if func is _aten.empty_like.default:
             # `to_empty()`: what is sharded has memory already.
-            return self._alias(args[0]) if id(args[0]) in self._known else func(*args, **kwargs)
+            return self._alias(args[0]) if id(args[0]) in self._known else self._blanks.add(func(*args, **kwargs))
         if func is _aten.detach.default and id(args[0]) in self._known:
             return self._alias(args[0])
         sharded = [value for value in tensors if isinstance(value, DTensor)]
@@ -94,6 +98,9 @@ class InitMode(TorchDispatchMode):
             for value in tree_leaves((args, kwargs))
             if isinstance(value, torch.Tensor) and id(value) in written and address(value) in self._valued
         }
+        if func in _EMPTY:
+            return self._blanks.add(func(*args, **kwargs))
+        self._blanks.note_written(value for value in tree_leaves((args, kwargs)) if id(value) in written)
         if not copies:
             return func(*args, **kwargs)
         given = tree_map(lambda value: copies[id(value)][1] if id(value) in copies else value, (args, kwargs))
@@ -110,9 +117,13 @@ class InitMode(TorchDispatchMode):
         )
 
 
-def address(value: torch.Tensor) -> int:
-    """Where the memory of a plain tensor begins; 0 if it has none."""
-    return 0 if isinstance(value, DTensor) else value.untyped_storage().data_ptr()
+_EMPTY = (
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)
+"""Operators besides `empty_like` whose result has no value."""
 
 
 def _written(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> set[int]:

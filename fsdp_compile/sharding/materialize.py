@@ -25,34 +25,10 @@ from fsdp_compile.runtime.split_params import refuse_split
 from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
 from fsdp_compile.sharding import checks
 from fsdp_compile.sharding.arguments import InitFn, InitFrom
+from fsdp_compile.sharding.blanks import Blanks, address
 from fsdp_compile.sharding.devices import device_on
-from fsdp_compile.sharding.init_mode import InitMode, address
+from fsdp_compile.sharding.init_mode import InitMode
 from fsdp_compile.sharding.views import allocate_from_meta
-
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor like `like` on `device`, full of marks; zeros in dtypes that have no value to spare."""
-    value = torch.zeros(like.shape, dtype=like.dtype, device=device)
-    mark = _mark(like.dtype)
-    return value if mark is None else value.fill_(mark)
-
-
-def has_marks(value: torch.Tensor) -> bool:
-    """Whether an element was never written."""
-    mark = _mark(value.dtype)
-    if mark is None or value.numel() == 0:
-        return False
-    marked = value != value if mark != mark else value == mark  # noqa: PLR0124  NaN is not equal to itself
-    return bool(marked.any())
-
-
-def _mark(dtype: torch.dtype) -> float | int | None:
-    if dtype in _INTEGERS:
-        return torch.iinfo(dtype).min
-    narrow = dtype.is_floating_point and dtype.itemsize < 2  # float8 formats: not all have NaN, few have operators
-    return float("nan") if (dtype.is_floating_point and not narrow) or dtype.is_complex else None
 
 
 def materialize(
@@ -189,7 +165,7 @@ def _give_blanks(unit: FSDPUnit, device: torch.device) -> None:
     allocate_from_meta(unit, waiting, device)
     for param in unit.params:
         if param.parameter in found:
-            param.sharded_view.copy_(blank(param.sharded_view, param.sharded_view.device))
+            Blanks().add(param.sharded_view)
 
 
 @dataclasses.dataclass
@@ -214,6 +190,7 @@ class _Work:
     valued: set[int]
     replaced: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
     incomplete: dict[torch.Tensor, str] = dataclasses.field(default_factory=dict)
+    blanks: Blanks = dataclasses.field(default_factory=Blanks)
 
     def initialize(self, module: nn.Module, name: str) -> None:
         """Initializes a module's full parameters, and copies this rank's part."""
@@ -247,7 +224,7 @@ class _Work:
 
     def _call(self, module: nn.Module, name: str, valued: Set[int]) -> bool:
         """Runs the initialization of a module; returns whether it did anything."""
-        mode = InitMode(name, self.params, self._keep, valued)
+        mode = InitMode(name, self.params, self._keep, valued, self.blanks)
         with torch.no_grad(), mode:
             (self.init_fn or _reset)(module)
         return mode.was_used
@@ -266,7 +243,7 @@ class _Work:
     def refuse_incomplete(self) -> None:
         """Raises `ConfigError` if a tensor has elements that no initialization wrote."""
         for tensor, name in self.incomplete.items():
-            if isinstance(tensor, DTensor) or has_marks(tensor):
+            if isinstance(tensor, DTensor) or self.blanks.have(tensor):
                 raise ConfigError(
                     "an initialization left elements of it without a value (or made them NaN)",
                     where=name,
@@ -276,7 +253,7 @@ class _Work:
     def _start(self, param: FSDPParam) -> torch.Tensor:
         """What an initialization finds: blank memory, or the value that another module gave a tied parameter."""
         if param.parameter in self.unwritten:
-            return blank(param.parameter, self.device)
+            return self.blanks.make(param.parameter, self.device)
         return exchange.gather(param.sharded_view, param.spec)
 
     def _replace_unsharded(self, module: nn.Module, params: dict[str, FSDPParam]) -> None:
@@ -290,7 +267,7 @@ class _Work:
                 holder[attribute] = self.replaced[old]  # type: ignore[assignment]
 
     def _unsharded(self, old: torch.Tensor) -> torch.Tensor:
-        value = blank(old, self.device)
+        value = self.blanks.make(old, self.device)
         return nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
 
     @torch.no_grad()
@@ -303,7 +280,7 @@ class _Work:
             param.sharded_view.copy_(local_part(made, param.spec.dim, param.spec.size, param.rank))
         else:
             exchange.take_from_first(param.sharded_view, made, param.spec)
-        if not has_marks(made):  # else a module above it may write the rest
+        if not self.blanks.have(made):  # else a module above it may write the rest
             self.unwritten.discard(param.parameter)
             self.incomplete.pop(param.parameter, None)
 
