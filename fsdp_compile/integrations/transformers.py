@@ -7,6 +7,7 @@ takes part when it saves one. The callback takes that way.
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from fsdp_compile.state.full_params import full_params
 _STATE = "fsdp_state"
 """Folder in each of the Trainer's checkpoints: optimizer, learning rate schedule and random number generators."""
 _GENERATORS = "rng-{}.pt"
+_RUN = "run"
+"""File in that folder that names the run which wrote it; the Trainer's own state does, too."""
 
 
 class FSDPCallback(TrainerCallback):
@@ -74,9 +77,14 @@ class FSDPCallback(TrainerCallback):
         folder = _folder(args, state)
         dcp.save(_training_state(kwargs), checkpoint_id=folder)
         _save_generators(folder)
+        if dist.get_rank() == 0:
+            (folder / _RUN).write_text(_run_of(state) or "")
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Loads it, if the Trainer resumes."""
+        resumed_run = _run_of(state)
+        # The Trainer saves this dict, and leaves alone what is of no callback that it knows.
+        _states_of_callbacks(state)[_STATE] = {_RUN: uuid.uuid4().hex}
         if state.global_step == 0:
             return
         folder = _folder(args, state)
@@ -86,6 +94,7 @@ class FSDPCallback(TrainerCallback):
                 where=f"Trainer.train(resume_from_checkpoint=...), step {state.global_step}",
                 instead=f"a checkpoint that a run with FSDPCallback() wrote, in output_dir {args.output_dir!r}",
             )
+        _refuse_other_run(folder, resumed_run)
         loaded = _training_state(kwargs)
         dcp.load(loaded, checkpoint_id=folder)
         set_optimizer_state_dict(kwargs["model"], _plain(kwargs["optimizer"]), loaded["optimizer"])
@@ -147,6 +156,30 @@ def _refuse(args: TrainingArguments) -> None:
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / _STATE
+
+
+def _states_of_callbacks(state: TrainerState) -> dict[str, Any]:
+    states: Any = state.stateful_callbacks  # typed as the list that it is made of
+    assert isinstance(states, dict)
+    return states
+
+
+def _run_of(state: TrainerState) -> str | None:
+    """The name of the run that has made a Trainer's state; none of states that were saved before there were names."""
+    found: str | None = _states_of_callbacks(state).get(_STATE, {}).get(_RUN)
+    return found
+
+
+def _refuse_other_run(folder: Path, run: str | None) -> None:
+    """Raises `ConfigError` if the Trainer resumes another run than the one whose optimizer state is in `folder`."""
+    # The Trainer tells callbacks what it has loaded, but not from where.
+    written_by = (folder / _RUN).read_text() if (folder / _RUN).exists() else None
+    if run is not None and run != written_by:
+        raise ConfigError(
+            f"the Trainer resumes from a checkpoint of another run than the one that wrote {folder}",
+            where="Trainer.train(resume_from_checkpoint=...)",
+            instead="a checkpoint in output_dir, or a copy of the other one there",
+        )
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:

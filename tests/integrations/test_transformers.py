@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile.errors import ConfigError
 from tests.fake_world import fake_world
+from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,3 +77,34 @@ def test_options_reach_the_backend() -> None:
         FSDPCallback(model, options={"lower": "nothing"})
         with pytest.raises(ConfigError, match="'nothing'"):
             model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+
+
+def _train(folder: str, steps: int, resume_from: str | None = None) -> None:
+    from fsdp_compile.integrations.transformers import FSDPCallback
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **size))
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, max_steps=steps, save_steps=1, save_only_model=True, report_to=[], use_cpu=True
+    )
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 8, (64, 4))]
+    callback = FSDPCallback(model, options={"lower": "eager"})
+    transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[callback]).train(resume_from)
+
+
+def _resume_elsewhere(folder: str) -> None:
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, ACCELERATE_USE_CPU="true")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # accelerate asks for it, also beside a group
+    torch.manual_seed(0)
+    here, elsewhere = f"{folder}/here", f"{folder}/elsewhere"
+    for each in (here, elsewhere):
+        _train(each, 1)
+    _train(here, 2, f"{here}/checkpoint-1")
+    with pytest.raises(ConfigError, match="a checkpoint of another run"):
+        _train(here, 3, f"{elsewhere}/checkpoint-1")
+
+
+def test_a_checkpoint_of_another_run_is_not_resumed_with_this_ones_optimizer_state(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    run_ranks(_resume_elsewhere, str(tmp_path))
