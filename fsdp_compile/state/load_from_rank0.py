@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ def load_from_rank0(
         problems += [f"{name} is missing" for name in keys.missing]
         problems += [f"{name} is not in the model" for name in keys.unexpected]
     _refuse(problems)
+    sent = _shared([name for name in found["given"] if name in extra], state_dict if first else None, mesh)
     target = device_on(mesh, device, where=f"{_WHERE}(device=...)")
     with buffers.restored_buffers(model), torch.no_grad():
         given = {state.key: state for state in states if state.name in found["given"]}  # the last name counts
@@ -102,7 +104,8 @@ def load_from_rank0(
                 state.value.copy_(full)
             exchange.overwrite(state.value.detach(), mesh)
     reshard(sharded)  # unsharded values are outdated
-    _set_extra_states(extra, [name for name in found["given"] if name in extra], state_dict if first else None, mesh)
+    for name, value in sent.items():
+        extra[name].set_extra_state(value)
     return keys
 
 
@@ -145,19 +148,27 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _set_extra_states(
-    extra: Mapping[str, nn.Module], names: Sequence[str], state_dict: Mapping[str, Any] | None, mesh: DeviceMesh
-) -> None:
-    """Sets the extra state of these names on all ranks; `state_dict` is given on the first."""
+def _shared(names: Sequence[str], state_dict: Mapping[str, Any] | None, mesh: DeviceMesh) -> dict[str, Any]:
+    """The extra state of these names on all ranks; `state_dict` is given on the first. Nothing of it is executed.
+
+    Raises:
+        ConfigError: On all ranks, if there is more in it than tensors, numbers, texts, lists and dicts of them.
+    """
     if not names:
-        return
+        return {}
     written = io.BytesIO()
     if state_dict is not None:
         torch.save([state_dict[name] for name in names], written)
     sent = io.BytesIO(exchange.share_bytes(written.getvalue(), mesh))
-    # What the first rank was given is any object; that is no more than the ranks of one job trust each other with.
-    for name, value in zip(names, torch.load(sent, map_location="cpu", weights_only=False), strict=True):
-        extra[name].set_extra_state(value)
+    try:
+        return dict(zip(names, torch.load(sent, map_location="cpu", weights_only=True), strict=True))
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"extra state is sent as tensors, numbers, texts, lists and dicts of them: {str(error).splitlines()[0]}",
+            where=f"{_WHERE}, {', '.join(names)}",
+            instead="a get_extra_state() that returns such values, or module.set_extra_state(...) on each rank and "
+            "strict=False without these names",
+        ) from None
 
 
 def _mesh_of(model: nn.Module, sharded: list[FSDPUnit]) -> DeviceMesh:

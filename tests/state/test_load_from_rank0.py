@@ -103,6 +103,10 @@ def test_every_rank_gets_its_part_and_what_does_not_fit_is_named_on_all(mesh: tu
         assert keys.unexpected == ("tail.weight",)
 
 
+class _Own:
+    """What only code of its own can make."""
+
+
 def _extra_state() -> None:
     model: Any = fully_shard(nn.Sequential(WithExtraState(4, 4), nn.Linear(4, 4)))
     given: Any = nn.Sequential(WithExtraState(4, 4), nn.Linear(4, 4))
@@ -110,6 +114,11 @@ def _extra_state() -> None:
     state = given.state_dict()
     assert load_from_rank0(model, _alone(state)) == IncompatibleKeys((), ())
     assert model[0].scale == 3.0
+    before = model[0].weight.full_tensor()
+    other = {name: value + 1 if isinstance(value, torch.Tensor) else {"scale": _Own()} for name, value in state.items()}
+    with pytest.raises(ConfigError, match="extra state is sent as tensors, numbers"):
+        load_from_rank0(model, _alone(other))
+    assert torch.equal(model[0].weight.full_tensor(), before), "nothing was changed"
     del state["0._extra_state"]
     with pytest.raises(ConfigError, match=r"0\._extra_state is missing"):
         load_from_rank0(model, _alone(state))
