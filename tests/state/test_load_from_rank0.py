@@ -115,7 +115,9 @@ def _extra_state() -> None:
     assert load_from_rank0(model, _alone(state)) == IncompatibleKeys((), ())
     assert model[0].scale == 3.0
     before = model[0].weight.full_tensor()
-    other = {name: value + 1 if isinstance(value, torch.Tensor) else {"scale": _Own()} for name, value in state.items()}
+    other: dict[str, Any] = {
+        name: value + 1 if isinstance(value, torch.Tensor) else {"scale": _Own()} for name, value in state.items()
+    }
     with pytest.raises(ConfigError, match="extra state is sent as tensors, numbers"):
         load_from_rank0(model, _alone(other))
     assert torch.equal(model[0].weight.full_tensor(), before), "nothing was changed"
