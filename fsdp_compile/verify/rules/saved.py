@@ -9,7 +9,7 @@ from fsdp_compile.ir.graph import Phase, Role, record_of, require, role_of
 from fsdp_compile.layout.spec import Reshard, UnshardSpec, Update
 from fsdp_compile.verify.facts import Facts, dtype_of, shape_of, size_bytes
 from fsdp_compile.verify.report import Complaint
-from fsdp_compile.verify.trace_elements import origin
+from fsdp_compile.verify.trace_elements import WIRES, origin
 
 RULE = "nothing-unsharded-saved"
 
@@ -74,9 +74,11 @@ def _is_part(node: fx.Node) -> bool:
     (spec,) = require(node).specs
     if spec.post_forward_size == 1 or shape_of(node) != (spec.post_forward_numel,):
         return False
+    per_byte = WIRES[spec.gather_format].per_byte if spec.gather_format in WIRES else 1
     for own in range(spec.post_forward_size):
         for index in (0, spec.post_forward_numel - 1):
             sender, place = divmod(own * spec.post_forward_numel + index, spec.extent)
+            place -= place % per_byte  # elements that share a byte are traced to the first of them
             found = origin(node, index, own)
             if found.node is None or role_of(found.node) is not Role.FLAT:
                 return False

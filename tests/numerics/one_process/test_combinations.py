@@ -71,7 +71,7 @@ CASES = {
     "kept parts, 8 bits, compressed": Case(
         "integer", hook=bf16_compress_hook, gather=INT8, roundings=4, backward_over=2
     ),
-    "kept parts, 4 bits": Case("integer", gather="nvfp4", roundings=4, backward_over=2),
+    "kept parts, 4 bits": Case("integer", gather="nvfp4", backward_over=2),
     "replicas, 8 bits, held": Case("hybrid", gather=INT8, held=True, shards=2, backward_over=2),
 }
 
