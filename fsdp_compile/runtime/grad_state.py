@@ -222,7 +222,8 @@ class GradState:
         is_new = self._produced_in != backward_in_progress() and not outer_backwards
         if is_new and not self.unwritten and not self.is_pending:
             self.forget_use()
-        self.unused = offsets
+        # What ranks found at the end of an earlier backward says nothing of this one.
+        self.unused, self.unused_by_all = offsets, None
 
     def forget_use(self) -> None:
         """Forgets what `note_use` has recorded, of gradients that are not written."""

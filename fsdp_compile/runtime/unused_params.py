@@ -54,7 +54,8 @@ def agree(asked: Mapping[RankStore, Numbers]) -> None:
     Args:
         asked: Where some rank asks, and the parameter groups that its ranks have communicated.
     """
-    alive = [group for group in FSDPParamGroup.alive() if group.compared is not None]
+    # A replaced group has the number of the one in its place, and is freed at another time on each rank, maybe.
+    alive = [group for group in FSDPParamGroup.alive() if group.compared is not None and not group.is_replaced]
     used: dict[FSDPParamGroup, list[int]] = {}
     for place, numbers in asked.items():
         of_number = {g.compared.number: g for g in alive if g.compared is not None and place in _places(g)}

@@ -145,6 +145,65 @@ def test_updates_in_backward_leave_it_alone(used: int, unused_is_plain: bool) ->
     run_ranks(_updated_in_backward, used, unused_is_plain=unused_is_plain)
 
 
+def _updated_for_other_losses() -> None:
+    model, reference, batch, mine = _models()
+    for module in (model.left, model.right, model):
+        fully_shard(module)
+    step_in_backward(torch.optim.AdamW(model.parameters(), weight_decay=0.1))
+    optimizer = torch.optim.AdamW(reference.parameters(), weight_decay=0.1)
+    compiled = compile_eagerly(model)
+    for used in ((0, 0), (0, 1), (1, 1), (1, 0)):  # by each of the two ranks
+        loss_of(compiled(mine)[used[dist.get_rank()]]).backward()
+        losses = [loss_of(reference(rows)[output]) for rows, output in zip(batch.chunk(2), used, strict=True)]
+        (torch.stack(losses).sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            close(_whole(parameter), expected, name)
+
+
+def test_what_no_rank_used_in_a_step_may_be_used_by_one_in_the_next() -> None:
+    run_ranks(_updated_for_other_losses)
+
+
+class ThreeHeads(Heads):
+    """A third head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        hidden = torch.tanh(self.trunk(x))
+        return self.middle(hidden), self.left(hidden), self.right(hidden)
+
+
+def _two_unused_in_two_ways(used: int) -> None:
+    torch.manual_seed(0)
+    model = ThreeHeads()
+    reference, batch = copy.deepcopy(model), torch.randn(4, 6)
+    for module in (model.left, model.right, model.middle, model):
+        fully_shard(module)
+    in_backward = [p for name, p in model.named_parameters() if "right" not in name]
+    step_in_backward(torch.optim.AdamW(in_backward, weight_decay=0.1))
+    after = torch.optim.AdamW(model.right.parameters(), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(reference.parameters(), weight_decay=0.1)
+    compiled = compile_eagerly(model)
+    for outputs in (slice(0, 3), *[slice(used, used + 1)] * 3):
+        _loss(*compiled(batch.chunk(2)[dist.get_rank()])[outputs]).backward()
+        _loss(*reference(batch)[outputs]).backward()
+        for each in (after, optimizer):
+            each.step()
+            each.zero_grad()
+        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            close(_whole(parameter), expected, name)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_that_is_updated_in_backward_beside_one_that_is_not(used: int) -> None:
+    run_ranks(_two_unused_in_two_ways, used)
+
+
 def _on_two_meshes(used: int) -> None:
     torch.manual_seed(0)
     model = Heads()
