@@ -28,7 +28,7 @@ from fsdp_compile.errors import FSDPCompileError, RankFailedError
 
 _FAILED = "fsdp_compile/failed"
 _ANSWERS = "fsdp_compile/answers"
-_ANSWER_S = 3.0
+_ANSWER_S = 2.0
 """How long the other ranks have to answer: they find out at about the same time."""
 _TELL_S = 1.0
 """How long a rank that ends by an error tries to tell it."""
