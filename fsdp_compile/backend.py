@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,16 @@ from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.layout.spec import Reshard
-from fsdp_compile.lower.agreement import Collectives, Order, OtherPlanError, agree, inserted_in, refuse, telling_all
+from fsdp_compile.lower.agreement import (
+    Collectives,
+    Compared,
+    Order,
+    OtherPlanError,
+    agree,
+    inserted_in,
+    refuse,
+    telling_all,
+)
 from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
@@ -43,7 +53,7 @@ from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region, find_no_first_gather
 from fsdp_compile.lower.region_key import region_key
 from fsdp_compile.lower.unused_outputs import tell_backward
-from fsdp_compile.options import FSDPOptions
+from fsdp_compile.options import SHARDING, FSDPOptions
 from fsdp_compile.passes.settings import budget_bytes
 from fsdp_compile.pipeline import keep, transform
 from fsdp_compile.planner.accumulated import accumulates
@@ -148,7 +158,9 @@ class _Compile:
             options.may_recompute,
             options.share_code,
             region_key(self._gm, self._flats, inputs, options, orders, whole=self._whole),
-            functools.partial(agree, settings=repr(options), measured=_measured(options), can_follow=self._can_follow),
+            functools.partial(
+                agree, settings=_settings_of_plans(options), measured=_measured(options), can_follow=self._can_follow
+            ),
             self.ran.add,
             self._tell,
             planned=planned if self._whole else {},
@@ -165,13 +177,18 @@ class _Compile:
             compiled = compile_with_inductor(self._gm, inputs, region, settings)
         return tell_backward(compiled) if region.tells_unused_outputs else compiled
 
+    def _compare(self, graphs: Mapping[Phase, Compared]) -> None:
+        options = self._options
+        agree(graphs, _settings_of_plans(options), _measured(options), can_follow=self._can_follow)
+
     @property
     def _can_follow(self) -> bool:
-        """Whether plans are made for the sizes of this rank's batch, and promise nothing that depends on them."""
+        """Whether this rank plans for its own sizes, and nothing was asked of the plan that another order breaks."""
         options = self._options
         specs = (spec for record in self._flats.values() for spec in record.specs)
         promises = options.memory_budget_gb is not None or options.refine_after is not None
-        return options.prefetch == "auto" and not promises and all(s.reshard is not Reshard.AUTO for s in specs)
+        asks = any(s.reshard is Reshard.AUTO or s.forward_prefetch or s.backward_prefetch for s in specs)
+        return options.prefetch == "auto" and not promises and not asks
 
     def _tell(self, error: FSDPCompileError) -> None:
         refuse(self._flats.values(), error)
@@ -253,6 +270,16 @@ def _refuse_other_cluster(
     except ConfigError as error:
         tell(error)
         raise
+
+
+def _settings_of_plans(options: FSDPOptions) -> str:
+    """Stands for what plans depend on besides a graph."""
+    chosen = [(f.name, getattr(options, f.name)) for f in dataclasses.fields(options) if f.name not in _NOT_OF_PLANS]
+    return repr([*chosen, options.planned_for, torch.is_grad_enabled()])
+
+
+_NOT_OF_PLANS: Final = {*SHARDING, "artifacts", "hardware", "inductor", "poison"}
+"""Options that change no order of collectives; the hardware is named by its values."""
 
 
 def _measured(options: FSDPOptions) -> str:

@@ -189,9 +189,14 @@ def _transform(
 
 
 def _with_order(selected: tuple[GraphPass[Any], ...], follow: Sequence[str]) -> tuple[GraphPass[Any], ...]:
-    """The passes, with the one that follows another rank's plan before collectives get their last place."""
-    last = next((n for n, one in enumerate(selected) if isinstance(one, ScheduleReshard)), len(selected))
-    return (*selected[:last], FollowOrder(tuple(follow)), *selected[last:])
+    """The passes, so that they send and order messages as another rank's plan does."""
+    lines = tuple(follow)
+    found: list[GraphPass[Any]] = []
+    for one in selected:
+        if isinstance(one, ScheduleReshard):  # collectives have their last place before it
+            found.append(FollowOrder(lines))
+        found.append(dataclasses.replace(one, follow=lines) if isinstance(one, BucketCollectives) else one)
+    return tuple(found)
 
 
 def _refuse_with_a_budget(plan: ExplicitPlan, options: FSDPOptions) -> None:

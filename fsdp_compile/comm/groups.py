@@ -58,7 +58,7 @@ class RankStore:
     ranks: tuple[int, ...]
     rank: int
     compiles: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    plans: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    plans: dict[str, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     sharding_calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     units: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     notes: list[int] = dataclasses.field(default_factory=list)

@@ -134,7 +134,8 @@ class Rendezvous:
         with contextlib.suppress(RuntimeError):
             # If the store fails, the error that is being told says more than that of the store.
             if not self.store.check(["failed"]):
-                self.store.set("failed", json.dumps({"kind": type(error).__name__, **_parts(error)}))
+                kind = type(error) if type(error) in _KINDS.values() else RankFailedError
+                self.store.set("failed", json.dumps({"kind": kind.__name__, **_parts(error)}))
 
     def refuse(self, number: int, error: FSDPCompileError) -> None:
         """Ends one round, which this rank would have taken part in: its ranks, now or later, get the reason."""
@@ -201,7 +202,7 @@ class Rendezvous:
             instead="see on that rank whether it died, is stuck, or does not run a module that this one runs: what is "
             "done inside of `if rank == 0:` (an evaluation, say) has to be done on every rank, and a module that has "
             "no rows on one rank has to be called there all the same, with an empty tensor; if this rank has compiled "
-            "for a batch of another size (with memory_budget_gb, reshard_after_forward='auto' or refine_after), "
+            "for a batch of another size (with memory_budget_gb, reshard_after_forward='auto', refine_after or lists of modules to prefetch), "
             "options={'prefetch': 1} makes no plan that depends on it",
         )
 

@@ -51,6 +51,11 @@ def names_in(line: str) -> list[str]:
     return found[1].split(", ") if found else []
 
 
+def operator_in(line: str) -> str:
+    """The operator of a line."""
+    return line.partition(": ")[2].partition(" of ")[0]
+
+
 def numbered(lines: Sequence[str]) -> list[str]:
     """The lines with each parameter as its place among those of all lines, in the order of their numbered names.
 

@@ -70,7 +70,7 @@ def agree(graphs: Mapping[Phase, Compared], settings: str, measured: str, *, can
 
     Args:
         graphs: All graphs of the compile.
-        settings: The options of the compile: graphs that read alike have a plan for each.
+        settings: What plans depend on besides the graph: graphs that read alike have a plan for each.
         measured: Stands for the measured times that they were planned with; empty if there are none.
         can_follow: Whether they were planned for the sizes of this rank, and could be planned in another order.
 
@@ -94,15 +94,17 @@ def _agreed(graph: Compared, settings: str, measured: str, *, can_follow: bool) 
     places = {alias: place for alias, _ in graph.inserted if (place := groups.rank_store(alias)) is not None}
     mine = _order(graph.planned)
     read = _digest([settings, measured, *(line for _, line in graph.inserted)])
-    known = next((place.plans.get(read) for place in places.values()), mine)
-    if known == mine or (known is not None and can_follow):
-        return known
+    known = next((place.plans.get(read, []) for place in places.values()), [mine])
+    if mine in known:
+        return mine
+    if known and can_follow:
+        return known[0]
     with telling_all():
         for alias, place in places.items():
             graph = dataclasses.replace(graph, planned=_compare(place, alias, graph, measured, can_follow=can_follow))
     agreed = _order(graph.planned)
     for place in places.values():
-        place.plans[read] = agreed
+        place.plans.setdefault(read, []).append(agreed)
     return agreed
 
 

@@ -4,24 +4,27 @@
              -> gather 0, compute 0, gather 1, reduce 0
 
 Nodes keep their order, except that what has to start before a collective comes before it, with all that it needs. That
-is always possible: data flows in both graphs alike, and the other rank's is an order in which it can.
+is always possible: data flows in both graphs alike, and the other rank's is an order in which it can. Which parameters
+share a collective follows from the same lines (`passes/bucketing/follow_lines.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import fx
 
+from fsdp_compile.cost.own_collectives import is_own
 from fsdp_compile.cost.timeline import waits_of
 from fsdp_compile.errors import RankMismatchError
 from fsdp_compile.ir.calls import group_of, line_of, numbered, starts_of
 from fsdp_compile.ir.graph import Role, Stage, StepGraph, role_of
-from fsdp_compile.ir.queries import last_of, upstream
+from fsdp_compile.ir.queries import first_of, last_of, upstream
 from fsdp_compile.ir.writes import tied_to_writes
 
 
@@ -52,9 +55,9 @@ class FollowOrder:
         """
         wanted, order = self._wanted(step), step.order()
         before: dict[fx.Node, list[fx.Node]] = {}
-        for first, later in (*pairwise(wanted), *pairwise(_in_place(step)), *_of_reductions(wanted, order)):
+        for first, later in (*pairwise(wanted), *pairwise(_in_place(step)), *_neighbours(wanted, order)):
             before.setdefault(later, []).append(first)
-        return FollowPlan(tuple(_sorted(step, before)))
+        return FollowPlan(tuple(_sorted(step, before, order)))
 
     def apply(self, step: StepGraph, plan: FollowPlan) -> None:
         """Moves the nodes."""
@@ -74,19 +77,23 @@ class FollowOrder:
 
 
 def _in_place(step: StepGraph) -> list[fx.Node]:
-    """The program's nodes that write, read what is written, or draw random numbers: they keep their order."""
+    """The program's nodes that write, read what is written, draw random numbers or send: they keep their order."""
     tied = tied_to_writes(step.graph)
     return [
         node
         for node in step.graph.nodes
         if node.op == "call_function"
         and role_of(node) is None
-        and (node in tied or node.is_impure() or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()))
+        and (node in tied or node.is_impure() or is_own(node) or torch.Tag.nondeterministic_seeded in _tags(node))
     ]
 
 
-def _of_reductions(wanted: Sequence[fx.Node], order: dict[fx.Node, int]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """What else follows from the order of reductions: they are ready, and are waited for, in the order of their starts.
+def _tags(node: fx.Node) -> Collection[torch.Tag]:
+    return getattr(node.target, "tags", ())
+
+
+def _neighbours(wanted: Sequence[fx.Node], order: dict[fx.Node, int]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What else follows from the order of the starts: waits, reads and gradients have the same (rule plan-order).
 
     Yields:
         A node, and one that comes behind it.
@@ -95,30 +102,62 @@ def _of_reductions(wanted: Sequence[fx.Node], order: dict[fx.Node, int]) -> Iter
     for start in wanted:
         by_group.setdefault((role_of(start), group_of(start)), []).append(start)
     for (role, _), starts in by_group.items():
-        for first, later in pairwise(starts if role in (Role.REDUCE, Role.REPLICATE) else ()):
-            made = [later, *upstream(later, Role.GRADIENT)]
-            sources = {node for one in made for node in one.all_input_nodes if role_of(node) is not Role.GRADIENT}
-            yield first, last_of(sources, order)
+        for first, later in pairwise(starts):
             for wait in waits_of(later):
                 yield from ((earlier, wait) for earlier in waits_of(first))
+            if role in (Role.REDUCE, Role.REPLICATE):
+                yield first, last_of(_gradients_of(later), order)
+            elif role is Role.GATHER and (readers := _readers_of(first)) and (later_ones := _readers_of(later)):
+                yield first_of(readers, order), first_of(later_ones, order)
 
 
-def _sorted(step: StepGraph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> list[fx.Node]:
+def _gradients_of(start: fx.Node) -> set[fx.Node]:
+    made = [start, *upstream(start, Role.GRADIENT)]
+    return {node for one in made for node in one.all_input_nodes if role_of(node) is not Role.GRADIENT}
+
+
+def _readers_of(start: fx.Node) -> list[fx.Node]:
+    return [user for wait in waits_of(start) for user in wait.users]
+
+
+def _sorted(
+    step: StepGraph, before: Mapping[fx.Node, Sequence[fx.Node]], order: Mapping[fx.Node, int]
+) -> list[fx.Node]:
     """Graph order, with what `before` says, and what that needs, in front of each node."""
     done: dict[fx.Node, None] = {}
-    begun: set[fx.Node] = set()
     for node in step.graph.nodes:
-        todo = [node]
-        while todo:
-            missing = [one for one in (*todo[-1].all_input_nodes, *before.get(todo[-1], ())) if one not in done]
-            if not missing:
-                done[todo.pop()] = None
-            elif todo[-1] in begun and missing[0] in todo:
-                raise _cannot_follow(step)
-            else:
-                begun.add(todo[-1])
-                todo.append(missing[0])
+        needs = _needs(node, before, done)
+        missing = {one: len(others) for one, others in needs.items()}
+        needed_by: dict[fx.Node, list[fx.Node]] = {}
+        for one, others in needs.items():
+            for other in others:
+                needed_by.setdefault(other, []).append(one)
+        ready = [(order[one], one) for one, count in missing.items() if not count]
+        heapq.heapify(ready)
+        while ready:
+            _, one = heapq.heappop(ready)
+            done[one] = None
+            for user in needed_by.get(one, ()):
+                missing[user] -= 1
+                if not missing[user]:
+                    heapq.heappush(ready, (order[user], user))
+        if any(missing.values()):
+            raise _cannot_follow(step)
     return [node for node in done if node.op not in ("placeholder", "output")]
+
+
+def _needs(
+    node: fx.Node, before: Mapping[fx.Node, Sequence[fx.Node]], done: Container[fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    """A node and all that has to come before it and is not done, each with what it waits for."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    todo = [] if node in done else [node]
+    while todo:
+        one = todo.pop()
+        if one not in found:
+            found[one] = [n for n in dict.fromkeys((*one.all_input_nodes, *before.get(one, ()))) if n not in done]
+            todo += found[one]
+    return found
 
 
 def _cannot_follow(step: StepGraph) -> RankMismatchError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -128,11 +129,33 @@ class _Wide(nn.Module):
         return x
 
 
+def _pairs() -> nn.Module:
+    """Units with two large parameters each, which are split at the edges of the graph: which edge depends on rows."""
+    pairs = (nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512)) for _ in range(4))
+    return nn.Sequential(nn.Linear(2048, 512), *pairs)
+
+
+class _Left(nn.Module):
+    """`W @ x`: backward reads the weight before the gradient that it is multiplied with."""
+
+    def __init__(self, made: int, taken: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(made, taken) / taken**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight @ x.t()).t().tanh()
+
+
+def _lefts() -> nn.Module:
+    return nn.Sequential(_Left(256, 2048), *(_Left(*pair) for pair in ((512, 256), (256, 512)) * 4))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
     """The rows of each rank in each step, and how the ranks train."""
 
     rows: tuple[tuple[int, ...], ...]
+    make: Callable[[], nn.Module] = _Wide
     mesh: tuple[int, ...] = (2,)
     dynamic: bool | None = None
     lower: str = "eager"
@@ -145,10 +168,14 @@ _Orders = dict[tuple[int, ...], set[tuple[str, ...]]]
 def _with_rows(sizes: _Sizes) -> tuple[float, _Orders]:
     """Trains with other rows on each rank; also returns the largest difference from one process."""
     torch.manual_seed(0)
-    model = _Wide()
+    model = sizes.make()
     reference = copy.deepcopy(model)
-    fully_shard(model, mesh=init_device_mesh("cpu", sizes.mesh))
-    compiled = torch.compile(model, backend="fsdp", dynamic=sizes.dynamic, options={"lower": sizes.lower})
+    mesh = init_device_mesh("cpu", sizes.mesh)
+    for part in model.children() if isinstance(model, nn.Sequential) else ():
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    options: dict[str, Any] = {"lower": sizes.lower, "bucket_mb": 0}
+    compiled = torch.compile(model, backend="fsdp", dynamic=sizes.dynamic, options=options)
     worst, orders = 0.0, _Orders()
     for rows in zip(*sizes.rows, strict=True):
         every = [torch.randn(n, 2048, generator=torch.Generator().manual_seed(n)) for n in rows]
@@ -180,6 +207,14 @@ def test_ranks_with_batches_of_other_sizes_follow_one_plan() -> None:
     assert few != many
     assert _orders((4,), (256,)) == few  # that of the first rank
     assert _orders((256,), (4,)) == many
+
+
+@pytest.mark.core
+@long.parametrize("make", [_pairs, _lefts], always=[_pairs])
+def test_the_splits_and_the_order_of_another_rank_are_followed_in_other_models(make: Callable[[], nn.Module]) -> None:
+    alike = _orders((4,), (4,), make=make)
+    assert alike != _orders((256,), (256,), make=make)
+    assert alike == _orders((4, 4), (256, 4), make=make)
 
 
 @pytest.mark.core
