@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,17 @@ from fsdp_compile.capture.watch_compiles import watch_compiles
 from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, StepGraph
-from fsdp_compile.lower.agreement import Collectives, agree, refuse
+from fsdp_compile.layout.spec import Reshard
+from fsdp_compile.lower.agreement import (
+    Collectives,
+    Compared,
+    Order,
+    OtherPlanError,
+    agree,
+    inserted_in,
+    refuse,
+    telling_all,
+)
 from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
@@ -41,7 +53,7 @@ from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region, find_no_first_gather
 from fsdp_compile.lower.region_key import region_key
 from fsdp_compile.lower.unused_outputs import tell_backward
-from fsdp_compile.options import FSDPOptions
+from fsdp_compile.options import SHARDING, FSDPOptions
 from fsdp_compile.passes.settings import budget_bytes
 from fsdp_compile.pipeline import keep, transform
 from fsdp_compile.planner.accumulated import accumulates
@@ -89,49 +101,97 @@ def fsdp(
         shard_lookups(gm)
 
     returned = returned_reads(gm)
-    ran = register_region(example_inputs, checked.lower)
-
-    def run_passes(step: StepGraph) -> StepGraph:
-        return transform(step, checked, planned, least_bytes)
-
-    def compare(collectives: Collectives) -> None:
-        agree(collectives, _measured(checked))
-
-    def tell(error: FSDPCompileError) -> None:
-        refuse(flats.values(), error)
-
-    whole = is_whole_model(example_inputs)
-    planned: dict[Phase, PlannedTimes] = {}
-    least_bytes: dict[Phase, int] = {}
-    if checked.refine_after is not None and not whole:
-        say(f"region {ran.number}: is not all of its model, so its steps are not measured")
-    flats = flat_inputs(example_inputs)
-    _refuse_other_cluster(checked, example_inputs, tell)
-    find_first_gather = _first_gather_of(checked, example_inputs, least_bytes, whole=whole)
-    region = Region(
-        flats,
-        run_passes,
-        functools.partial(_keep_what_fits, options=checked, settings=settings, whole=whole),
-        ran.number,
-        checked.may_recompute,
-        checked.share_code,
-        region_key(gm, flats, example_inputs, checked, whole=whole),
-        compare,
-        ran.add,
-        tell,
-        planned=planned if whole else {},
-        first_gather=find_first_gather,
-    )
-    say(f"region {ran.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
-    if checked.lower == "eager":
-        compiled = compile_eagerly(gm, example_inputs, region)
-    else:
-        # Only a budget needs memory to be exactly as estimated; reuse saves allocations otherwise.
-        exact = {} if checked.memory_budget_gb is None else FREE_AT_LAST_USE
-        compiled = compile_with_inductor(gm, example_inputs, region, {**exact, **settings, **checked.inductor})
-    if region.tells_unused_outputs:
-        compiled = tell_backward(compiled)
+    job = _Compile(gm, example_inputs, checked, settings)
+    try:
+        compiled = job.run()
+    except OtherPlanError as error:
+        say(f"region {job.ran.number}: planning again, since ranks with batches of other sizes planned another order")
+        with telling_all():  # the others go on, and would wait in their first collective
+            compiled = job.run(error.orders)
     return give_parameters(compiled, returned)
+
+
+class _Compile:
+    """One compile of a Dynamo graph whose reads are taken out.
+
+    Attributes:
+        ran: The region that it is for.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], options: FSDPOptions, settings: Mapping[str, Any]
+    ) -> None:
+        self._gm = gm
+        self._inputs = inputs
+        self._options = options
+        self._settings = settings
+        self._flats = flat_inputs(inputs)
+        self._whole = is_whole_model(inputs)
+        self.ran = register_region(inputs, options.lower)
+        if options.refine_after is not None and not self._whole:
+            say(f"region {self.ran.number}: is not all of its model, so its steps are not measured")
+        _refuse_other_cluster(options, inputs, self._tell)
+
+    def run(self, orders: Mapping[Phase, Order] = MappingProxyType({})) -> Any:
+        """Compiles; `orders` are those of collectives that graphs have to keep.
+
+        Raises:
+            OtherPlanError: If the ranks have agreed on other orders.
+        """
+        options, inputs = self._options, self._inputs
+        self.ran.graphs.clear()  # those of a plan that was not followed
+        planned: dict[Phase, PlannedTimes] = {}
+        least_bytes: dict[Phase, int] = {}
+        inserted: dict[Phase, Collectives] = {}
+
+        def note_inserted(step: StepGraph) -> None:
+            inserted[step.phase] = inserted_in(step)
+
+        def run_passes(step: StepGraph) -> StepGraph:
+            return transform(step, options, planned, least_bytes, note_inserted, orders.get(step.phase))
+
+        region = Region(
+            self._flats,
+            run_passes,
+            functools.partial(_keep_what_fits, options=options, settings=self._settings, whole=self._whole),
+            self.ran.number,
+            options.may_recompute,
+            options.share_code,
+            region_key(self._gm, self._flats, inputs, options, orders, whole=self._whole),
+            functools.partial(
+                agree, settings=_settings_of_plans(options), measured=_measured(options), can_follow=self._can_follow
+            ),
+            self.ran.add,
+            self._tell,
+            planned=planned if self._whole else {},
+            inserted=inserted,
+            first_gather=_first_gather_of(options, inputs, least_bytes, whole=self._whole),
+        )
+        say(f"region {region.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
+        if options.lower == "eager":
+            compiled = compile_eagerly(self._gm, inputs, region)
+        else:
+            # Only a budget needs memory to be exactly as estimated; reuse saves allocations otherwise.
+            exact = {} if options.memory_budget_gb is None else FREE_AT_LAST_USE
+            settings = {**exact, **self._settings, **options.inductor}
+            compiled = compile_with_inductor(self._gm, inputs, region, settings)
+        return tell_backward(compiled) if region.tells_unused_outputs else compiled
+
+    def _compare(self, graphs: Mapping[Phase, Compared]) -> None:
+        options = self._options
+        agree(graphs, _settings_of_plans(options), _measured(options), can_follow=self._can_follow)
+
+    @property
+    def _can_follow(self) -> bool:
+        """Whether this rank plans for its own sizes, and nothing was asked of the plan that another order breaks."""
+        options = self._options
+        specs = (spec for record in self._flats.values() for spec in record.specs)
+        promises = options.memory_budget_gb is not None or options.refine_after is not None
+        asks = any(s.reshard is Reshard.AUTO or s.forward_prefetch or s.backward_prefetch for s in specs)
+        return options.prefetch == "auto" and not promises and not asks
+
+    def _tell(self, error: FSDPCompileError) -> None:
+        refuse(self._flats.values(), error)
 
 
 def _settings_of(options: FSDPOptions, mode: str | None) -> dict[str, Any]:
@@ -210,6 +270,16 @@ def _refuse_other_cluster(
     except ConfigError as error:
         tell(error)
         raise
+
+
+def _settings_of_plans(options: FSDPOptions) -> str:
+    """Stands for what plans depend on besides a graph."""
+    chosen = [(f.name, getattr(options, f.name)) for f in dataclasses.fields(options) if f.name not in _NOT_OF_PLANS]
+    return repr([*chosen, options.planned_for, torch.is_grad_enabled()])
+
+
+_NOT_OF_PLANS: Final = {*SHARDING, "artifacts", "hardware", "inductor", "poison"}
+"""Options that change no order of collectives; the hardware is named by its values."""
 
 
 def _measured(options: FSDPOptions) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from fsdp_compile.passes.base import GraphPass
 from fsdp_compile.passes.bucket import BucketCollectives
 from fsdp_compile.passes.delay_weight_gradients import DelayWeightGradients
 from fsdp_compile.passes.explicit_prefetch import ExplicitPlan, ExplicitPrefetch
+from fsdp_compile.passes.follow_order import FollowOrder
 from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives
 from fsdp_compile.passes.insert_collectives import InsertCollectives
 from fsdp_compile.passes.order_updates import OrderUpdates
@@ -121,6 +122,8 @@ def transform(
     options: FSDPOptions,
     planned: dict[Phase, PlannedTimes] | None = None,
     least_bytes: dict[Phase, int] | None = None,
+    seen: Callable[[StepGraph], None] = lambda _: None,
+    follow: Sequence[str] | None = None,
 ) -> StepGraph:
     """Runs all passes on one graph in place, verifies it and returns it; its module is not recompiled.
 
@@ -129,13 +132,16 @@ def transform(
         options: Of the compile.
         planned: Receives what the plan of the graph expects, if steps are measured.
         least_bytes: Receives what the graph needs in memory at least, if it was planned: under a budget everything.
+        seen: Called with the graph once its collectives are inserted, and nothing is planned.
+        follow: The collectives of a plan of another rank, in their order, that the graph has to keep.
 
     Raises:
         ConfigError: If `options.stop_after` names no pass, or no schedule keeps `options.memory_budget_gb`.
         InvariantError: If the result breaks a rule of `verify/`.
+        RankMismatchError: If the graph cannot keep the order of `follow`.
     """
     with without_collections():
-        return _transform(step, options, planned, {} if least_bytes is None else least_bytes)
+        return _transform(step, options, planned, {} if least_bytes is None else least_bytes, seen, follow)
 
 
 def _transform(
@@ -143,12 +149,16 @@ def _transform(
     options: FSDPOptions,
     planned: dict[Phase, PlannedTimes] | None,
     least_bytes: dict[Phase, int],
+    seen: Callable[[StepGraph], None],
+    follow: Sequence[str] | None,
 ) -> StepGraph:
     watcher = Watcher(options.artifacts)
     watcher.captured(step)
     options = for_graph(step, options)
     limits = limits_of(step.phase, options)
     selected = _selected(options)
+    if follow is not None:
+        selected = _with_order(selected, follow)
     schedule: SchedulePlan | None = None
     for graph_pass in selected:
         plan = graph_pass.plan(step)
@@ -157,10 +167,14 @@ def _transform(
             _refuse_with_a_budget(plan, options)
         graph_pass.apply(step, plan)
         watcher.applied(step, graph_pass)
+        if isinstance(graph_pass, InsertCollectives):
+            seen(step)
         if isinstance(plan, SchedulePlan):
             schedule = plan
             least_bytes[step.phase] = max(plan.problem.least_live_bytes(), default=0)
-            limits = dataclasses.replace(limits, unsharded_bytes=plan.budget_bytes)
+            # What starts where another rank starts it may be in memory a little longer than this rank's plan promises.
+            promised = plan.budget_bytes if follow is None else None
+            limits = dataclasses.replace(limits, unsharded_bytes=promised)
     if selected:
         last = selected[-1]
         check(step, after=last.name, stage=last.stage, limits=limits)
@@ -172,6 +186,17 @@ def _transform(
         poison_freed_messages(step)
     step.graph.lint()
     return step
+
+
+def _with_order(selected: tuple[GraphPass[Any], ...], follow: Sequence[str]) -> tuple[GraphPass[Any], ...]:
+    """The passes, so that they send and order messages as another rank's plan does."""
+    lines = tuple(follow)
+    found: list[GraphPass[Any]] = []
+    for one in selected:
+        if isinstance(one, ScheduleReshard):  # collectives have their last place before it
+            found.append(FollowOrder(lines))
+        found.append(dataclasses.replace(one, follow=lines) if isinstance(one, BucketCollectives) else one)
+    return tuple(found)
 
 
 def _refuse_with_a_budget(plan: ExplicitPlan, options: FSDPOptions) -> None:

@@ -44,7 +44,8 @@ class RankStore:
         prefix: Of all keys; the same on all ranks of the group, and never used again in the life of the store.
         ranks: Of the group, by their numbers in the world.
         rank: The number of this one in the group.
-        agreed: Digests of what this rank has compared with the others, and of refusals, in that order.
+        compiles: Numbers for the comparisons of what ranks compile, and for refusals in their place.
+        plans: The orders of collectives that all ranks run, by a digest of what their graphs read.
         sharding_calls: Numbers for the calls that shard over the group.
         units: Numbers for the units that are sharded over it.
         notes: What this rank has used the group for since its ranks compared (`comm/read_order.py`).
@@ -56,7 +57,8 @@ class RankStore:
     prefix: str
     ranks: tuple[int, ...]
     rank: int
-    agreed: list[str] = dataclasses.field(default_factory=list)
+    compiles: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    plans: dict[str, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     sharding_calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     units: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     notes: list[int] = dataclasses.field(default_factory=list)

@@ -116,6 +116,15 @@ class Rendezvous:
                 instead="see why the process ended that holds the store, rank 0 or the launcher: this is what followed",
             ) from error
 
+    def forget(self, number: int | str) -> None:
+        """Deletes what a round has left in which texts differed, once all ranks have come to a later one."""
+        at = f"{number}/"
+        for key in (f"here/{self.rank}", f"text/{self.rank}"):
+            self.store.delete_key(at + key)
+        if self.rank == 0:
+            for key in ("first", "differs", "arrived", "all"):
+                self.store.delete_key(at + key)
+
     def meet(self, number: int | str) -> None:
         """One round without a text: no rank returns before all have come; raises as `compare`."""
         self.compare(number, "", "")
@@ -125,7 +134,8 @@ class Rendezvous:
         with contextlib.suppress(RuntimeError):
             # If the store fails, the error that is being told says more than that of the store.
             if not self.store.check(["failed"]):
-                self.store.set("failed", json.dumps({"kind": type(error).__name__, **_parts(error)}))
+                kind = type(error) if type(error) in _KINDS.values() else RankFailedError
+                self.store.set("failed", json.dumps({"kind": kind.__name__, **_parts(error)}))
 
     def refuse(self, number: int, error: FSDPCompileError) -> None:
         """Ends one round, which this rank would have taken part in: its ranks, now or later, get the reason."""
@@ -192,7 +202,8 @@ class Rendezvous:
             instead="see on that rank whether it died, is stuck, or does not run a module that this one runs: what is "
             "done inside of `if rank == 0:` (an evaluation, say) has to be done on every rank, and a module that has "
             "no rows on one rank has to be called there all the same, with an empty tensor; if this rank has compiled "
-            "for a batch of another size, options={'prefetch': 1} makes no plan that depends on it",
+            "for a batch of another size (with memory_budget_gb, reshard_after_forward='auto', refine_after or lists of modules to prefetch), "
+            "options={'prefetch': 1} makes no plan that depends on it",
         )
 
     def _clean(self, at: str) -> None:

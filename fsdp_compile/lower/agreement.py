@@ -1,91 +1,156 @@
-"""All ranks of a group must compile the same collectives: compared through the store, before any of them runs.
+"""All ranks of a group must run the same collectives: compared through the store when they compile.
 
-A rank that compiles alone must not wait for others: batches differ, so one rank may recompile for a size that the
-others have not met. But the collectives of its graph must be those of the other ranks' graphs, or the ranks would hang.
-So a rank takes part in a comparison only when it compiles an order of collectives that it has not compiled before; the
-n-th such order has to be the same on every rank of a group. A rank that refuses to compile (its batch is larger, and
-does not fit a budget) reports that in place of the first order, since the others would wait for it. Later it may be the
-only one that compiles, and go on with a graph that it has.
+    compiled for the first time      every rank compares; if plans differ, all follow that of the group's first rank
+    compiled again, for other sizes  nobody waits: the rank follows the plan that was agreed on
+
+What a program reads, and in which order, has to be the same on all ranks: else all get an error. A plan may differ
+where it is made with times, since each rank estimates them for the sizes of its own batch. Batches differ, so one rank
+may compile again for a size that the others have not met; its collectives must be those of the graphs that they have,
+or the ranks would hang. So there is one plan for each order in which graphs read, and a rank takes part in a comparison
+only when it compiles a graph that reads in an order that is new to it: the n-th such comparison has to be of the same
+graph on every rank of a group.
+
+A rank that refuses to compile (its batch is larger, and does not fit a budget) reports that in place of the first
+comparison, since the others would wait for it. Later it may be the only one that compiles, and go on with a graph that
+it has.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from fsdp_compile.comm import groups
 from fsdp_compile.comm.rendezvous import Difference, RefusedElsewhereError, digest_of
 from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchError
-from fsdp_compile.ir.graph import EXCHANGES, Record, Role, StepGraph, require, role_of
+from fsdp_compile.ir.calls import group_of, line_of, names_in, natural, numbered, starts_of
+from fsdp_compile.ir.graph import Phase, Record, StepGraph, require
 
-_STARTS = (Role.GATHER, Role.REDUCE, Role.REPLICATE, *EXCHANGES)
-_NAMES = re.compile(r"(?<= of )(.*)(?= \()")
-"""The names of parameters in a line."""
-_PLANNED = "planned with measured times "
-"""How the first line begins where times were measured."""
+_SPECS = " with "
+"""What follows in the line of a collective as it was inserted: how its parameters are gathered and reduced."""
 _OTHER_SIZES = "; or, if batches have other sizes, options={'prefetch': 1}, whose plan does not depend on them"
-_REFUSED = "refused"
-"""The digest of an order that a rank refused to compile."""
+
+Collectives = Sequence[tuple[str, str]]
+"""The collectives of a graph in its order: the alias of its process group, and its line."""
+Order = tuple[str, ...]
+"""The lines of all collectives of a graph, as `ir.calls.numbered` writes them."""
 
 
-Collectives = Mapping[str, Sequence[str]]
-"""A line for each collective of a graph, by the alias of its process group."""
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """What ranks compare of one graph.
+
+    Attributes:
+        inserted: Its collectives as the program reads: one for each parameter, before any plan.
+        planned: Its collectives as they will run.
+    """
+
+    inserted: Collectives
+    planned: Collectives
 
 
-def agree(collectives: Collectives, measured: str = "") -> None:
-    """Compares the collectives of a transformed graph with those that the other ranks of their groups compile.
+class OtherPlanError(RankMismatchError):
+    """The ranks have agreed on another plan than this rank's; `orders` has that of each graph concerned."""
+
+    def __init__(self, orders: Mapping[Phase, Order]) -> None:
+        self.orders = orders
+        super().__init__(
+            "this rank has planned other orders of its collectives than the other ranks",
+            where=f"the {' and the '.join(phase.value for phase in orders)} graph",
+            instead="options={'prefetch': 1}, whose plan does not depend on the sizes of a rank's batch",
+        )
+
+
+def agree(graphs: Mapping[Phase, Compared], settings: str, measured: str, *, can_follow: bool) -> None:
+    """Compares the transformed graphs of a compile with those that the other ranks of their groups compile.
 
     Args:
-        collectives: Of the graph.
-        measured: Stands for the measured times that the graph was planned with; empty if there are none.
+        graphs: All graphs of the compile.
+        settings: What plans depend on besides the graph: graphs that read alike have a plan for each.
+        measured: Stands for the measured times that they were planned with; empty if there are none.
+        can_follow: Whether they were planned for the sizes of this rank, and could be planned in another order.
 
     Raises:
+        OtherPlanError: If the graphs could, and have to.
         RankMismatchError: On every rank of a group, if two of them differ.
-        RefusedElsewhereError: If a rank has refused to compile as many orders; all may try again.
-        RankFailedError: If a rank does not compile as many orders in time, or the store fails.
+        RefusedElsewhereError: If a rank has refused to compile as many graphs; all may try again.
+        RankFailedError: If a rank does not compile as many graphs in time, or the store fails.
     """
-    for alias, mine in collectives.items():
-        place = groups.rank_store(alias)
-        if place is None:
-            continue
-        lines = [f"{_PLANNED}{measured}", *mine] if measured else mine
-        digest = _digest(lines)
-        if digest not in place.agreed:
-            place.agreed.append(digest)
-            try:
-                _compare(place, len(place.agreed), digest, lines)
-            except RefusedElsewhereError:
-                place.agreed[-1] = _REFUSED  # a refusal counts as an order, on all ranks
-                raise
+    other: dict[Phase, Order] = {}
+    for phase, graph in graphs.items():
+        agreed = _agreed(graph, settings, measured, can_follow=can_follow)
+        if agreed != _order(graph.planned):
+            other[phase] = agreed
+    if other:
+        raise OtherPlanError(other)
+
+
+def _agreed(graph: Compared, settings: str, measured: str, *, can_follow: bool) -> Order:
+    """The order in which the ranks run the collectives of a graph."""
+    places = {alias: place for alias, _ in graph.inserted if (place := groups.rank_store(alias)) is not None}
+    mine = _order(graph.planned)
+    read = _digest([settings, measured, *(line for _, line in graph.inserted)])
+    known = next((place.plans.get(read, []) for place in places.values()), [mine])
+    if mine in known:
+        return mine
+    if known and can_follow:
+        return known[0]
+    with telling_all():
+        for alias, place in places.items():
+            graph = dataclasses.replace(graph, planned=_compare(place, alias, graph, measured, can_follow=can_follow))
+    agreed = _order(graph.planned)
+    for place in places.values():
+        place.plans.setdefault(read, []).append(agreed)
+    return agreed
+
+
+def _compare(place: groups.RankStore, alias: str, graph: Compared, measured: str, *, can_follow: bool) -> Collectives:
+    """Compares with the ranks of one group; returns the collectives that they all plan, or follow."""
+    room, number = place.rendezvous(), next(place.compiles)
+    read = _digest([measured, *_on(alias, graph.inserted)])
+    planned = _digest(_on(alias, graph.planned))
+    difference = room.compare(number, f"{read} {planned}", _text(measured, graph.planned))
+    if difference is None:
+        return graph.planned
+    # Of many ranks, the two in the difference need not be those that read in another order.
+    second = room.compare(f"{number}/read", read, _text(measured, graph.inserted))
+    if second is not None:
+        raise _mismatch(room.ranks, second, alias)
+    if not can_follow:
+        raise _mismatch(room.ranks, difference, alias)
+    room.forget(number)
+    return _collectives_in(difference.first)
 
 
 def digests(collectives: Collectives) -> dict[str, int]:
     """For each group on which a transformed graph communicates, a number that stands for its collectives on it."""
-    return {alias: int(_digest(lines)[:14], 16) for alias, lines in collectives.items()}
+    aliases = [alias for alias in dict(collectives) if groups.rank_store(alias) is not None]
+    return {alias: int(_digest(_on(alias, collectives))[:14], 16) for alias in aliases}
 
 
 def in_order(records: Iterable[Record]) -> list[Record]:
     """Parameter groups in an order that is the same for all layers, and on all ranks, that share a graph."""
-    return sorted(records, key=lambda record: _natural(record.parameters[0]))
+    return sorted(records, key=lambda record: natural(record.parameters[0]))
 
 
-def collectives_of(step: StepGraph) -> dict[str, list[str]]:
-    """The lines of a graph's collectives, by group; of groups whose ranks are processes."""
-    starts = [node for node in step.graph.nodes if node.meta.get("fsdp") and require(node).role in _STARTS]
-    found: dict[str, list[str]] = {}
-    for node in starts:
-        alias = group_of(node)
-        if groups.rank_store(alias) is not None:
-            found.setdefault(alias, []).append(_line(node))
-    return found
+def collectives_of(step: StepGraph) -> list[tuple[str, str]]:
+    """The collectives of a graph."""
+    return [(group_of(node), line_of(node)) for node in starts_of(step)]
 
 
-def _digest(lines: Sequence[str]) -> str:
-    return digest_of("\n".join(_numbered(lines)))
+def inserted_in(step: StepGraph) -> list[tuple[str, str]]:
+    """The collectives of a graph that has one for each parameter, with all that plans without times depend on."""
+    return [(group_of(node), f"{line_of(node)}{_SPECS}{_specs_of(node)}") for node in starts_of(step)]
+
+
+def _specs_of(node: fx.Node) -> str:
+    # Hooks are named in the order in which a rank registers them, also those of models that another rank lacks.
+    specs = (dataclasses.replace(spec, hook="its" if spec.hook else "") for spec in require(node).specs)
+    return "; ".join(spec.text for spec in specs)
 
 
 def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
@@ -99,79 +164,58 @@ def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
             continue
         if isinstance(error, RefusedElsewhereError) and error.heard_in == place.prefix:
             continue
-        # Only ranks that have not agreed on anything yet all have to compile. A refusal counts as an order: ranks that
+        # Only ranks that have not agreed on anything yet all have to compile. A refusal counts as a round: ranks that
         # compile nothing would find it in their next round, in which this rank takes no part.
-        if any(digest != _REFUSED for digest in place.agreed):
+        if place.plans:
             continue
-        place.agreed.append(_REFUSED)
-        place.rendezvous().refuse(len(place.agreed), error)
+        place.rendezvous().refuse(next(place.compiles), error)
 
 
-def _compare(place: groups.RankStore, number: int, digest: str, mine: Sequence[str]) -> None:
-    room = place.rendezvous()
+@contextmanager
+def telling_all() -> Iterator[None]:
+    """An error ends the comparisons of all groups of this rank, and so on: no rank waits for one that has failed."""
     try:
-        difference = room.compare(number, digest, "\n".join(mine))
-        if difference is not None:
-            raise _mismatch(room.ranks, difference)
+        yield
     except RefusedElsewhereError:
         raise
     except FSDPCompileError as error:
-        # An error ends the comparisons of all groups of this rank, and so on: no rank waits for one that has failed.
         for each in groups.rank_stores():
             each.rendezvous().tell(error)
         raise
 
 
-def group_of(node: fx.Node) -> str:
-    """The alias of the group on which a collective runs."""
-    if role_of(node) in EXCHANGES:
-        return require(node).specs[0].group
-    # The only text among the arguments that starts as aliases do.
-    return next(a for a in node.args if isinstance(a, str) and a.startswith("fsdp."))
+def _digest(lines: Sequence[str]) -> str:
+    return digest_of("\n".join(numbered(lines)))
 
 
-def _line(node: fx.Node) -> str:
-    record = require(node)
-    messages = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    if record.role is Role.LOOK_UP:  # the number of rows may differ between ranks
-        messages = []
-    sizes = ", ".join(f"{v.numel()} {str(v.dtype).removeprefix('torch.')}" for v in messages)
-    operator = str(node.target).removeprefix("_c10d_functional.").removesuffix(".default")
-    return f"{record.phase.value}: {operator} of {', '.join(record.parameters)} ({sizes})"
+def _order(collectives: Collectives) -> Order:
+    return tuple(numbered([line for _, line in collectives]))
 
 
-def _numbered(lines: Sequence[str]) -> list[str]:
-    """The lines with each parameter as its place among those of the graph, in the order of their numbered names.
-
-    Layers of one shape share a graph, which has the names of the layer that was called first: on a rank that compiles
-    again for its own batch that may be another layer. The order of layers within a graph is the same for all that share
-    it.
-    """
-    names = {name for line in lines for name in _names(line)}
-    places = {name: str(i) for i, name in enumerate(sorted(names, key=_natural))}
-    return [_NAMES.sub(lambda found: ", ".join(places[n] for n in found[1].split(", ")), line, 1) for line in lines]
+def _on(alias: str, collectives: Collectives) -> list[str]:
+    return [line for each, line in collectives if each == alias]
 
 
-def _names(line: str) -> list[str]:
-    found = _NAMES.search(line)
-    return found[1].split(", ") if found else []
+def _text(measured: str, collectives: Collectives) -> str:
+    return json.dumps([measured, collectives])
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts `experts.9` before `experts.10`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+def _collectives_in(text: str) -> Collectives:
+    _, collectives = json.loads(text)
+    return [(alias, line) for alias, line in collectives]
 
 
-def _mismatch(ranks: tuple[int, ...], found: Difference) -> RankMismatchError:
-    first, second, other = found.first.splitlines(), found.second.splitlines(), found.other
-    if first[0] != second[0] and any(lines[0].startswith(_PLANNED) for lines in (first, second)):
+def _mismatch(ranks: tuple[int, ...], found: Difference, alias: str) -> RankMismatchError:
+    other = found.other
+    if json.loads(found.first)[0] != json.loads(found.second)[0]:
         return RankMismatchError(
             f"rank {ranks[0]} and rank {ranks[other]} plan with different measured times",
             where="options={'hardware': ...}, or options={'refine_after': ...}",
             instead="the same file of fsdp-compile calibrate on all hosts, or a path that all hosts share; one number "
             "of steps",
         )
-    pairs = zip(_numbered(first), _numbered(second), strict=False)
+    first, second = (_on(alias, _collectives_in(text)) for text in (found.first, found.second))
+    pairs = zip(numbered(first), numbered(second), strict=False)
     number = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
     return RankMismatchError(
         f"rank {ranks[0]} and rank {ranks[other]} compile different collectives",
@@ -185,8 +229,8 @@ def _mismatch(ranks: tuple[int, ...], found: Difference) -> RankMismatchError:
 
 def _communicated(lines: Iterable[str]) -> list[tuple[str, str]]:
     """What is communicated, however it is ordered and joined: phase and operator with each parameter."""
-    return sorted((line.partition(" of ")[0], name) for line in lines for name in _names(line))
+    return sorted((line.partition(" of ")[0], name) for line in lines for name in names_in(line))
 
 
-def _at(lines: Iterable[str], number: int) -> str:
-    return next((f"[{line}]" for i, line in enumerate(lines) if i == number), "nothing more")
+def _at(lines: Sequence[str], number: int) -> str:
+    return f"[{lines[number]}]" if number < len(lines) else "nothing more"

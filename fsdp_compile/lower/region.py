@@ -14,7 +14,7 @@ from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph
 from fsdp_compile.layout.spec import Reshard
-from fsdp_compile.lower.agreement import Collectives, collectives_of, digests
+from fsdp_compile.lower.agreement import Collectives, Compared, collectives_of, digests
 from fsdp_compile.lower.graph_text import GraphText
 from fsdp_compile.lower.next_forward import FirstGather
 from fsdp_compile.lower.progress import say, stage
@@ -39,7 +39,7 @@ def keep_nothing(forward: StepGraph, backward: StepGraph) -> None:
     """Leaves forward and backward as the partition made them."""
 
 
-def _compare_nothing(collectives: Collectives) -> None:
+def _compare_nothing(graphs: Mapping[Phase, Compared]) -> None:
     """For graphs that no other rank compiles."""
 
 
@@ -62,7 +62,7 @@ class Region:
     Attributes:
         flats: Records of Dynamo's inputs that are parameter groups, or belong to one.
         transform: Runs the passes on one graph.
-        compare: Called with the collectives of each graph once all of a compile are transformed: ranks compare them.
+        compare: Called with the collectives of all graphs once these are transformed: ranks compare them.
         show: Called with each transformed graph, or its text where the compile was loaded, for reports.
         refuse: Called with the error if there will be no such graphs.
         keep: Chooses what stays unsharded from forward to backward where that was left open.
@@ -74,6 +74,7 @@ class Region:
         first_gather: Finds what a transformed forward gathers first, if optimizer steps are to start that.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         again: Parameter groups that are updated in backward, and that backward reads as forward does.
+        inserted: The collectives of each graph before it was planned.
         collectives: Those of each transformed graph.
         texts: The text of each transformed graph, if the compile is stored.
         loaded: Summaries of the graphs if the compile was loaded.
@@ -88,12 +89,13 @@ class Region:
     may_recompute: bool = False
     shares_code: bool = False
     key: str | None = None
-    compare: Callable[[Collectives], None] = _compare_nothing
+    compare: Callable[[Mapping[Phase, Compared]], None] = _compare_nothing
     show: Callable[[StepGraph | GraphText], None] = _show_nothing
     refuse: Callable[[FSDPCompileError], None] = _refuse_silently
     first_gather: Callable[[StepGraph], FirstGather | None] = find_no_first_gather
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
     again: frozenset[FlatKey] = frozenset()
+    inserted: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)
     collectives: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)
     texts: dict[Phase, GraphText] = dataclasses.field(default_factory=dict)
     loaded: list[GraphSummary] = dataclasses.field(default_factory=list)
@@ -168,11 +170,17 @@ class Region:
         # Only when all are transformed: a rank whose second graph is refused must not have announced the first.
         for step in self.steps:
             self.collectives[step.phase] = collectives_of(step)
-            if self.key is None:
-                self.compare(self.collectives[step.phase])
-            else:
+            if self.key is not None:
                 self.texts[step.phase] = GraphText.of(step)
+        if self.key is None:
+            self.compare(self._compared())
+        for step in self.steps:
             self.show(step)
+
+    def _compared(self) -> dict[Phase, Compared]:
+        # A pipeline that was told to stop early has inserted nothing, and has nothing to plan.
+        nothing: Collectives = []
+        return {phase: Compared(self.inserted.get(phase, nothing), it) for phase, it in self.collectives.items()}
 
     def compare_stored(self) -> None:
         """Compares a compile that is stored with those of other ranks, once it is compiled or loaded.
@@ -181,8 +189,7 @@ class Region:
         """
         is_loaded = not self.steps  # else what was loaded was not complete, and was compiled
         with self._telling_of_refusals():
-            for collectives in [each.collectives for each in self.loaded] if is_loaded else self.collectives.values():
-                self.compare(collectives)
+            self.compare({each.phase: each.compared for each in self.loaded} if is_loaded else self._compared())
         for summary in self.loaded if is_loaded else ():
             self.show(summary.graph)
 
@@ -219,14 +226,14 @@ class Region:
         is_trained = phase is Phase.FORWARD and len(self.steps) > 1
         first = self.first_gather(step) if is_trained else None
         sources = self.sources if phase is Phase.BACKWARD else None
-        found = Surroundings.of(step, digests(self.collectives.get(phase, {})), self.again, planned, first, sources)
+        found = Surroundings.of(step, digests(self.collectives.get(phase, [])), self.again, planned, first, sources)
         erase_markers(gm.graph)
         return found
 
     def summary(self, surroundings: Surroundings) -> GraphSummary:
         """What is stored beside the code of a graph."""
         phase = surroundings.phase
-        return GraphSummary(surroundings, self.collectives[phase], self.texts[phase])
+        return GraphSummary(surroundings, self._compared()[phase], self.texts[phase])
 
     def lowering(self, phase: Phase) -> AbstractContextManager[None]:
         """Says that a graph is being lowered."""

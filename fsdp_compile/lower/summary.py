@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
+from fsdp_compile.ir.graph import Phase
+from fsdp_compile.lower.agreement import Compared
 from fsdp_compile.lower.graph_text import GraphText
 from fsdp_compile.lower.surroundings import Surroundings
 from fsdp_compile.lower.wrappers import Compiled
@@ -16,13 +17,18 @@ class GraphSummary:
 
     Attributes:
         surroundings: What runs around its code.
-        collectives: A line for each collective, by the alias of its process group: what ranks compare.
+        compared: What ranks compare.
         graph: For reports.
     """
 
     surroundings: Surroundings
-    collectives: Mapping[str, Sequence[str]]
+    compared: Compared
     graph: GraphText
+
+    @property
+    def phase(self) -> Phase:
+        """Which graph it is."""
+        return self.surroundings.phase
 
     def around(self, compiled: Compiled) -> Compiled:
         """The code with what runs around it."""

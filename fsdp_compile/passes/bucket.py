@@ -28,6 +28,7 @@ from fsdp_compile.layout.messages import narrow, view
 from fsdp_compile.passes.bucketing.cast_once import cast_together
 from fsdp_compile.passes.bucketing.choose_layout import cheapest_bucket
 from fsdp_compile.passes.bucketing.copy_out import copy_together
+from fsdp_compile.passes.bucketing.follow_lines import OtherSplits
 from fsdp_compile.passes.bucketing.fsdp2_layout import Reduced, write_packed_reduction
 from fsdp_compile.passes.bucketing.join_small import join_gathers, join_reductions
 from fsdp_compile.passes.bucketing.messages import (
@@ -63,11 +64,13 @@ class BucketCollectives:
         hardware: If given, units that by its times cannot be hidden at the edges of the graph are split.
         reduce_layout: Of the messages of reductions; FSDP2's is neither split nor joined.
         join_bytes: Units share collectives up to this many bytes of full parameters, or of full gradients; 0 for none.
+        follow: If given, the collectives of a plan of another rank, whose splits are taken.
     """
 
     hardware: Hardware | None = None
     reduce_layout: ReduceLayout = ReduceLayout.ALIGNED
     join_bytes: int = 0
+    follow: tuple[str, ...] | None = None
     name = "bucket"
     stage = Stage.BUCKETED
 
@@ -79,7 +82,10 @@ class BucketCollectives:
         gathers = join_gathers(gathers, self.join_bytes, partials)
         if self.reduce_layout is ReduceLayout.ALIGNED:
             reductions = join_reductions(reductions, self.join_bytes, step.order(), partials)
-        if self.hardware is not None:
+        if self.follow is not None:
+            splits = OtherSplits(step, self.follow)
+            gathers, reductions = splits.split(gathers), splits.split(reductions)
+        elif self.hardware is not None:
             edges = edges_of(step, self.hardware)
             gathers = edges.split_gathers(gathers)
             if self.reduce_layout is ReduceLayout.ALIGNED:

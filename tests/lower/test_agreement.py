@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import RankMismatchError, fully_shard
+from fsdp_compile.comm.groups import rank_store
+from fsdp_compile.ir.calls import group_of, line_of, starts_of
+from fsdp_compile.lower.compiled_regions import regions_of
+from fsdp_compile.runtime.module_state import units
 from tests import long
 from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, gradient_difference, loss_of
@@ -123,21 +129,151 @@ class _Wide(nn.Module):
         return x
 
 
-def _plans_for_its_rows(prefetch: str | int) -> str:
-    options: dict[str, Any] = {"lower": "eager", "prefetch": prefetch}
-    compiled: Any = torch.compile(_Wide(), backend="fsdp", options=options)
-    try:
+def _pairs() -> nn.Module:
+    """Units with two large parameters each, which are split at the edges of the graph: which edge depends on rows."""
+    pairs = (nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512)) for _ in range(4))
+    return nn.Sequential(nn.Linear(2048, 512), *pairs)
+
+
+class _Left(nn.Module):
+    """`W @ x`: backward reads the weight before the gradient that it is multiplied with."""
+
+    def __init__(self, made: int, taken: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(made, taken) / taken**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight @ x.t()).t().tanh()
+
+
+def _lefts() -> nn.Module:
+    return nn.Sequential(_Left(256, 2048), *(_Left(*pair) for pair in ((512, 256), (256, 512)) * 4))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The rows of each rank in each step, and how the ranks train."""
+
+    rows: tuple[tuple[int, ...], ...]
+    make: Callable[[], nn.Module] = _Wide
+    mesh: tuple[int, ...] = (2,)
+    dynamic: bool | None = None
+    lower: str = "eager"
+
+
+_Orders = dict[tuple[int, ...], set[tuple[str, ...]]]
+"""By the ranks of a group, the orders in which its collectives run in a backward."""
+
+
+def _with_rows(sizes: _Sizes) -> tuple[float, _Orders]:
+    """Trains with other rows on each rank; also returns the largest difference from one process."""
+    torch.manual_seed(0)
+    model = sizes.make()
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", sizes.mesh)
+    for part in model.children() if isinstance(model, nn.Sequential) else ():
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    options: dict[str, Any] = {"lower": sizes.lower, "bucket_mb": 0}
+    compiled = torch.compile(model, backend="fsdp", dynamic=sizes.dynamic, options=options)
+    worst, orders = 0.0, _Orders()
+    for rows in zip(*sizes.rows, strict=True):
+        every = [torch.randn(n, 2048, generator=torch.Generator().manual_seed(n)) for n in rows]
+        loss_of(compiled(every[dist.get_rank()])).backward()
+        torch.stack([loss_of(reference(batch)) for batch in every]).mean().backward()
+        worst = max(worst, gradient_difference(model, reference))
+        (region,) = regions_of(units(model))
+        found: dict[str, list[str]] = {}
+        for node in starts_of(region.steps[1]):
+            found.setdefault(group_of(node), []).append(line_of(node))
+        for alias, lines in found.items():
+            place = rank_store(alias)
+            assert place is not None
+            orders.setdefault(place.ranks, set()).add(tuple(lines))
+    return worst, orders
+
+
+def _orders(*rows: tuple[int, ...], **how: Any) -> _Orders:
+    """The orders of all backwards of all ranks, once their gradients were right."""
+    found = run_ranks(_with_rows, _Sizes(rows, **how), world_size=len(rows), timeout_s=150)
+    assert max(difference for difference, _ in found) < 1e-5
+    groups = {ranks for _, orders in found for ranks in orders}
+    return {ranks: set().union(*(orders.get(ranks, set()) for _, orders in found)) for ranks in groups}
+
+
+@pytest.mark.core
+def test_ranks_with_batches_of_other_sizes_follow_one_plan() -> None:
+    few, many = (_orders((rows,), (rows,)) for rows in (4, 256))
+    assert few != many
+    assert _orders((4,), (256,)) == few  # that of the first rank
+    assert _orders((256,), (4,)) == many
+
+
+@pytest.mark.core
+@long.parametrize("make", [_pairs, _lefts], always=[_pairs])
+def test_the_splits_and_the_order_of_another_rank_are_followed_in_other_models(make: Callable[[], nn.Module]) -> None:
+    alike = _orders((4,), (4,), make=make)
+    assert alike != _orders((256,), (256,), make=make)
+    assert alike == _orders((4, 4), (256, 4), make=make)
+
+
+@pytest.mark.core
+@long.parametrize("dynamic", [None, False], always=[None])
+def test_a_rank_that_compiles_alone_for_other_rows_follows_the_plan_that_all_have(dynamic: bool | None) -> None:  # noqa: FBT001
+    assert _orders((4, 4, 4, 8), (4, 256, 4, 300), dynamic=dynamic) == _orders((4,), (4,))
+
+
+_FOUR_RANKS = [((4, 4), (256, 4), (64, 256), (300, 4)), ((256, 4), (4, 4), (4, 256), (4, 8))]
+
+
+@pytest.mark.core
+@long.parametrize("rows", _FOUR_RANKS, always=_FOUR_RANKS[:1])
+def test_replicas_with_batches_of_other_sizes_follow_one_plan(rows: tuple[tuple[int, ...], ...]) -> None:
+    orders = _orders(*rows, mesh=(2, 2))
+    assert orders.keys() == {(0, 1), (2, 3), (0, 2), (1, 3)}
+    assert all(len(each) == 1 for each in orders.values())
+
+
+@pytest.mark.long
+def test_compiles_that_are_stored_follow_one_plan_too() -> None:
+    """The second time, both are loaded: that of the rank's own plan, and that of the plan to follow."""
+    for _ in range(2):
+        assert [len(each) for each in _orders((4, 4), (256, 4), lower="inductor").values()] == [1]
+
+
+class _Reads(_Wide):
+    """Rank 1 reads its blocks backwards, and has more rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in list(self.blocks)[:: -1 if dist.get_rank() == 1 else 1]:
+            x = block(x)
+        return x
+
+
+def _message_of_other_reads() -> str:
+    compiled = torch.compile(_Reads(), backend="fsdp", options={"lower": "eager"})
+    with pytest.raises(Exception, match="compile different collectives") as caught:
+        compiled(torch.ones(256 if dist.get_rank() == 1 else 4, 2048))
+    return str(caught.value)
+
+
+def test_other_rows_do_not_hide_that_a_rank_reads_in_another_order() -> None:
+    for message in run_ranks(_message_of_other_reads, timeout_s=60):
+        assert "must not depend on a rank's number or data" in message
+
+
+def _budget_for_its_rows() -> str:
+    options: dict[str, Any] = {"lower": "eager", "memory_budget_gb": 0.2}
+    compiled = torch.compile(_Wide(), backend="fsdp", options=options)
+    with pytest.raises(Exception, match="compile different collectives") as caught:
         loss_of(compiled(torch.ones((4, 256)[dist.get_rank()], 2048))).backward()
-    except Exception as error:
-        return str(error)
-    return ""
+    return str(caught.value)
 
 
-def test_plans_that_differ_for_batches_of_other_sizes_are_named() -> None:
-    for message in run_ranks(_plans_for_its_rows, "auto", timeout_s=60):
-        assert "compile different collectives" in message
+def test_plans_that_promise_something_for_their_sizes_are_not_changed() -> None:
+    for message in run_ranks(_budget_for_its_rows, timeout_s=60):
         assert "options={'prefetch': 1}" in message
-    assert run_ranks(_plans_for_its_rows, 1, timeout_s=60) == ["", ""]
 
 
 def _experts() -> int:
