@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compile._torch.tensors import OpOverload
 from fsdp_compile.ir.graph import DECLARING, Phase, Record, Role, StepGraph, record_of, require, role_of
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
 from fsdp_compile.ops.gather_message import GATHER_MESSAGE
@@ -128,8 +129,8 @@ def parameter_only(graph: fx.Graph) -> list[fx.Node]:
         if node.op != "call_function" or not _has_tensors(node):
             continue
         derived = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
-        # These may be computed twice, in forward and in backward, so random operators are left out.
-        if node.target in READS or (derived and _is_pure(node)):
+        # These are computed twice, in forward and in backward.
+        if node.target in READS or (derived and not node.is_impure() and is_known_to_repeat(node.target)):
             found[node] = None
     return list(found)
 
@@ -141,9 +142,15 @@ def _has_tensors(node: fx.Node) -> bool:
     )
 
 
-def _is_pure(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded not in tags and not node.is_impure()
+_KNOWN = ("aten", "prims", "_c10d_functional", "_dtensor", "fsdp")
+"""Namespaces of torch's operators and of this package's."""
+
+
+def is_known_to_repeat(operator: Any) -> bool:
+    """Whether an operator gives the same for the same inputs: none of others, which may draw random numbers untold."""
+    if not isinstance(operator, OpOverload):
+        return operator is getitem
+    return operator.namespace in _KNOWN and torch.Tag.nondeterministic_seeded not in operator.tags
 
 
 def is_alias(node: fx.Node) -> bool:

@@ -160,8 +160,7 @@ def _gather_local(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
         if isinstance(own, torch.Tensor):  # put in the place of the parameter
             return own
         if eval_text is not None and not module.training:
-            # Eval mode has another text, and neither accumulates gradients nor uses unsharded values.
-            return unshard(module, flat_param, eval_text)
+            return unshard(module, flat_param, *((eval_text,) if own is None else _eval_arguments(own)))
         if own is None:
             return unshard(module, flat_param, text)
         return unshard(module, flat_param, *_arguments(text, own))
@@ -199,10 +198,18 @@ skip_code(_unshard.__code__)
 
 def _arguments(text: str, args: UnshardArgs) -> tuple[str | torch.Tensor | None, ...]:
     """The arguments of a read besides the flat parameter."""
+    own, _, unsharded, *gradients = args
     if torch.is_grad_enabled():
-        return args
+        return (own, unsharded, *gradients)
     # Each tensor argument makes another graph, and without gradients nothing accumulates.
-    return (text,) if args[1] is None else (text, args[1])
+    return (text,) if unsharded is None else (text, unsharded)
+
+
+def _eval_arguments(args: UnshardArgs) -> tuple[str | torch.Tensor | None, ...]:
+    """The same of a read in eval mode, where that has a text of its own: what is unsharded has another dtype."""
+    _, text, _, *gradients = args
+    # The same text without gradients: all reads of a graph reduce in one dtype.
+    return (text, None, *gradients) if torch.is_grad_enabled() else (text,)
 
 
 def named_parameters(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN201

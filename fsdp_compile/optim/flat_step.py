@@ -20,6 +20,7 @@ from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.optim.flat_runs import Run, State, neighbours
 from fsdp_compile.runtime import loaded_state
+from fsdp_compile.runtime.next_forward import OWN_PARAMS
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 ELEMENTWISE = (
@@ -141,11 +142,13 @@ class FlatStep:
         runs = {run.tensor: run for found, _ in shown for run in found}
         optimizer.state = collections.defaultdict(dict, others)
         optimizer.state.update({tensor: run.state for tensor, run in runs.items()})
+        setattr(optimizer, OWN_PARAMS, given)
         try:
             for group, (found, whole) in zip(groups, shown, strict=True):
                 group["params"] = [*(run.tensor for run in found), *whole]
             self._inner()
         finally:
+            delattr(optimizer, OWN_PARAMS)
             for group, parameters in zip(groups, given, strict=True):
                 group["params"] = parameters
             state.update({p: s for p, s in optimizer.state.items() if p not in runs})

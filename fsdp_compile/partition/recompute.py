@@ -12,23 +12,22 @@ compute again has room.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import getitem
 from typing import TypeVar
 
-import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import CheckpointPolicy
 from fsdp_compile._torch.tensors import OpOverload
 from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.errors import BudgetTooSmallError
-from fsdp_compile.ir.graph import require
-from fsdp_compile.ir.queries import READS, is_alias, parameter_only
+from fsdp_compile.ir.graph import record_of
+from fsdp_compile.ir.queries import READS, is_alias, is_known_to_repeat, parameter_only
 
 T = TypeVar("T")
 Block = tuple[fx.Node, ...]
-_COMMUNICATE = ("_c10d_functional", "c10d", "c10d_functional", "_dtensor")
+_COMMUNICATE = ("_c10d_functional", "_dtensor")
 
 
 def blocks(joint: fx.Graph) -> list[Block]:
@@ -103,11 +102,19 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 def _cuts(nodes: Sequence[fx.Node]) -> list[int]:
     """Before which calls blocks begin, but for the first one: one in each stretch between reads of different units."""
-    reads = [(place, require(node.all_input_nodes[0]).unit) for place, node in enumerate(nodes) if node.target in READS]
+    reads = list(_units_read(nodes))
     changes = [(first, then) for (first, unit), (then, other) in itertools.pairwise(reads) if unit != other]
     live = _live_bytes(nodes)
     found = (min(range(first + 1, then + 1), key=lambda place: (live[place], -place)) for first, then in changes)
     return sorted(set(found))
+
+
+def _units_read(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, str]]:
+    """The place and the unit of each read; of parameters whose class gathers them, messages name no unit."""
+    for place, node in enumerate(nodes):
+        record = record_of(node.all_input_nodes[0]) if node.target in READS else None
+        if record is not None:
+            yield place, record.unit
 
 
 def _live_bytes(nodes: Sequence[fx.Node]) -> list[int]:
@@ -141,5 +148,5 @@ def _can_run_twice(node: fx.Node) -> bool:
         return _can_run_twice(node.all_input_nodes[0])
     if not isinstance(node.target, OpOverload) or node.is_impure():
         return False
-    is_random = torch.Tag.nondeterministic_seeded in node.target.tags
-    return not (is_random or node.target._schema.is_mutable or node.target.namespace in _COMMUNICATE)
+    repeats = is_known_to_repeat(node.target)
+    return repeats and not (node.target._schema.is_mutable or node.target.namespace in _COMMUNICATE)

@@ -24,6 +24,9 @@ from fsdp_compile.runtime import unshard
 from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
 from fsdp_compile.runtime.units import FSDPParamGroup, ModelState
 
+OWN_PARAMS = "_fsdp_own_params"
+"""Attribute of an optimizer whose groups show other tensors while it steps (`flat_step`): each group's parameters."""
+
 
 class NextForward:
     """What is gathered for the next forward of one model.
@@ -127,6 +130,13 @@ def begin(models: Iterable[ModelState]) -> None:
                 known.free()
 
 
+def expect_none(models: Iterable[ModelState]) -> None:
+    """Notes that no forward of some models is expected: optimizers' steps start nothing until one runs."""
+    for model in models:
+        if model.next_forward is not None:
+            model.next_forward.is_expected = False
+
+
 @functools.cache
 def _watch_optimizers() -> None:
     # After it, so that what is gathered is of the version after the step.
@@ -138,9 +148,18 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     # In backward, units are updated one by one; an optimizer that sees whole parameters steps once for each.
     if backward_in_progress() != -1 or SEES_WHOLE in vars(optimizer):
         return
-    models = {group.unit.model_ref() for group in FSDPParamGroup.alive()}
-    found: list[NextForward] = [model.next_forward for model in models if model is not None and model.next_forward]
+    models = _models_of(optimizer)
+    found: list[NextForward] = [model.next_forward for model in models if model.next_forward]
     # Groups are known by their memory, whose order differs between ranks; that of collectives must not.
     for each in sorted(found, key=lambda known: known.place):
         if each.is_expected:
             each.start()
+
+
+def _models_of(optimizer: Optimizer) -> set[ModelState]:
+    """The models that an optimizer has parameters of: others may be deleted on some ranks, and not yet on this one."""
+    lists = vars(optimizer).get(OWN_PARAMS) or [group["params"] for group in optimizer.param_groups]
+    own = {id(parameter) for parameters in lists for parameter in parameters}
+    groups = [g for g in FSDPParamGroup.alive() if any(id(param.parameter) in own for param in g.params)]
+    models = {group.unit.model_ref() for group in groups}
+    return {model for model in models if model is not None}

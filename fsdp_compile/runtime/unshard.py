@@ -147,10 +147,16 @@ def offer(group: FSDPParamGroup, values: Mapping[int, torch.Tensor], version: tu
         values: All of its unsharded parameters by offset, as reads see them.
         version: What `version_of` gave before they were gathered.
     """
-    # Below autocast a graph may have sent fewer bits than reads outside of it see.
-    if all(values[param.spec.offset].dtype == param.spec.param_dtype for param in group.params):
+    # Below autocast a graph may have sent fewer bits than reads outside of it see, and in eval mode more.
+    if all(_is_as_read(values[param.spec.offset], param) for param in group.params):
         group.unsharded.offered = UnshardedParams(values, version)
         group.unit.model.mark_pending(group)
+
+
+def _is_as_read(value: torch.Tensor, param: FSDPParam) -> bool:
+    """Whether a graph's unsharded parameter surely has the numbers that training mode reads."""
+    may_be_exact = param.eval_spec is not None and bool(param.spec.gather_format)
+    return value.dtype == param.spec.param_dtype and not may_be_exact
 
 
 def _take_offered(group: FSDPParamGroup, offered: UnshardedParams) -> None:

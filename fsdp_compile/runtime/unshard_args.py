@@ -14,15 +14,18 @@ from torch import nn
 
 from fsdp_compile._torch.dynamo import keep_sizes_fixed
 from fsdp_compile.layout.spec import GradPlacement
-from fsdp_compile.runtime.units import FSDPParamGroup
+from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 UNSHARD_ARGS = "_fsdp_unshard_args"
 """Attribute of a module: parameter name to `UnshardArgs`, or to a tensor that is read in the place of the parameter.
 
 The class has `None`, for a module without any.
 """
-UnshardArgs = tuple[str, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Text of the `UnshardSpec`, unsharded parameter, accumulator, unsharded accumulated and partially reduced gradient."""
+UnshardArgs = tuple[str, str | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Text of the `UnshardSpec`; the same for eval mode, where that differs; then tensors.
+
+They are the unsharded parameter, the accumulator, the unsharded accumulated and the partially reduced gradient.
+"""
 
 
 def set_unshard_args(module: nn.Module, name: str, args: UnshardArgs | None) -> None:
@@ -73,14 +76,27 @@ def refresh_unshard_args(group: FSDPParamGroup) -> None:
     ):
         if tensor is not None:
             keep_sizes_fixed(tensor)  # also with `dynamic=True`
+    gradients = (accumulator, unsharded_grad, partial_grad)
     for param in group.params:
         args: UnshardArgs | None = None
         if not is_default:
             text = dataclasses.replace(param.spec, grad_placement=placement).text
+            in_eval = _eval_text(param, placement, gradients)
             value = None if unsharded is None else unsharded.values[param.spec.offset]
-            args = (text, value, accumulator, unsharded_grad, partial_grad)
+            args = (text, in_eval, value, *gradients)
         for module, attribute in param.module_refs:
             set_unshard_args(module, attribute, args)
+
+
+def _eval_text(param: FSDPParam, placement: GradPlacement, gradients: tuple[torch.Tensor | None, ...]) -> str | None:
+    """The text by which eval mode reads a parameter, where that differs, and its gradients go to `gradients`."""
+    spec = param.eval_spec
+    if spec is None:
+        return None
+    if any(gradient is not None for gradient in gradients):
+        # They are sums of both modes' gradients.
+        spec = dataclasses.replace(spec, grad_placement=placement, reduce_dtype=param.spec.reduce_dtype)
+    return spec.text
 
 
 def grad_placement_of(group: FSDPParamGroup) -> GradPlacement:

@@ -25,6 +25,7 @@ from fsdp_compile.runtime.extended_reads import refuse_extended
 from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import params_in, units_below
 from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
+from fsdp_compile.runtime.unshard import reshard
 from fsdp_compile.state.outside_of_steps import check, refuse_inside_a_step
 
 
@@ -309,6 +310,8 @@ class _FullParams:
         for module, sharded_class in self.classes:
             swap_back(module, sharded_class)  # its reads may have changed meanwhile
         problems = [param.swap_out() for param in self.params]
+        # It may be outdated only on ranks whose own rows were changed, which would gather without the others.
+        reshard(self.units)
         for unit in self.units:
             unit.param_state = ParamState.SHARDED
             unit.model.note_layout()

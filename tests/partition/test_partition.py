@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -286,3 +288,54 @@ def test_models_that_checkpoint_may_update_the_buffers_that_they_read() -> None:
     (kinds,) = run_ranks(_both_kinds, world_size=1)
     for mine, theirs in kinds:
         torch.testing.assert_close(mine, theirs)
+
+
+_drawn: list[torch.Tensor] = []
+
+
+@torch.library.custom_op("fsdp_test_partition::noisy", mutates_args=())
+def _noisy(weight: torch.Tensor) -> torch.Tensor:
+    _drawn.append(torch.randn(weight.shape))
+    return weight + _drawn[-1]
+
+
+@_noisy.register_fake
+def _(weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(weight)
+
+
+torch.library.register_autograd("fsdp_test_partition::noisy", lambda _ctx, grad: grad)
+
+
+class _Noisy(nn.Module):
+    """A weight that an operator of the user's adds noise to; nothing tells torch that it is random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(torch.tanh(self.first(x)), _noisy(self.second.weight))
+
+
+def _with_noise() -> int:
+    """How often the operator has run; gradients are those of its first run."""
+    _drawn.clear()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model: Any = _Noisy()
+    alone = copy.deepcopy(model)
+    for part in (model.first, model.second, model):
+        fully_shard(part)
+    batch = torch.randn(4 * world, WIDTH).chunk(world)[rank]
+    torch.manual_seed(1)  # the same noise on each rank, so that the second weight has one gradient
+    torch.compile(model, backend="fsdp", options={"lower": "eager"})(batch).square().mean().backward()
+    nn.functional.linear(torch.tanh(alone.first(batch)), alone.second.weight + _drawn[0]).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(theirs.grad)
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad / world)
+    return len(_drawn)
+
+
+def test_operators_that_are_not_torchs_run_once() -> None:
+    assert run_ranks(_with_noise) == [1, 1]

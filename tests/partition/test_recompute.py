@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import BudgetTooSmallError, ConfigError, FSDPOptions, explain, fully_shard
+from fsdp_compile._torch.dynamo import CheckpointPolicy
 from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.partition.recompute import with_fewest
+from fsdp_compile.partition.recompute import recompute, with_fewest
+from tests.models.extended import Half, Layers
 from tests.ranks import run_ranks
 
 WIDTH, ROWS, BLOCKS = 32, 64, 3
@@ -143,3 +146,45 @@ def test_no_bit_changes_with_random_numbers_and_running_statistics() -> None:
     for same, peak, less in run_ranks(_both_ways, "eager", _least_bytes() / 1e9):
         assert same
         assert less < 0.7 * peak
+
+
+def _gradients_with_classes(**options: Any) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layers(Half, rows=64) for _ in range(BLOCKS)))
+    for part in (*model, model):
+        fully_shard(part)
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", **options})
+    compiled(torch.randn(1024, 6)).square().mean().backward()
+    return [local_tensor(p.grad).clone() for p in model.parameters()]  # type: ignore[arg-type]
+
+
+def _budgets_of_classes() -> tuple[int, int, bool]:
+    """The least bytes with saved activations, and with others; whether the second budget changes no bit."""
+    least = []
+    for activations in ("saved", "auto"):
+        with pytest.raises(BackendCompilerFailed) as caught:
+            _gradients_with_classes(activations=activations, memory_budget_gb=1e-9)
+        assert isinstance(caught.value.inner_exception, BudgetTooSmallError)
+        least.append(caught.value.inner_exception.least_bytes)
+    wanted, made = (_gradients_with_classes(**each) for each in ({}, {"memory_budget_gb": least[1] / 1e9}))
+    return least[0], least[1], all(map(torch.equal, wanted, made))
+
+
+def test_parameters_whose_class_gathers_them_have_budgets_too() -> None:
+    for saved, least, is_same in run_ranks(_budgets_of_classes):
+        assert 0 < least < 0.7 * saved
+        assert is_same
+
+
+@torch.library.custom_op("fsdp_test_recompute::same", mutates_args=())
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def test_operators_that_are_not_torchs_are_not_computed_again() -> None:
+    graph = torch.fx.Graph()
+    known = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))
+    own = graph.call_function(torch.ops.fsdp_test_recompute.same.default, (known,))
+    recompute([(known, own)])
+    assert [node.meta.get("recompute") for node in (known, own)] == [CheckpointPolicy.MUST_RECOMPUTE, None]

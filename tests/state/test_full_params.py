@@ -327,3 +327,49 @@ def test_offloaded_parameters_are_gathered_on_the_host() -> None:
     for offload_to_cpu, device in ((True, "cpu"), (False, "meta")):
         for count, devices in run_ranks(_devices, offload_to_cpu=offload_to_cpu):
             assert devices == [device] * count
+
+
+def _written_while_gathered(variant: str) -> list[list[str]]:
+    """Units that are unsharded before and after one row is written in `full_params`; trains on as one process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    alone = copy.deepcopy(model)
+    for part in (*model, model):
+        fully_shard(part)
+    options: Any = {"lower": "eager", "bucket_mb": 0, "unshard_after_step": variant == "after a step"}
+    compiled = torch.compile(model, backend="fsdp", options=options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    found = []
+    for step in range(3):
+        batch = torch.randn(4 * world, 8, generator=torch.Generator().manual_seed(step))
+        compiled(batch.chunk(world)[rank]).square().mean().backward()
+        alone(batch).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if variant == "by hand":
+            model[0].unshard()
+        if step == 1:
+            found.append(_unsharded(model))
+            with full_params(model), torch.no_grad():
+                model[0].weight[:1].mul_(-3.0)
+            with torch.no_grad():
+                alone[0].weight[:1].mul_(-3.0)
+            found.append(_unsharded(model))
+            assert not found[-1], "rank 0 would gather again, and the others not"
+    for part in (*model, model):
+        part.reshard()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs)
+    return found
+
+
+def _unsharded(model: nn.Module) -> list[str]:
+    groups = [group for unit in units(model) for group in unit.param_groups]
+    return [group.unit.title for group in groups if not group.unsharded.is_sharded]
+
+
+@pytest.mark.parametrize("variant", ["after a step", "by hand"])
+def test_a_write_to_rows_of_one_rank_frees_what_all_have_gathered(variant: str) -> None:
+    assert run_ranks(_written_while_gathered, variant) == [[["0"], []]] * 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from operator import getitem
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -12,6 +15,8 @@ from fsdp_compile.verify.report import Complaint
 from fsdp_compile.verify.trace_elements import WIRES, origin
 
 RULE = "nothing-unsharded-saved"
+_TOLD = ("aten", "prims", "_c10d_functional", "_dtensor", "fsdp")
+"""Namespaces whose random operators have torch's tag: torch's and this package's."""
 
 
 def nothing_unsharded_saved(facts: Facts) -> list[Complaint]:
@@ -123,7 +128,15 @@ def _is_dropped(spec: UnshardSpec) -> bool:
 
 def _follows(node: fx.Node, derived: dict[fx.Node, str]) -> bool:
     """Whether a node depends on nothing but derived values; random results depend on a state, too."""
-    if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if node.op != "call_function" or _may_be_random(node.target):
         return False
     inputs = node.all_input_nodes
     return bool(inputs) and all(source in derived for source in inputs)
+
+
+def _may_be_random(target: Any) -> bool:
+    """Whether an operator draws random numbers, or is a user's, which may do so and not say it."""
+    if target is getitem:
+        return False
+    is_tagged = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return is_tagged or getattr(target, "namespace", "") not in _TOLD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import MixedPrecision, fully_shard
+from fsdp_compile import MixedPrecision, fully_shard, no_sync, step_in_backward
 from fsdp_compile.config.policy import AnyPrecisionPolicy
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
@@ -199,6 +200,69 @@ def _in_eval() -> None:
 
 def test_full_precision_in_eval() -> None:
     run_ranks(_in_eval)
+
+
+class _Half(nn.Module):
+    """Two layers of one unit, and one of the root; code without gradients looks at a weight that is also trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = self.b.weight.abs().amax()
+        return self.head(torch.tanh(self.b(torch.tanh(self.a(x))) * scale))
+
+
+EVALUATED: dict[str, tuple[Callable[[Any], Any], bool, bool]] = {
+    "all": (nn.Module.eval, True, False),
+    "all, updated in backward": (nn.Module.eval, True, True),
+    "all, not compiled, updated in backward": (nn.Module.eval, False, True),
+    "a part of a unit": (lambda model: model.b.eval(), True, False),
+}
+"""What is in eval mode, whether the model is compiled, and whether the optimizer steps in backward."""
+
+
+def _accumulated_in_eval(name: str) -> tuple[int, bool]:
+    """Updates under `no_sync`, and whether a gradient is in a parameter's `.grad` there, of training in eval mode."""
+    evaluate, compiles, in_backward = EVALUATED[name]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model: Any = _Half()
+    alone: Any = copy.deepcopy(model)
+    # Only reductions are in another dtype in eval mode.
+    policy = MixedPrecision(reduce_dtype=torch.float64, full_precision_in_eval=True)
+    fully_shard([model.a, model.b], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    evaluate(model)
+    run = torch.compile(model, backend="fsdp", options={"lower": "eager"}) if compiles else model
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone)]
+    if in_backward:
+        step_in_backward(optimizers[0])
+    steps: list[str] = []
+    optimizers[0].register_step_pre_hook(lambda *_: steps.append("step"))
+    updates, is_filled = 0, False
+    for step in range(2):
+        for number, batch in enumerate(batches(3, 4 * world, seed=step)):
+            before = len(steps)
+            with no_sync(model) if number < 2 else contextlib.nullcontext():
+                run(batch.chunk(world)[rank]).square().mean().backward()
+            if number < 2:
+                updates += len(steps) - before
+                is_filled |= any(p.grad is not None for p in model.parameters())
+            alone(batch).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-4, atol=1e-6)
+    return updates, is_filled
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_gradients_accumulate_in_eval_mode_as_in_training(name: str) -> None:
+    assert run_ranks(_accumulated_in_eval, name) == [(0, False)] * 2
 
 
 def _low_in_eval() -> torch.dtype:
