@@ -194,6 +194,12 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
+def wrapped_by(wrapper: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that one of a subclass as in `is_wrapper` wraps."""
+    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [getattr(wrapper, name) for name in names]
+
+
 def unscale_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Multiplies tensors of one device and dtype in place; sets `found_inf` to 1 if a value is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)

@@ -1,13 +1,16 @@
 """Parameters that are DTensors over a whole mesh, with its data-parallel dimensions, in a forward.
 
 Their gradients are what FSDP2 takes: summed over the other dimensions, where they are partial sums there, and left as
-they are over the data-parallel ones, which the reduction of the unit averages over.
+they are over the data-parallel ones, which the reduction of the unit averages over. Where a gradient is split over such
+a dimension (that of a position embedding, of which each rank of "cp" has used some rows), each rank takes an equal part
+of all of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import weakref
 from typing import Any
 
@@ -76,8 +79,10 @@ class SpmdParam(TensorParallel):
         return named
 
     def is_sharded(self, parameter: DTensor) -> bool:
-        """Whether a DTensor in the parameter's place is sharded, too; where there are only replicas, any is."""
-        return not self.spmd.shard or not self.is_of(parameter)
+        """Whether a DTensor in the parameter's place is sharded, too; where that changes no placement, any is."""
+        # Only replicas; or a number, which every rank of the one dimension has whole.
+        changes_none = not self.spmd.shard or (len(self.spmd.shard) == 1 and not self.shape)
+        return changes_none or not self.is_of(parameter)
 
     def sharded_mesh(self, data_parallel: DeviceMesh) -> DeviceMesh:  # noqa: ARG002
         """The mesh of the sharded parameter."""
@@ -93,10 +98,13 @@ class SpmdParam(TensorParallel):
 
     def local_gradient(self, grad: DTensor) -> torch.Tensor:
         """This rank's part of a gradient, with its own sums over data-parallel ranks still to be made."""
-        left = self.spmd.data_parallel_dims
-        wanted = tuple(grad.placements[i] if i in left else p for i, p in enumerate(self.placements))
-        laid_out = grad if tuple(grad.placements) == wanted else grad.redistribute(placements=wanted)
-        return laid_out.to_local()
+        summed = self.spmd.data_parallel_dims
+        given = tuple(grad.placements)
+        split = [i for i in summed if not given[i].is_partial() and not given[i].is_replicate()]
+        # Where it is split, it is replicated, too, as the parameter is.
+        wanted = tuple(given[i] if i in summed and i not in split else p for i, p in enumerate(self.placements))
+        local = (grad if given == wanted else grad.redistribute(placements=wanted)).to_local()
+        return local / math.prod(self.mesh.size(i) for i in split) if split else local
 
 
 class _Gathered(torch.autograd.Function):

@@ -69,6 +69,7 @@ class UnshardSpec:
         replicate_stride: The same of the replicate group; 1 if there is none.
         param_dtype: Dtype of the unsharded parameter, which is sent unless `gather_format` says otherwise.
         gather_format: Name of the format that is sent (`wire_formats.py`); empty to send `param_dtype`.
+        accumulate_dtype: Dtype of gradients that wait for (the rest of) their reduction; `None` for `reduce_dtype`.
         hook: Key of the user's function that reduces gradients over the group; empty for an average.
         order: Dimensions from the outermost to the innermost in the memory of the unsharded parameter (channels last,
             say); empty for a contiguous one. Flat parameters are always contiguous.
@@ -96,6 +97,7 @@ class UnshardSpec:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reshard: Reshard = Reshard.AFTER_FORWARD
+    accumulate_dtype: torch.dtype | None = None
     gather_format: str = ""
     order: tuple[int, ...] = ()
     grad_placement: GradPlacement = GradPlacement.REDUCED
@@ -173,6 +175,11 @@ class UnshardSpec:
         return torch.uint8 if self.gather_format else self.param_dtype
 
     @property
+    def unreduced_dtype(self) -> torch.dtype:
+        """Dtype of gradients that wait for (the rest of) their reduction."""
+        return self.accumulate_dtype or self.reduce_dtype
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the message is the unsharded parameter's own memory, so that reading it needs no copy."""
         return self.size == 1 or (self.dim == 0 and self.extent == self.shard_numel)
@@ -193,6 +200,8 @@ class UnshardSpec:
         if self.gather_format:
             fields["gather"] = self.gather_format
         fields["reduce"] = _dtype_name(self.reduce_dtype)
+        if self.accumulate_dtype is not None:
+            fields["accumulate"] = _dtype_name(self.accumulate_dtype)
         if self.hook:
             fields["hook"] = self.hook
         fields["reshard"] = self.reshard.value
@@ -252,6 +261,7 @@ def parse(text: str) -> UnshardSpec:
             hook=fields.get("hook", ""),
             gather_format=fields.get("gather", ""),
             reduce_dtype=_dtype(fields["reduce"]),
+            accumulate_dtype=_dtype(fields["accumulate"]) if "accumulate" in fields else None,
             reshard=Reshard(fields["reshard"]),
             order=tuple(map(int, fields["order"].split("x"))) if "order" in fields else (),
             grad_placement=GradPlacement(fields.get("grads", GradPlacement.REDUCED.value)),

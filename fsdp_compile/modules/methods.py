@@ -31,7 +31,7 @@ from fsdp_compile.runtime.unshard import UnshardHandle, reshard, unshard
 def set_division(units: Iterable[FSDPUnit], **settings: float | bool | None) -> None:
     """Sets `divide` or `sum_only` of `CommSettings`; raises `ConfigError` if a communication hook divides."""
     for unit in units:
-        if unit.hook is not None and unit.hook.key:
+        if unit.hook is not None:
             raise ConfigError(
                 "the model has a communication hook, which divides by itself",
                 where=f"{', '.join(settings)} of unit {unit.title}",

@@ -24,11 +24,19 @@ CommHook = Callable[..., None]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Registered:
-    """A hook with its state, and the key that names it in graphs, the same on every rank."""
+    """A hook with its state, and the key that names it in graphs, the same on every rank.
+
+    The key is empty for a hook of torch's own that graphs have as nodes.
+    """
 
     key: str
     hook: CommHook
     state: object
+
+    @property
+    def compresses_to(self) -> torch.dtype | None:
+        """The dtype of messages, if the hook is one of torch's own that casts them, as nodes."""
+        return None if self.key else _known_reduce_dtype(self.hook)
 
 
 _RUNS_EACH_TIME = (torch.Tag.cudagraph_unsafe,)
@@ -131,7 +139,7 @@ def _(messages: Sequence[torch.Tensor], _key: str) -> list[torch.Tensor]:
     return [torch.empty_like(message) for message in messages]
 
 
-def known_reduce_dtype(hook: object) -> torch.dtype | None:
+def _known_reduce_dtype(hook: object) -> torch.dtype | None:
     """The dtype in which one of torch's own hooks reduces; `None` for one that keeps the gradient's, or any other."""
     from torch.distributed.algorithms._comm_hooks import default_hooks
 

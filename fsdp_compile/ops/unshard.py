@@ -127,20 +127,20 @@ def reduced_gradient(
     Returns:
         This rank's part of the gradient at the parameter's place, zeros elsewhere: for `GradPlacement.REDUCED` a tensor
         like `flat`; for `GradPlacement.REDUCE_SCATTERED` `[numel]`, and for `GradPlacement.UNREDUCED` `[size * numel]`,
-        in the reduce dtype.
+        in the dtype of unreduced gradients.
     """
-    rows = gradient_rows(_EAGER, grad, read).to(read.reduce_dtype)
+    rows = gradient_rows(_EAGER, grad, read)
     if read.grad_placement is GradPlacement.UNREDUCED:
+        rows = rows.to(read.unreduced_dtype)
         return _placed(rows, rows.new_zeros((read.size, flat.numel())), read)
     if unsharded_accumulated_grad is not None:
-        rows = _slot(unsharded_accumulated_grad.view(read.size, -1), read) + rows
-    gradient = sum_over_shards(rows.reshape(-1), read)
+        rows = _slot(unsharded_accumulated_grad.view(read.size, -1), read) + rows.to(read.unreduced_dtype)
+    gradient = sum_over_shards(rows.reshape(-1).to(read.reduce_dtype), read)
     if read.grad_placement is GradPlacement.REDUCED:
-        gradient = sum_over_replicas(
-            gradient if partial_reduce_output is None else _slot(partial_reduce_output, read) + gradient, read
-        )
-        return _placed(gradient, torch.zeros_like(flat), read)
-    return _placed(gradient, gradient.new_zeros(flat.numel()), read)
+        if partial_reduce_output is not None:
+            gradient = (_slot(partial_reduce_output, read) + gradient).to(read.reduce_dtype)
+        return _placed(sum_over_replicas(gradient, read), torch.zeros_like(flat), read)
+    return _placed(gradient, gradient.new_zeros(flat.numel(), dtype=read.unreduced_dtype), read)
 
 
 @torch.library.register_fake("fsdp::reduce_grad", lib=_LIBRARY)
@@ -149,7 +149,7 @@ def _(flat: torch.Tensor, grad: torch.Tensor, spec: str, *_: torch.Tensor | None
     if read.grad_placement is GradPlacement.REDUCED:
         return torch.empty_like(flat)
     numel = gradient_numel(flat.numel(), read)
-    return flat.new_empty(numel, dtype=read.reduce_dtype, device=read.compute or flat.device)
+    return flat.new_empty(numel, dtype=read.unreduced_dtype, device=read.compute or flat.device)
 
 
 def gradient_numel(numel: int, spec: UnshardSpec) -> int:

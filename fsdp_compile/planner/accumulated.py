@@ -17,7 +17,7 @@ def accumulates(step: StepGraph) -> bool:
 
 def accumulated_bytes(step: StepGraph) -> int:
     """Bytes of the full gradients of earlier microbatches; the first one of a step is planned as if it had them."""
-    return sum(spec.size * spec.extent * spec.reduce_dtype.itemsize for spec in _unreduced(step))
+    return sum(spec.size * spec.extent * spec.unreduced_dtype.itemsize for spec in _unreduced(step))
 
 
 def _unreduced(step: StepGraph) -> list[UnshardSpec]:

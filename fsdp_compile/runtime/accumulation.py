@@ -113,11 +113,12 @@ def _reduce_rest(group: FSDPParamGroup) -> None:
     full = group.grads.unsharded_accumulated_grad.drain() if placement is not GradPlacement.UNREDUCED else None
     if full is not None:
         read_order.note(group, Done.REDUCED_REST)
-        group.grads.partial_reduce_output.add(sum_over_shards(full.value, spec), full.offsets)
+        part = sum_over_shards(full.value.to(spec.reduce_dtype), spec)
+        group.grads.partial_reduce_output.add(part.to(spec.unreduced_dtype), full.offsets)
     summed = group.grads.partial_reduce_output.drain() if placement is GradPlacement.REDUCED else None
     if summed is not None:
         read_order.note(group, Done.REDUCED_REST)
-        gradient = sum_over_replicas(summed.value, spec).to(group.flat_param)
+        gradient = sum_over_replicas(summed.value.to(spec.reduce_dtype), spec).to(group.flat_param)
         gradients.accumulate_sharded_grads(group, gradient, summed.offsets)
     if full is not None or summed is not None:
         refresh_unshard_args(group)

@@ -7,6 +7,7 @@ all-gathers between them, and in backward `fsdp.reduce_grad`.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import weakref
 from collections.abc import Iterable
@@ -79,12 +80,18 @@ _APART = " | "
 def _state_of(shard: torch.Tensor, module: nn.Module | None) -> str:
     classes = [kind for kind in type(shard).__mro__ if kind not in torch.Tensor.__mro__]
     found = [
-        (name, value if isinstance(value, _PLAIN) else None)
+        (name, _text_of(value))
         for owner in (shard, *classes, *(() if module is None else (module,)))
         for name, value in vars(owner).items()
         if isinstance(value, (*_PLAIN, torch.Tensor)) and not name.startswith("__") and name != "training"
     ]
-    return f"{hash(tuple(found)):x}"
+    # Not `hash()`, which is the same for -1 and -2, and for texts another one in each process.
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+
+def _text_of(value: object) -> str:
+    """A plain value, exactly, whatever a subclass shows; empty for a tensor."""
+    return next((kind.__repr__(value) for kind in _PLAIN if isinstance(value, kind)), "")
 
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype)

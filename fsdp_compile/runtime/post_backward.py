@@ -146,7 +146,7 @@ def install_grad_accumulators(group: FSDPParamGroup) -> None:
     spec = group.params[0].spec
     for placement, parts in ((GradPlacement.UNREDUCED, spec.size), (GradPlacement.REDUCE_SCATTERED, 1)):
         # Autograd checks shape and dtype of what it accumulates, never the leaf's values: stride 0 needs no memory.
-        element = torch.zeros(1, dtype=spec.reduce_dtype, device=spec.compute or group.flat_param.device)
+        element = torch.zeros(1, dtype=spec.unreduced_dtype, device=spec.compute or group.flat_param.device)
         accumulator = element.expand(group.flat_param.numel() * parts).requires_grad_()
         accumulator.register_post_accumulate_grad_hook(functools.partial(_collect, weakref.ref(group), placement))
         group.grads.accumulators[placement] = accumulator

@@ -155,7 +155,7 @@ def _is_in_graph(group: FSDPParamGroup) -> bool:
 def _param_group(unit: FSDPUnit, members: list[ParamToShard]) -> FSDPParamGroup:
     first = members[0].parameter
     policy = unit.policy
-    dtypes = _dtypes(policy, members[0])
+    dtypes = _dtypes(unit, members[0])
     shapes = [flat_layout.ParameterShape(m.name, stored_shape(m.shape, first.dtype), m.dim) for m in members]
     planned = flat_layout.plan_layout(
         shapes,
@@ -188,23 +188,34 @@ def _buffer(unit: FSDPUnit, members: Sequence[ParamToShard], numel: int, dtype: 
 
 @dataclasses.dataclass(frozen=True)
 class _Dtypes:
-    """Of one parameter group: as stored, as read, as reduced, and how large ones are sent if they are quantized."""
+    """Of one parameter group: as stored, as read, as reduced, and how large ones are sent if they are quantized.
+
+    Attributes:
+        accumulated: Of gradients that wait for their reduction, if not as reduced.
+    """
 
     stored: torch.dtype
     sent: torch.dtype
     reduced: torch.dtype
     wire: WireFormat | None = None
+    accumulated: torch.dtype | None = None
 
 
-def _dtypes(policy: UnitPolicy, member: ParamToShard) -> _Dtypes:
+def _dtypes(unit: FSDPUnit, member: ParamToShard) -> _Dtypes:
     """Integer and complex parameters, and those that mixed precision excludes, are sent and reduced as stored."""
+    policy = unit.policy
     stored, asked = stored_dtype(member.parameter.dtype), policy.mixed_precision
     if member.keeps_own_dtype or member.parameter.is_complex():
         return _Dtypes(stored, stored, stored)
     sent = (asked.param_dtype or stored) if stored.is_floating_point else stored
     is_quantized = stored.is_floating_point and policy.size > 1 and not member.is_extended
     wire = ASKED[asked.gather_dtype] if is_quantized and asked.gather_dtype is not None else None
-    return _Dtypes(stored, sent, asked.reduce_dtype or sent, wire)
+    reduced = asked.reduce_dtype or sent
+    compressed = unit.hook.compresses_to if unit.hook is not None else None
+    # What a hook compresses is the message; sums of microbatches in 16 bits would stop growing.
+    if compressed is not None and compressed != reduced:
+        return _Dtypes(stored, sent, compressed, wire, accumulated=reduced)
+    return _Dtypes(stored, sent, reduced, wire)
 
 
 def _sharded(
@@ -226,6 +237,7 @@ def _sharded(
         replicate_stride=policy.mesh_placement.stride(policy.mesh_placement.replicate_dim),
         param_dtype=dtypes.sent,
         reduce_dtype=dtypes.reduced,
+        accumulate_dtype=dtypes.accumulated,
         hook=unit.hook.key if unit.hook is not None and parameter.requires_grad else "",
         gather_format=dtypes.wire.name if dtypes.wire and is_large else "",
         reshard=policy.mesh_placement.reshard,
@@ -249,7 +261,9 @@ def _sharded(
         tensor_parallel=member.tensor_parallel,
         extension=gather_extensions.extension_of(member.name, refs, parameter, member.dim, policy),
     )
-    in_eval = dataclasses.replace(spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, gather_format="")
+    in_eval = dataclasses.replace(
+        spec, param_dtype=dtypes.stored, reduce_dtype=dtypes.stored, accumulate_dtype=None, gather_format=""
+    )
     if policy.mixed_precision.full_precision_in_eval and in_eval != spec:
         param.eval_spec = in_eval
     if policy.mixed_precision.keep_low_precision_grads and dtypes.sent is not dtypes.stored:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -44,20 +43,13 @@ def register_comm_hook(model: nn.Module, hook: CommHook, state: object = None) -
     for unit in units:
         split = unit.policy.size > 1
         comm_hook.check_signature(hook, ("state", "gradient", "output") if split else ("state", "gradient"))
-    if any(not _is_known(unit, hook, state) for unit in units):
-        _refuse_division(units)
-        registered = comm_hook.register(hook, state)
-        for unit in units:
-            unit.hook = registered
+    _refuse_division(units)
+    is_known = all(_is_known(unit, hook, state) for unit in units)
+    registered = comm_hook.Registered("", hook, state) if is_known else comm_hook.register(hook, state)
+    for unit in units:
+        unit.hook = registered
+        if registered.key or registered.compresses_to is not None:
             allocate.allocate_flat_params(unit, views.members(unit))
-    else:
-        reduced = comm_hook.known_reduce_dtype(hook)
-        for unit in units:
-            unit.hook = comm_hook.Registered("", hook, state)
-            if reduced is not None:
-                precision = dataclasses.replace(unit.policy.mixed_precision, reduce_dtype=reduced)
-                unit.policy = dataclasses.replace(unit.policy, mixed_precision=precision)
-                allocate.allocate_flat_params(unit, views.members(unit))
 
 
 def _refuse(model: nn.Module, units: list[FSDPUnit]) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.tensors import local_tensor
+from fsdp_compile._torch.tensors import is_wrapper, local_tensor, wrapped_by
 from fsdp_compile.comm import groups
 from fsdp_compile.comm.exchange import all_reduce_max, wire_of
 from fsdp_compile.errors import RankMismatchError
@@ -186,7 +186,12 @@ def _hash_of_part(parameter: object) -> torch.Tensor | None:
 
 
 def hash_of(value: torch.Tensor | None) -> torch.Tensor | None:
-    """A number of 62 bits that stands for the bits of a tensor, on its device; `None` for one without plain memory."""
+    """A number of 62 bits that stands for the bits of a tensor, on its device; `None` for one without plain memory.
+
+    Of a class that wraps tensors, it stands for those.
+    """
+    if value is not None and is_wrapper(value):
+        return _hash_of_parts(wrapped_by(value))
     if value is None or type(value) not in _PLAIN or value.is_meta or value.layout is not torch.strided:
         return None
     with torch.no_grad():
@@ -198,6 +203,15 @@ def hash_of(value: torch.Tensor | None) -> torch.Tensor | None:
         for chunk in words.split(_CHUNK):
             result = result * _FACTOR + (chunk * factors[: chunk.numel()]).sum() + chunk.numel()
         return (result ^ (result >> 32)) & (2**62 - 1)
+
+
+def _hash_of_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    hashes = [hash_of(part) for part in parts]
+    known = [each for each in hashes if each is not None]
+    if not known or len(known) < len(hashes):
+        return None
+    with torch.no_grad():
+        return hash_of(torch.stack([each.to(known[0].device) for each in known]))
 
 
 def _words(value: torch.Tensor) -> torch.Tensor:

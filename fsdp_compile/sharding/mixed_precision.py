@@ -77,8 +77,8 @@ def any_full_precision(modules: Iterable[nn.Module], planned: PrecisionPlan | No
 
 
 def _is_whole(module: nn.Module, precision: MixedPrecision) -> bool:
-    asked = (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)
-    return asked != (None, None, None) and isinstance(module, precision.full_precision_classes)
+    asked = (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype, precision.gather_dtype)
+    return any(each is not None for each in asked) and isinstance(module, precision.full_precision_classes)
 
 
 def _own_dtype(module: nn.Module) -> torch.dtype:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.autograd import is_saved_by_autograd
+from fsdp_compile._torch.autograd import allow_any_gradient_dtype, is_saved_by_autograd
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.comm import exchange
 from fsdp_compile.comm.gather import Receivers, gather_full
@@ -46,6 +46,7 @@ class FullParam:
     Attributes:
         plain: The full parameter on this rank; `None` where modules keep the sharded one.
         is_swapped_in: Whether it was gathered; an error may have come first.
+        gradient_dtype: Of the gathered gradient; `None` if no rank had one.
         orders: Names of the parameters of each module that registers it, in order.
     """
 
@@ -54,6 +55,7 @@ class FullParam:
     options: FullParamsOptions
     plain: nn.Parameter | None = None
     is_swapped_in: bool = False
+    gradient_dtype: torch.dtype | None = None
     orders: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
 
     def swap_in(self) -> None:
@@ -62,16 +64,20 @@ class FullParam:
         self.orders = [tuple(module._parameters) for module, _ in param.module_refs]
         full = self._gather(param.sharded_view)
         gradient = None
-        if self.options.with_grads and self._some_rank_has_a_gradient():
-            gradient = self._gather(self._own_gradient())
+        if self.options.with_grads:
+            self.gradient_dtype = self._widest_gradient()
+        if self.gradient_dtype is not None:
+            gradient = self._gather(self._own_gradient().to(self.gradient_dtype))
         if full is not None:
             self.plain = param_views.swap_in_full(param, full)
-            self.plain.grad = gradient
+            _set_gradient(self.plain, gradient)
         self.is_swapped_in = True
 
     def swap_out(self) -> ConfigError | None:
         """Registers the sharded parameter again, and writes changes back; returns what cannot be."""
         if not self.is_swapped_in:
+            if self.plain is not None:
+                param_views.swap_in_sharded(self.param)
             return None
         held = param_views.swapped_in(self.param) if self.plain is not None else None
         param_views.swap_in_sharded(self.param)
@@ -103,15 +109,16 @@ class FullParam:
         split = self.param.tensor_parallel
         return full if full is None or split is None else split.gathered(full)
 
-    def _some_rank_has_a_gradient(self) -> bool:
-        spec = self.param.spec
-        has = torch.tensor(
-            [int(self.param.parameter.grad is not None)],
+    def _widest_gradient(self) -> torch.dtype | None:
+        """The dtype of the gradient, the widest one if ranks have several; `None` if no rank has a gradient."""
+        spec, gradient = self.param.spec, self.param.parameter.grad
+        place = torch.tensor(
+            [-1 if gradient is None else _FROM_NARROW_TO_WIDE.index(gradient.dtype)],
             device=exchange.wire_device(self.param.sharded_view, self.param.spec),
         )
         if spec.size > 1:
-            dist.all_reduce(has, dist.ReduceOp.MAX, group=exchange.group_named(spec.group))
-        return bool(has.item())
+            dist.all_reduce(place, dist.ReduceOp.MAX, group=exchange.group_named(spec.group))
+        return None if place.item() < 0 else _FROM_NARROW_TO_WIDE[int(place.item())]
 
     def _own_gradient(self) -> torch.Tensor:
         """This rank's part of the gradient; zeros if only other ranks have one."""
@@ -179,9 +186,10 @@ class FullParam:
             parameter.grad = None
             return
         gradient = None if held is None else held.grad
-        own = self._own_part(gradient, self.param.sharded_view)
+        dtype = self.gradient_dtype or self.param.grad_dtype or parameter.dtype
+        own = self._own_part(gradient, torch.empty_like(self.param.sharded_view, dtype=dtype))
         if parameter.grad is None:
-            parameter.grad = make_dtensor(own.clone(), self.param.dtensor)
+            _set_gradient(parameter, make_dtensor(own.clone(), self.param.dtensor))
         else:
             local_tensor(parameter.grad).copy_(own)  # type: ignore[arg-type]
 
@@ -208,6 +216,19 @@ class FullParam:
             replaced_params.mark_split_replaced(self.plain, self.param)
         else:
             replaced_params.mark_replaced(self.plain, self.param)
+
+
+_FROM_NARROW_TO_WIDE = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+)
+"""Dtypes of gradients."""
+
+
+def _set_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    if gradient is not None and gradient.dtype != parameter.dtype:  # `keep_low_precision_grads`
+        allow_any_gradient_dtype(parameter)
+    parameter.grad = gradient
 
 
 def _refuse_late_gradient(_parameter: torch.Tensor) -> None:

@@ -196,6 +196,21 @@ def _changing_attributes() -> None:
         call(batch)
 
 
+def _attributes_of_equal_hash() -> None:
+    """`hash(-1) == hash(-2)`."""
+    model = _sharded(Weighted)
+    layer: Any = model.up
+    compiled, function = compile_eagerly(model), compile_eagerly(lambda x: model(x) + 0)
+    batch = torch.ones(2, 6)
+    for factor in (-1, -2, -1.0, -2.0):
+        layer.factor = factor
+        assert torch.equal(compiled(batch), model(batch))
+    function(batch)
+    layer.factor = -1.0
+    with pytest.raises(FSDPCompileError, match="a plain attribute of a shard, of its class or of its module changed"):
+        function(batch)
+
+
 class Reducing(Half):
     """One whose methods ask for values, of the shard and of other tensors, and reduce in place."""
 
@@ -308,6 +323,7 @@ def test_tensors_that_a_shard_gets_later_are_read() -> None:
 
 def test_attributes_that_methods_read_are_followed() -> None:
     run_ranks(_changing_attributes)
+    run_ranks(_attributes_of_equal_hash)
 
 
 def _stays_unsharded() -> None:

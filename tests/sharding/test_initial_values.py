@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fsdp_compile import RankMismatchError, fully_shard
 from fsdp_compile.sharding.initial_values import hash_of
 from tests import long
 from tests.beside import compile_eagerly
+from tests.models.extended import Half
 from tests.models.kinds import WIDTH, Stack
 from tests.ranks import run_ranks
 
@@ -80,6 +82,19 @@ def _one_rank_differs(shape: tuple[int, ...]) -> str:
 def test_the_parameter_and_the_ranks_are_named(shape: tuple[int, ...]) -> None:
     for message in run_ranks(_one_rank_differs, shape, world_size=torch.Size(shape).numel()):
         assert "head.bias, on rank 0 and rank 2\n" in message
+
+
+def _of_a_class() -> str:
+    """All values that differ are those of a class that says how it is gathered, and wraps them."""
+    torch.manual_seed(dist.get_rank())
+    model: Any = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8, bias=False))
+    model[1].weight = nn.Parameter(Half(model[1].weight.detach()))
+    return _refusal(lambda: fully_shard(model)(_inputs()))
+
+
+def test_values_of_wrapping_classes_are_compared() -> None:
+    for message in run_ranks(_of_a_class):
+        assert "1.weight, on rank 0 and rank 1\n" in message
 
 
 def _buffer_from_meta() -> str:
@@ -169,6 +184,13 @@ def test_a_hash_does_not_depend_on_where_a_value_lies(dtype: torch.dtype) -> Non
     around[3:] = value.reshape(-1)
     for same in (value.to(memory_format=torch.channels_last), around[3:].view(value.shape), nn.Parameter(value, False)):  # noqa: FBT003
         assert hash_of(same) == hash_of(value)
+
+
+def test_a_hash_of_a_wrapping_class_is_of_what_it_wraps() -> None:
+    values = torch.randn(5, 3)
+    assert hash_of(Half(values)) == hash_of(Half(values.clone()))
+    assert hash_of(Half(values)) != hash_of(Half(values + 1))
+    assert hash_of(Half(values.to("meta"))) is None
 
 
 def test_what_has_no_value_has_no_hash() -> None:

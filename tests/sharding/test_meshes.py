@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp_compile
 from fsdp_compile import FSDPCompileError, fully_shard
+from tests import long
+from tests.beside import compile_eagerly
 from tests.models.spmd import WIDTH, Spmd
 from tests.ranks import run_ranks
 
@@ -119,6 +121,66 @@ def _whole_values_of_spmd() -> None:
 @needs_dims
 def test_whole_values_and_norms_of_a_model_over_a_whole_mesh() -> None:
     run_ranks(_whole_values_of_spmd, world_size=4)
+
+
+class _Positioned(nn.Module):
+    """A parameter of no dimensions, and one of which each rank of "cp" uses some rows."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.position, self.weight = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        if mesh is not None:
+            for name, value in list(self.named_parameters()):
+                whole = distribute_tensor(value.detach(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+                setattr(self, name, nn.Parameter(whole))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + self.position) * self.weight * self.scale
+
+
+def _positions(*, is_compiled: bool) -> None:
+    """Batches are split over "dp", sequences over "cp"."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    reference, model = _Positioned(), _Positioned(mesh)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(("dp", "cp")))
+    call: Any = compile_eagerly(model) if is_compiled else model
+    batch = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(5))
+    reference(batch).square().mean().backward()
+    own = batch.chunk(2)[mesh.get_local_rank("dp")].chunk(2, dim=1)[mesh.get_local_rank("cp")].contiguous()
+    call(DTensor.from_local(own, mesh, [Shard(0), Shard(1)])).to_local().square().mean().backward()
+    for name, parameter in reference.named_parameters():
+        mine: Any = model.get_parameter(name).grad
+        torch.testing.assert_close(mine.full_tensor(), parameter.grad, msg=name)
+
+
+@needs_dims
+@long.parametrize("is_compiled", [False, True], always=[True])
+def test_a_gradient_that_is_split_over_a_data_parallel_dimension(*, is_compiled: bool) -> None:
+    run_ranks(_positions, is_compiled=is_compiled, world_size=4)
+
+
+def _thawed() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = _Positioned(mesh)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=Dims("dp"))
+    x = DTensor.from_local(torch.randn(2, 4, 4), mesh, [Shard(0)])
+    model(x).to_local().square().mean().backward()
+    before: dict[str, Any] = dict(model.named_parameters())
+    gradients = {name: p.grad.full_tensor() for name, p in before.items()}
+    model.position.requires_grad = False  # the unit is laid out anew
+    with torch.no_grad():
+        model(x)
+    for name in ("weight", "scale"):
+        parameter: Any = model.get_parameter(name)
+        assert parameter is before[name]
+        assert torch.equal(parameter.grad.full_tensor(), gradients[name])
+
+
+@needs_dims
+def test_gradients_of_a_model_over_a_whole_mesh_stay_when_another_parameter_is_frozen() -> None:
+    run_ranks(_thawed)
 
 
 class _Two(nn.Module):

@@ -75,6 +75,14 @@ def test_eval_in_full_precision_gathers_in_full_precision() -> None:
     assert set(gathered.values()) == {torch.float32}
 
 
+@pytest.mark.usefixtures("world")
+def test_full_precision_classes_are_not_quantized() -> None:
+    model = nn.Sequential(nn.Embedding(512, 128), nn.Linear(128, 512))
+    fully_shard(model, mp_policy=MixedPrecision(gather_dtype=torch.int8, full_precision_classes=(nn.Embedding,)))
+    formats = {param.name: param.spec.gather_format for unit in units(model) for param in unit.params}
+    assert formats == {"0.weight": "", "1.weight": "int8", "1.bias": ""}
+
+
 def test_none_casts_and_offloads_nothing() -> None:
     assert as_mixed_precision(None) == as_mixed_precision(MixedPrecisionPolicy())
     assert as_offload(None) is None

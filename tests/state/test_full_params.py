@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, full_params, fully_shard, units
+from fsdp_compile import ConfigError, MixedPrecision, full_params, fully_shard, units
 from fsdp_compile.comm import exchange
 from fsdp_compile.layout.spec import UnshardSpec
+from fsdp_compile.state import full_params as full_params_file
 from tests import long
 from tests.models.meta import Tied, tokens
 from tests.ranks import run_ranks
@@ -164,6 +165,46 @@ def _check_gradients() -> None:
 
 def test_gradients_are_full_and_kept() -> None:
     run_ranks(_check_gradients)
+
+
+def _check_low_precision_gradients(*, rank0_only: bool) -> None:
+    model: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
+    fully_shard(model, mp_policy=MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=True))
+    model(torch.randn(4, 6)).square().mean().backward()
+    if dist.get_rank() == 1:
+        model[2].bias.grad = None
+    wanted = {name: p.grad.full_tensor() for name, p in model.named_parameters() if name != "2.bias"}
+    with full_params(model, with_grads=True, rank0_only=rank0_only):
+        for name, parameter in model.named_parameters():
+            if name in wanted and not isinstance(parameter, DTensor):
+                assert parameter.grad.dtype is torch.bfloat16
+                assert torch.equal(parameter.grad, wanted[name]), name
+    for name, gradient in wanted.items():
+        assert torch.equal(model.get_parameter(name).grad.full_tensor(), gradient), name
+    bias = model[2].bias.grad
+    assert (bias.dtype, bias.to_local().shape) == (torch.bfloat16, (3,)), "a rank without a gradient has zeros now"
+    assert dist.get_rank() == 0 or not bias.to_local().any()
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_gradients_in_low_precision_are_full_and_kept(*, rank0_only: bool) -> None:
+    run_ranks(_check_low_precision_gradients, rank0_only=rank0_only)
+
+
+def _check_failed() -> None:
+    model, _ = _pair()
+    _backward(model)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    broken = mock.patch.object(full_params_file, "_set_gradient", side_effect=RuntimeError("no memory"))
+    with broken, pytest.raises(RuntimeError, match="no memory"), full_params(model, with_grads=True):
+        pass
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.grad is gradients[name]
+
+
+def test_an_error_on_the_way_in_leaves_shards() -> None:
+    run_ranks(_check_failed)
 
 
 def _check_parts() -> None:

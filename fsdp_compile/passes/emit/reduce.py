@@ -20,7 +20,7 @@ from fsdp_compile._torch.tensors import OpOverload
 from fsdp_compile.ir.edit import GraphBuilder
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.layout.averaging import scaling
-from fsdp_compile.layout.messages import narrow
+from fsdp_compile.layout.messages import cast, narrow
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec
 from fsdp_compile.ops import comm_hook
 
@@ -119,7 +119,8 @@ def add_partial(b: GraphBuilder, partial: fx.Node, begin: int, shard: fx.Node) -
     """Records the sum of a reduced message and of the accumulated gradients of its slots, from element `begin` on."""
     with b.as_role(Role.ADD_PARTIAL):
         held = narrow(b, partial, 0, begin, begin + b.value(shard).shape[0])
-        return b.call(aten.add.Tensor, held, shard)
+        # Where it travels in fewer bits than it accumulates in, the sum is in more than the message.
+        return cast(b, b.call(aten.add.Tensor, held, shard), b.value(shard).dtype)
 
 
 def reduce_one(b: GraphBuilder, message: fx.Node, spec: UnshardSpec, partial: fx.Node | None = None) -> fx.Node:

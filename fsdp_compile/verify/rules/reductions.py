@@ -45,7 +45,7 @@ def _fits(gradient: fx.Node, flat: fx.Node) -> bool:
     """Whether a gradient has the size and dtype of the leaf that it goes to."""
     spec, role = require(flat).specs[0], role_of(gradient)
     parts = spec.size if role is Role.UNREDUCED_GRADIENT else 1
-    dtype = dtype_of(flat) if role is Role.FLAT_GRADIENT else spec.reduce_dtype
+    dtype = dtype_of(flat) if role is Role.FLAT_GRADIENT else spec.unreduced_dtype
     return shape_of(gradient) == (shape_of(flat)[0] * parts,) and dtype_of(gradient) == dtype
 
 

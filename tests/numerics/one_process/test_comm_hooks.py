@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, fully_shard, register_comm_hook, units
+from fsdp_compile import ConfigError, fully_shard, no_sync, register_comm_hook, units
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
 from tests import long
+from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Block, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of, train_pair
@@ -123,7 +124,7 @@ def _compressed(state: bool) -> float:  # noqa: FBT001
         fully_shard(model)
         made = default_hooks.LowPrecisionState(dist.group.WORLD) if state else None
         register_comm_hook(model, default_hooks.bf16_compress_hook, made)
-        assert all(unit.policy.mixed_precision.reduce_dtype is BF16 for unit in units(model))
+        assert all(param.spec.reduce_dtype is BF16 for unit in units(model) for param in unit.params)
 
     return train_both(Stack, prepare, ByHand(lambda m: m, torch.float32, BF16))
 
@@ -151,6 +152,75 @@ def _graph_of_known_hooks() -> None:
 
 def test_torchs_hooks_are_ordinary_nodes() -> None:
     run_ranks(_graph_of_known_hooks)
+
+
+def _accumulated(strategy: ShardingStrategy, *, reduce_scattered: bool, is_compiled: bool) -> None:
+    """A sum that bfloat16 holds, of numbers that it cannot add one by one."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, world // 2) if strategy is ShardingStrategy.HYBRID_SHARD else (world,))
+    torch.manual_seed(0)
+    model: Any = nn.Linear(1, 4, bias=False)
+    fully_shard(model, mesh=mesh, sharding_strategy=strategy)
+    register_comm_hook(model, default_hooks.bf16_compress_hook)
+    call = compile_eagerly(model) if is_compiled else model
+    gradients = [2048.0, 8.0, 8.0]
+    for each in gradients[:-1]:
+        if reduce_scattered:
+            model.set_requires_all_reduce(False)
+            call(torch.full((1, 1), each)).sum().backward()
+            model.set_requires_all_reduce(True)
+        else:
+            with no_sync(model):
+                call(torch.full((1, 1), each)).sum().backward()
+    call(torch.full((1, 1), gradients[-1])).sum().backward()
+    assert model.weight.grad.full_tensor().flatten().tolist() == [sum(gradients)] * 4
+    for ran in regions_of(units(model)):
+        for node in (node for step in ran.steps for role in (Role.REDUCE, Role.REPLICATE) for node in step.nodes(role)):
+            assert {message.meta["val"].dtype for message in node.all_input_nodes} == {BF16}
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_compressed_gradients_accumulate_in_their_own_dtype(*, is_compiled: bool) -> None:
+    run_ranks(_accumulated, ShardingStrategy.FULL_SHARD, reduce_scattered=False, is_compiled=is_compiled)
+
+
+@long.parametrize("is_compiled", [False, True], always=[True])
+@long.parametrize(
+    "strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD], always=[ShardingStrategy.HYBRID_SHARD]
+)
+def test_compressed_gradients_of_replicas_accumulate_in_their_own_dtype(
+    strategy: ShardingStrategy, *, is_compiled: bool
+) -> None:
+    run_ranks(_accumulated, strategy, reduce_scattered=True, is_compiled=is_compiled, world_size=4)
+
+
+class _Either(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(1, 4, bias=False), nn.Linear(1, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, *, one: bool) -> torch.Tensor:
+        out: torch.Tensor = (self.one if one else self.other)(x)
+        return out
+
+
+def _accumulated_and_left() -> None:
+    """The microbatch that reduces does not use a layer: its gradients are reduced at the end of the backward."""
+    model: Any = _Either()
+    for module in (model.one, model.other, model):
+        fully_shard(module)
+    register_comm_hook(model, default_hooks.bf16_compress_hook)
+    with no_sync(model):
+        for each in (2048.0, 8.0, 8.0):
+            model(torch.full((1, 1), each), one=True).sum().backward()
+    model(torch.ones(1, 1), one=False).sum().backward()
+    assert model.one.weight.grad.full_tensor().flatten().tolist() == [2064.0] * 4
+
+
+def test_what_no_microbatch_reduces_is_compressed_at_the_end() -> None:
+    run_ranks(_accumulated_and_left)
 
 
 def _other_state() -> float:
@@ -246,3 +316,14 @@ def test_a_hook_of_the_whole_survives_a_later_call_above() -> None:
         assert [unit.hook is not None for unit in units(outer)] == [False, True]
         inner = units(outer)[1]
         assert all(slot.spec.hook for slot in inner.params)
+
+
+def test_no_hook_divides_beside_a_factor() -> None:
+    with fake_world(4):
+        for hook in (default_hooks.reduce_scatter_hook, _nothing):
+            model: Any = fully_shard(nn.Linear(WIDTH, 2))
+            model.set_gradient_divide_factor(1.0)
+            assert "a divide factor is set" in _refusal(lambda: register_comm_hook(model, hook)).what  # noqa: B023
+            later: Any = fully_shard(nn.Linear(WIDTH, 2))
+            register_comm_hook(later, hook)
+            assert "divides by itself" in _refusal(lambda: later.set_gradient_divide_factor(1.0)).what  # noqa: B023
