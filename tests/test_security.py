@@ -31,7 +31,10 @@ EXECUTES = {
     "_torch/dynamo.py": {"eval"},  # expressions of Dynamo's guards
 }
 """What may execute what it reads, by file."""
-_CALLS = {"eval", "exec", "compile", "pickle.loads", "pickle.load", "pickle.Unpickler", "marshal.loads", "shelve.open"}
+_CALLS = {
+    *("eval", "exec", "compile", "pickle.loads", "pickle.load", "pickle.Unpickler", "marshal.loads", "shelve.open"),
+    *("FileSystemReader", "dcp.FileSystemReader", "dcp.load_state_dict", "dcp_to_torch_save"),  # which unpickle
+}
 
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
@@ -48,6 +51,11 @@ def test_nothing_executes_what_it_reads_but_where_that_is_our_own() -> None:
             if name == "torch.load":
                 given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
                 assert given.get("weights_only") == "True", f"{path}:{call.lineno}"
+            if name == "dcp.load":
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                # By themselves torch's reader and planner unpickle `.metadata` and values.
+                assert given.get("planner") == "SafePlanner()", f"{path}:{call.lineno}"
+                assert given.get("storage_reader") in {"SafeReader(folder)", "reader"}, f"{path}:{call.lineno}"
     assert found == EXECUTES
 
 

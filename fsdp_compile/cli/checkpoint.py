@@ -150,7 +150,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
         "path": str(checkpoint.path),
         "format": checkpoint.format,
         "description": checkpoint.description,
-        "world_size": checkpoint.world_size,
+        "writers": checkpoint.writers,
         "step": checkpoint.step,
         "files": [path.name for path in checkpoint.files()],
         "bytes": nbytes(checkpoint.entries),
@@ -200,8 +200,8 @@ def _summary(described: dict[str, Any]) -> str:
         f"{described['path']}: {described['description']}",
         f"{counts}, {_size(described['bytes'])} ({each_size}), {_count(described['files'], 'file')}",
     ]
-    if described["world_size"] is not None:
-        known.append(f"ranks that wrote it: {described['world_size']}")
+    if described["writers"] is not None:
+        known.append(f"ranks that wrote values: {described['writers']}")
     if described["step"] is not None:
         known.append(f"steps that were done: {described['step']}")
     return "\n".join(known)

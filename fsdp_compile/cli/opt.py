@@ -23,6 +23,9 @@ NAME = "opt"
 ABOUT = "Run passes on the text of a graph and print the graph that they make of it."
 
 _NEVER: Final = "never"
+_HARDWARE: Final = "hardware"
+"""The option of passes that is a device and its link; `_EXAMPLE` is how it is written."""
+_EXAMPLE: Final = "h100-sxm/50"
 _ITEM: Final = re.compile(r"\s*([\w-]+)(?:\(([^()]*)\))?\s*(?:,|$)")
 
 
@@ -183,19 +186,30 @@ def _make(name: str, graph_pass: Any, options: str) -> GraphPass[Any]:
             raise ConfigError(
                 f"pass {name} has no option {option}",
                 where="--passes",
-                instead=" or ".join(f"{name}({field}={getattr(graph_pass, field)})" for field in fields) or name,
+                instead=" or ".join(f"{name}({field}={_example(graph_pass, field)})" for field in fields) or name,
             )
-        values[key] = _convert(value, getattr(graph_pass, key), f"{name}({option})")
+        where = f"{name}({option})"
+        values[key] = _hardware(value, where) if key == _HARDWARE else _convert(value, getattr(graph_pass, key), where)
     return dataclasses.replace(graph_pass, **values) if values else graph_pass
+
+
+def _example(graph_pass: Any, field: str) -> str:
+    return _EXAMPLE if field == _HARDWARE else str(getattr(graph_pass, field))
+
+
+def _hardware(text: str, where: str) -> Any:
+    """The hardware of a device and the GB/s of its link."""
+    from fsdp_compile.cost.hardware import hardware
+
+    device, _, gb_per_s = text.partition("/")
+    try:
+        return hardware(device, float(gb_per_s))
+    except ValueError:
+        raise ConfigError(f"{text!r} is no device and GB/s", where=where, instead=f"{_HARDWARE}={_EXAMPLE}") from None
 
 
 def _convert(text: str, default: Any, where: str) -> Any:
     try:
-        if "/" in text:  # a device and the GB/s of its link
-            from fsdp_compile.cost.hardware import hardware
-
-            device, _, gb_per_s = text.partition("/")
-            return hardware(device, float(gb_per_s))
         return int(text) if default is None else type(default)(text)
     except ValueError:
         raise ConfigError(f"{text!r} is not a value like {default!r}", where=where) from None

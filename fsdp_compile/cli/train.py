@@ -14,7 +14,7 @@ from fsdp_compile.errors import ConfigError, RankFailedError
 from fsdp_compile.training.checkpoint_folder import step_of
 from fsdp_compile.training.config import TrainConfig, flag
 from fsdp_compile.training.job import Job, new_job, resumed_job
-from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement, restarts
+from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement, launcher_folder, restarts
 
 NAME = "train"
 ABOUT = "Train a small language model on real text over several processes, each holding its share of it."
@@ -126,7 +126,8 @@ def _job(arguments: argparse.Namespace, placement: Placement) -> Job:
     options = {field.name: given[field.name] for field in fields(TrainConfig) if field.name in given}
     device = DeviceKind(arguments.device)
     if arguments.resume is None:
-        return replace(new_job(options, arguments.out, placement, device, restarts()), timeout_s=arguments.timeout)
+        restarted_by = str(launcher_folder() or "") if restarts() else ""
+        return replace(new_job(options, arguments.out, placement, device, restarted_by), timeout_s=arguments.timeout)
     if arguments.out is not None:
         raise ConfigError("a resumed run stays in its folder", where="--out", instead="--resume FOLDER alone")
     folder = None if arguments.resume is _NEWEST else Path(arguments.resume)

@@ -6,6 +6,7 @@ Where names belong to values (a device to its numbers, a pass to its class), `te
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection
 from typing import Final
 
@@ -49,8 +50,8 @@ def check_name(name: str, known: Collection[str], what: str) -> None:
 
 
 def check_rate(gb_per_s: float) -> None:
-    """Raises `ConfigError` for the rate of a link that is not positive."""
-    if gb_per_s <= 0:
+    """Raises `ConfigError` for the rate of a link that is no positive number."""
+    if not 0 < gb_per_s < math.inf:
         raise ConfigError(f"a link of {gb_per_s} GB/s sends nothing", where="hardware(link=...)", instead="50")
 
 

@@ -27,7 +27,7 @@ from fsdp_compile.errors import CheckpointError
 from fsdp_compile.formats.causes import naming
 from fsdp_compile.formats.complete import MARKER, check_contents, read_marker, size_of
 from fsdp_compile.formats.coverage import Box, problem_with
-from fsdp_compile.formats.entries import Checkpoint, Entry, Place, TensorInfo, check_names
+from fsdp_compile.formats.entries import Checkpoint, Entry, Place, TensorInfo, check_names, contiguous
 from fsdp_compile.formats.file_part import FilePart, check_sums
 from fsdp_compile.formats.options import Format
 
@@ -85,8 +85,9 @@ class DcpFolder(Checkpoint):
         self.step = read_marker(path).step if self._is_step else None
         kind = "a step of fsdp-compile train" if self._is_step else "a folder"
         self.description = f"{kind}, torch.distributed.checkpoint"
-        ranks = [int(match[1]) for file in path.iterdir() if (match := _FILE.fullmatch(file.name))]
-        self.world_size = max(ranks) + 1 if ranks else None
+        # Not by all files of the folder, where an earlier save by more ranks may have left some.
+        named = [_FILE.fullmatch(stored.path.name) for stored in self._all_stored()]
+        self.writers = len({match[1] for match in named if match}) or None
 
     def read_tensor(self, name: str) -> Tensor:
         """Put a full tensor together of its chunks."""
@@ -127,7 +128,7 @@ class DcpFolder(Checkpoint):
             value = torch.load(cast(IO[bytes], file), weights_only=True, map_location="cpu")
             if not isinstance(value, Tensor) or value.shape != chunk.box.sizes or value.dtype != dtype:
                 raise CheckpointError(f"{path} has no {dtype} of shape {list(chunk.box.sizes)} for {name}")
-            return value.detach().contiguous()
+            return contiguous(value)
 
     def _chunks_of(self, name: str, info: TensorInfo, metadata: Metadata) -> tuple[Chunk, ...]:
         """Where the chunks of a tensor are; those without elements are left out, since ranks may share them."""

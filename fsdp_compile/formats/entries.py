@@ -84,7 +84,7 @@ class Checkpoint(Values):
         path: The file or folder.
         format: What wrote it.
         description: The same in words.
-        world_size: How many ranks wrote it, None if no file says so.
+        writers: How many ranks wrote values that are in it, None if no file says so.
         step: The steps that were done, None if no file says so.
         numbered: Names of dictionaries whose keys are no text, such as the state of an optimizer by position.
     """
@@ -92,7 +92,7 @@ class Checkpoint(Values):
     path: Path
     format: Format
     description: str
-    world_size: int | None = None
+    writers: int | None = None
     step: int | None = None
     numbered: Sequence[str] = ()
 
@@ -125,6 +125,11 @@ def others(entries: Iterable[Entry]) -> list[str]:
 def nbytes(entries: Iterable[Entry]) -> int:
     """Bytes of all tensors, those that are the same memory once."""
     return sum(info.nbytes for entry, info in tensors(entries) if entry.tied_to is None)
+
+
+def contiguous(value: Tensor) -> Tensor:
+    """The values of a tensor in their order in memory: torch conjugates and negates views only when they are read."""
+    return value.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def check_names(path: Path, entries: Iterable[Entry]) -> None:

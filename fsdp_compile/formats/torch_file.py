@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.errors import CheckpointError
 from fsdp_compile.formats.causes import naming
-from fsdp_compile.formats.entries import Checkpoint, Entry, Place, TensorInfo, check_names
+from fsdp_compile.formats.entries import Checkpoint, Entry, Place, TensorInfo, check_names, contiguous
 from fsdp_compile.formats.file_part import FilePart, check_sums
 from fsdp_compile.formats.options import Format
 
@@ -40,8 +40,8 @@ class TorchFile(Checkpoint):
         self._by_name = {entry.name: value for entry, (_, value) in zip(self.entries, self._values, strict=True)}
 
     def read_tensor(self, name: str) -> Tensor:
-        """The tensor; its memory is the file's."""
-        return self._by_name[name].detach().contiguous()
+        """The tensor; its memory is the file's where that has the values in their order."""
+        return contiguous(self._by_name[name])
 
     def read_other(self, name: str) -> Any:
         """The value."""
@@ -75,7 +75,8 @@ class TorchFile(Checkpoint):
             name = ".".join(map(str, place))
             self._check_plain(name, value)
             entry = Entry(place, TensorInfo(tuple(value.shape), value.dtype))
-            memory = value.data_ptr(), value.shape, value.stride(), value.dtype
+            # A conjugated or negated view of a tensor has its memory, and other values.
+            memory = value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
             tied_to = by_memory.setdefault(memory, name) if value.numel() else name
             yield entry if tied_to == name else Entry(place, entry.tensor, tied_to)
 

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
-from fsdp_compile.errors import ConfigError
+from fsdp_compile._torch.checkpoint import SafePlanner, SafeReader
+from fsdp_compile.errors import CheckpointError, ConfigError
 from fsdp_compile.runtime.module_state import is_sharded
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.state.full_params import full_params
@@ -96,7 +98,7 @@ class FSDPCallback(TrainerCallback):
             )
         _refuse_other_run(folder, resumed_run)
         loaded = _training_state(kwargs)
-        dcp.load(loaded, checkpoint_id=folder)
+        _load(loaded, folder)
         set_optimizer_state_dict(kwargs["model"], _plain(kwargs["optimizer"]), loaded["optimizer"])
         kwargs["lr_scheduler"].load_state_dict(loaded["lr_scheduler"])
         self._resumed = folder
@@ -191,6 +193,24 @@ def _training_state(given: Mapping[str, Any]) -> dict[str, Any]:
     """What one checkpoint has beside the model, from the arguments of a callback."""
     optimizer = get_optimizer_state_dict(given["model"], _plain(given["optimizer"]))
     return {"optimizer": optimizer, "lr_scheduler": given["lr_scheduler"].state_dict()}
+
+
+def _load(state: dict[str, Any], folder: Path) -> None:
+    """Loads a training state; nothing in its files is executed.
+
+    Raises:
+        CheckpointError: A file is damaged, or missing; on all ranks.
+    """
+    try:
+        dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner())
+    except CheckpointException as error:
+        rank = min(error.failures)
+        cause = error.failures[rank][0]
+        raise CheckpointError(
+            f"rank {rank} cannot load {folder}: {type(cause).__name__}: {cause}",
+            where="Trainer.train(resume_from_checkpoint=...)",
+            instead="an older checkpoint",
+        ) from None
 
 
 def _save_generators(folder: Path) -> None:

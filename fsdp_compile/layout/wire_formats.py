@@ -27,6 +27,7 @@ from typing import TypeVar
 import torch
 
 from fsdp_compile.layout.messages import Builder, cast, narrow, view
+from fsdp_compile.layout.spec import UnshardSpec
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -52,6 +53,11 @@ class WireFormat(abc.ABC):
     scale_bytes: int
     per_byte: int = 1
     shard_bytes: int = 0
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of one element, and of its share of a scale."""
+        return 1 / self.per_byte + self.scale_bytes / self.block
 
     def scale_message_bytes(self, numel: int) -> int:
         """Size of the message with the scales of `numel` elements, padding included."""
@@ -226,3 +232,8 @@ ASKED: dict[torch.dtype | str, WireFormat] = {
     "nvfp4": FORMATS["nvfp4"],
 }
 """By what users ask for."""
+
+
+def gathered_bytes(spec: UnshardSpec) -> float:
+    """Bytes of one element in the messages of an all-gather."""
+    return FORMATS[spec.gather_format].element_bytes if spec.gather_format else spec.param_dtype.itemsize

@@ -79,7 +79,7 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         reshard_after_forward: As for `fully_shard`, for both sides.
         replicas: Ranks with the same shard: more than 1 for hybrid sharding.
         prepare: Called with the model and either side's `fully_shard`, to shard it as your script does, instead of the
-            four arguments above.
+            three arguments above.
         micro_batches: Backward passes per step, each with its share of a rank's rows.
         accumulation: "reduce-each" reduces after every backward pass, "hold" once per step, after the last
             (`no_sync` here and in DDP and FSDP1, `set_requires_gradient_sync` of FSDP2).
@@ -96,6 +96,12 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         RankFailedError: If a rank fails, with that rank's traceback.
     """
     chosen: Level = _member(Level, level, "level")
+    if prepare is not None and (mp_policy is not None or not reshard_after_forward or replicas != 1):
+        raise ConfigError(
+            "prepare shards the model, and mp_policy, reshard_after_forward and replicas say how it is sharded, too",
+            where="check_parity(prepare=...)",
+            instead="the arguments of the calls of fully_shard in prepare alone",
+        )
     experiment = Experiment(
         make_model=make_model,
         make_batch=make_batch,

@@ -105,10 +105,11 @@ class Difference:
         name: Of the parameter, with the optimizer's key for its state; "loss" for losses.
         step: From 0.
         dtype: Of the reference.
-        different: How many elements differ in a bit.
+        different: How many numbers differ in a bit.
+        numel: Of how many: a complex element is two, its real and its imaginary part.
         absolute: Largest difference; infinite where one side has a value that the other does not have at all.
         relative: `absolute` over the largest magnitude of the reference.
-        ulps: `absolute` in units of the last place of the largest element of the reference.
+        ulps: `absolute` in units of the last place of the largest number of the reference.
         bound: The largest `absolute` that the level allows; infinite where it is reported and not compared.
     """
 
@@ -135,9 +136,8 @@ def compare(
     """Compares the compiled side's tensor with the reference's; `None` is no gradient."""
     if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return _incomparable(quantity, name, step, ours, theirs)
-    ours, theirs = ours.detach().cpu(), theirs.detach().cpu()
     different = int((_bits(ours) != _bits(theirs)).sum())
-    absolute = _largest_difference(ours.double(), theirs.double()) if different else 0.0
+    absolute = _largest_difference(_numbers(ours), _numbers(theirs)) if different else 0.0
     scale = magnitude(theirs)
     return Difference(
         quantity=quantity,
@@ -145,7 +145,7 @@ def compare(
         step=step,
         dtype=theirs.dtype,
         different=different,
-        numel=theirs.numel(),
+        numel=_real(theirs).numel(),
         absolute=absolute,
         relative=absolute / scale if scale else math.copysign(math.inf, 1) if absolute else 0.0,
         ulps=absolute / last_place(scale, theirs.dtype),
@@ -153,15 +153,15 @@ def compare(
 
 
 def magnitude(tensor: torch.Tensor) -> float:
-    """The largest finite magnitude in a tensor; 0 for an empty one."""
+    """The largest finite magnitude of a number in a tensor, of which a complex one has two; 0 for an empty one."""
     if not tensor.numel():
         return 0.0
-    return float(tensor.detach().double().abs().nan_to_num(nan=0.0, posinf=0.0).max())
+    return float(_numbers(tensor).abs().nan_to_num(nan=0.0, posinf=0.0).max())
 
 
 def last_place(value: float, dtype: torch.dtype) -> float:
     """The distance from `value` to the next larger number of `dtype`; 1 for integers."""
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point or dtype.is_complex):
         return 1.0
     info = torch.finfo(dtype)
     exponent = math.floor(math.log2(max(abs(value), info.tiny)))
@@ -174,7 +174,18 @@ def _largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the host; of a complex one real and imaginary parts, which are rounded each by itself."""
+    tensor = tensor.detach().cpu()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return _real(tensor).double()
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = _real(tensor)
     if not tensor.dtype.is_floating_point:
         return tensor
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -48,6 +48,12 @@ class Experiment:
                 where='check_parity(reference="ddp", mp_policy=...)',
                 instead='reference="single", "fsdp1" or "fsdp2"',
             )
+        if self.reference is Reference.FSDP1 and self.mp_policy.output_dtype is not None:
+            raise ConfigError(
+                "FSDP1 does not cast outputs",
+                where='check_parity(reference="fsdp1", mp_policy=MixedPrecisionPolicy(output_dtype=...))',
+                instead='reference="single" or "fsdp2", or a cast in the model',
+            )
         if self.reference is Reference.FSDP1 and self.prepare is not None:
             raise ConfigError(
                 "FSDP1 is not prepared by calls of fully_shard",
@@ -137,7 +143,7 @@ def split(batch: Any, parts: int) -> list[Any]:
         return [{key: column[i] for key, column in columns.items()} for i in range(parts)]
     if isinstance(batch, tuple | list):
         columns_of = [split(value, parts) for value in batch]
-        return [type(batch)(column[i] for column in columns_of) for i in range(parts)]
+        return [rebuilt(batch, (column[i] for column in columns_of)) for i in range(parts)]
     return [batch] * parts
 
 
@@ -148,5 +154,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
+        return rebuilt(batch, (to_device(value, device) for value in batch))
     return batch
+
+
+def rebuilt(batch: tuple[Any, ...] | list[Any], values: Iterable[Any]) -> Any:
+    """Other values in a tuple or list of the same type; one with names takes each as an argument of its own."""
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)

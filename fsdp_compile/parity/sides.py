@@ -22,8 +22,9 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_compile.comm.groups import mesh_of_shape
 from fsdp_compile.parity.compare import Quantity
-from fsdp_compile.parity.experiment import Experiment, Reference
+from fsdp_compile.parity.experiment import Experiment, Reference, rebuilt
 from fsdp_compile.runtime.module_state import units
 from fsdp_compile.sharding.fully_shard import fully_shard
 
@@ -206,7 +207,11 @@ def _fsdp1(experiment: Experiment, unit_names: list[str]) -> Side:
         device_mesh=_mesh(experiment) if hybrid else None,
         sharding_strategy=strategy,
         auto_wrap_policy=CustomPolicy(lambda module: id(module) in chosen) if chosen else None,
-        mixed_precision=MixedPrecision(policy.param_dtype, policy.reduce_dtype) if policy.param_dtype else None,
+        mixed_precision=MixedPrecision(
+            policy.param_dtype, policy.reduce_dtype, cast_root_forward_inputs=policy.cast_forward_inputs
+        )
+        if policy.param_dtype or policy.reduce_dtype
+        else None,
         use_orig_params=True,
         device_id=torch.device(experiment.device_type, torch.cuda.current_device())
         if experiment.device_type == "cuda"
@@ -233,8 +238,8 @@ def _fresh(experiment: Experiment) -> nn.Module:
 def _mesh(experiment: Experiment) -> DeviceMesh:
     if experiment.replicas == 1:
         return init_device_mesh(experiment.device_type, (experiment.world_size,))
-    shape = (experiment.replicas, experiment.world_size // experiment.replicas)
-    return init_device_mesh(experiment.device_type, shape, mesh_dim_names=("replicate", "shard"))
+    # Not torch's `init_device_mesh`, whose groups would wait 30 minutes, whatever `timeout_s` says.
+    return mesh_of_shape(experiment.device_type, (experiment.replicas, experiment.world_size // experiment.replicas))
 
 
 def _separate(model: nn.Module, names: list[str]) -> Iterator[str]:
@@ -266,5 +271,5 @@ def _cast(value: object, dtype: torch.dtype) -> object:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple | list):
-        return type(value)(_cast(v, dtype) for v in value)
+        return rebuilt(value, (_cast(v, dtype) for v in value))
     return value

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fsdp_compile.parity.compare import Difference, Extent, Quantity, compare, depth_of, magnitude
 from fsdp_compile.parity.experiment import Accumulation, Experiment, Level, split, to_device
 from fsdp_compile.parity.sides import Side, Tensors, compiled_side, reference_side, unit_names
+from fsdp_compile.runtime.module_state import units
 
 LOSS = (Quantity.LOSS, "loss")
 
@@ -109,7 +110,7 @@ def train_both(experiment: Experiment) -> list[Difference]:
         before = {key: None if v is None else v.clone() for key, v in theirs.parameters().items()}
         their_parameters = _step(theirs)
         if dist.get_rank() == 0:
-            judge = judge or _judge(experiment, theirs, batch, depth)
+            judge = judge or _judge(experiment, ours, theirs, batch, depth)
             found.extend(
                 judge.gradients(step, {LOSS: our_losses, **our_gradients}, {LOSS: their_losses, **their_gradients})
             )
@@ -161,18 +162,22 @@ def _backward(experiment: Experiment, side: Side, batch: Any, step: int) -> tupl
     return torch.stack(losses), depth
 
 
-def _judge(experiment: Experiment, reference: Side, batch: Any, depth: int) -> _Judge:
+def _judge(experiment: Experiment, compiled: Side, reference: Side, batch: Any, depth: int) -> _Judge:
     linear = isinstance(reference.optimizer, torch.optim.SGD)
     if experiment.level is Level.BITWISE:
         return _Judge(experiment, None, linear)
     tensors = [*reference.named.values(), *_tensors(batch)]
     longest = max((max(p.shape, default=1) for p in reference.named.values()), default=1)
-    narrow = [experiment.mp_policy.param_dtype, experiment.mp_policy.reduce_dtype, *(t.dtype for t in tensors)]
-    dtypes = [dtype for dtype in narrow if dtype is not None and dtype.is_floating_point]
+    policies = [unit.policy.mixed_precision for unit in units(compiled.model)]
+    narrow = [dtype for policy in policies for dtype in (policy.param_dtype, policy.reduce_dtype)]
+    numbers = [t.dtype.to_real() for t in tensors if t.is_floating_point() or t.is_complex()]
+    dtypes = [*(dtype for dtype in narrow if dtype is not None), *numbers]
+    # A product of complex numbers adds up two products of numbers for each of its parts.
+    terms = 2 if any(t.is_complex() for t in tensors) else 1
     extent = Extent(
         depth=max(1, depth),
-        length=max([longest, *(t.numel() for t in _tensors(batch))]),
-        elements=4 * experiment.steps * sum(p.numel() for p in reference.named.values()),
+        length=terms * max([longest, *(t.numel() for t in _tensors(batch))]),
+        elements=terms * 4 * experiment.steps * sum(p.numel() for p in reference.named.values()),
         dtype=max(dtypes or [torch.float32], key=lambda dtype: torch.finfo(dtype).eps),
     )
     return _Judge(experiment, extent, linear)

@@ -63,6 +63,12 @@ def cast_before_gather(graph: fx.Graph) -> None:
             graph.erase_node(cast)
 
 
+def casts_of(read: fx.Node) -> list[fx.Node]:
+    """Casts of a parameter to a dtype that it could be sent in."""
+    stored = parse(read_text(read)).param_dtype
+    return [cast for cast in _uses_of([read]).casts if _is_narrower(cast.meta["val"].dtype, stored)]
+
+
 def _parameters(graph: fx.Graph) -> Iterable[tuple[fx.Node, str, list[fx.Node]]]:
     """Each parameter's flat parameter, the text of its spec, and the markers of its reads and gradients."""
     found: dict[tuple[fx.Node, str], list[fx.Node]] = {}
@@ -89,8 +95,12 @@ def _narrower(spec: UnshardSpec, uses: _Uses) -> torch.dtype | None:
     if len(dtypes) != 1:
         return None
     (dtype,) = dtypes
-    is_narrower = dtype.itemsize == AUTOCAST_BYTES < spec.param_dtype.itemsize  # slots are aligned in that many bytes
-    return dtype if is_narrower and dtype.is_floating_point and spec.param_dtype.is_floating_point else None
+    return dtype if _is_narrower(dtype, spec.param_dtype) else None
+
+
+def _is_narrower(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether a parameter can be sent in a dtype instead: slots are aligned in so many bytes."""
+    return dtype.itemsize == AUTOCAST_BYTES < stored.itemsize and dtype.is_floating_point and stored.is_floating_point
 
 
 def _uses_of(markers: Sequence[fx.Node]) -> _Uses:

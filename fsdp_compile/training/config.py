@@ -10,6 +10,9 @@ from typing import Any, Self
 
 from fsdp_compile.errors import ConfigError
 
+SMALLEST_TEMPERATURE = 1e-6
+"""Above 0: what the model says of a byte is divided by it, and has to stay a number of float32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -156,6 +159,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for each in fields(self):
             _check_bounds(each, getattr(self, each.name))
+        if 0 < self.temperature < SMALLEST_TEMPERATURE:
+            raise ConfigError(
+                f"{self.temperature} is out of bounds",
+                where="--temperature",
+                instead=f"{SMALLEST_TEMPERATURE} or more, or 0 for the likeliest byte",
+            )
         if self.width % self.heads != 0 or self.width // self.heads % 2 != 0:
             raise ConfigError(
                 f"{self.heads} heads do not split {self.width} features into even parts",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,10 @@ from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.placement import TIMEOUT_S, DeviceKind, Placement
 
 RUNS = Path("runs")
+SHORTEST_TIMEOUT_S = 1e-3
+"""Torch counts milliseconds."""
+LONGEST_TIMEOUT_S = 1e8
+"""About three years: torch's clocks overflow at some hundred."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,13 @@ class Started:
     Attributes:
         fingerprint: A hash of the text.
         run: What tells the run from others.
+        launcher: What tells the elastic launcher that started its ranks from others; "" where nothing does.
     """
 
     config: TrainConfig
     fingerprint: str
     run: str
+    launcher: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class RunFolder:
             "options": started.config.to_dict(),
             "text_fingerprint": started.fingerprint,
             "run": started.run,
+            "launcher": started.launcher,
         }
         aside = self.config.with_suffix(".partial")  # a resumed run that is interrupted here can be resumed again
         aside.write_text(json.dumps(written, indent=2) + "\n")
@@ -88,7 +94,12 @@ class RunFolder:
             written: dict[str, Any] = json.loads(self.config.read_text())
             if "options" in written and "run" not in written:
                 raise _of_an_earlier_version(self)
-            return Started(TrainConfig.from_dict(written["options"]), written["text_fingerprint"], written["run"])
+            return Started(
+                TrainConfig.from_dict(written["options"]),
+                written["text_fingerprint"],
+                written["run"],
+                written.get("launcher", ""),  # earlier versions did not write it
+            )
         except OSError as error:
             raise ConfigError(f"cannot read {self.config}: {error.strerror}", where="--resume") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -104,10 +115,10 @@ def _of_an_earlier_version(folder: RunFolder) -> ConfigError:
     )
 
 
-def new_folder(out: Path | None, restarts: int = 0) -> RunFolder:
+def new_folder(out: Path | None, restarted_by: str = "") -> RunFolder:
     """The folder of a new run; without `out`, one below `RUNS` named after the time.
 
-    Only ranks that a launcher has started again, `restarts` times, may find a run there: their own.
+    Only ranks that a launcher has started again, `restarted_by`, may find a run there: the one that it began.
 
     Raises:
         ConfigError: A run was started there before, or there is a file instead of a folder.
@@ -116,7 +127,7 @@ def new_folder(out: Path | None, restarts: int = 0) -> RunFolder:
     for path in (folder.path, *folder.path.parents):
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file", where="--out", instead="a folder, or a path that is free")
-    if folder.config.exists() and not restarts:
+    if folder.config.exists() and not (restarted_by and folder.read_config().launcher == restarted_by):
         raise ConfigError(
             f"there is a run in {folder.path} already",
             where="--out",
@@ -143,18 +154,20 @@ class Job:
 
     Attributes:
         run: What tells the run from others.
+        fingerprint: A hash of the text that it began with.
         done_steps: Steps of the newest checkpoint that is complete as far as names and sizes tell; 0 for a new run.
         ranks: Number of ranks on all hosts.
         timeout_s: How long a rank waits for others before all of them end.
         restart: Which one this is of how many, and why; "" the first time.
 
     Raises:
-        ConfigError: The timeout is no positive number.
+        ConfigError: The timeout is out of bounds.
     """
 
     config: TrainConfig
     folder: RunFolder
     run: str
+    fingerprint: str
     done_steps: int
     ranks: int
     device: DeviceKind
@@ -162,9 +175,11 @@ class Job:
     restart: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < math.inf:
+        if not SHORTEST_TIMEOUT_S <= self.timeout_s <= LONGEST_TIMEOUT_S:  # also not for NaN
             raise ConfigError(
-                f"{self.timeout_s:g} is out of bounds", where="--timeout", instead="seconds, a number above 0"
+                f"{self.timeout_s:g} is out of bounds",
+                where="--timeout",
+                instead=f"seconds, a number from {SHORTEST_TIMEOUT_S:g} to {LONGEST_TIMEOUT_S:g}",
             )
 
     @property
@@ -178,8 +193,18 @@ class Job:
         return replace(self, done_steps=0 if newest is None else step_of(newest) or 0, restart=restart)
 
 
+def check_same_text(fingerprint: str, begun_with: str) -> None:
+    """Refuses to go on with another text than that which a run began with, given hashes of both.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    if fingerprint != begun_with:
+        raise ConfigError("the text is not that which the run began with", where="--data", instead="a new run")
+
+
 def new_job(
-    options: Mapping[str, Any], out: Path | None, placement: Placement, device: DeviceKind, restarts: int = 0
+    options: Mapping[str, Any], out: Path | None, placement: Placement, device: DeviceKind, restarted_by: str = ""
 ) -> Job:
     """A run from its first step.
 
@@ -188,22 +213,29 @@ def new_job(
         out: Folder of the run; None for one named after the time.
         placement: Where ranks are to run.
         device: What the user asked for.
-        restarts: How often a launcher has started this process again: then the run in `out` is this one.
+        restarted_by: The launcher that has started this process again: a run in `out` that it began is this one.
 
     Raises:
         ConfigError: An option, the folder or the text is refused.
     """
     config = TrainConfig.from_dict(options)
     _check_ranks(config, placement)
-    folder = new_folder(out, restarts)
+    folder = new_folder(out, restarted_by)
+    _refuse_inside_text(folder, config.data)
     # Whatever is refused above is refused without importing torch.
     from fsdp_compile.training.data import read_corpus
 
-    read_corpus(config.data, config.seq_len)
+    fingerprint = read_corpus(config.data, config.seq_len).fingerprint
+    run = uuid.uuid4().hex
+    if folder.config.exists():
+        started = folder.read_config()
+        check_same_text(fingerprint, started.fingerprint)
+        run = started.run
     return Job(
         config=config,
         folder=folder,
-        run=folder.read_config().run if folder.config.exists() else uuid.uuid4().hex,
+        run=run,
+        fingerprint=fingerprint,
         done_steps=0,
         ranks=placement.ranks,
         device=device.resolve(placement.local_ranks),
@@ -237,16 +269,26 @@ def resumed_job(options: Mapping[str, Any], path: Path | None, placement: Placem
     # Whatever is refused above is refused without importing torch.
     from fsdp_compile.training.data import read_corpus
 
-    if read_corpus(config.data, config.seq_len).fingerprint != started.fingerprint:
-        raise ConfigError("the text is not that which the run began with", where="--data", instead="a new run")
+    check_same_text(read_corpus(config.data, config.seq_len).fingerprint, started.fingerprint)
     return Job(
         config=config,
         folder=folder,
         run=started.run,
+        fingerprint=started.fingerprint,
         done_steps=done_steps,
         ranks=placement.ranks,
         device=device.resolve(placement.local_ranks),
     )
+
+
+def _refuse_inside_text(folder: RunFolder, data: str | None) -> None:
+    """Refuses a run whose files would become text that it trains on: each restart would find another text."""
+    if data is not None and folder.path.resolve().is_relative_to(Path(data).resolve()):
+        raise ConfigError(
+            f"the run's folder {folder.path} is inside of the text, {data}, which would change as the run writes there",
+            where="--out, --data",
+            instead="--out with a folder elsewhere, or --data with a folder of text alone",
+        )
 
 
 def _done_steps(checkpoints: CheckpointFolder, steps: int) -> int:

@@ -29,7 +29,7 @@ from fsdp_compile.errors import (
 )
 from fsdp_compile.training.job import Job
 from fsdp_compile.training.loop import train
-from fsdp_compile.training.placement import restarts
+from fsdp_compile.training.placement import launcher_folder, restarts
 from fsdp_compile.training.world import join_world
 
 _SAY_ALL = {
@@ -109,9 +109,8 @@ def _restarted(job: Job) -> Job:
     count = restarts()
     if not count:
         return job
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <attempt>/<rank>/error.json
-    before = None if file is None else Path(file).parents[1].with_name(f"attempt_{count - 1}")
-    report = None if before is None else _first_report(before)
+    folder = launcher_folder()
+    report = None if folder is None else _first_report(folder / f"attempt_{count - 1}")
     why = "" if report is None else f" after rank {report.rank} failed: {report.message['message']}"
     return job.restarted(f"{count} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}{why}")
 

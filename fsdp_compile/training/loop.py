@@ -9,7 +9,7 @@ from fsdp_compile.errors import FSDPCompileError, RankMismatchError
 from fsdp_compile.training.checkpoint import load_checkpoint
 from fsdp_compile.training.config import OnNonFinite
 from fsdp_compile.training.data import Corpus, read_corpus
-from fsdp_compile.training.job import Job, Started
+from fsdp_compile.training.job import Job, Started, check_same_text
 from fsdp_compile.training.metrics import (
     Display,
     Record,
@@ -22,6 +22,7 @@ from fsdp_compile.training.metrics import (
     read_records,
 )
 from fsdp_compile.training.model import generate
+from fsdp_compile.training.placement import launcher_folder
 from fsdp_compile.training.run_lock import lock_run
 from fsdp_compile.training.saves import BackgroundSaves, BlockingSaves, Saves
 from fsdp_compile.training.state_bytes import StateBytes
@@ -33,7 +34,7 @@ def train(job: Job, world: World) -> None:
     """Run a job; every rank calls this. Rank 0 shows and writes.
 
     Raises:
-        ConfigError: Another process trains in the run's folder.
+        ConfigError: Another process trains in the run's folder, or the text has changed since the run began.
         RankMismatchError: Ranks read different text.
         FSDPCompileError: A loss or a gradient is not finite.
         CheckpointError: A checkpoint cannot be written.
@@ -115,7 +116,7 @@ class _Run:
 
     def _begin(self) -> None:
         job = self.job
-        started = Started(job.config, self.trainer.corpus.fingerprint, job.run)
+        started = Started(job.config, job.fingerprint, job.run, str(launcher_folder() or ""))
         if job.restart:
             self.display.say(f"restarted, {job.restart}")
         if job.done_steps:
@@ -253,6 +254,7 @@ def _read_same_text(job: Job, world: World) -> Corpus:
                 where=f"--data ({corpus.source})",
                 instead="the same files on every host",
             )
+    check_same_text(corpus.fingerprint, job.fingerprint)
     return corpus
 
 

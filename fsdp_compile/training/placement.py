@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from fsdp_compile.errors import ConfigError
 
@@ -94,6 +95,15 @@ class Placement:
 def restarts(environment: Mapping[str, str] = os.environ) -> int:
     """How often an elastic launcher has started this process again."""
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launcher_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder of reports of the elastic launcher that has started this process; None where it has none.
+
+    Each launcher makes one of its own, which stays the same when it starts processes again.
+    """
+    file = environment.get("TORCHELASTIC_ERROR_FILE")  # <folder>/attempt_<restart>/<rank>/error.json
+    return Path(file).parents[2] if file else None
 
 
 def _count_gpus() -> int:

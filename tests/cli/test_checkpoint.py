@@ -35,7 +35,7 @@ def test_info_shows_what_is_in_a_file(file: Path, capsys: pytest.CaptureFixture[
 def test_info_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "info", "--json", str(file)]) == 0
     (read,) = json.loads(capsys.readouterr().out)
-    assert (read["format"], read["bytes"], read["files"], read["world_size"]) == ("torch", 26, ["a.pt"], None)
+    assert (read["format"], read["bytes"], read["files"], read["writers"]) == ("torch", 26, ["a.pt"], None)
     assert read["tensors"][1] == {
         "name": "model.tied",
         "shape": [3, 2],
@@ -61,7 +61,7 @@ def test_the_steps_of_a_run_are_shown_and_verified(tmp_path: Path, capsys: pytes
     assert main(["checkpoint", "info", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert f"{tmp_path}/step-000001: a step of fsdp-compile train, torch.distributed.checkpoint" in shown
-    assert "ranks that wrote it: 2\nsteps that were done: 2\n" in shown
+    assert "ranks that wrote values: 2\nsteps that were done: 2\n" in shown
     assert main(["checkpoint", "verify", "--finite", str(tmp_path)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{tmp_path}/step-000001 is right: 8 tensors, ")

@@ -82,6 +82,10 @@ def test_verifies_on_request(graph: str, capsys: pytest.CaptureFixture[str]) -> 
         (["--passes", "schedule-prefetch(far=1)"], "instead: schedule-prefetch(distance=1)"),
         (["--passes", "schedule-prefetch(distance=x)"], "'x' is not a value like 1"),
         (["--passes", "bucket(size=1)"], "pass bucket has no option size=1"),
+        (["--passes", "bucket(size=1)"], "instead: bucket(hardware=h100-sxm/50)"),
+        (["--passes", "schedule-auto(hardware=h100-sxm)"], "instead: hardware=h100-sxm/50"),
+        (["--passes", "schedule-auto(hardware=h100-sxm/fast)"], "'h100-sxm/fast' is no device and GB/s"),
+        (["--passes", "schedule-prefetch(distance=1/2)"], "'1/2' is not a value like 1"),
     ],
 )
 def test_refuses_passes_that_do_not_exist(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_compile import MixedPrecision
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain import api
@@ -72,6 +74,45 @@ def test_formulas_give_the_numbers_of_the_plan_there(ranks: int) -> None:
     assert float(formulas.sent_bytes.subs(values)) == pytest.approx(there.volume.total_bytes)
     spent = sum(graph.communication_us for graph in there.graphs)
     assert float(formulas.communication_us.subs(values).evalf()) == pytest.approx(spent)
+
+
+def _read_otherwise(kind: str, ranks: int) -> Plan:
+    """A plan of a model whose parameters are read in another dtype than their unit says."""
+    model, x = on_meta(Stack)
+    policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
+    options = {"lower": "eager"} if kind == "autocast" else {"lower": "eager", "mp_policy": policy}
+    model.train(kind == "autocast")
+    with torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else contextlib.nullcontext():
+        return explain(model, x, world_size=ranks, options=options, hardware=hardware(link=7.0))
+
+
+@pytest.mark.parametrize("kind", ["autocast", "eval"])
+def test_formulas_are_of_the_dtypes_that_graphs_read(kind: str) -> None:
+    plan = _read_otherwise(kind, 8)
+    found = plan.formulas().at(ranks=8, gb_per_s=7.0)
+    assert found["sent_bytes"] == pytest.approx(plan.volume.total_bytes)
+    assert found["communication_us"] == pytest.approx(sum(graph.communication_us for graph in plan.graphs))
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids)
+
+
+def test_a_graph_that_one_rank_alone_has_is_not_taken_for_that_of_several() -> None:
+    assert _read_otherwise("autocast", 4).at(world_size=8) == _read_otherwise("autocast", 8)
+    for begin, end in ((1, 8), (8, 1)):
+        with pytest.raises(ConfigError, match=r"one rank has another graph than several: parameters that are cast"):
+            _read_otherwise("autocast", begin).at(world_size=end)
+        assert _read_otherwise("eval", begin).at(world_size=end) == _read_otherwise("eval", end)
+    options = {"lower": "eager", "embedding": "sharded"}
+    looked = explain(Looked(), torch.zeros(8, dtype=torch.long), world_size=1, options=options)
+    with pytest.raises(ConfigError, match=r"one rank has another graph than several: embedding="):
+        looked.at(world_size=8)
 
 
 def test_nothing_is_traced_again() -> None:

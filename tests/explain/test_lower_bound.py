@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp_compile import MixedPrecision
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
@@ -91,3 +93,16 @@ def test_more_memory_lowers_it() -> None:
     plans = [_plan(Stack, 0.05, prefetch=distance) for distance in (0, 1, 3)]
     assert [plan.bound.sent_bytes for plan in plans] == sorted((p.bound.sent_bytes for p in plans), reverse=True)
     assert plans[0].bound.sent_bytes > plans[-1].bound.sent_bytes
+
+
+@long.parametrize("gather", [torch.int8, "nvfp4"], always=["nvfp4"])
+def test_fewer_bits_are_counted_as_they_are_sent(gather: torch.dtype | str) -> None:
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, gather_dtype=gather)
+    for context in (contextlib.nullcontext(), torch.no_grad()):
+        with context:
+            plan = _plan(Stack, 0.05, mp_policy=policy, prefetch=0)
+        assert 0.6 < plan.bound.sent_bytes / plan.volume.total_bytes <= 1
+        assert 0 < plan.bound.time_us <= plan.step_us
+    for reshard in (True, 2):
+        volume = _plan(Stack, 0.05, mp_policy=policy, reshard_after_forward=reshard).volume
+        assert 0.95 < volume.full_sharding_bytes / volume.total_bytes < 1.05

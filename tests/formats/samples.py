@@ -19,6 +19,7 @@ def state() -> dict[str, torch.Tensor]:
     """Odd shapes, dtypes and values; `tied` is the memory of `weight`."""
     torch.manual_seed(0)
     weight = torch.randn(7, 6)
+    complex_numbers = torch.randn(6, dtype=torch.complex64)
     return {
         "weight": weight,
         "tied": weight,
@@ -33,6 +34,10 @@ def state() -> dict[str, torch.Tensor]:
         "odd": torch.tensor([-0.0, float("nan"), float("inf"), 1e-45]),
         "turned": torch.randn(6, 4).t(),
         "a.b": torch.randn(2, 3, 4, dtype=torch.complex64),
+        "complex": complex_numbers,
+        "conjugated": complex_numbers.conj(),  # of that memory
+        "turned and conjugated": torch.randn(4, 3, dtype=torch.complex64).t().conj(),
+        "negated": torch.randn(5, dtype=torch.complex64).conj().imag,
     }
 
 
@@ -46,7 +51,8 @@ def assert_same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 def _assert_same_value(mine: Any, theirs: Any, name: str) -> None:
     if isinstance(theirs, torch.Tensor):
         assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), name
-        bits = [value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (mine, theirs)]
+        values = (value.detach().resolve_conj().resolve_neg().contiguous() for value in (mine, theirs))
+        bits = [value.reshape(-1).view(torch.uint8) for value in values]
         assert torch.equal(*bits), name
     elif isinstance(theirs, dict):
         assert_same(mine, theirs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import CheckpointError, ConfigError
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
 
@@ -103,8 +104,25 @@ def _resume_elsewhere(folder: str) -> None:
     _train(here, 2, f"{here}/checkpoint-1")
     with pytest.raises(ConfigError, match="a checkpoint of another run"):
         _train(here, 3, f"{elsewhere}/checkpoint-1")
+    trap = Path(folder, "trap")
+    if rank == "0":
+        Path(here, "checkpoint-2/fsdp_state/.metadata").write_bytes(pickle.dumps(_Trap(trap)))
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"cannot load .*checkpoint-2/fsdp_state: .* io\.open, which"):
+        _train(here, 3, f"{here}/checkpoint-2")
+    assert not trap.exists()
 
 
-def test_a_checkpoint_of_another_run_is_not_resumed_with_this_ones_optimizer_state(tmp_path: Path) -> None:
+class _Trap:
+    """Pickled, it writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return (open, (str(self.path), "a"))
+
+
+def test_a_checkpoint_of_another_run_and_a_hostile_one_are_not_resumed(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     run_ranks(_resume_elsewhere, str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,10 @@ def make_model() -> nn.Module:
 
 def make_batch(step: int) -> torch.Tensor:
     return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def shard(model: nn.Module, fully_shard: Callable[[nn.Module], nn.Module]) -> None:
+    fully_shard(model)
 
 
 class ScaleOneGradient:

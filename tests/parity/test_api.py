@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import ConfigError, ParityError, RankFailedError, check_parity
 from fsdp_compile.cli.main import main
@@ -20,6 +23,7 @@ from tests.parity.cases import (
     odd_batch,
     passes_with_fault,
     raises_on_one_rank,
+    shard,
 )
 
 HERE = "tests.parity.cases"
@@ -110,6 +114,17 @@ def test_wrong_use_says_what_to_write() -> None:
         check_parity(make_model, make_batch, world_size=3, replicas=2)
     with pytest.raises(ConfigError, match=r"(?s)option 'mesh' is not for this call"):
         check_parity(make_model, make_batch, options={"mesh": None})
+    policy = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="FSDP1 does not cast outputs"):
+        check_parity(make_model, make_batch, reference="fsdp1", mp_policy=policy)
+
+
+@pytest.mark.parametrize(
+    "beside", [{"mp_policy": MixedPrecisionPolicy()}, {"reshard_after_forward": False}, {"replicas": 2}], ids=str
+)
+def test_nothing_is_said_of_shards_beside_prepare(beside: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="mp_policy, reshard_after_forward and replicas say how it is sharded, too"):
+        check_parity(make_model, make_batch, prepare=shard, **beside)
 
 
 @pytest.mark.long

@@ -27,6 +27,17 @@ def test_tensors_of_different_dtypes_cannot_be_compared() -> None:
     assert dataclasses.replace(difference, bound=1e9).exceeds
 
 
+def test_the_parts_of_complex_numbers_are_compared_each() -> None:
+    theirs = torch.tensor([1 + 2j, 3 - 4j, complex(math.nan, 1)])
+    assert compare(Quantity.GRADIENT, "w", 0, theirs.conj(), theirs.conj().resolve_conj()).different == 0
+    ours = theirs + torch.tensor([0, 0.5j, 0])
+    difference = compare(Quantity.GRADIENT, "w", 0, ours, theirs)
+    assert (difference.different, difference.numel, difference.absolute, difference.relative) == (1, 6, 0.5, 0.125)
+    assert difference.ulps == 0.5 / (4 * torch.finfo(torch.float32).eps)
+    half = compare(Quantity.GRADIENT, "w", 0, theirs + torch.tensor([0, 0, 1j]), theirs)
+    assert half.absolute == 1  # beside a part that is NaN on both sides
+
+
 def test_the_bound_of_a_path_grows_with_the_root_of_the_steps() -> None:
     extent = Extent(depth=10, length=64, elements=1000, dtype=torch.float32)
     assert extent.path(3) == pytest.approx(2 * extent.path(0))

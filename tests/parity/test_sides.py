@@ -1,15 +1,23 @@
-"""The reference without shards: one process that reads its parameters in another dtype."""
+"""The reference sides: one process that reads its parameters in another dtype, and FSDP1 and FSDP2 of torch."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any, NamedTuple
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile.parity.sides import CastParameters
+from fsdp_compile._torch.distributed import timeout_of
+from fsdp_compile.parity.experiment import Accumulation, Experiment, Level, Reference, adamw, mean_loss, sgd
+from fsdp_compile.parity.sides import CastParameters, _mesh
+from fsdp_compile.parity.train import train_both
 from tests.models.matrix import MODELS, make_batch
+from tests.ranks import run_ranks
 
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -58,3 +66,103 @@ def test_reentrant_recomputation_reaches_the_parameters() -> None:
     kept.load_state_dict(again.state_dict())
     kept.recompute = False
     assert all(torch.equal(a, b) for a, b in zip(_gradients(again), _gradients(kept), strict=True))
+
+
+class _Pair(NamedTuple):
+    x: torch.Tensor
+    scale: torch.Tensor
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to(self.layer.weight.dtype)) * scale
+
+
+def _pairs(step: int) -> _Pair:
+    generator = torch.Generator().manual_seed(step)
+    return _Pair(torch.randn(8, 16, generator=generator), torch.randn(8, 8, generator=generator))
+
+
+def _experiment(**changes: Any) -> Experiment:
+    settings: dict[str, Any] = {
+        "make_model": _Scaled,
+        "make_batch": _pairs,
+        "world_size": 2,
+        "reference": Reference.FSDP1,
+        "steps": 2,
+        "level": Level.BITWISE,
+        "loss": mean_loss,
+        "optimizer": adamw,
+        "options": {},
+        "replicas": 1,
+        "seed": 0,
+        "mp_policy": MixedPrecisionPolicy(),
+        "reshard_after_forward": True,
+        "prepare": None,
+        "timeout_s": 300,
+        "micro_batches": 1,
+        "accumulation": Accumulation.REDUCE_EACH,
+    }
+    return Experiment(**settings | changes)
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 8, dtype=torch.complex64)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(self.layer(x.to(torch.complex64)) * scale)
+
+
+def _imaginary_beside(model: nn.Module, batch: _Pair) -> torch.Tensor:
+    """The compiled side alone has a term of value 0 whose gradient is imaginary."""
+    y = model(*batch)
+    term = 10 * (y[..., 1] - y[..., 1].detach()).mean()
+    return y.square().mean() + (term if type(model).__name__ == "OptimizedModule" else 0)
+
+
+def _shard_in_bfloat16(model: nn.Module, fully_shard: Any) -> None:
+    fully_shard(model, mp_policy=_BF16)
+
+
+_LOOSE: dict[str, Any] = {"level": Level.TOLERANCE, "options": {"lower": "eager"}, "optimizer": sgd}
+_CASES = {
+    "a reduction in bfloat16": _experiment(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
+    "inputs are not cast": _experiment(mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)),
+    "complex": _experiment(make_model=_Complex, reference=Reference.FSDP2, **_LOOSE),
+    "another imaginary part": _experiment(
+        make_model=_Complex, reference=Reference.FSDP2, loss=_imaginary_beside, **_LOOSE
+    ),
+    "prepared in bfloat16": _experiment(reference=Reference.SINGLE, prepare=_shard_in_bfloat16, **_LOOSE),
+}
+
+
+def _exceeding(experiments: list[Experiment]) -> list[set[str]]:
+    """What of the first step exceeds the level of each."""
+    found = [[d for d in train_both(each) if d.exceeds and d.step == 0] for each in experiments]
+    return [{f"{difference.quantity.value} of {difference.name}" for difference in each} for each in found]
+
+
+def test_the_policy_and_the_batch_reach_the_reference_and_complex_numbers_are_compared() -> None:
+    found = run_ranks(_exceeding, list(_CASES.values()))[0]
+    wanted: dict[str, set[str]] = {name: set() for name in _CASES}
+    other = found[list(_CASES).index("another imaginary part")]
+    assert {"gradient of layer.weight", "gradient of layer.bias"} <= other
+    wanted["another imaginary part"] = other
+    assert dict(zip(_CASES, found, strict=True)) == wanted
+
+
+def _timeouts() -> list[timedelta]:
+    mesh = _mesh(_experiment(world_size=4, replicas=2))
+    assert dist.group.WORLD is not None
+    return [timeout_of(group) for group in (dist.group.WORLD, mesh.get_group(0), mesh.get_group(1))]
+
+
+def test_groups_of_replicas_wait_no_longer_than_the_world() -> None:
+    for world, replicas, shards in run_ranks(_timeouts, world_size=4):
+        assert world == replicas == shards

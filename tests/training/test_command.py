@@ -130,7 +130,7 @@ def test_a_rank_that_is_killed_or_stopped_is_blamed(fault: str, said: str, tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("given", ["0", "nan", "inf"])
+@pytest.mark.parametrize("given", ["0", "1e-300", "1e300", "nan", "inf"])
 def test_a_timeout_is_a_number_of_seconds(given: str, tmp_path: Path) -> None:
     status, _, err = finish(start(tmp_path, DRIVER, "train", *TINY, "--timeout", given))
     assert status == 2

@@ -36,6 +36,7 @@ from fsdp_compile.training.config import MixedPrecision, TrainConfig, flag
         ({"eval_batches": 0}, "--eval-batches"),
         ({"checkpoint_every": 0}, "--checkpoint-every"),
         ({"temperature": -1.0}, "--temperature"),
+        ({"temperature": 1e-39}, "--temperature"),  # logits over it are beyond float32
         ({"prompt": ""}, "--prompt"),
     ],
 )

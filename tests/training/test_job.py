@@ -12,10 +12,11 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.training.checkpoint_folder import CheckpointFolder, FileDigest
 from fsdp_compile.training.config import TrainConfig
 from fsdp_compile.training.data import read_corpus
-from fsdp_compile.training.job import RUNS, RunFolder, Started, newest_folder, resumed_job
-from fsdp_compile.training.placement import DeviceKind, Placement
+from fsdp_compile.training.job import RUNS, Job, RunFolder, Started, new_job, newest_folder, resumed_job
+from fsdp_compile.training.placement import DeviceKind, Placement, launcher_folder
 
 RUN = "this"
+LAUNCHER = "/tmp/reports/run_a"
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def run(tmp_path: Path) -> RunFolder:
     (tmp_path / "text").write_bytes(b"some text " * 100)
     config = TrainConfig(data=str(tmp_path / "text"), seq_len=8, steps=4)
     run = RunFolder(tmp_path / "run")
-    run.write_config(Started(config, read_corpus(config.data, config.seq_len).fingerprint, RUN))
+    run.write_config(Started(config, read_corpus(config.data, config.seq_len).fingerprint, RUN, LAUNCHER))
     checkpoints = CheckpointFolder(run.checkpoints, RUN)
     for step in (2, 4):
         checkpoints.begin()
@@ -92,3 +93,36 @@ def test_the_newest_run_is_the_one_that_was_started_last(tmp_path: Path, monkeyp
         config.write_text("{}")
         os.utime(config, (time_s, time_s))
     assert newest_folder().path == RUNS / "2026-01-01"
+
+
+def _started_again(run: RunFolder, launcher: str) -> Job:
+    options = run.read_config().config.to_dict()
+    return new_job(options, run.path, Placement(1), DeviceKind.CPU, launcher)
+
+
+def test_ranks_that_are_started_again_find_their_own_run_and_no_other(run: RunFolder) -> None:
+    assert _started_again(run, LAUNCHER).run == RUN
+    for other in ("", "/tmp/reports/run_b"):
+        with pytest.raises(ConfigError, match=f"there is a run in {run.path} already"):
+            _started_again(run, other)
+    # One that no launcher began, or an earlier version, which did not write who did.
+    for unknown in ({"launcher": ""}, {}):
+        written = json.loads(run.config.read_text())
+        del written["launcher"]
+        run.config.write_text(json.dumps(written | unknown))
+        with pytest.raises(ConfigError, match=f"there is a run in {run.path} already"):
+            _started_again(run, LAUNCHER)
+        run.write_config(run.read_config())
+
+
+def test_ranks_that_are_started_again_find_their_own_text(run: RunFolder) -> None:
+    text = Path(str(run.read_config().config.data))
+    text.write_bytes(b"other text" * 100)
+    with pytest.raises(ConfigError, match="the text is not that which the run began with"):
+        _started_again(run, LAUNCHER)
+
+
+def test_a_launcher_is_known_by_its_folder_of_reports() -> None:
+    reports = {"TORCHELASTIC_ERROR_FILE": "/tmp/reports/run_a/attempt_1/3/error.json"}
+    assert str(launcher_folder(reports)) == LAUNCHER
+    assert launcher_folder({}) is None

@@ -35,7 +35,9 @@ TEXT = b"every rank holds a shard of every weight. " * 40
 def _job(folder: Path, options: dict[str, Any], text: Path, ranks: int, done_steps: int = 0) -> Job:
     config = TrainConfig.from_dict(TINY | {"data": str(text), "eval_batches": 1, "sample_bytes": 3} | options)
     run = RunFolder(folder / "run")
-    return Job(config=config, folder=run, run="this", done_steps=done_steps, ranks=ranks, device=DeviceKind.CPU)
+    begun_with = read_corpus(config.data, config.seq_len).fingerprint
+    settings: dict[str, Any] = {"fingerprint": begun_with, "done_steps": done_steps, "ranks": ranks}
+    return Job(config=config, folder=run, run="this", device=DeviceKind.CPU, **settings)
 
 
 def _world() -> World:
@@ -257,6 +259,19 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
 def test_ranks_that_read_other_text_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(RankMismatchError, match=r"rank 1 read other text than rank 0\n"):
         run_ranks(_train, tmp_path, {}, same_text=False)
+
+
+def _train_on_changed_text(folder: Path) -> None:
+    text = folder / "text"
+    text.write_bytes(TEXT)
+    job = _job(folder, {}, text, 1)
+    text.write_bytes(TEXT[::-1])
+    _shown(job, _world())
+
+
+def test_a_text_that_has_changed_since_the_run_began_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the text is not that which the run began with"):
+        run_ranks(_train_on_changed_text, tmp_path, world_size=1)
 
 
 def _replicated(text: Path) -> tuple[tuple[int, ...], set[float]]:

@@ -18,6 +18,7 @@ from fsdp_compile.explain.report import GraphPlan, LowerBound
 from fsdp_compile.ir.graph import EXCHANGES, Phase, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import upstream
 from fsdp_compile.layout.spec import UnshardSpec
+from fsdp_compile.layout.wire_formats import gathered_bytes
 from fsdp_compile.planner.lower_bound import Made, Part, Read, Step
 
 _SCHEDULED = (Holder.UNSHARDED, Holder.GRADIENT)
@@ -84,12 +85,12 @@ def outline(step: StepGraph, costs: Mapping[fx.Node, NodeCost], hardware: Hardwa
 
 
 def _read(node: fx.Node, value: int, spec: UnshardSpec) -> Read:
-    sent_bytes = spec.wire_dtype.itemsize * _numel(spec)
+    size_bytes = gathered_bytes(spec) * _numel(spec)
     return Read(
         name=require(node).claims[0],
         value=value,
-        size_bytes=min(result_bytes(node), sent_bytes) or sent_bytes,
-        sent_bytes=sent_bytes * share_of_others(spec.size),
+        size_bytes=min(result_bytes(node), int(size_bytes)) or int(size_bytes),
+        sent_bytes=size_bytes * share_of_others(spec.size),
         # What is kept over fewer ranks takes memory that is not counted, and is gathered on another link.
         again=spec.post_forward_size == 1,
     )

@@ -21,6 +21,7 @@ from fsdp_compile.explain.plan_data import PlanData
 from fsdp_compile.explain.report import GraphPlan, UnitPlan, Volume
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require
 from fsdp_compile.layout.spec import Reshard, UnshardSpec
+from fsdp_compile.layout.wire_formats import gathered_bytes
 from fsdp_compile.modules.classes import original_class
 from fsdp_compile.runtime.units import FSDPParam, FSDPUnit
 
@@ -168,9 +169,10 @@ def _full_sharding(spec: UnshardSpec, numel: int, *, trained: bool, training: bo
     gathers = 2 if training and spec.reshard is not Reshard.AFTER_BACKWARD else 1
     reduced = spec.reduce_dtype.itemsize if trained else 0
     sent = full_sharding_bytes(
-        numel, spec.size, gathers=gathers, gathered_bytes=spec.wire_dtype.itemsize, reduced_bytes=reduced
+        numel, spec.size, gathers=gathers, gathered_bytes=gathered_bytes(spec), reduced_bytes=reduced
     )
-    if gathers == 2 and spec.post_forward_size > 1:  # backward gathers over fewer ranks
-        spared = share_of_others(spec.size) - share_of_others(spec.post_forward_size)
-        sent -= spared * spec.param_dtype.itemsize * numel
+    if gathers == 2 and spec.post_forward_size > 1:
+        # Backward gathers over fewer ranks, what was computed with.
+        again = spec.param_dtype.itemsize * share_of_others(spec.post_forward_size)
+        sent += (again - gathered_bytes(spec) * share_of_others(spec.size)) * numel
     return sent + 2 * reduced * numel / spec.size * share_of_others(spec.replicas)

@@ -1,8 +1,9 @@
 """A plan for other ranks, another link or other sizes of the inputs, from graphs that were traced once.
 
-Before the passes, the number of ranks that share a parameter is in the text of its reads, and nowhere else in a graph.
-So the texts are rewritten, the flat parameters get their new sizes, and the passes run again. Sizes of inputs are
-symbols in such a graph; numbers replace them before the passes (`trace/open_sizes.py`).
+Before the passes, the number of ranks that share a parameter is in the text of its reads, and nowhere else in a graph
+(one rank leaves out what makes messages smaller: to and from one rank, such graphs are refused). So the texts are
+rewritten, the flat parameters get their new sizes, and the passes run again. Sizes of inputs are symbols in such a
+graph; numbers replace them before the passes (`trace/open_sizes.py`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.partition.cast_before_gather import casts_of
 from fsdp_compile.pipeline import keep, transform
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
 aten = torch.ops.aten
+_CASTS = "parameters that are cast where they are read, as by torch.autocast, are cast before they are sent"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +127,12 @@ def _refuse(traced: Traced, ranks: int) -> None:
     """Refuses ranks of a mesh with two dimensions, and ranks over which parameters do not divide."""
     if ranks < 1:
         raise ConfigError(f"there are no {ranks} ranks", where="Plan.at(world_size=...)", instead="1, 2, ...")
+    if (traced.world_size == 1) != (ranks == 1) and (reason := _other_graph(traced)):
+        raise ConfigError(
+            f"one rank has another graph than several: {reason}",
+            where=f"Plan.at(world_size={ranks}) of a plan for {traced.world_size}",
+            instead="explain() once more in a world of that size",
+        )
     for unit in traced.units:
         if unit.policy.mixed_precision.gather_dtype is not None:
             raise ConfigError(
@@ -155,6 +164,22 @@ def _refuse(traced: Traced, ranks: int) -> None:
                     where=f"Plan.at(world_size={ranks}), parameter {unit.parameter_name(slot)}",
                     instead="a number of ranks that divides it, or Shard(0)",
                 )
+
+
+def _other_graph(traced: Traced) -> str:
+    """Why what happens before the passes depends on whether a rank is alone; "" if it does not."""
+    if traced.options.embedding == "sharded":
+        return 'embedding="sharded" looks rows up on other ranks'
+    own = {unit.parameter_name(slot): slot.spec.param_dtype for unit in traced.units for slot in unit.params}
+    for step in (step for region in traced.regions for step in region.steps):
+        for node in step.nodes(Role.FLAT):
+            record = require(node)
+            sent = zip(record.parameters, record.specs, strict=True)
+            if any(spec.param_dtype.itemsize < own[name].itemsize for name, spec in sent):
+                return _CASTS
+        if any(casts_of(read) for read in step.graph.find_nodes(op="call_function", target=UNSHARD)):
+            return _CASTS
+    return ""
 
 
 Order = Mapping[str, int]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import sympy
+import torch
 
 from fsdp_compile.cost.communicate import COPIES, ROUNDS, Kind
 from fsdp_compile.cost.compute import Work, node_work
@@ -167,10 +168,9 @@ def _sent_bytes(collective: Collective, slots: dict[str, FSDPParam]) -> sympy.Ex
 
 
 def _message_bytes(collective: Collective, slots: dict[str, FSDPParam]) -> Iterator[sympy.Expr]:
-    for name in collective.parameters:
-        spec = slots[name].spec
-        dtype = spec.param_dtype if collective.kind is Kind.GATHER else spec.reduce_dtype
-        yield _extent(slots[name]) * dtype.itemsize
+    # Not the dtypes of units: a graph may read parameters in others, under `torch.autocast` and in eval mode.
+    dtype: torch.dtype = getattr(torch, collective.dtype)
+    return (_extent(slots[name]) * dtype.itemsize for name in collective.parameters)
 
 
 def _copied_bytes(copy: Collective, slots: dict[str, FSDPParam]) -> Iterator[sympy.Expr]:
