@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.eval_frame import calls_are_compiled
-from fsdp_compile._torch.tensors import is_wrapper, local_tensor, plain_torch_functions
+from fsdp_compile._torch.tensors import is_transformed, is_wrapper, local_tensor, plain_torch_functions
 from fsdp_compile._torch.tracing import is_compiling_a_frame
 from fsdp_compile.comm.exchange import as_bytes
 from fsdp_compile.comm.failures import refuse_lost_ranks
@@ -80,16 +80,18 @@ class _Read(NamedTuple):
     gathered: weakref.ref[torch.Tensor]
     version: int
     name: str
-    value: torch.Tensor | None = None
+    counter: torch.Tensor | None
+    """Has its version and none of its memory: code may drop a parameter that it has written to before it is checked."""
+    value: torch.Tensor | None
     """What it was, if its reader calls what writes into lists of tensors, which is counted nowhere."""
 
     def check(self) -> None:
         gathered = self.gathered()
-        if gathered is not None and (_version(gathered) != self.version or self._has_other_value(gathered)):
+        counter = gathered if self.counter is None else self.counter
+        if counter is not None and _version(counter) != self.version:
             raise _refusal(self.name)
-
-    def _has_other_value(self, gathered: torch.Tensor) -> bool:
-        return self.value is not None and not torch.equal(_bytes(gathered), self.value)
+        if gathered is not None and self.value is not None and not torch.equal(_bytes(gathered), self.value):
+            raise _refusal(self.name)
 
 
 class GatheredVector(GatheredParameter):
@@ -313,8 +315,16 @@ def note_read(gathered: torch.Tensor, *, is_watched: bool = False) -> _Read:
         value = _bytes(gathered).clone()
         # The list through which it is written to may be gone when it is checked.
         reads.__dict__.setdefault("watched", []).append(gathered)
-    made.append(_Read(weakref.ref(gathered), _version(gathered), _title_of(gathered), value))
+    made.append(_Read(weakref.ref(gathered), _version(gathered), _title_of(gathered), _counter(gathered), value))
     return made[-1]
+
+
+def _counter(gathered: torch.Tensor) -> torch.Tensor | None:
+    if is_wrapper(gathered) or is_transformed(gathered) or gathered.is_inference():
+        return None
+    counter = gathered.detach()  # whose version is that of what it is made from
+    counter.data = counter.new_empty(0)
+    return counter
 
 
 @torch.compiler.disable

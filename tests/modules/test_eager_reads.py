@@ -310,6 +310,16 @@ class _Teacher(Small):
         return self.scale * (self.up(x) - self.teacher(x))
 
 
+class _Dropped(nn.Linear):
+    """Writes into a parameter, then returns: nothing refers to it any more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        with torch.no_grad():
+            weight.mul_(0.5)
+        return x + bias
+
+
 class _Lists(Small):
     """Writes into a list of tensors that has no parameter, and keeps what it reads."""
 
@@ -319,7 +329,7 @@ class _Lists(Small):
         return F.linear(x, *values).sum(1, keepdim=True) + super().forward(x)
 
 
-def _check_foreach() -> None:
+def _check_lost_writes() -> None:
     for make in (_ScaledInAList, _Teacher):
         pair = Beside(make, Run.EAGER)
         before = [p.to_local().clone() for p in pair.model.parameters()]  # type: ignore[attr-defined]
@@ -329,14 +339,21 @@ def _check_foreach() -> None:
                 pair.model(torch.ones(2, 6))
         after = [p.to_local() for p in pair.model.parameters()]  # type: ignore[attr-defined]
         assert all(map(torch.equal, before, after))
+    model = fully_shard(nn.Sequential(_Dropped(6, 6), nn.Linear(6, 2)))
+    for grad in (True, False):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(UnsupportedModelError, match=r"(?s)changes a gathered parameter in place.*weight of _Dr"),
+        ):
+            model(torch.ones(2, 6))
     pair = Beside(_Lists, Run.EAGER)
     for _ in range(2):
         pair.backward()
     pair.compare()
 
 
-def test_writes_into_lists_of_parameters_are_refused_by_name() -> None:
-    run_ranks(_check_foreach)
+def test_writes_into_lists_of_parameters_and_into_what_is_dropped_are_refused_by_name() -> None:
+    run_ranks(_check_lost_writes)
 
 
 def _check_gradient_penalty() -> None:
