@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -19,13 +20,27 @@ class HookOfPlain:
     """Base of gradient hooks that a plain parameter does not pass on to the sharded one."""
 
 
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes of a tensor: its gradient hooks in a dict, or `None`."""
+
+
+def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Gives `new` the gradient hooks that users registered on `old`; what is registered or removed later, both have."""
+    for kind in _HOOKS:
+        hooks = getattr(old, kind, None)
+        if hooks is None:
+            continue
+        for key in [key for key, hook in hooks.items() if isinstance(hook, HookOfPlain)]:
+            del hooks[key]
+        setattr(new, kind, hooks)  # the dict itself, which the handles that users have refer to
+
+
 def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Gives `new` the gradient hooks that users registered on `old`."""
-    for hook in (old._backward_hooks or {}).values():
-        new.register_hook(hook)
-    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
-        if not isinstance(hook, HookOfPlain):
-            new.register_post_accumulate_grad_hook(hook)
+    """Gives `new` the gradient hooks that users registered on `old`, which has none then."""
+    share_hooks(old, new)
+    for kind in _HOOKS:
+        if getattr(old, kind, None) is not None:
+            setattr(old, kind, OrderedDict())  # torch goes on calling those of the last dict after `None`
 
 
 def backward_in_progress() -> int:

@@ -131,6 +131,11 @@ def memory_id(tensor: torch.Tensor) -> int:
     return held.untyped_storage()._cdata
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of a `torch.func` transform, around another one."""
+    return is_functorch_wrapped_tensor(tensor)
+
+
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a batch of tensors inside of `vmap`."""
     # `torch.autograd` has a `vmap` of its own, older than `torch.func`'s.

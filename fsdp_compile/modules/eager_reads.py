@@ -19,12 +19,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.eval_frame import calls_are_compiled
-from fsdp_compile._torch.tensors import is_wrapper, plain_torch_functions
+from fsdp_compile._torch.tensors import is_transformed, is_wrapper, local_tensor, plain_torch_functions
 from fsdp_compile._torch.tracing import is_compiling_a_frame
+from fsdp_compile.comm.exchange import as_bytes
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.profiler_ranges import Range, profiled
-from fsdp_compile.modules.readers import reader_calls_id
+from fsdp_compile.modules.readers import calls_of_reader
 from fsdp_compile.modules.uncounted_writes import may_write, written_by
 from fsdp_compile.runtime import read_order
 from fsdp_compile.runtime.module_state import reads_of
@@ -34,7 +35,10 @@ from fsdp_compile.runtime.unshard import follow_writes, version_of_param
 from fsdp_compile.runtime.unshard_args import swap_in, swapped_value
 
 reads = threading.local()
-"""Gathered parameters of the outermost forward: all that were `made`; `kept` are the last, tied and identified ones."""
+"""Gathered parameters of the outermost forward: all that were `made`; `kept` are the last, tied and identified ones.
+
+Those that are `watched` are held until it ends.
+"""
 
 
 class GatheredParameter(nn.Parameter):
@@ -76,10 +80,17 @@ class _Read(NamedTuple):
     gathered: weakref.ref[torch.Tensor]
     version: int
     name: str
+    counter: torch.Tensor | None
+    """Has its version and none of its memory: code may drop a parameter that it has written to before it is checked."""
+    value: torch.Tensor | None
+    """What it was, if its reader calls what writes into lists of tensors, which is counted nowhere."""
 
     def check(self) -> None:
         gathered = self.gathered()
-        if gathered is not None and _version(gathered) != self.version:
+        counter = gathered if self.counter is None else self.counter
+        if counter is not None and _version(counter) != self.version:
+            raise _refusal(self.name)
+        if gathered is not None and self.value is not None and not torch.equal(_bytes(gathered), self.value):
             raise _refusal(self.name)
 
 
@@ -174,19 +185,20 @@ def read_eagerly(module: nn.Module, name: str, gather: Gather) -> torch.Tensor |
         return held
     kept: dict[_Key, _Kept] = reads.__dict__.setdefault("kept", {})
     _, group, param = reads_of(module)[name]
-    key = (param, module.training, torch.is_grad_enabled())
+    calls = calls_of_reader()
+    key = (param, module.training, torch.is_grad_enabled(), calls.writes_lists)
     version = version_of_param(group, param)
     if key in kept and kept[key].version == version:
         kept[key].read.check()
     else:
         # Code may ask whether two reads are one object. What is kept must not depend on when Python frees memory, of
         # which ranks differ: a read gathers on all of them, or on none.
-        gathered, read = _gathered(module, name, gather)
+        gathered, read = _gathered(module, name, gather, is_watched=calls.writes_lists)
         gathered.__dict__[_READ_AS] = _ReadAs(key, read, version)
         for other in [other for other in kept if len(other[0].module_refs) == 1 and not kept[other].is_identified]:
             del kept[other]
         kept[key] = _Kept(gathered, read, version)
-    if reader_calls_id():
+    if calls.has_id:
         kept[key] = kept[key]._replace(is_identified=True)
     return kept[key].gathered
 
@@ -208,8 +220,8 @@ def _keep_identified(gathered: torch.Tensor) -> None:
         kept[read_as.key] = _Kept(gathered, read_as.read, read_as.version, is_identified=True)
 
 
-_Key = tuple[FSDPParam, bool, bool]
-"""A parameter, and in which modes its module reads it: training, with gradients."""
+_Key = tuple[FSDPParam, bool, bool, bool]
+"""A parameter, and how its module reads it: in training, with gradients, in a function that writes into lists."""
 
 
 class _Kept(NamedTuple):
@@ -230,7 +242,7 @@ class _ReadAs(NamedTuple):
     version: tuple[int, ...]
 
 
-def _gathered(module: nn.Module, name: str, gather: Gather) -> tuple[torch.Tensor, _Read]:
+def _gathered(module: nn.Module, name: str, gather: Gather, *, is_watched: bool = False) -> tuple[torch.Tensor, _Read]:
     read = reads_of(module)[name]
     if read.group.unsharded.params is not None:
         follow_writes(read.group, read.param)  # by code of this forward that turns gradients off
@@ -242,7 +254,7 @@ def _gathered(module: nn.Module, name: str, gather: Gather) -> tuple[torch.Tenso
         refuse_lost_ranks(error, f"gathering {read.group.unit.parameter_name(read.param)}")
         raise
     gathered_from(gathered, read.group, read.param)
-    return gathered, note_read(gathered)
+    return gathered, note_read(gathered, is_watched=is_watched)
 
 
 def registered(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -288,13 +300,31 @@ def holds_values(root: nn.Module) -> bool:
     return any(holds_value(module, name) for module in root.modules() for name in reads_of(module))
 
 
-def note_read(gathered: torch.Tensor) -> _Read:
-    """Checks the last read of this forward for writes, and makes `gathered` the one to check next."""
+def note_read(gathered: torch.Tensor, *, is_watched: bool = False) -> _Read:
+    """Checks the last read of this forward for writes, and makes `gathered` the one to check next.
+
+    Args:
+        gathered: The parameter that was read.
+        is_watched: Whether to compare its value, too, as it may be written to without being counted.
+    """
     made: list[_Read] = reads.__dict__.setdefault("made", [])
     if made:
         made[-1].check()
-    made.append(_Read(weakref.ref(gathered), _version(gathered), _title_of(gathered)))
+    value = None
+    if is_watched and (isinstance(gathered, DTensor) or not is_wrapper(gathered)):
+        value = _bytes(gathered).clone()
+        # The list through which it is written to may be gone when it is checked.
+        reads.__dict__.setdefault("watched", []).append(gathered)
+    made.append(_Read(weakref.ref(gathered), _version(gathered), _title_of(gathered), _counter(gathered), value))
     return made[-1]
+
+
+def _counter(gathered: torch.Tensor) -> torch.Tensor | None:
+    if is_wrapper(gathered) or is_transformed(gathered) or gathered.is_inference():
+        return None
+    counter = gathered.detach()  # whose version is that of what it is made from
+    counter.data = counter.new_empty(0)
+    return counter
 
 
 @torch.compiler.disable
@@ -306,6 +336,11 @@ def check_reads() -> None:
 
 def _version(gathered: torch.Tensor) -> int:
     return 0 if gathered.is_inference() else gathered._version  # in inference mode nothing is counted
+
+
+def _bytes(gathered: torch.Tensor) -> torch.Tensor:
+    local = local_tensor(gathered) if isinstance(gathered, DTensor) else gathered
+    return as_bytes(local.detach())
 
 
 def _title(module: nn.Module) -> str:

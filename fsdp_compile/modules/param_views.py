@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compile._torch.autograd import share_hooks
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.runtime.module_state import reads_of
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
@@ -56,6 +57,7 @@ def swap_in_full(param: FSDPParam, full: torch.Tensor) -> nn.Parameter:
     plain = nn.Parameter(full, requires_grad=param.parameter.requires_grad)
     for name, mark in vars(param.parameter).items():  # that users and libraries put on parameters
         setattr(plain, name, mark)
+    share_hooks(param.parameter, plain)
     setattr(plain, _SWAPPED_IN, True)
     _hold(param, plain)
     return plain

@@ -13,6 +13,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.optim.clip import local_of
 from fsdp_compile.runtime import update_in_backward
+from fsdp_compile.runtime.replaced_params import current
 from fsdp_compile.runtime.units import FSDPParamGroup
 
 
@@ -51,7 +52,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,  # noqa: FBT001
     ) -> dict[torch.device, torch.Tensor]:
         # The one place that torch's unscale_() and step(), of fused optimizers too, go through on 2.11 to 2.15.
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [current(p) for group in optimizer.param_groups for p in group["params"]]
         update_in_backward.refuse_whole_gradients(
             parameters, where="GradScaler", instead=update_in_backward.WITHOUT_SCALER
         )

@@ -120,7 +120,7 @@ class Chosen:
                 found.append(None)
                 continue
             gradients.refuse_double_backward(group, gradient)
-            part = make_dtensor(gradients.part_of(param, gradient), param.dtensor)
+            part = gradients.through_hooks(param, make_dtensor(gradients.part_of(param, gradient), param.dtensor))
             found.append(part if param.grad_dtype is None else part.to(param.grad_dtype))
         if not allows_unused and any(gradient is None for gradient in found):
             raise RuntimeError(

@@ -110,10 +110,7 @@ def accumulate(param: FSDPParam, gradient: torch.Tensor) -> None:
     parameter = param.parameter
     # This runs once per parameter in every step, so hooks, which few parameters have, are asked for once.
     if parameter._backward_hooks:
-        for hook in parameter._backward_hooks.values():
-            refuse_hook_of_several(hook, param.name)
-            replaced = hook(gradient)
-            gradient = gradient if replaced is None else replaced
+        gradient = through_hooks(param, gradient)
     if param.grad_dtype is not None:
         _add_in(param.grad_dtype, parameter, gradient)
     elif parameter.grad is None:
@@ -122,8 +119,17 @@ def accumulate(param: FSDPParam, gradient: torch.Tensor) -> None:
         with torch.no_grad():
             parameter.grad += gradient
     if parameter._post_accumulate_grad_hooks:
-        for hook in parameter._post_accumulate_grad_hooks.values():
+        for hook in tuple(parameter._post_accumulate_grad_hooks.values()):  # a hook may remove itself
             hook(parameter)
+
+
+def through_hooks(param: FSDPParam, gradient: torch.Tensor) -> torch.Tensor:
+    """What the hooks that users registered on a parameter (`register_hook`) make of its gradient."""
+    for hook in tuple((param.parameter._backward_hooks or {}).values()):  # a hook may remove itself
+        refuse_hook_of_several(hook, param.name)
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    return gradient
 
 
 def refuse_hook_of_several(hook: Callable[..., Any], name: str) -> None:

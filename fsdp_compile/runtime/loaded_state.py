@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime import closure_loss, refused_optimizers
+from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
 from fsdp_compile.runtime.replaced_params import SCALARS, update_optimizer
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 
@@ -62,9 +63,14 @@ def check(optimizer: Optimizer) -> None:
         if parameter in sharded and isinstance(held, dict):
             _refuse(optimizer, held, sharded[parameter])
     for parameter, held in state.items():
-        if parameter in sharded and isinstance(held, dict) and parameter.dim() == 0:
+        if parameter in sharded and isinstance(held, dict) and parameter.dim() == 0 and not has_full_vectors(optimizer):
             held.update(_as_dtensors(held, sharded[parameter]))
     setattr(optimizer, _CHECKED, state)
+
+
+def has_full_vectors(optimizer: Optimizer | None) -> bool:
+    """Whether the state of an optimizer is of all parameters together, plain and full: LBFGS with `whole_step`."""
+    return isinstance(optimizer, LBFGS) and SEES_WHOLE in vars(optimizer)
 
 
 def is_of_other_rank(value: object, parameter: DTensor) -> bool:

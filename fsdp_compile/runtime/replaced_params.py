@@ -24,34 +24,45 @@ SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class ReplacedParameter(nn.Parameter):
-    """A plain parameter after it was sharded: `.grad` is its successor's, any computation with it is an error."""
+    """A plain parameter after it was sharded: its attributes are its successor's, any computation with it is an error.
+
+    `.grad`, `.requires_grad` and what users put on it can be set, which sets them for the successor.
+    """
 
     param: FSDPParam
     full_shape: torch.Size
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The sharded gradient of the successor."""
-        return self.param.parameter.grad
+    def __getattr__(self, name: str) -> Any:
+        """What users and libraries have put on the successor."""
+        param: FSDPParam = object.__getattribute__(self, "param")
+        return getattr(param.parameter, name)
 
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        self.param.parameter.grad = value
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the successor."""
+        if name == "data":
+            raise _refusal(self, f"`.{name} = ...`")
+        setattr(self.param.parameter, name, value)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses to compute with memory that is freed; reading attributes is allowed."""
-        if getattr(func, "__name__", "") in ("__get__", "__set__", "__hash__", "__repr__"):
+        """Refuses to compute with memory that is freed; torch's attributes are the successor's."""
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__":
+            return func(current(args[0]), *args[1:])
+        if name in ("__hash__", "__repr__"):
             with plain_torch_functions():
                 return func(*args, **(kwargs or {}))
-        moved = next((a for a in args if isinstance(a, ReplacedParameter)), None)
-        raise ConfigError(
-            f"the parameter was sharded since you took it, and {getattr(func, '__name__', func)} needs its old memory",
-            where=moved.param.name if moved is not None else None,
-            instead="take it from model.parameters() again after the first call of the compiled model. An optimizer "
-            "made before takes the sharded parameters in its first step: make it after fully_shard(model) where "
-            "that is in compiled code, or where torch's functions get or set its state before",
-        )
+        raise _refusal(next((a for a in args if isinstance(a, ReplacedParameter)), None), name)
+
+
+def _refusal(moved: ReplacedParameter | None, what: str) -> ConfigError:
+    return ConfigError(
+        f"the parameter was sharded since you took it, and {what} needs its old memory",
+        where=moved.param.name if moved is not None else None,
+        instead="take it from model.parameters() again after the first call of the compiled model. An optimizer "
+        "made before takes the sharded parameters in its first step: make it after fully_shard(model) where "
+        "that is in compiled code, or where torch's functions get or set its state before",
+    )
 
 
 def mark_replaced(parameter: nn.Parameter, param: FSDPParam) -> None:
@@ -59,15 +70,13 @@ def mark_replaced(parameter: nn.Parameter, param: FSDPParam) -> None:
     shape = parameter.shape
     parameter.grad = None
     # A graph that has read it needs the values in its backward.
-    wraps = is_wrapper(parameter)
-    if not is_saved_by_autograd(parameter):
-        if wraps:
-            vars(parameter).clear()
-        else:
-            parameter.data = parameter.data.new_empty(0)
+    wraps, is_read = is_wrapper(parameter), is_saved_by_autograd(parameter)
+    if not (wraps or is_read):
+        parameter.data = parameter.data.new_empty(0)
+    if not (wraps and is_read):  # a wrapper has its memory there
+        vars(parameter).clear()
     parameter.__class__ = ReplacedParameter
-    assert isinstance(parameter, ReplacedParameter)
-    parameter.param, parameter.full_shape = param, shape
+    vars(parameter).update(param=param, full_shape=shape)
 
 
 _SUCCESSOR = "_fsdp_successor"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from fsdp_compile._torch.autograd import is_saved_by_autograd, move_hooks
+from fsdp_compile._torch.autograd import is_saved_by_autograd, move_hooks, share_hooks
 from fsdp_compile._torch.tensors import is_wrapper, local_tensor, new_dtensor, set_local_tensor
 from fsdp_compile.comm.gather_extension import is_extended, shard_of
 from fsdp_compile.comm.groups import GroupRole, alias_of, rank_store
@@ -340,6 +340,7 @@ def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:
             else:
                 param.sharded_view = shard_of(parameter.detach(), policy.size, policy.rank, param.sharded_view.device)
         param.parameter = _sharded_parameter(parameter, param.sharded_view, mesh, placements)
+        move_hooks(parameter, param.parameter)
         if parameter.requires_grad and is_saved_by_autograd(parameter):
             post_backward.await_late_gradient(parameter, param)
         replaced_params.mark_replaced(parameter, param)
@@ -387,11 +388,10 @@ def _sharded_parameter(
     full: nn.Parameter, local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> nn.Parameter:
     dtensor = new_dtensor(local, mesh, placements, full.shape)
-    sharded = nn.Parameter(dtensor, requires_grad=full.is_floating_point() or full.is_complex())
+    sharded = nn.Parameter(dtensor, requires_grad=full.requires_grad)
     set_local_tensor(sharded, local)  # type: ignore[arg-type]  # nn.Parameter made an alias of it
     for attribute, value in vars(full).items():  # marks that users and libraries put on parameters
         if not (is_wrapper(full) and isinstance(value, torch.Tensor)):  # one of the tensors that it wraps
             setattr(sharded, attribute, value)
-    move_hooks(full, sharded)  # before it is frozen: a frozen tensor takes no hooks, but keeps those it has
-    sharded.requires_grad_(full.requires_grad)
+    share_hooks(full, sharded)
     return sharded

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.autograd import allow_any_gradient_dtype, is_saved_by_autograd
+from fsdp_compile._torch.autograd import allow_any_gradient_dtype, is_saved_by_autograd, move_hooks
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.comm import exchange
 from fsdp_compile.comm.gather import Receivers, gather_full
@@ -210,6 +210,7 @@ class FullParam:
         """Makes references of users to the full parameter point at the sharded one."""
         if self.plain is None:
             return
+        move_hooks(self.plain, self.param.parameter)
         if self.plain.requires_grad and is_saved_by_autograd(self.plain):
             self.plain.register_post_accumulate_grad_hook(_refuse_late_gradient)
         if isinstance(self.plain, DTensor):

@@ -16,7 +16,7 @@ from fsdp_compile._torch.tensors import local_tensor, make_dtensor, tree_leaves,
 from fsdp_compile.comm import exchange
 from fsdp_compile.comm.gather import Receivers
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.runtime.loaded_state import is_of_other_rank
+from fsdp_compile.runtime.loaded_state import has_full_vectors, is_of_other_rank
 from fsdp_compile.runtime.module_state import units_below
 from fsdp_compile.runtime.replaced_params import SCALARS
 from fsdp_compile.runtime.split_params import refuse_split
@@ -189,7 +189,8 @@ class Place(Protocol):
 def _mapped(state: Mapping[str, Any], place: Place, target: Target) -> dict[str, Any]:
     found = {}
     for name, held in state.items():
-        param = target.param_of(name)
+        # LBFGS keeps under the first parameter what is of all of them.
+        param = None if has_full_vectors(target.optim) else target.param_of(name)
         if isinstance(held, dict):
             found[name] = {
                 key: tree_map(functools.partial(place, param=param, key=key), value) for key, value in held.items()

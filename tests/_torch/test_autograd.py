@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compile._torch.autograd import HookOfPlain, RunBackward, move_hooks, replace_inputs_of_backwards
+from fsdp_compile._torch.autograd import HookOfPlain, RunBackward, move_hooks, replace_inputs_of_backwards, share_hooks
 
 
 class _Doubled:
@@ -51,5 +51,19 @@ def test_hooks_of_users_move_and_those_of_plain_parameters_do_not() -> None:
     old.register_post_accumulate_grad_hook(called.append)
     move_hooks(old, new)
     new.sum().backward()
+    old.sum().backward()
     assert [each is new for each in called] == [True]
     assert len(new._post_accumulate_grad_hooks) == 1
+
+
+def test_shared_hooks_are_removed_by_their_handles_and_late_ones_by_both() -> None:
+    old, new = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=False)
+    handle = old.register_hook(lambda g: g * 2)
+    share_hooks(old, new)
+    new.requires_grad_()
+    new.register_hook(lambda g: g * 5)
+    for expected in (10, 5):
+        for each in (old, new):
+            (gradient,) = torch.autograd.grad(each.sum(), each)
+            assert gradient.tolist() == [expected] * 2
+        handle.remove()

@@ -285,6 +285,77 @@ def test_mixed_precision_casts_parameters_inputs_and_outputs() -> None:
     run_ranks(_check_mixed_precision)
 
 
+class _ScaledInAList(Small):
+    """Scales a parameter by what counts no write, through a view of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch._foreach_mul_([self.up.weight.data], 0.5)
+        return super().forward(x)
+
+
+class _Teacher(Small):
+    """Averages its own layer in a part that returns before anything else is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 7).requires_grad_(requires_grad=False)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        torch._foreach_lerp_([self.teacher.weight, self.teacher.bias], [self.up.weight, self.up.bias], 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average()
+        return self.scale * (self.up(x) - self.teacher(x))
+
+
+class _Dropped(nn.Linear):
+    """Writes into a parameter, then returns: nothing refers to it any more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        with torch.no_grad():
+            weight.mul_(0.5)
+        return x + bias
+
+
+class _Lists(Small):
+    """Writes into a list of tensors that has no parameter, and keeps what it reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = [self.up.weight * 1, self.up.bias * 1]
+        torch._foreach_mul_(values, 2.0)
+        return F.linear(x, *values).sum(1, keepdim=True) + super().forward(x)
+
+
+def _check_lost_writes() -> None:
+    for make in (_ScaledInAList, _Teacher):
+        pair = Beside(make, Run.EAGER)
+        before = [p.to_local().clone() for p in pair.model.parameters()]  # type: ignore[attr-defined]
+        for training in (True, False):
+            pair.model.train(training)
+            with pytest.raises(UnsupportedModelError, match=r"(?s)changes a gathered parameter in place.*weight of L"):
+                pair.model(torch.ones(2, 6))
+        after = [p.to_local() for p in pair.model.parameters()]  # type: ignore[attr-defined]
+        assert all(map(torch.equal, before, after))
+    model = fully_shard(nn.Sequential(_Dropped(6, 6), nn.Linear(6, 2)))
+    for grad in (True, False):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(UnsupportedModelError, match=r"(?s)changes a gathered parameter in place.*weight of _Dr"),
+        ):
+            model(torch.ones(2, 6))
+    pair = Beside(_Lists, Run.EAGER)
+    for _ in range(2):
+        pair.backward()
+    pair.compare()
+
+
+def test_writes_into_lists_of_parameters_and_into_what_is_dropped_are_refused_by_name() -> None:
+    run_ranks(_check_lost_writes)
+
+
 def _check_gradient_penalty() -> None:
     """The gradient of the loss with respect to the input is part of the loss, as WGAN-GP does it."""
     torch.manual_seed(0)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_compile
 from fsdp_compile import fully_shard
@@ -153,6 +156,28 @@ def test_flat_step_after_unscaling_and_clipping_is_the_plain_step() -> None:
         assert [scale for _, scale, _ in steps] == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
         assert [norm > 0.25 for norm, _, _ in steps] == [True] * 4, "each step was clipped"
         assert [norm == float("inf") for norm, _, _ in steps] == [False, True, False, False]
+
+
+def _step_of_an_optimizer_made_inside() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        with fsdp_compile.full_params(model) if inside else contextlib.nullcontext():
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = fsdp_compile.GradScaler("cpu", init_scale=SCALE)
+        scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+        scaler.step(optimizer)
+        found.append([local_of(p).clone() for p in model.parameters()])
+    for mine, expected in zip(*found, strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_an_optimizer_that_was_made_inside_of_full_params_takes_unscaled_gradients() -> None:
+    run_ranks(_step_of_an_optimizer_made_inside)
 
 
 def test_half_precision_gradients_are_refused_by_name() -> None:

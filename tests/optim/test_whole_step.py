@@ -12,7 +12,14 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, full_tensors, fully_shard, whole_step
+from fsdp_compile import (
+    ConfigError,
+    full_tensors,
+    fully_shard,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    whole_step,
+)
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.optim.flat_step import flat_step
 from fsdp_compile.runtime.units import sharded_parameters
@@ -271,6 +278,61 @@ def _check_lbfgs_all() -> None:
     compiled = compile_eagerly(model)
     with pytest.raises(ConfigError, match=r"in the middle of a step(.|\n)*before the first step"):
         optimizer.step(functools.partial(_closure, compiled, optimizer))
+
+
+class _Tempered(nn.Module):
+    """A number first, under which LBFGS keeps its state. Input: `[rows, 6]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) * self.temperature
+
+
+class _Vector(nn.Module):
+    """One vector, whose shape the vectors of LBFGS have. Input: `[rows, 6]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def _check_lbfgs_under_its_first_parameter(make: Callable[[], nn.Module]) -> None:
+    model, reference, resumed = (make().double() for _ in range(3))
+    reference.load_state_dict(model.state_dict())
+    fully_shard(model)
+    fully_shard(resumed)
+
+    def optimizer_of(each: nn.Module) -> optim.LBFGS:
+        return optim.LBFGS(each.parameters(), lr=0.1, max_iter=1)
+
+    mine, theirs, other = optimizer_of(model), optimizer_of(reference), whole_step(optimizer_of(resumed))
+    whole_step(mine)
+    for called, optimizer in [(model, mine), (reference, theirs)] * 2:
+        optimizer.step(functools.partial(_closure, called, optimizer))
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(optim_state_dict_to_load(resumed, other, optim_state_dict(model, mine)))
+    for called, optimizer in [(model, mine), (resumed, other), (reference, theirs)] * 2:
+        optimizer.step(functools.partial(_closure, called, optimizer))
+    found = dict(full_tensors(resumed))
+    for key, value in full_tensors(model):
+        torch.testing.assert_close(value, reference.state_dict()[key], rtol=1e-5, atol=1e-7, msg=key)
+        assert torch.equal(found[key], value), key
+
+
+def _check_lbfgs_under_its_first_parameters() -> None:
+    _check_lbfgs_under_its_first_parameter(_Tempered)
+    _check_lbfgs_under_its_first_parameter(_Vector)
+
+
+def test_lbfgs_keeps_its_vectors_under_a_first_parameter_of_their_shape() -> None:
+    run_ranks(_check_lbfgs_under_its_first_parameters)
 
 
 def test_what_is_not_known_to_update_parameters_one_by_one_is_refused() -> None:

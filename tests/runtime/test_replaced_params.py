@@ -227,3 +227,67 @@ def _check_old_parameters_are_refused() -> None:
 
 def test_computing_with_an_old_parameter_is_refused_readably() -> None:
     run_ranks(_check_old_parameters_are_refused)
+
+
+Change = Callable[[list[nn.Parameter]], object]
+
+
+def _clip(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def _freeze(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters[:2]:
+        parameter.requires_grad = False
+
+
+def _mark(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.tag = 2.0  # type: ignore[attr-defined]
+        assert parameter.tag == 2.0  # type: ignore[attr-defined]
+
+
+def _shapes(parameters: list[nn.Parameter]) -> list[tuple[Any, ...]]:
+    return [(p.ndim, p.shape, p.dtype, p.requires_grad, getattr(p, "tag", None)) for p in parameters]
+
+
+class _Tagged(Small):
+    """Reads a mark of a parameter in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * getattr(self.scale, "tag", 1.0)
+
+
+def _check_changed(change: Change, how: Run) -> None:
+    """A list that was taken before, and changed before the first step and after it."""
+    pair = Beside(_Tagged, Run.UNSHARDED)
+    old, theirs = (list(model.parameters()) for model in pair.both())
+    if how is Run.EAGER:
+        fully_shard(pair.model)
+    else:
+        pair.compiled = compile_eagerly(pair.model)
+    pair.optimize(OPTIMIZERS["sgd"])
+    pair.backward()
+    for _ in range(2):
+        change(old)
+        change(theirs)
+        assert _shapes(old) == _shapes(theirs)
+        pair.compare()
+        pair.step()
+    assert isinstance(old[0], ReplacedParameter)
+
+
+def _check_all_changes() -> None:
+    for how in (Run.PLAIN, Run.EAGER):
+        for change in (_clip, _freeze, _mark):
+            _check_changed(change, how)
+    model = Small()
+    old = model.up.bias
+    fully_shard(model)
+    with pytest.raises(ConfigError, match=r"(?s)was sharded since you took it, and `\.data = \.\.\.` needs.*up\.bias"):
+        old.data = torch.zeros(7)
+
+
+def test_changes_through_an_old_list_of_parameters_are_those_of_the_sharded_ones() -> None:
+    run_ranks(_check_all_changes)
