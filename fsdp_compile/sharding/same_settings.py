@@ -52,7 +52,7 @@ def _described(model: ModelState) -> dict[RankStore, list[str]]:
         compared = group.compared
         for place in () if compared is None else (compared.shard, compared.replicate):
             if place is not None:
-                described.setdefault(place, versions.copy()).extend(_lines(group))
+                described.setdefault(place, versions.copy()).extend(_lines(group, place))
     return described
 
 
@@ -69,8 +69,8 @@ _UNIT = "unit number"
 """Begins a line by which ranks know that they run the same unit: those of a group number what they shard alike."""
 
 
-def _lines(group: FSDPParamGroup) -> Iterator[str]:
-    yield f"{_UNIT} {group.unit.number} ({group.unit.title})"
+def _lines(group: FSDPParamGroup, place: RankStore) -> Iterator[str]:
+    yield f"{_UNIT} {group.unit.numbers[place]} ({group.unit.title})"
     for param in group.params:
         name = group.unit.parameter_name(param)
         yield f"{name}: dtype {param.parameter.dtype}"
