@@ -84,7 +84,7 @@ def compile_with_inductor(
             planned = planned_calls(gm.graph)  # Inductor changes the graph
             text = _text(gm, example_inputs, patches)
             with functorch_config.patch(STORE_GRAPHS_ALONE):
-                compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
+                compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs), patches)
             compare(planned, getattr(compiled, "source_code", ""), phase.value)
             return compiled
 
@@ -92,7 +92,7 @@ def compile_with_inductor(
             text = _text(segment, inputs, patches)
             # Which inputs stay where they are is known of the whole graph's.
             own = {**kwargs, "static_input_idxs": ()}
-            return compile_once(text, lambda: compile_fx_inner(segment, inputs, **own))
+            return compile_once(text, lambda: compile_fx_inner(segment, inputs, **own), patches)
 
         if region.key is None:
             return region.finish(gm, phase, compile_graph)
@@ -114,7 +114,7 @@ def compile_with_inductor(
     if region.key is None:
         return compile_region()
     add_to_key(gm, region.key)
-    compiled = compile_once("\n".join([region.key, _text(gm, inputs, patches)]), compile_region)
+    compiled = compile_once("\n".join([region.key, _text(gm, inputs, patches)]), compile_region, patches)
     region.compare_stored()
     return compiled
 

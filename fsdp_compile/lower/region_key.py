@@ -46,7 +46,7 @@ def region_key(
         options: Of the compile.
         whole: Whether the graph is all of the model.
     """
-    if not (CAN_STORE and looks_into_cache() and _allow_storing(options)):
+    if not (CAN_STORE and looks_into_cache(options.inductor) and _allow_storing(options)):
         return None
     if any(isinstance(value, _SYMBOLS) for value in inputs):
         return None  # backward is compiled when it is known which sizes are open

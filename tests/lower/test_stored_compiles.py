@@ -24,7 +24,7 @@ from fsdp_compile import RankMismatchError, explain, fully_shard, step_in_backwa
 from fsdp_compile._torch.inductor_cache import cache_folder, cache_in
 from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile.cost.hardware import Hardware, MeasuredCollective, hardware
-from fsdp_compile.lower import region_key
+from fsdp_compile.lower import once, region_key
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import KINDS
@@ -189,6 +189,12 @@ def test_other_attention_kernels_compile(shared: Path) -> None:
         with sdpa_kernel(SDPBackend.MATH):
             assert _step()[0] == "compiled"
         assert _step()[0] == "loaded"
+
+
+def test_without_inductors_cache_no_rank_waits(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
+    monkeypatch.setattr(once, "check_folder", lambda _: pytest.fail("a lock was to be made"))
+    with fake_world(2), _new_folder(shared):
+        assert _step({"inductor": {"fx_graph_cache": False}})[0] == "not stored"
 
 
 def test_another_number_of_ranks_compiles(shared: Path) -> None:
