@@ -49,6 +49,7 @@ TRAINING = {"runtime", "modules", "sharding", "state", "optim"}
 SHARED_BY_A_PROCESS = {
     "_torch/autograd.py": {"_running_backwards", "outer_backwards"},  # a backward may run on several threads
     "backend.py": {"_plain_models"},  # Dynamo watches compiles of the process
+    "comm/failures.py": {"_last"},  # a world is the process's
     "comm/groups.py": {"registry"},  # torch's own names of groups are the process's
     "comm/spmd_params.py": {"_by_key"},  # calls in graphs name layouts
     "modules/classes.py": {"_classes"},  # a cache: the same class for the same reads

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -78,6 +80,27 @@ def test_wrong_options_of_the_backend(kind: str) -> None:
     error = _refusal(lambda: _compiled(Small(), **options)(torch.ones(2, 6)))
     assert type(error) is ConfigError
     _says(error, what, where, instead)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_partitioner_of_inductor() -> None:
+    class Given(CustomPartitionerFn):
+        def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+            raise NotImplementedError
+
+        def uuid(self) -> str:
+            return "given"
+
+    def compile_with(settings: dict[str, Any]) -> FSDPCompileError:
+        return _refusal(lambda: _compiled(Small(), lower="inductor", inductor=settings)(torch.ones(2, 6)))
+
+    of_options = compile_with({"custom_partitioner_fn": Given()})
+    torch._dynamo.reset()
+    with inductor_config.patch(custom_partitioner_fn=Given()):
+        of_process = compile_with({})
+    for error in (of_options, of_process):
+        assert type(error) is ConfigError
+        _says(error, "a partitioner was given", "custom_partitioner_fn", "checkpoint")
 
 
 @pytest.mark.usefixtures("world")

@@ -101,6 +101,18 @@ def store_of_this_start(store: dist.Store, environment: Mapping[str, str] = os.e
     return dist.PrefixStore(f"restart {count}", store) if count != "0" and is_counted_alike else store
 
 
+def other_client(store: dist.Store) -> dist.Store | None:
+    """A second connection to a store over TCP, which stays open when the first one is closed; `None` for other stores.
+
+    It does not keep the store itself: that ends with the world on the rank that holds it.
+    """
+    inner = store
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    # One of a file would keep the file, in which the next world would find the keys of this one.
+    return store.clone() if isinstance(inner, dist.TCPStore) else None  # type: ignore[attr-defined, unused-ignore]
+
+
 def resolve_group(name: str) -> dist.ProcessGroup | None:
     """The process group that is registered under `name`, or `None`."""
     try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -19,9 +20,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get(_VARIABLE) or default_cache_dir())
 
 
-def looks_into_cache() -> bool:
-    """Whether Inductor, by its settings at this moment, loads graphs that this or another process has compiled."""
-    return bool(config.fx_graph_cache and not config.force_disable_caches)
+def looks_into_cache(settings: Mapping[str, Any]) -> bool:
+    """Whether Inductor loads graphs that this or another process has compiled.
+
+    Args:
+        settings: Of one compile; what it leaves out is as in Inductor's settings at this moment.
+    """
+    names = ("fx_graph_cache", "force_disable_caches")
+    looks, is_disabled = (settings.get(name, getattr(config, name)) for name in names)
+    return bool(looks and not is_disabled)
 
 
 def compiled_graphs() -> int:

@@ -33,6 +33,16 @@ STORE_GRAPHS_ALONE: Final[dict[str, bool]] = {"bundled_autograd_cache": False} i
 _KEY = "_fsdp_compile_key"
 
 
+def settings_beside_key() -> tuple[object, ...]:
+    """Settings that AOTAutograd's graphs depend on and its key does not have: which attention kernels are allowed."""
+    cuda = torch.backends.cuda
+    return (
+        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+        *(cuda.cudnn_sdp_enabled(), cuda.fp16_bf16_reduction_math_sdp_allowed()),
+        tuple(torch._C._get_sdp_priority_order()),
+    )
+
+
 class Summary(Protocol):
     """What is stored beside the code of a graph."""
 

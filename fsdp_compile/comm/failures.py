@@ -16,12 +16,14 @@ import re
 import sys
 import time
 import types
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fsdp_compile._torch.distributed import default_store
+from fsdp_compile._torch.distributed import default_store, other_client
 from fsdp_compile.comm.answering_store import AnsweringStore, pauses
 from fsdp_compile.comm.stopped_ranks import continue_stopped_ranks
 from fsdp_compile.errors import FSDPCompileError, RankFailedError
@@ -37,6 +39,37 @@ _READ_S = 0.5
 """How long a rank that holds the store goes on for others to read why it ends: more than the pauses between looks."""
 _OF_COMMUNICATION = re.compile(r"gloo/|Connection (closed|reset|refused)|Timed out waiting|NCCL error|Broken pipe")
 """What errors of collectives say; torch gives those of gloo no type of their own."""
+
+
+class _World(NamedTuple):
+    """How this rank reaches the others."""
+
+    store: dist.Store
+    rank: int
+
+
+class _LastWorld:
+    """The world that this process was in last, for errors that come up when a `finally` has destroyed it."""
+
+    def __init__(self) -> None:
+        self.group: weakref.ref[dist.ProcessGroup] | None = None
+        self.left: _World | None = None
+
+
+_last = _LastWorld()
+
+
+def remember_world() -> None:
+    """Makes errors of this rank known to the others also where the world is destroyed before they come up."""
+    group = dist.group.WORLD
+    assert group is not None
+    if _last.group is None or _last.group() is not group:
+        client = other_client(default_store())
+        _last.group, _last.left = weakref.ref(group), _World(client, dist.get_rank()) if client is not None else None
+
+
+def _world() -> _World | None:
+    return _World(default_store(), dist.get_rank()) if dist.is_initialized() else _last.left
 
 
 @functools.cache
@@ -55,7 +88,7 @@ def tell_of_uncaught_errors() -> None:
 def _report(error: BaseException) -> None:
     """Leaves an error to torch's launcher, for its last lines, unless the program has done so (torch's `record`)."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is None or Path(file).exists() or not dist.is_initialized():
+    if file is None or Path(file).exists() or _world() is None:
         return
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
@@ -83,17 +116,18 @@ def end_quickly() -> None:
 
 def tell(error: BaseException) -> None:
     """Tells all ranks of the world that this one ends, and why; what was told first stays."""
-    if not dist.is_initialized():
+    world = _world()
+    if world is None:
         return
     error = getattr(error, "inner_exception", error)  # Dynamo puts its own around those of backends
     if _is_of_communication(error):  # that is another rank's failure
         return
-    what = error.what if isinstance(error, RankFailedError) else f"rank {dist.get_rank()} failed: {_first_lines(error)}"
+    what = error.what if isinstance(error, RankFailedError) else f"rank {world.rank} failed: {_first_lines(error)}"
     with contextlib.suppress(RuntimeError):  # if the store fails, no rank can be told
-        store = AnsweringStore(default_store(), _TELL_S)
+        store = AnsweringStore(world.store, _TELL_S)
         if not store.check([_FAILED]):
             store.set(_FAILED, what)
-        if dist.get_rank() == 0:
+        if world.rank == 0:
             time.sleep(_READ_S)
 
 

@@ -28,6 +28,7 @@ from fsdp_compile._torch.distributed import (
 )
 from fsdp_compile._torch.nccl_groups import high_priority, new_group
 from fsdp_compile.comm.answering_store import AnsweringStore
+from fsdp_compile.comm.failures import remember_world
 from fsdp_compile.comm.rendezvous import Rendezvous
 from fsdp_compile.errors import ConfigError
 
@@ -142,6 +143,8 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     """
     aliases = registry.aliases
     registry.forget_gone_worlds()
+    if group.size() > 1 and _has_processes(group):
+        remember_world()
     used = _used(group, role)
     for name, known in aliases.items():
         if known.used() is used and known.role == role:  # meshes of the same ranks share the name, too

@@ -8,10 +8,17 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fsdp_compile._torch.dynamo import CustomPartitionerFn, compile_fx, compile_fx_inner, functorch_config
+from fsdp_compile._torch.dynamo import (
+    CustomPartitionerFn,
+    compile_fx,
+    compile_fx_inner,
+    functorch_config,
+    inductor_config,
+)
 from fsdp_compile._torch.lowerings import COMBO_KERNELS_UNCHECKED, compute_readers_first
 from fsdp_compile._torch.nested_regions import known_not_to_write
 from fsdp_compile._torch.stored_compiles import DO_NOT_STORE, STORE, STORE_GRAPHS_ALONE, StoredGraph, add_to_key
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.lower.keep_matmuls import keep_matmuls
 from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
@@ -67,7 +74,12 @@ class _Partitioner(CustomPartitionerFn):
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], region: Region, settings: Mapping[str, Any]
 ) -> Any:
-    """Compiles a Dynamo graph with the user's settings of Inductor; `region` receives the graphs."""
+    """Compiles a Dynamo graph with the user's settings of Inductor; `region` receives the graphs.
+
+    Raises:
+        ConfigError: If they have a partitioner.
+    """
+    _refuse_partitioner(settings)
 
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.BACKWARD if kwargs.get("is_backward") else Phase.FORWARD
@@ -84,7 +96,7 @@ def compile_with_inductor(
             planned = planned_calls(gm.graph)  # Inductor changes the graph
             text = _text(gm, example_inputs, patches)
             with functorch_config.patch(STORE_GRAPHS_ALONE):
-                compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
+                compiled = compile_once(text, lambda: compile_fx_inner(gm, example_inputs, **kwargs), patches)
             compare(planned, getattr(compiled, "source_code", ""), phase.value)
             return compiled
 
@@ -92,7 +104,7 @@ def compile_with_inductor(
             text = _text(segment, inputs, patches)
             # Which inputs stay where they are is known of the whole graph's.
             own = {**kwargs, "static_input_idxs": ()}
-            return compile_once(text, lambda: compile_fx_inner(segment, inputs, **own))
+            return compile_once(text, lambda: compile_fx_inner(segment, inputs, **own), patches)
 
         if region.key is None:
             return region.finish(gm, phase, compile_graph)
@@ -114,9 +126,19 @@ def compile_with_inductor(
     if region.key is None:
         return compile_region()
     add_to_key(gm, region.key)
-    compiled = compile_once("\n".join([region.key, _text(gm, inputs, patches)]), compile_region)
+    compiled = compile_once("\n".join([region.key, _text(gm, inputs, patches)]), compile_region, patches)
     region.compare_stored()
     return compiled
+
+
+def _refuse_partitioner(settings: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a partitioner of the user's, which would be replaced by ours."""
+    if settings.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn) is not None:
+        raise ConfigError(
+            "a partitioner was given, and this backend has its own, which knows what backward gathers again",
+            where="options={'inductor': {'custom_partitioner_fn': ...}}, or torch._inductor.config",
+            instead="leave it out; torch.utils.checkpoint.checkpoint() says what backward computes again",
+        )
 
 
 def _text(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> str:

@@ -18,9 +18,9 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -36,17 +36,18 @@ _LOOK_S: Final = 0.5
 _PAUSE_S: Final = 0.05
 
 
-def compile_once(graph: str, lower: Callable[[], T]) -> T:
+def compile_once(graph: str, lower: Callable[[], T], settings: Mapping[str, Any] | None = None) -> T:
     """Lowers a graph; while another process of this host lowers the same one, waits, and then loads it.
 
     Args:
         graph: All that the compiled code depends on, as text.
         lower: Compiles by Inductor, which looks into its cache first.
+        settings: Of Inductor for this compile alone.
 
     Raises:
         RankFailedError: If another rank fails while this one waits.
     """
-    if not looks_into_cache():
+    if not looks_into_cache(settings or {}):
         return lower()
     try:
         locks = check_folder(cache_folder())

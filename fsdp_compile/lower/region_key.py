@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from fsdp_compile._torch.inductor_cache import looks_into_cache
-from fsdp_compile._torch.stored_compiles import CAN_STORE
-from fsdp_compile._torch.tensors import is_wrapper, tree_leaves
+from fsdp_compile._torch.stored_compiles import CAN_STORE, settings_beside_key
+from fsdp_compile._torch.tensors import OpOverload, OpOverloadPacket, is_wrapper, tree_leaves
 from fsdp_compile.comm import groups
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import Phase, Record
@@ -30,6 +30,8 @@ from fsdp_compile.options import SHARDING, FSDPOptions
 
 _NOT_OF_GRAPHS: Final = {*SHARDING, "artifacts", "inductor", "hardware"}
 """Options that change no graph, or are in another part of the key, or are a reason not to store."""
+_KNOWN_OPERATORS: Final = {"aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd", "fsdp"}
+"""Namespaces of operators whose code is in the key: by the version of torch, or by the files of this package."""
 
 
 def region_key(
@@ -51,12 +53,14 @@ def region_key(
         orders: Of collectives, that its graphs keep.
         whole: Whether the graph is all of the model.
     """
-    if not (CAN_STORE and looks_into_cache() and _allow_storing(options)):
+    if not (CAN_STORE and looks_into_cache(options.inductor) and _allow_storing(options)):
         return None
     if any(isinstance(value, _SYMBOLS) for value in inputs):
         return None  # backward is compiled when it is known which sizes are open
     if not all(map(_is_plain, _values(gm))):
         return None  # what AOTAutograd makes of a DTensor differs between ranks (a table's rows are some of them)
+    if not _KNOWN_OPERATORS.issuperset(_namespaces(gm)):
+        return None  # AOTAutograd runs an operator's fake, and the formula of its backward: code that is in no key
     if any(spec.update is not Update.AFTER_BACKWARD or spec.hook for spec in _reads(gm)):
         return None  # optimizers and hooks are objects of this process
     specs = [spec for record in flats.values() for spec in record.specs]
@@ -70,6 +74,7 @@ def region_key(
         whole,
         [(alias, groups.rank_store(alias) is not None) for alias in aliases if alias],
         _hardware(options.planned_for),
+        settings_beside_key(),
     )
     return "\n".join(map(repr, parts))
 
@@ -84,11 +89,23 @@ def _allow_storing(options: FSDPOptions) -> bool:
 _SYMBOLS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def _values(gm: fx.GraphModule) -> Iterator[object]:
-    """What Dynamo knows of the results of a graph, and of those of its checkpointed regions and branches."""
+def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of a graph, and of those of its checkpointed regions and branches."""
     for part in (module for module in gm.modules() if isinstance(module, fx.GraphModule)):
-        for node in part.graph.nodes:
-            yield from tree_leaves(node.meta.get("example_value"))
+        yield from part.graph.nodes
+
+
+def _values(gm: fx.GraphModule) -> Iterator[object]:
+    """What Dynamo knows of the results of a graph."""
+    for node in _nodes(gm):
+        yield from tree_leaves(node.meta.get("example_value"))
+
+
+def _namespaces(gm: fx.GraphModule) -> Iterator[str]:
+    """Those of the operators that a graph calls."""
+    for node in _nodes(gm):
+        if isinstance(node.target, OpOverload | OpOverloadPacket):
+            yield str(node.target).partition(".")[0]
 
 
 def _is_plain(value: object) -> bool:
@@ -97,11 +114,10 @@ def _is_plain(value: object) -> bool:
 
 
 def _reads(gm: fx.GraphModule) -> Iterator[UnshardSpec]:
-    """How a graph, and those of its checkpointed regions and branches, read parameters."""
-    for part in (module for module in gm.modules() if isinstance(module, fx.GraphModule)):
-        for node in part.graph.nodes:
-            if node.target in (torch.ops.fsdp.unshard, UNSHARD, LOOK_UP):
-                yield parse(next(value for value in node.args if isinstance(value, str)))
+    """How a graph reads parameters."""
+    for node in _nodes(gm):
+        if node.target in (torch.ops.fsdp.unshard, UNSHARD, LOOK_UP):
+            yield parse(next(value for value in node.args if isinstance(value, str)))
 
 
 def _hardware(given: Hardware | None) -> tuple[str, int | None, bool, str]:

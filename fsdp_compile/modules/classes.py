@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, SupportsIndex
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -51,7 +53,14 @@ from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit
 from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, refresh_unshard_args, set_unshard_args
 
 _KEY = "_fsdp_key"
-_classes: dict[ClassKey, type[nn.Module]] = {}
+
+
+class _NoWorld:
+    """Stands for the world where there is none."""
+
+
+_classes: weakref.WeakKeyDictionary[object, dict[ClassKey, type[nn.Module]]] = weakref.WeakKeyDictionary()
+"""By world. Ranks compare what they compile in it, so none may take what Dynamo has compiled in an earlier one."""
 
 
 class ClassKey(NamedTuple):
@@ -144,10 +153,11 @@ def swap_class(module: nn.Module) -> None:
     key = ClassKey(vars(now)[_KEY].base if _KEY in vars(now) else now, tuple(reads), state.casts, state.methods)
     known: ClassKey | None = getattr(now, _KEY, None)  # of its class, or of one below the class that a user gave it
     if known is None or known[1:] != key[1:]:
-        if key not in _classes:
+        classes = _classes.setdefault(_NoWorld if dist.group.WORLD is None else dist.group.WORLD, {})
+        if key not in classes:
             # The class of a parametrized module is its own, and `remove_parametrizations` changes it.
-            _classes[key] = _make_class(key, _over(type(key.base)) if is_parametrized(module) else type(key.base))
-        module.__class__ = _classes[key]
+            classes[key] = _make_class(key, _over(type(key.base)) if is_parametrized(module) else type(key.base))
+        module.__class__ = classes[key]
 
 
 def _note_tensor_parallel(module: nn.Module, reads: Mapping[str, ReadFrom]) -> Collection[str]:

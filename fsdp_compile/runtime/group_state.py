@@ -171,14 +171,14 @@ class ComparedAs:
     """How ranks compare what they gather and reduce of a parameter group (`runtime/read_order.py`).
 
     Attributes:
-        number: The same on all ranks, and of no other parameter group of the same ranks.
         shard: Where the ranks of the shard group meet; `None` for one rank.
         replicate: Where the replicas meet; `None` if there are none.
+        numbers: Its number in each of the two: the same on all ranks that meet there, and of no other parameter group.
     """
 
-    number: int
     shard: RankStore | None
     replicate: RankStore | None
+    numbers: Mapping[RankStore, int]
 
 
 @dataclasses.dataclass

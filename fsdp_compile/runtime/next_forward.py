@@ -50,8 +50,10 @@ class NextForward:
     def place(self) -> tuple[str, int]:
         """Its place among those of all models, the same on every rank; "" as the name if nothing is gathered first."""
         groups = self.groups
+        if not groups:
+            return "", 0
         # A unit without a number shares its group with no other rank.
-        return (groups[0].params[0].spec.group, groups[0].unit.number or 0) if groups else ("", 0)
+        return groups[0].params[0].spec.group, next(iter(groups[0].unit.numbers.values()), 0)
 
     def choose(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Sets the parameter groups that are gathered first, unless they are known."""

@@ -51,9 +51,9 @@ def note_all(group: FSDPParamGroup, in_shard_group: int, in_replicate_group: int
     if compared is None:
         return
     if compared.shard is not None:
-        compared.shard.notes.extend((in_shard_group, compared.number))
+        compared.shard.notes.extend((in_shard_group, compared.numbers[compared.shard]))
     if compared.replicate is not None and in_replicate_group is not None:
-        compared.replicate.notes.extend((in_replicate_group, compared.number))
+        compared.replicate.notes.extend((in_replicate_group, compared.numbers[compared.replicate]))
     backward = backward_in_progress()
     if backward not in (-1, group.unit.model.compared_in_backward):
         group.unit.model.compared_in_backward = backward
@@ -90,7 +90,7 @@ def _line(place: groups.RankStore, what: int, whose: int) -> str:
     verb = "reduces gradients of" if done & Done.REDUCED else "gathers"
     for group in FSDPParamGroup.alive():
         compared = group.compared
-        if compared is not None and compared.number == whose and place in (compared.shard, compared.replicate):
+        if compared is not None and compared.numbers.get(place) == whose:
             is_one = done in (Done.READ, Done.REDUCED) and offset < _LARGEST_OFFSET
             params = group.params_at([offset]) if is_one else group.params
             return f"{verb} {', '.join(group.unit.parameter_name(param) for param in params)}"

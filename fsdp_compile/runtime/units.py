@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import ViewPlace, local_tensor
 from fsdp_compile.comm.gather_extension import GatherExtension, is_extended
+from fsdp_compile.comm.groups import RankStore
 from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.layout.pairs import stored_shape
@@ -288,7 +289,8 @@ class FSDPUnit:
         backward_prefetch: The same in backward.
         sharded_with: The arguments of `fully_shard` among the options of the compile that made it, if one did.
         compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
-        number: Of the units that its ranks have sharded over their group, alike on all; `number_in_call`: of its mesh.
+        numbers: Where its ranks meet, and which of the units that they share there it is, alike on all of them.
+        number_in_call: Of its mesh, among those of its call.
     """
 
     root_ref: weakref.ref[nn.Module]
@@ -308,7 +310,7 @@ class FSDPUnit:
     other_roots: tuple[weakref.ref[nn.Module], ...] = ()
     root_names: tuple[str, ...] = ()
     compiled_regions: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
-    number: int | None = None
+    numbers: dict[RankStore, int] = dataclasses.field(default_factory=dict)
     number_in_call: int = 1
 
     def prefetched(self, field: Literal["forward_prefetch", "backward_prefetch"]) -> tuple[str, ...]:

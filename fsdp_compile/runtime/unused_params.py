@@ -16,14 +16,13 @@ from fsdp_compile.comm.groups import RankStore
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 Numbers = Collection[int]
-"""Of parameter groups, as `ComparedAs.number`, in an order that is the same on all ranks."""
+"""Of parameter groups, as in `ComparedAs.numbers`, in an order that is the same on all ranks."""
 
 
 def ask(group: FSDPParamGroup) -> None:
     """Makes ranks ask each other which parameters of a group they have used, when they compare next."""
-    for place in _places(group):
-        assert group.compared is not None
-        place.unused.add(group.compared.number)
+    for place, number in _numbers(group).items():
+        place.unused.add(number)
 
 
 def note_written(group: FSDPParamGroup, written: Iterable[FSDPParam], zeros: Collection[int]) -> None:
@@ -35,7 +34,7 @@ def note_written(group: FSDPParamGroup, written: Iterable[FSDPParam], zeros: Col
         zeros: Offsets of those whose gradients are zeros by unused outputs alone.
     """
     group.grads.droppable = {}
-    known = group.grads.unused_by_all if _places(group) else zeros  # no other rank has a loss
+    known = group.grads.unused_by_all if _numbers(group) else zeros  # no other rank has a loss
     for param in written:
         offset = param.spec.offset
         if offset not in zeros:
@@ -55,10 +54,10 @@ def agree(asked: Mapping[RankStore, Numbers]) -> None:
         asked: Where some rank asks, and the parameter groups that its ranks have communicated.
     """
     # A replaced group has the number of the one in its place, and is freed at another time on each rank, maybe.
-    alive = [group for group in FSDPParamGroup.alive() if group.compared is not None and not group.is_replaced]
+    alive = [group for group in FSDPParamGroup.alive() if not group.is_replaced]
     used: dict[FSDPParamGroup, list[int]] = {}
     for place, numbers in asked.items():
-        of_number = {g.compared.number: g for g in alive if g.compared is not None and place in _places(g)}
+        of_number = {_numbers(group)[place]: group for group in alive if place in _numbers(group)}
         found = [of_number[number] for number in numbers if number in of_number]
         mine = [used.get(group) or _used(group) for group in found]
         with explained("where ranks compare which parameters their losses use"):
@@ -83,7 +82,6 @@ def _drop(group: FSDPParamGroup, unused: frozenset[int]) -> None:
     group.grads.unused_by_all = unused
 
 
-def _places(group: FSDPParamGroup) -> list[RankStore]:
-    """Where the ranks meet that reduce gradients with this one."""
-    places = [] if group.compared is None else [group.compared.shard, group.compared.replicate]
-    return [place for place in places if place is not None]
+def _numbers(group: FSDPParamGroup) -> Mapping[RankStore, int]:
+    """Where the ranks meet that reduce gradients with this one, and the group's number there."""
+    return {} if group.compared is None else group.compared.numbers

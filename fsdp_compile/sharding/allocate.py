@@ -101,13 +101,14 @@ def _number(unit: FSDPUnit) -> None:
     # Units, and not groups, are counted: a rank may be the only one that makes groups anew.
     spec = unit.param_groups[0].params[0].spec
     shard, replicate = (rank_store(name) if name else None for name in (spec.group, spec.replicate_group))
-    counted = shard or replicate
-    if counted is None:
-        return
-    if unit.number is None:
-        unit.number = next(counted.units)
-    for place, flat in enumerate(unit.param_groups):
-        flat.compared = ComparedAs(unit.number * _MOST_GROUPS + place, shard, replicate)
+    places = [place for place in (shard, replicate) if place is not None]
+    # In each place by itself: units on other shard groups may have the same replicas.
+    for place in places:
+        if place not in unit.numbers:
+            unit.numbers[place] = next(place.units)
+    for position, flat in enumerate(unit.param_groups if places else ()):
+        numbers = {place: unit.numbers[place] * _MOST_GROUPS + position for place in places}
+        flat.compared = ComparedAs(shard, replicate, numbers)
 
 
 _MOST_GROUPS = 2**16

@@ -7,7 +7,7 @@ each other: errors of the backend that name nothing, ranks that wait, or wrong n
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -36,12 +36,20 @@ def compare(model: ModelState) -> None:
         room = place.rendezvous("begin its first forward")
         try:
             difference = room.compare(f"first/{next(place.comparisons)}", digest_of(text), text)
-            if difference is not None:
-                raise _mismatch(place.ranks, difference)
         except FSDPCompileError as error:
-            for each in groups.rank_stores():
-                each.rendezvous().tell(error)
+            _tell(groups.rank_stores(), error)
             raise
+        if difference is not None:
+            mismatch = _mismatch(place.ranks, difference)
+            # The ranks of this place have the error, and may go on with another model.
+            _tell([each for each in groups.rank_stores() if not {*each.ranks} <= {*place.ranks}], mismatch)
+            raise mismatch
+
+
+def _tell(places: Iterable[RankStore], error: FSDPCompileError) -> None:
+    """Ends all waiting in some places: no rank waits for one that has failed."""
+    for place in places:
+        place.rendezvous().tell(error)
 
 
 def _described(model: ModelState) -> dict[RankStore, list[str]]:
@@ -52,7 +60,7 @@ def _described(model: ModelState) -> dict[RankStore, list[str]]:
         compared = group.compared
         for place in () if compared is None else (compared.shard, compared.replicate):
             if place is not None:
-                described.setdefault(place, versions.copy()).extend(_lines(group))
+                described.setdefault(place, versions.copy()).extend(_lines(group, place))
     return described
 
 
@@ -69,8 +77,8 @@ _UNIT = "unit number"
 """Begins a line by which ranks know that they run the same unit: those of a group number what they shard alike."""
 
 
-def _lines(group: FSDPParamGroup) -> Iterator[str]:
-    yield f"{_UNIT} {group.unit.number} ({group.unit.title})"
+def _lines(group: FSDPParamGroup, place: RankStore) -> Iterator[str]:
+    yield f"{_UNIT} {group.unit.numbers[place]} ({group.unit.title})"
     for param in group.params:
         name = group.unit.parameter_name(param)
         yield f"{name}: dtype {param.parameter.dtype}"

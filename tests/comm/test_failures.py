@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import socket
 import sys
 from pathlib import Path
 from unittest import mock
@@ -12,8 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from fsdp_compile import RankFailedError, RankMismatchError
+from fsdp_compile import RankFailedError, RankMismatchError, fully_shard
 from fsdp_compile.comm import failures
 from fsdp_compile.comm.groups import RankStore
 from fsdp_compile.comm.stopped_ranks import continue_stopped_ranks
@@ -145,3 +147,25 @@ def _closed() -> str:
     with pytest.raises(RuntimeError) as caught:
         dist.all_reduce(torch.ones(1))
     return str(caught.value)
+
+
+def _destroyed_first(port: int) -> str:
+    """As in `try: ... finally: dist.destroy_process_group()`, whose error comes up after that."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2)
+    model = fully_shard(nn.Linear(4, 4))
+    if rank == 1:
+        dist.destroy_process_group()
+        failures.tell(ValueError("a broken row"))
+        return ""
+    with pytest.raises(RankFailedError) as waiting:
+        model(torch.ones(1, 4))
+    return waiting.value.what
+
+
+def test_a_rank_that_has_destroyed_its_world_tells_all_the_same() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    assert run_ranks(_destroyed_first, port, timeout_s=60)[0] == "rank 1 failed: ValueError: a broken row"

@@ -114,6 +114,11 @@ def test_the_lock_of_a_process_that_was_killed_is_free(folder: Path, caplog: pyt
     assert caplog.records == []
 
 
+def test_a_compile_that_does_not_look_into_the_cache_waits_for_nobody(folder: Path) -> None:
+    with _held_by_another_process(folder):
+        assert compile_once(_GRAPH, lambda: "compiled", {"fx_graph_cache": False}) == "compiled"
+
+
 def test_an_error_of_the_first_one_is_its_own(folder: Path) -> None:
     began = threading.Event()
 

@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_compile import RankMismatchError, explain, fully_shard, step_in_backward
 from fsdp_compile._torch.inductor_cache import cache_folder, cache_in
 from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile.cost.hardware import Hardware, MeasuredCollective, hardware
-from fsdp_compile.lower import region_key
+from fsdp_compile.lower import once, region_key
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import KINDS
@@ -181,6 +182,21 @@ def test_other_hosts_or_float32_matmuls_compile(tmp_path: Path, monkeypatch: pyt
         assert _step()[0] == "loaded"
 
 
+def test_other_attention_kernels_compile(shared: Path) -> None:
+    """AOTAutograd has chosen one of those that were allowed when it traced."""
+    with fake_world(2), _new_folder(shared):
+        _step()
+        with sdpa_kernel(SDPBackend.MATH):
+            assert _step()[0] == "compiled"
+        assert _step()[0] == "loaded"
+
+
+def test_without_inductors_cache_no_rank_waits(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
+    monkeypatch.setattr(once, "check_folder", lambda _: pytest.fail("a lock was to be made"))
+    with fake_world(2), _new_folder(shared):
+        assert _step({"inductor": {"fx_graph_cache": False}})[0] == "not stored"
+
+
 def test_another_number_of_ranks_compiles(shared: Path) -> None:
     with _new_folder(shared):
         with fake_world(2):
@@ -215,6 +231,30 @@ def test_open_sizes_are_not_stored(shared: Path) -> None:
         model = fully_shard(_Model(), mesh=init_device_mesh("cpu", (2,)))
         compiled = torch.compile(model, backend="fsdp", dynamic=True)
         counters.clear()
+        loss_of(compiled(torch.ones(4, 8))).backward()
+        assert _where() == "not stored"
+
+
+@torch.library.custom_op("tests_stored::same", mutates_args=())
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+_same.register_fake(torch.empty_like)
+_same.register_autograd(lambda _, grad: 2 * grad)
+
+
+class _WithOperator(_Model):
+    """Calls an operator whose code no key has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _same(super().forward(x))
+
+
+def test_operators_of_others_are_not_stored(shared: Path) -> None:
+    with fake_world(2), _new_folder(shared):
+        counters.clear()
+        compiled = torch.compile(fully_shard(_WithOperator(), mesh=init_device_mesh("cpu", (2,))), backend="fsdp")
         loss_of(compiled(torch.ones(4, 8))).backward()
         assert _where() == "not stored"
 

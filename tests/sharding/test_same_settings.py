@@ -115,3 +115,14 @@ def _on_apart_meshes() -> float:
 @pytest.mark.long
 def test_ranks_that_share_no_parameter_may_differ() -> None:
     assert len(run_ranks(_on_apart_meshes, world_size=4, timeout_s=60)) == 4
+
+
+def _the_next_model() -> float:
+    own: dict[str, Any] = {"mp_policy": BF16} if dist.get_rank() == 1 else {}
+    _refusal(fully_shard(Stack(), **own), compiled=False)
+    return fully_shard(Stack())(torch.ones(2, WIDTH)).sum().item()
+
+
+def test_a_later_model_of_ranks_that_caught_the_error_trains() -> None:
+    first, second = run_ranks(_the_next_model, timeout_s=60)
+    assert first == second

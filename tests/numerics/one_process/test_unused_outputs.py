@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -410,3 +411,30 @@ def _one_each(replicas: int) -> None:
 def test_ranks_that_use_one_output_each_get_the_gradients_of_all(ranks: int, replicas: int) -> None:
     """Why a rank whose own loss leaves an output out must not have None: others have gradients for it."""
     run_ranks(_one_each, replicas, world_size=ranks)
+
+
+class _Expert(Heads):
+    """Heads behind an expert that is on another mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        hidden = torch.tanh(self.expert(torch.tanh(self.trunk(x))))
+        return self.left(hidden), self.right(hidden)
+
+
+def _beside_another_mesh() -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
+    model = _Expert()
+    fully_shard([model.left, model.right], mesh=mesh)
+    fully_shard(model.expert, mesh=mesh["dp_replicate"], sharding_strategy=ShardingStrategy.NO_SHARD)
+    compiled = compile_eagerly(fully_shard(model, mesh=mesh))
+    _loss(*compiled(torch.ones(2, 6))[: 1 + dist.get_rank() // 2]).backward()
+    return model.right.weight.grad is not None
+
+
+def test_replicas_of_units_on_other_meshes_agree() -> None:
+    """Units that share their replicas, and not their shard group, are not taken for each other."""
+    assert run_ranks(_beside_another_mesh, world_size=4) == [True] * 4
