@@ -53,12 +53,6 @@ from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit
 from fsdp_compile.runtime.unshard_args import UNSHARD_ARGS, refresh_unshard_args, set_unshard_args
 
 _KEY = "_fsdp_key"
-
-
-class _NoWorld:
-    """Stands for the world where there is none."""
-
-
 _classes: weakref.WeakKeyDictionary[object, dict[ClassKey, type[nn.Module]]] = weakref.WeakKeyDictionary()
 """By world. Ranks compare what they compile in it, so none may take what Dynamo has compiled in an earlier one."""
 
@@ -153,7 +147,7 @@ def swap_class(module: nn.Module) -> None:
     key = ClassKey(vars(now)[_KEY].base if _KEY in vars(now) else now, tuple(reads), state.casts, state.methods)
     known: ClassKey | None = getattr(now, _KEY, None)  # of its class, or of one below the class that a user gave it
     if known is None or known[1:] != key[1:]:
-        classes = _classes.setdefault(_NoWorld if dist.group.WORLD is None else dist.group.WORLD, {})
+        classes = _classes.setdefault(dist.group.WORLD or ClassKey, {})  # which stands for no world
         if key not in classes:
             # The class of a parametrized module is its own, and `remove_parametrizations` changes it.
             classes[key] = _make_class(key, _over(type(key.base)) if is_parametrized(module) else type(key.base))

@@ -280,8 +280,7 @@ class FSDPUnit:
     Attributes:
         name: Fully qualified name of the root in the outermost sharded module, empty for that; of several, joined.
         other_roots: Further modules that `fully_shard([root, ...])` put into the unit.
-        root_names: Fully qualified names of all roots, if there are several. Names of parameters start with the number
-            of their root then.
+        root_names: Names of all roots, if there are several; those of parameters start with the number of theirs then.
         param_groups: One for each dtype and trainability.
         replaced_groups: Earlier ones that autograd may still send gradients to.
         hook: The user's reduction (`register_comm_hook`).
@@ -289,8 +288,7 @@ class FSDPUnit:
         backward_prefetch: The same in backward.
         sharded_with: The arguments of `fully_shard` among the options of the compile that made it, if one did.
         compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
-        numbers: Where its ranks meet, and which of the units that they share there it is, alike on all of them.
-        number_in_call: Of its mesh, among those of its call.
+        numbers: Which of the units of each place where ranks meet, alike on all; `number_in_call`: of its mesh.
     """
 
     root_ref: weakref.ref[nn.Module]
