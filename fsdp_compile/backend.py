@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -37,9 +36,9 @@ from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.layout.spec import Reshard
 from fsdp_compile.lower.agreement import (
     Collectives,
-    Compared,
     Order,
     OtherPlanError,
+    Settings,
     agree,
     inserted_in,
     refuse,
@@ -53,7 +52,8 @@ from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region, find_no_first_gather
 from fsdp_compile.lower.region_key import region_key
 from fsdp_compile.lower.unused_outputs import tell_backward
-from fsdp_compile.options import SHARDING, FSDPOptions
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.passes.follow_order import CannotFollowError
 from fsdp_compile.passes.settings import budget_bytes
 from fsdp_compile.pipeline import keep, transform
 from fsdp_compile.planner.accumulated import accumulates
@@ -106,8 +106,7 @@ def fsdp(
         compiled = job.run()
     except OtherPlanError as error:
         say(f"region {job.ran.number}: planning again, since ranks with batches of other sizes planned another order")
-        with telling_all():  # the others go on, and would wait in their first collective
-            compiled = job.run(error.orders)
+        compiled = job.follow(error)
     return give_parameters(compiled, returned)
 
 
@@ -132,11 +131,22 @@ class _Compile:
             say(f"region {self.ran.number}: is not all of its model, so its steps are not measured")
         _refuse_other_cluster(options, inputs, self._tell)
 
-    def run(self, orders: Mapping[Phase, Order] = MappingProxyType({})) -> Any:
+    def follow(self, error: OtherPlanError) -> Any:
+        """Compiles in the orders that the ranks have agreed on."""
+        if not error.is_known:
+            with telling_all():  # the others go on, and would wait in their first collective
+                return self.run(error.orders)
+        try:
+            return self.run(error.orders)
+        except CannotFollowError:  # another program, which reads alike: its ranks compare it by itself
+            return self.run(can_follow=False)
+
+    def run(self, orders: Mapping[Phase, Order] = MappingProxyType({}), *, can_follow: bool = True) -> Any:
         """Compiles; `orders` are those of collectives that graphs have to keep.
 
         Raises:
-            OtherPlanError: If the ranks have agreed on other orders.
+            OtherPlanError: If the ranks have agreed on other orders, and `can_follow`.
+            CannotFollowError: If a graph cannot keep its order.
         """
         options, inputs = self._options, self._inputs
         self.ran.graphs.clear()  # those of a plan that was not followed
@@ -158,9 +168,7 @@ class _Compile:
             options.may_recompute,
             options.share_code,
             region_key(self._gm, self._flats, inputs, options, orders, whole=self._whole),
-            functools.partial(
-                agree, settings=_settings_of_plans(options), measured=_measured(options), can_follow=self._can_follow
-            ),
+            functools.partial(agree, settings=self._settings_of_plans(can_follow=can_follow and self._can_follow)),
             self.ran.add,
             self._tell,
             planned=planned if self._whole else {},
@@ -177,9 +185,13 @@ class _Compile:
             compiled = compile_with_inductor(self._gm, inputs, region, settings)
         return tell_backward(compiled) if region.tells_unused_outputs else compiled
 
-    def _compare(self, graphs: Mapping[Phase, Compared]) -> None:
+    def _settings_of_plans(self, *, can_follow: bool) -> Settings:
         options = self._options
-        agree(graphs, _settings_of_plans(options), _measured(options), can_follow=self._can_follow)
+        shared = {name: repr(getattr(options, name)) for name in _OF_PLANS}
+        shared["memory_budget_gb"] = "None" if options.memory_budget_gb is None else "a budget"
+        budget = (options.memory_budget_gb, options.activations)
+        own = repr([options.lower, options.stop_after, options.planned_for, budget, torch.is_grad_enabled()])
+        return Settings(shared, own, _measured(options), can_follow)
 
     @property
     def _can_follow(self) -> bool:
@@ -272,14 +284,8 @@ def _refuse_other_cluster(
         raise
 
 
-def _settings_of_plans(options: FSDPOptions) -> str:
-    """Stands for what plans depend on besides a graph."""
-    chosen = [(f.name, getattr(options, f.name)) for f in dataclasses.fields(options) if f.name not in _NOT_OF_PLANS]
-    return repr([*chosen, options.planned_for, torch.is_grad_enabled()])
-
-
-_NOT_OF_PLANS: Final = {*SHARDING, "artifacts", "hardware", "inductor", "poison"}
-"""Options that change no order of collectives; the hardware is named by its values."""
+_OF_PLANS: Final = ("prefetch", "refine_after", "reduce_layout", "bucket_mb", "embedding")
+"""Options on which all ranks' collectives depend alike."""
 
 
 def _measured(options: FSDPOptions) -> str:

@@ -138,7 +138,7 @@ def transform(
     Raises:
         ConfigError: If `options.stop_after` names no pass, or no schedule keeps `options.memory_budget_gb`.
         InvariantError: If the result breaks a rule of `verify/`.
-        RankMismatchError: If the graph cannot keep the order of `follow`.
+        CannotFollowError: If the graph cannot keep the order of `follow`.
     """
     with without_collections():
         return _transform(step, options, planned, {} if least_bytes is None else least_bytes, seen, follow)

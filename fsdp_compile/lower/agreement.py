@@ -18,6 +18,7 @@ it has.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,11 +54,39 @@ class Compared:
     planned: Collectives
 
 
-class OtherPlanError(RankMismatchError):
-    """The ranks have agreed on another plan than this rank's; `orders` has that of each graph concerned."""
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What else plans depend on.
 
-    def __init__(self, orders: Mapping[Phase, Order]) -> None:
+    Attributes:
+        shared: Options by name, that have to be the same on all ranks.
+        own: Stands for what may differ between ranks: graphs that read alike have a plan for each.
+        measured: Stands for the measured times that graphs were planned with; empty if there are none.
+        can_follow: Whether graphs were planned for the sizes of this rank, and could be planned in another order.
+    """
+
+    shared: Mapping[str, str]
+    own: str
+    measured: str
+    can_follow: bool
+
+    @property
+    def text(self) -> str:
+        """What has to be the same on all ranks."""
+        return json.dumps([self.measured, self.shared])
+
+
+class OtherPlanError(RankMismatchError):
+    """The ranks have agreed on another plan than this rank's.
+
+    Attributes:
+        orders: That of each graph concerned.
+        is_known: Whether all of them were agreed on in earlier compiles, so that no rank waits for this one.
+    """
+
+    def __init__(self, orders: Mapping[Phase, Order], *, is_known: bool) -> None:
         self.orders = orders
+        self.is_known = is_known
         super().__init__(
             "this rank has planned other orders of its collectives than the other ranks",
             where=f"the {' and the '.join(phase.value for phase in orders)} graph",
@@ -65,62 +94,68 @@ class OtherPlanError(RankMismatchError):
         )
 
 
-def agree(graphs: Mapping[Phase, Compared], settings: str, measured: str, *, can_follow: bool) -> None:
+def agree(graphs: Mapping[Phase, Compared], settings: Settings) -> None:
     """Compares the transformed graphs of a compile with those that the other ranks of their groups compile.
 
-    Args:
-        graphs: All graphs of the compile.
-        settings: What plans depend on besides the graph: graphs that read alike have a plan for each.
-        measured: Stands for the measured times that they were planned with; empty if there are none.
-        can_follow: Whether they were planned for the sizes of this rank, and could be planned in another order.
-
     Raises:
-        OtherPlanError: If the graphs could, and have to.
+        OtherPlanError: If the graphs could follow another plan, and have to.
         RankMismatchError: On every rank of a group, if two of them differ.
         RefusedElsewhereError: If a rank has refused to compile as many graphs; all may try again.
         RankFailedError: If a rank does not compile as many graphs in time, or the store fails.
     """
     other: dict[Phase, Order] = {}
+    are_known = []
     for phase, graph in graphs.items():
-        agreed = _agreed(graph, settings, measured, can_follow=can_follow)
-        if agreed != _order(graph.planned):
+        mine, known = _order(graph.planned), _known(graph, settings)
+        if mine in known:
+            continue
+        are_known.append(bool(known) and settings.can_follow)
+        agreed = known[0] if are_known[-1] else _agreed(graph, settings)
+        if agreed != mine:
             other[phase] = agreed
     if other:
-        raise OtherPlanError(other)
+        raise OtherPlanError(other, is_known=all(are_known))
 
 
-def _agreed(graph: Compared, settings: str, measured: str, *, can_follow: bool) -> Order:
-    """The order in which the ranks run the collectives of a graph."""
-    places = {alias: place for alias, _ in graph.inserted if (place := groups.rank_store(alias)) is not None}
-    mine = _order(graph.planned)
-    read = _digest([settings, measured, *(line for _, line in graph.inserted)])
-    known = next((place.plans.get(read, []) for place in places.values()), [mine])
-    if mine in known:
-        return mine
-    if known and can_follow:
-        return known[0]
+def _places(graph: Compared) -> dict[str, groups.RankStore]:
+    return {alias: place for alias, _ in graph.inserted if (place := groups.rank_store(alias)) is not None}
+
+
+def _key(graph: Compared, settings: Settings) -> str:
+    return _digest([settings.text, settings.own, *(line for _, line in graph.inserted)])
+
+
+def _known(graph: Compared, settings: Settings) -> list[Order]:
+    """What ranks have agreed on for graphs that read like this one; its own plan where no others are there."""
+    places = _places(graph)
+    return next((place.plans.get(_key(graph, settings), []) for place in places.values()), [_order(graph.planned)])
+
+
+def _agreed(graph: Compared, settings: Settings) -> Order:
+    """Agrees with the other ranks on the order of a graph's collectives."""
+    places, key = _places(graph), _key(graph, settings)
     with telling_all():
         for alias, place in places.items():
-            graph = dataclasses.replace(graph, planned=_compare(place, alias, graph, measured, can_follow=can_follow))
+            graph = dataclasses.replace(graph, planned=_compare(place, alias, graph, settings))
     agreed = _order(graph.planned)
     for place in places.values():
-        place.plans.setdefault(read, []).append(agreed)
+        place.plans.setdefault(key, []).append(agreed)
     return agreed
 
 
-def _compare(place: groups.RankStore, alias: str, graph: Compared, measured: str, *, can_follow: bool) -> Collectives:
+def _compare(place: groups.RankStore, alias: str, graph: Compared, settings: Settings) -> Collectives:
     """Compares with the ranks of one group; returns the collectives that they all plan, or follow."""
     room, number = place.rendezvous(), next(place.compiles)
-    read = _digest([measured, *_on(alias, graph.inserted)])
+    read = _digest([settings.text, *_on(alias, graph.inserted)])
     planned = _digest(_on(alias, graph.planned))
-    difference = room.compare(number, f"{read} {planned}", _text(measured, graph.planned))
+    difference = room.compare(number, f"{read} {planned}", _text(settings, graph.planned))
     if difference is None:
         return graph.planned
     # Of many ranks, the two in the difference need not be those that read in another order.
-    second = room.compare(f"{number}/read", read, _text(measured, graph.inserted))
+    second = room.compare(f"{number}/read", read, _text(settings, graph.inserted))
     if second is not None:
         raise _mismatch(room.ranks, second, alias)
-    if not can_follow:
+    if not settings.can_follow:
         raise _mismatch(room.ranks, difference, alias)
     room.forget(number)
     return _collectives_in(difference.first)
@@ -143,14 +178,35 @@ def collectives_of(step: StepGraph) -> list[tuple[str, str]]:
 
 
 def inserted_in(step: StepGraph) -> list[tuple[str, str]]:
-    """The collectives of a graph that has one for each parameter, with all that plans without times depend on."""
-    return [(group_of(node), f"{line_of(node)}{_SPECS}{_specs_of(node)}") for node in starts_of(step)]
+    """The collectives of a graph that has one for each parameter, with all that plans without times depend on.
+
+    Neighbours of one unit are in the order of their names: theirs in the graph may depend on sizes.
+    """
+    units: dict[str, int] = {}
+    found: list[tuple[str, str]] = []
+    for _, run in itertools.groupby(starts_of(step), lambda node: (require(node).unit, node.target)):
+        lines = [(group_of(node), f"{line_of(node)}{_SPECS}{_described(node, units)}") for node in run]
+        found += sorted(lines, key=lambda line: natural(names_in(line[1])[0]))
+    return found
 
 
-def _specs_of(node: fx.Node) -> str:
-    # Hooks are named in the order in which a rank registers them, also those of models that another rank lacks.
-    specs = (dataclasses.replace(spec, hook="its" if spec.hook else "") for spec in require(node).specs)
-    return "; ".join(spec.text for spec in specs)
+def _described(node: fx.Node, units: dict[str, int]) -> str:
+    """The number of its unit in the graph, and its specs: names of groups and hooks are a rank's own."""
+    specs = (
+        dataclasses.replace(
+            spec,
+            group="",
+            replicate_group="",
+            post_forward_group="",
+            reduce_group="its" if spec.reduce_group else "",
+            hook="its" if spec.hook else "",
+            stride=1,
+            replicate_stride=1,
+            link_times=tuple(("", times) for _, times in spec.link_times),
+        )
+        for spec in require(node).specs
+    )
+    return f"unit {units.setdefault(require(node).unit, len(units))}: {'; '.join(spec.text for spec in specs)}"
 
 
 def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
@@ -196,23 +252,32 @@ def _on(alias: str, collectives: Collectives) -> list[str]:
     return [line for each, line in collectives if each == alias]
 
 
-def _text(measured: str, collectives: Collectives) -> str:
-    return json.dumps([measured, collectives])
+def _text(settings: Settings, collectives: Collectives) -> str:
+    return json.dumps([settings.measured, settings.shared, collectives])
 
 
 def _collectives_in(text: str) -> Collectives:
-    _, collectives = json.loads(text)
+    _, _, collectives = json.loads(text)
     return [(alias, line) for alias, line in collectives]
 
 
 def _mismatch(ranks: tuple[int, ...], found: Difference, alias: str) -> RankMismatchError:
     other = found.other
-    if json.loads(found.first)[0] != json.loads(found.second)[0]:
+    one, another = (json.loads(text) for text in (found.first, found.second))
+    if one[0] != another[0]:
         return RankMismatchError(
             f"rank {ranks[0]} and rank {ranks[other]} plan with different measured times",
             where="options={'hardware': ...}, or options={'refine_after': ...}",
             instead="the same file of fsdp-compile calibrate on all hosts, or a path that all hosts share; one number "
             "of steps",
+        )
+    names = [name for name in {**one[1], **another[1]} if one[1].get(name) != another[1].get(name)]
+    if names:
+        on_first, on_other = (", ".join(f"{name}={each[1].get(name)}" for name in names) for each in (one, another))
+        return RankMismatchError(
+            f"rank {ranks[0]} and rank {ranks[other]} compile with different options",
+            where=f"options: {on_first} on rank {ranks[0]}, {on_other} on rank {ranks[other]}",
+            instead="the same options of torch.compile() on every rank",
         )
     first, second = (_on(alias, _collectives_in(text)) for text in (found.first, found.second))
     pairs = zip(numbered(first), numbered(second), strict=False)

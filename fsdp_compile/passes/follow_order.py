@@ -28,6 +28,10 @@ from fsdp_compile.ir.queries import first_of, last_of, upstream
 from fsdp_compile.ir.writes import tied_to_writes
 
 
+class CannotFollowError(RankMismatchError):
+    """A graph cannot start its collectives in an order that it was given."""
+
+
 @dataclasses.dataclass(frozen=True)
 class FollowPlan:
     """All nodes between the inputs and the output, in their new order."""
@@ -51,7 +55,7 @@ class FollowOrder:
         """Orders the graph anew.
 
         Raises:
-            RankMismatchError: If the graph does not have these collectives, or needs one for an earlier one.
+            CannotFollowError: If the graph does not have these collectives, or needs one for an earlier one.
         """
         wanted, order = self._wanted(step), step.order()
         before: dict[fx.Node, list[fx.Node]] = {}
@@ -160,8 +164,8 @@ def _needs(
     return found
 
 
-def _cannot_follow(step: StepGraph) -> RankMismatchError:
-    return RankMismatchError(
+def _cannot_follow(step: StepGraph) -> CannotFollowError:
+    return CannotFollowError(
         f"the {step.phase.value} graph of this rank cannot start its collectives in the order of another rank's",
         where="options={'prefetch': 'auto'}, by which each rank plans for the sizes of its own batch",
         instead="options={'prefetch': 1}, whose plan does not depend on sizes",

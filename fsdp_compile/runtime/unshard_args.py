@@ -95,7 +95,13 @@ def _eval_text(param: FSDPParam, placement: GradPlacement, gradients: tuple[torc
         return None
     if any(gradient is not None for gradient in gradients):
         # They are sums of both modes' gradients.
-        spec = dataclasses.replace(spec, grad_placement=placement, reduce_dtype=param.spec.reduce_dtype)
+        sums = param.spec
+        spec = dataclasses.replace(
+            spec,
+            grad_placement=placement,
+            reduce_dtype=sums.reduce_dtype,
+            accumulate_dtype=sums.accumulate_dtype,
+        )
     return spec.text
 
 

@@ -68,20 +68,6 @@ def test_every_rank_names_both_ranks_and_where_they_part(make: type[nn.Module], 
     assert "must not depend on a rank's number or data" in messages[0]
 
 
-def _looks_up_on_one() -> str:
-    words = nn.Sequential(nn.Embedding(12, 32), nn.Linear(32, 12))
-    options: Any = {"lower": "eager", "embedding": "sharded" if dist.get_rank() == 1 else "gathered"}
-    compiled = torch.compile(words, backend="fsdp", options=options)
-    with pytest.raises(Exception, match="compile different collectives") as caught:
-        compiled(torch.arange(3 + dist.get_rank()))
-    return str(caught.value)
-
-
-def test_a_table_that_only_one_rank_gathers_is_named() -> None:
-    for message in run_ranks(_looks_up_on_one):
-        assert "fsdp.look_up of 0.weight" in message
-
-
 def _looks_up_alone() -> int:
     """Rank 1 looks up other numbers of rows than rank 0."""
     words = nn.Sequential(nn.Embedding(12, 32), nn.Linear(32, 12))
@@ -261,6 +247,30 @@ def _message_of_other_reads() -> str:
 def test_other_rows_do_not_hide_that_a_rank_reads_in_another_order() -> None:
     for message in run_ranks(_message_of_other_reads, timeout_s=60):
         assert "must not depend on a rank's number or data" in message
+
+
+def _options_of_one_rank(name: str, values: tuple[Any, Any]) -> str:
+    value = values[dist.get_rank()]
+    options: dict[str, Any] = {"lower": "eager", "bucket_mb": 0, name: value}
+    compiled = torch.compile(_pairs(), backend="fsdp", options=options)
+    with pytest.raises(Exception, match="compile with different options") as caught, torch.no_grad():
+        compiled(torch.ones(4, 2048))
+    return str(caught.value)
+
+
+_OTHER_OPTIONS: tuple[tuple[str, tuple[Any, Any]], ...] = (
+    ("prefetch", ("auto", 1)),
+    ("memory_budget_gb", (1.0, None)),
+    ("bucket_mb", (0, 4.0)),
+    ("embedding", ("gathered", "sharded")),
+)
+
+
+@pytest.mark.core
+def test_other_options_of_one_rank_are_named_on_all_before_any_collective_runs() -> None:
+    for name, values in _OTHER_OPTIONS:
+        for message in run_ranks(_options_of_one_rank, name, values, timeout_s=60):
+            assert f"options: {name}=" in message
 
 
 def _budget_for_its_rows() -> str:

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import MixedPrecision, fully_shard, no_sync, step_in_backward
+from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, step_in_backward
 from fsdp_compile.config.policy import AnyPrecisionPolicy
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
@@ -263,6 +264,26 @@ def _accumulated_in_eval(name: str) -> tuple[int, bool]:
 @pytest.mark.parametrize("name", EVALUATED)
 def test_gradients_accumulate_in_eval_mode_as_in_training(name: str) -> None:
     assert run_ranks(_accumulated_in_eval, name) == [(0, False)] * 2
+
+
+def _large_in_eval(compiles: bool) -> list[float]:  # noqa: FBT001
+    """A gradient of three microbatches of 257, which bfloat16 rounds to 256, and one of 1."""
+    model = nn.Linear(1, 4, bias=False)
+    fully_shard(model, mp_policy=MixedPrecision(reduce_dtype=torch.float32, full_precision_in_eval=True))
+    register_comm_hook(model, bf16_compress_hook)
+    model.eval()
+    run: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"}) if compiles else model
+    for value in (257.0, 257.0, 257.0):
+        with no_sync(model):
+            run(torch.full((1, 1), value)).sum().backward()
+    run(torch.ones(1, 1)).sum().backward()
+    assert isinstance(model.weight.grad, DTensor)
+    return model.weight.grad.full_tensor().flatten().tolist()
+
+
+def test_a_hook_compresses_no_sums_of_microbatches_in_eval_mode() -> None:
+    for compiles in (False, True):
+        assert run_ranks(_large_in_eval, compiles) == [[772.0] * 4] * 2
 
 
 def _low_in_eval() -> torch.dtype:
