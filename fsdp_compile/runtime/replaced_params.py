@@ -33,7 +33,9 @@ class ReplacedParameter(nn.Parameter):
     full_shape: torch.Size
 
     def __getattr__(self, name: str) -> Any:
-        """What users and libraries have put on the successor."""
+        """What users and libraries have put on the successor; not what says that it wraps another tensor."""
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         param: FSDPParam = object.__getattribute__(self, "param")
         return getattr(param.parameter, name)
 
