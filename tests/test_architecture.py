@@ -204,6 +204,14 @@ def test_tricks_stand_where_they_are_explained(trick: str) -> None:
     assert {file for file in FILES if re.search(trick, _code(file))} == TRICKS[trick]
 
 
+@pytest.mark.skipif(not (PACKAGE.parent / ".git").exists(), reason="not a clone")
+def test_the_top_level_has_what_belongs_there_and_no_more() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    names = {Path(file).parts[0] for file in listed.stdout.splitlines()}
+    named = {name for name in names if not name.startswith(".")}
+    assert named == {"pyproject.toml", "fsdp_compile", "tests", "benchmarks", "docs", "README.md"}
+
+
 def test_a_file_is_one_concept() -> None:
     lines = {file: len(FILES[file].read_text().splitlines()) for file in CODE}
     assert {file: count for file, count in lines.items() if not SHORTEST <= count <= LONGEST} == {}
