@@ -5,13 +5,15 @@
 - **bound**: what no schedule that holds as much as this contender can beat. It is a simpler form of
   `planner/lower_bound.py`, with measured compute:
 
-      bytes = (P + max(0, P - I - room) + P) (N-1)/N        once for forward, again for backward, once for gradients
-      time  = max(bytes / bandwidth, compute + I (N-1)/N / bandwidth)
+      forward  = P (N-1)/N                                    bytes that come before forward ends
+      backward = (max(0, P - I - room) + P) (N-1)/N           what backward gathers again, and gradients: after that
+      time     = max(compute + I (N-1)/N / bandwidth, forward / bandwidth + head + backward / bandwidth)
 
   `P` are all parameters and `I` is the input embedding: nothing but tables of positions can be computed before it has
   been gathered (they count as if they needed it, too), and backward does not need it. `room` is what the contender may
-  hold of gathered parameters between forward and backward (`Held`). The reduction of the embedding's gradient at the
-  end is not in it, since weight gradients may be computed meanwhile.
+  hold of gathered parameters between forward and backward (`Held`). `head` is the time of the output embedding in
+  forward, which needs all parameters: what could be sent meanwhile is what there is room for, and not in `backward`.
+  The reduction of the embedding's gradient at the end is not in it, since weight gradients may be computed meanwhile.
 
 Latencies, padding and the work of writing what a collective receives are left out of both.
 """
@@ -82,7 +84,27 @@ def sizes_of(task: Task, narrowing: int = 1) -> Sizes:
     )
 
 
-def least_bytes(held: Held, sizes: Sizes, ranks: int, exchanged_bytes: float = 0.0) -> float:
+@dataclasses.dataclass(frozen=True)
+class Least:
+    """Bytes that a rank sends at least.
+
+    Attributes:
+        first: Of these, those before anything can be computed.
+        forward: Before forward ends.
+        backward: After that.
+    """
+
+    first: float
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """In a step."""
+        return self.forward + self.backward
+
+
+def least_bytes(held: Held, sizes: Sizes, ranks: int, exchanged_bytes: float = 0.0) -> Least:
     """What each rank sends at least.
 
     Args:
@@ -92,25 +114,23 @@ def least_bytes(held: Held, sizes: Sizes, ranks: int, exchanged_bytes: float = 0
         exchanged_bytes: What it sends in exchanges of rows, which have the place of the embedding.
     """
     others = (ranks - 1) / ranks
+    all_sent = sizes.all_bytes * others
+    rest_bytes = sizes.all_bytes - sizes.input_bytes
     match held:
         case Held.WHOLE:
-            return 0.0
-        case Held.SUMMED | Held.GATHERED:
+            return Least(0.0, 0.0, 0.0)
+        case Held.SUMMED:
             # Of an all-reduce, a part goes to each rank and a sum comes back.
-            return 2 * sizes.all_bytes * others
+            return Least(0.0, 0.0, 2 * all_sent)
+        case Held.GATHERED:
+            return Least(sizes.input_bytes * others, all_sent, all_sent)
         case Held.ROOT_AND_TWO:
-            room_bytes = sizes.root_bytes + 2 * sizes.block_bytes
+            again_bytes = max(0, rest_bytes - sizes.root_bytes - 2 * sizes.block_bytes)
         case Held.TWO | Held.TWO_NO_INPUT:
-            room_bytes = 2 * sizes.unit_bytes
-    rest_bytes = sizes.all_bytes - sizes.input_bytes
-    input_bytes = 0 if held is Held.TWO_NO_INPUT else sizes.input_bytes
-    gathered_bytes = input_bytes + rest_bytes + max(0, rest_bytes - room_bytes)
-    return (gathered_bytes + rest_bytes + input_bytes) * others + exchanged_bytes
-
-
-def first_bytes(held: Held, sizes: Sizes, ranks: int) -> float:
-    """What must have been sent before anything can be computed."""
-    return 0.0 if held in (Held.WHOLE, Held.SUMMED, Held.TWO_NO_INPUT) else sizes.input_bytes * (ranks - 1) / ranks
+            again_bytes = max(0, rest_bytes - 2 * sizes.unit_bytes)
+    if held is Held.TWO_NO_INPUT:
+        return Least(0.0, rest_bytes * others + exchanged_bytes, (again_bytes + rest_bytes) * others)
+    return Least(sizes.input_bytes * others, all_sent, again_bytes * others + all_sent)
 
 
 def busy_s(compute_s: float, sent_bytes: float, bytes_per_s: float) -> float:
@@ -118,9 +138,9 @@ def busy_s(compute_s: float, sent_bytes: float, bytes_per_s: float) -> float:
     return max(compute_s, sent_bytes / bytes_per_s)
 
 
-def bound_s(compute_s: float, least: float, first: float, bytes_per_s: float) -> float:
+def bound_s(compute_s: float, head_s: float, least: Least, bytes_per_s: float) -> float:
     """The time that a step takes at least; see the module's docstring."""
-    return max(compute_s + first / bytes_per_s, least / bytes_per_s)
+    return max(compute_s + least.first / bytes_per_s, head_s + least.total / bytes_per_s)
 
 
 SAME_MEMORY = frozenset({"artifacts", "bucket_mb", "embedding", "hardware", "inductor", "lower", "share_code"})

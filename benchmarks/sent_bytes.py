@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             row: dict[str, Any] = {"contender": name, **world.traffic.to_dict()}
             held = held_of(by_name[name], setup)
             if held is not None:
-                row["least_bytes"] = bound.least_bytes(held, sizes, arguments.ranks, bound.exchanged_bytes(row))
+                row["least_bytes"] = bound.least_bytes(held, sizes, arguments.ranks, bound.exchanged_bytes(row)).total
                 row["least_share"] = least_share(row["least_bytes"], world.traffic.total_bytes)
             row["padding"] = padding(prepared.model, arguments.ranks)
             row["copied_bytes"] = copied_bytes(prepared.model)

@@ -22,19 +22,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks import bound, contenders, models
 from benchmarks.bound import Held, Sizes
 from benchmarks.command import finish, ms, parser, percent, quiet, table
 from benchmarks.contenders import UNSHARDED, Contender, Setup
 from benchmarks.hardware import timed, told
-from benchmarks.measure import alternate
+from benchmarks.measure import Run, alternate
 from benchmarks.models import Task
 from benchmarks.network.emulated import Network, World, emulated_world
 from benchmarks.network.traffic import full_sharding_bytes
 from benchmarks.network.wire import Link
 from benchmarks.steps import Prepared, forget_compiles, prepare
 
+_HEAD = "head"
 _UNLIMITED = Link(bytes_per_s=1e15)
 
 
@@ -77,16 +79,17 @@ def run(task: Task, ratio: float, arguments: argparse.Namespace, setup: Setup) -
         ready, failed = {**ready, **prepared}, {**failed, **errors}
         world.change(Link(bytes_per_s, arguments.latency_us * 1e-6))
         traffic = {name: _sent(world, prepared) for name, prepared in ready.items()}
-        steps = alternate({name: prepared.step for name, prepared in ready.items()}, rounds=arguments.rounds)
+        runs: dict[str, Run] = {name: prepared.step for name, prepared in ready.items()}
+        steps = alternate({**runs, _HEAD: _head(task, setup)}, rounds=arguments.rounds)
     network = Emulated(sizes, arguments.ranks, bytes_per_s)
-    computed_s = steps[UNSHARDED.name].seconds
+    computed = Computed(steps[UNSHARDED.name].seconds, steps.pop(_HEAD).seconds)
     by_name = {one.name: one for one in contenders.ON_GPUS}
     ran = [
         {
             "contender": name,
             **samples.to_dict(),
             **traffic[name],
-            **shares(held_of(by_name[name], setup), network, computed_s, samples.seconds, traffic[name]),
+            **shares(held_of(by_name[name], setup), network, computed, samples.seconds, traffic[name]),
         }
         for name, samples in steps.items()
     ]
@@ -94,7 +97,8 @@ def run(task: Task, ratio: float, arguments: argparse.Namespace, setup: Setup) -
         "communication_over_compute": ratio,
         "sizes": sizes.to_dict(),
         "bytes_per_s": bytes_per_s,
-        "compute_s": steps[UNSHARDED.name].median_s,
+        "compute_s": statistics.median(computed.step_s),
+        "head_s": statistics.median(computed.head_s),
         "communication_s": sent / bytes_per_s,
         "contenders": [*ran, *({"contender": name, **samples.to_dict()} for name, samples in failed.items())],
     }
@@ -109,6 +113,14 @@ class Emulated:
     bytes_per_s: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """Seconds of computing in each round: of a step, and of the layer that forward ends with."""
+
+    step_s: Sequence[float]
+    head_s: Sequence[float]
+
+
 def held_of(contender: Contender, setup: Setup) -> Held | None:
     """What a contender holds; `None` where options of our backend say otherwise than `Contender.held`."""
     ours = contender.held in (Held.TWO, Held.TWO_NO_INPUT)
@@ -118,7 +130,7 @@ def held_of(contender: Contender, setup: Setup) -> Held | None:
 def shares(
     held: Held | None,
     network: Emulated,
-    computed_s: Sequence[float],
+    computed: Computed,
     seconds: Sequence[float],
     traffic: Mapping[str, Any],
 ) -> dict[str, float]:
@@ -127,21 +139,35 @@ def shares(
     The machine may have another speed in the next round. A contender that failed has none, one of unknown memory no
     bound.
     """
-    if not seconds or len(seconds) != len(computed_s):
+    if not seconds or len(seconds) != len(computed.step_s):
         return {}
 
     def median(times: Iterable[float]) -> float:
         return statistics.median(least / own for least, own in zip(times, seconds, strict=True))
 
     rate, sent = network.bytes_per_s, float(traffic["total_sent_bytes"])
-    busy_s = [bound.busy_s(compute, sent, rate) for compute in computed_s]
+    busy_s = [bound.busy_s(compute, sent, rate) for compute in computed.step_s]
     found = {"busy_s": statistics.median(busy_s), "share_of_busy": median(busy_s)}
     if held is not None:
         least = bound.least_bytes(held, network.sizes, network.ranks, bound.exchanged_bytes(traffic))
-        first = bound.first_bytes(held, network.sizes, network.ranks)
-        bound_s = [bound.bound_s(compute, least, first, rate) for compute in computed_s]
-        found |= {"least_bytes": least, "bound_s": statistics.median(bound_s), "share_of_bound": median(bound_s)}
+        of_rounds = zip(computed.step_s, computed.head_s, strict=True)
+        bound_s = [bound.bound_s(step_s, head_s, least, rate) for step_s, head_s in of_rounds]
+        found |= {"least_bytes": least.total, "bound_s": statistics.median(bound_s), "share_of_bound": median(bound_s)}
     return found
+
+
+def _head(task: Task, setup: Setup) -> Run:
+    """Runs the last layer of a Llama's forward alone, in the dtype that the contenders compute it in."""
+    model: Any = task.make().to(setup.param_dtype)
+    head: nn.Linear = model.get_output_embeddings()
+    tokens = task.inputs[1]["input_ids"]
+    hidden = head.weight.new_zeros(*tokens.shape, head.in_features)
+
+    def run() -> None:
+        with torch.no_grad():
+            head(hidden)
+
+    return run
 
 
 def _narrowing(task: Task, setup: Setup) -> int:

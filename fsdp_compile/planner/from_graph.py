@@ -136,6 +136,7 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
         copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
         copy_bytes=sum(map(result_bytes, copies)),
         kept=kept,
+        unit=require(start).unit,
     )
 
 
@@ -165,4 +166,5 @@ def _reduction(
         size_bytes=sum(map(result_bytes, first.all_input_nodes)),
         stages_us=tuple(communication(start, hardware).time_us for start in chain),
         copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
+        unit=require(first).unit,
     )

@@ -8,6 +8,7 @@ full gradients never take more memory than is given. Every number below is at mo
 - Before forward ends, this rank has received the others' part of every parameter that forward reads, at least once.
 - At the seam between forward and backward it holds at most `room_bytes` of gathered parameters. What backward reads
   beyond that is received once more, after the seam. Ranks are alike, so what one receives in a step, one sends.
+  So it takes at least until the seam, and what all of that and all gradients take on the link.
 - Every gradient is sent once for its reduction (`reduce-scatter`, and over replicas the all-reduce of its shard, which
   together are the least for sums that end sharded on each replica).
 - The link sends one byte after the other at its full rate: latencies are not counted, since buckets may be joined.
@@ -16,8 +17,8 @@ full gradients never take more memory than is given. Every number below is at mo
 - A reduction starts behind all that its gradient depends on. So do those of all that depend on that gradient's
   operator: computing, then reductions. Weight gradients that do not lead to it may be computed meanwhile.
 
-Only the first reads and the last gradients of a graph are looked at for the last two, since a maximum over some of
-them is a bound as well.
+The last two ask only the reads and gradients at the edges of a graph, since a maximum over some of them is a bound as
+well.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Final
 
 EDGE: Final = 8
-"""Reads and gradients at the edge of a graph that are looked at."""
+"""Reads and gradients at one edge of a graph that are asked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,10 +154,17 @@ class Step:
         held = self.room_bytes * spared
         return sum(once.values()) + max(0.0, sum(read.sent_bytes for read in again.values()) - held)
 
+    def _bytes_after_seam(self) -> float:
+        """What is sent at least after forward has ended."""
+        sent = sum(part.sent_bytes + sum(made.sent_bytes for made in part.made) for part in self.backward)
+        return self._received([], self._all(self.backward)) + sent
+
     def _ends_us(self) -> Iterator[float]:
         """Times before which a graph, or what is sent because of it, cannot be over."""
         parts, begin_us = (*self.forward, *self.backward), 0.0
         for number, part in enumerate(parts):
+            if number == len(self.forward):
+                yield begin_us + self._bytes_after_seam() / self.bytes_per_us
             later = sum(made.sent_bytes for other in parts[number + 1 :] for made in other.made)
             for computed_us, sent_bytes in _gradients(part):
                 yield begin_us + computed_us + (sent_bytes + later) / self.bytes_per_us
@@ -166,7 +174,7 @@ class Step:
     def _behind_gathers_us(self, number: int, part: Part) -> Iterator[float]:
         yield 0.0
         seam = len(self.forward)
-        for node in _first_readers(part):
+        for node in _readers_at_edges(part):
             before = part.before(node)
             mine = [read for read in part.reads if read.value in before]
             earlier = [*self._all((*self.forward, *self.backward)[:number])]
@@ -178,9 +186,9 @@ class Step:
             yield received / self.bytes_per_us + part.time_us(part.after(node))
 
 
-def _first_readers(part: Part) -> Iterator[int]:
-    """The first parameters that are read, and the operators that read them, views left out."""
-    for read in part.reads[:EDGE]:
+def _readers_at_edges(part: Part) -> Iterator[int]:
+    """The first and the last parameters that are read, and the operators that read them, views left out."""
+    for read in dict.fromkeys((*part.reads[:EDGE], *part.reads[-EDGE:])):
         yield read.value
         todo = [read.value]
         while todo:

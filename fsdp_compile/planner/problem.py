@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 _BESIDE: Final = 4096
 """One byte in so many is left for memory outside of graphs: the loss and its gradient, seeds, unread buffers."""
@@ -61,6 +61,7 @@ class Gather:
         copy_bytes: Memory of that copy, a part of `sent_bytes`, from the start of the copy.
         kept: Whether the result is saved for backward, because there is room: then `free` is where it is used last, and
             it is in memory until the end.
+        unit: The unit that it is a part of, if that was split; empty for a bucket by itself.
     """
 
     need: int
@@ -71,6 +72,7 @@ class Gather:
     copy_us: float = 0.0
     copy_bytes: int = 0
     kept: bool = False
+    unit: str = ""
 
     @property
     def early_bytes(self) -> int:
@@ -88,6 +90,7 @@ class Reduction:
         size_bytes: Memory of the full gradients, from `born` until the first stage is waited for.
         stages_us: Time on the link of each stage; one starts where the one before it has been waited for.
         copy_us: Time on the bus of the copies to the host that follow; 0 if there are none.
+        unit: As of a gather.
     """
 
     born: int
@@ -95,6 +98,10 @@ class Reduction:
     size_bytes: int
     stages_us: tuple[float, ...]
     copy_us: float = 0.0
+    unit: str = ""
+
+
+T = TypeVar("T", Gather, Reduction)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,23 +173,32 @@ class Problem:
         end = len(self.steps_us)
         held = [(g.need, end if g.kept else g.free, g.size_bytes) for g in self.gathers]
         held += [(0, saved.free, saved.size_bytes) for saved in self.saved]
-        return self._sums([*held, *self._gradients()])
+        return self._sums([*held, *((r.born, r.ready, r.size_bytes) for r in self.reductions)])
 
     def in_use_bytes(self) -> list[int]:
-        """The same if every bucket were resharded after forward."""
-        gathered = [(gather.need, gather.free, gather.size_bytes) for gather in self.gathers]
+        """The same if every bucket were resharded after forward, and no unit were split."""
+        gathered = [(min(g.need for g in unit), max(g.free for g in unit), _bytes(unit)) for unit in self._gathered]
         kept = [(saved.need, saved.free, saved.size_bytes) for saved in self.saved]
-        return self._sums([*gathered, *kept, *self._gradients()])
+        reduced = [(min(r.born for r in unit), max(r.ready for r in unit), _bytes(unit)) for unit in self._reduced]
+        return self._sums([*gathered, *kept, *reduced])
 
     @property
     def promised_bytes(self) -> int:
-        """Most live bytes without a budget of the user's: what is in use at once, and one more bucket of each kind."""
-        gathered = [*(gather.size_bytes for gather in self.gathers), *(saved.size_bytes for saved in self.saved)]
-        gradients = (reduction.size_bytes for reduction in self.reductions)
+        """Most live bytes without a budget of the user's: what is in use at once, and one more bucket of each kind.
+
+        Units count whole, so that splitting one, which is done where the link is slow, takes no room from the plan.
+        """
+        gathered = [*map(_bytes, self._gathered), *(saved.size_bytes for saved in self.saved)]
+        gradients = map(_bytes, self._reduced)
         return max(self.in_use_bytes(), default=0) + max(gathered, default=0) + max(gradients, default=0)
 
-    def _gradients(self) -> list[tuple[int, int, int]]:
-        return [(r.born, r.ready, r.size_bytes) for r in self.reductions]
+    @functools.cached_property
+    def _gathered(self) -> list[list[Gather]]:
+        return _by_unit(self.gathers)
+
+    @functools.cached_property
+    def _reduced(self) -> list[list[Reduction]]:
+        return _by_unit(self.reductions)
 
     def _sums(self, held: Iterable[tuple[int, int, int]]) -> list[int]:
         change = [0] * (len(self.steps_us) + 1)
@@ -210,6 +226,18 @@ class Problem:
         # And each lane has to do all its work.
         bus_us = max(sum(g.copy_us for g in self.gathers), sum(r.copy_us for r in self.reductions))
         return max(*ends_us, self.link_us, bus_us)
+
+
+def _by_unit(parts: Iterable[T]) -> list[list[T]]:
+    """Buckets that are parts of one unit, together."""
+    found: dict[object, list[T]] = {}
+    for number, part in enumerate(parts):
+        found.setdefault(part.unit or number, []).append(part)
+    return list(found.values())
+
+
+def _bytes(unit: Iterable[Gather | Reduction]) -> int:
+    return sum(part.size_bytes for part in unit)
 
 
 def _latest_so_far(delays: Iterable[tuple[int, float]]) -> Callable[[int], float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -134,6 +135,16 @@ def test_a_weight_gradient_is_computed_beside_the_last_reduction() -> None:
     # Node 1 is a weight gradient, node 2 the table's: only the one before both must come before its reduction.
     backward = Part((20.0, 4.0, 5.0), ((), (0,), (0,)), made=(Made((1,), 1.0), Made((2,), 7.0)))
     assert Step((forward,), (backward,), room_bytes=0, bytes_per_us=1.0).least_us == 10 + 20 + 5 + 7
+
+
+def test_the_link_stands_still_while_forward_ends_and_has_no_room_for_more() -> None:
+    """Forward's last parameter has arrived, and what is read in backward would have to be dropped before the seam."""
+    table, block, head = (Read(name, node, size_bytes=8, sent_bytes=20.0) for node, name in enumerate("tbh"))
+    forward = Part((0.0, 0.0, 0.0, 1.0, 1.0, 5.0), ((), (), (), (0,), (1, 3), (2, 4)), (table, block, head))
+    last, early = (dataclasses.replace(read, value=node) for node, read in enumerate((head, block)))
+    backward = Part((0.0, 0.0, 5.0, 1.0), ((), (), (0,), (1, 2)), (last, early), (Made((2,), 20.0), Made((3,), 20.0)))
+    assert Step((forward,), (backward,), room_bytes=8, bytes_per_us=1.0).least_us == (60 + 5) + 20 + 40
+    assert Step((forward,), (backward,), room_bytes=0, bytes_per_us=1.0).least_us == (60 + 5) + 40 + 40
 
 
 def test_what_has_room_is_not_sent_again() -> None:
