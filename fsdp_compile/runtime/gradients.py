@@ -23,8 +23,10 @@ def on_flat_grad(group: FSDPParamGroup) -> None:
         group.flat_param.grad = None  # or the next step would add it
         group.grads.take_produced(GradPlacement.REDUCED)
         update_in_backward.refuse_second(group)
+    produced = group.grads.take_produced(GradPlacement.REDUCED)
+    frozen = frozen_since(group, produced)
     group.grads.commit()
-    group.grads.unwritten |= group.grads.take_produced(GradPlacement.REDUCED)
+    group.grads.unwritten |= produced - frozen
     if group.unit.comm_settings.last_backward:
         write_sharded_grads(group)
     # Safe to update: everything in this backward that reads the flat parameter has run.
@@ -51,7 +53,9 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
     """Adds a gradient, laid out and typed as the flat parameter, to the `.grad` of the parameters at `offsets`."""
     if group.grads.wanted is not None:
         offsets = group.grads.wanted.intersection(offsets)
-    params = _still_trained(group, offsets) if group.is_replaced else group.params_at(offsets)
+    params = group.params_at(offsets)
+    if group.is_replaced:
+        _refuse_changed(group, params)
     zeros: Collection[int] = ()
     if group.grads.zeros:
         zeros = group.grads.take_zeros(offsets)
@@ -74,14 +78,32 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
         raise failure
 
 
-def _still_trained(group: FSDPParamGroup, offsets: Collection[int]) -> list[FSDPParam]:
-    """Of the parameters at `offsets` of a replaced group those that take gradients, as one process asks at this time.
+def frozen_since(group: FSDPParamGroup, produced: Collection[int]) -> set[int]:
+    """Of the parameters at `produced`, which a backward has made gradients of, those that are frozen now.
+
+    They take none: one process asks at this time, too.
 
     Raises:
-        UnsupportedModelError: If one of them has another dtype, shape or device since, or is updated in backward.
+        UnsupportedModelError: If their gradients are a sum with those of earlier backwards, which they do take.
     """
-    trained = [param for param in group.params_at(offsets) if param.parameter.requires_grad]
-    for param in trained:
+    frozen = {param.spec.offset for param in group.params_at(produced) if not param.parameter.requires_grad}
+    if frozen:
+        summed = group.grads.unwritten | group.grads.consumed
+        if frozen & summed or not group.unit.comm_settings.last_backward:
+            group.flat_param.grad = None  # or the next backward would add to it
+            group.grads.unwritten.clear()
+            raise UnsupportedModelError(
+                "a parameter was frozen between a forward and its backward, which adds gradients of earlier backwards",
+                where=group.unit.parameter_name(group.params_at(frozen)[0]),
+                instead="requires_grad_(False) before the forward, or after the backward that reduces gradients",
+            )
+        group.grads.forget_use(frozen)
+    return frozen
+
+
+def _refuse_changed(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
+    """Raises `UnsupportedModelError` for parameters of a replaced group that are other ones since."""
+    for param in params:
         now, then = local_tensor(param.dtensor), param.sharded_view
         is_alike = (now.dtype, now.shape, now.device) == (then.dtype, then.shape, then.device)
         if not is_alike or group.update_state.update is Update.IN_BACKWARD:
@@ -91,7 +113,6 @@ def _still_trained(group: FSDPParamGroup, offsets: Collection[int]) -> list[FSDP
                 where=group.unit.parameter_name(param),
                 instead="the backward before the change",
             )
-    return trained
 
 
 def refuse_double_backward(group: FSDPParamGroup, gradient: torch.Tensor) -> None:
