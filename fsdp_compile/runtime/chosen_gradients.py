@@ -118,6 +118,8 @@ class Chosen:
                 continue
             group, param = place
             gradients.refuse_double_backward(group, gradient)
+            if own is not None and param.parameter._backward_hooks:
+                raise gradients.refusal_of_parts(param)
             part = gradients.through_hooks(param, make_dtensor(gradients.part_of(param, gradient), param.dtensor))
             whole = part if own is None else part + own
             found.append(whole if param.grad_dtype is None else whole.to(param.grad_dtype))

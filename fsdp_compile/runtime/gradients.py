@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compile._torch.autograd import allow_any_gradient_dtype, waits_for_other_gradients
+from fsdp_compile._torch.autograd import (
+    allow_any_gradient_dtype,
+    backward_in_progress,
+    is_accumulated_in_this_backward,
+    waits_for_other_gradients,
+)
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, views_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.pairs import as_read
@@ -130,7 +135,10 @@ def accumulate(param: FSDPParam, gradient: torch.Tensor) -> None:
     """Adds a gradient in the parameter's dtype to `.grad`, which may be narrower (`keep_low_precision_grads`)."""
     parameter = param.parameter
     # This runs once per parameter in every step, so hooks, which few parameters have, are asked for once.
-    if parameter._backward_hooks:
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    if (before or after) and backward_in_progress() != -1 and is_accumulated_in_this_backward(parameter):
+        raise refusal_of_parts(param)
+    if before:
         gradient = through_hooks(param, gradient)
     if param.grad_dtype is not None:
         _add_in(param.grad_dtype, parameter, gradient)
@@ -139,8 +147,8 @@ def accumulate(param: FSDPParam, gradient: torch.Tensor) -> None:
     else:
         with torch.no_grad():
             parameter.grad += gradient
-    if parameter._post_accumulate_grad_hooks:
-        for hook in tuple(parameter._post_accumulate_grad_hooks.values()):  # a hook may remove itself
+    if after:
+        for hook in tuple(after.values()):  # a hook may remove itself
             hook(parameter)
 
 
@@ -151,6 +159,16 @@ def through_hooks(param: FSDPParam, gradient: torch.Tensor) -> torch.Tensor:
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     return gradient
+
+
+def refusal_of_parts(param: FSDPParam) -> UnsupportedModelError:
+    """The error for a parameter with hooks whose gradient autograd accumulates, too, without that of the forward."""
+    return UnsupportedModelError(
+        "hooks of a parameter would run twice, each time with a part of its gradient: what was computed with it "
+        "outside of the forward (a penalty) sends it a gradient beside that of the forward",
+        where=f"register_hook() or register_post_accumulate_grad_hook(), parameter {param.name}",
+        instead="the penalty inside of the forward, or code after loss.backward() in place of the hooks",
+    )
 
 
 def refuse_hook_of_several(hook: Callable[..., Any], name: str) -> None:
