@@ -29,9 +29,12 @@ def on_flat_grad(group: FSDPParamGroup) -> None:
         group.grads.take_produced(GradPlacement.REDUCED)
         update_in_backward.refuse_second(group)
     produced = group.grads.take_produced(GradPlacement.REDUCED)
-    frozen = frozen_since(group, produced)
+    for param in group.params:  # no call: this runs for each group in every backward, and hardly ever finds one
+        if not param.parameter.requires_grad:
+            produced = produced - frozen_since(group, produced)
+            break
     group.grads.commit()
-    group.grads.unwritten |= produced - frozen
+    group.grads.unwritten |= produced
     if group.unit.comm_settings.last_backward:
         write_sharded_grads(group)
     # Safe to update: everything in this backward that reads the flat parameter has run.
