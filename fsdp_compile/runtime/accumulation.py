@@ -83,10 +83,12 @@ def collect(group: FSDPParamGroup, placement: GradPlacement, gradient: torch.Ten
     """Accumulates a gradient that autograd put into a gradient accumulator."""
     gradients.refuse_double_backward(group, gradient)
     update_in_backward.refuse_second(group)
+    produced = group.grads.take_produced(placement)
+    frozen = gradients.frozen_since(group, produced)
     # Its reduce-scatter took the unsharded accumulated gradient along.
     if placement is GradPlacement.REDUCE_SCATTERED:
         group.grads.unsharded_accumulated_grad.commit()
-    group.grads.stage(placement).add(gradient, group.grads.take_produced(placement))
+    group.grads.stage(placement).add(gradient, produced - frozen, without=frozen)
     if grad_placement_of(group) is not placement:  # the next reads may be such that reduce it further
         refresh_unshard_args(group)
 

@@ -1,7 +1,8 @@
 """`backward(inputs=...)` and `autograd.grad()` of sharded parameters.
 
-Autograd ends at flat parameters, and the sharded ones are views that no graph has read. So it is asked for the flat
-parameters, and what they get is given to those sharded ones alone that were asked for.
+Autograd ends at flat parameters, and the sharded ones are views that no forward has read. So it is asked for the flat
+parameters, too, and what they get is given to those sharded ones alone that were asked for. What the loss adds outside
+of the forward (a penalty) has read the sharded ones themselves, so both are asked for.
 """
 
 from __future__ import annotations
@@ -74,23 +75,23 @@ class Chosen:
             raise _refusal(self._first, "several at once", "torch.autograd.grad(..., is_grads_batched=True)")
         for group in self.offsets:
             _refuse_waiting(group)
-        others = [value for value, place in zip(self.inputs, self.places, strict=True) if place is None]
         flats = [group.flat_param for group in self.offsets]
         # Reads under `no_sync` send gradients to these, which is found out by their being reached.
         held = [leaf for group in self.offsets for leaf in group.grads.accumulators.values()]
         try:
             for group, offsets in self.offsets.items():
                 group.grads.wanted = frozenset(offsets)
-            made = backward((*others, *flats, *held))
+            made = backward((*self.inputs, *flats, *held))
         finally:
             for group in self.offsets:
                 group.grads.wanted = None
         if accumulates:
             return ()
-        if any(gradient is not None for gradient in made[len(others) + len(flats) :]):
+        direct, reduced = made[: len(self.inputs)], made[len(self.inputs) :]
+        if any(gradient is not None for gradient in reduced[len(flats) :]):
             raise refusal_of_unreduced(self._first)
-        of_groups = dict(zip(self.offsets, made[len(others) :], strict=False))
-        return self._results(made[: len(others)], of_groups, allows_unused=allows_unused)
+        of_groups = dict(zip(self.offsets, reduced, strict=False))
+        return self._results(direct, of_groups, allows_unused=allows_unused)
 
     @property
     def _first(self) -> FSDPParam:
@@ -98,7 +99,7 @@ class Chosen:
 
     def _results(
         self,
-        others: Sequence[torch.Tensor | None],
+        direct: Sequence[torch.Tensor | None],
         of_groups: Mapping[FSDPParamGroup, torch.Tensor | None],
         *,
         allows_unused: bool,
@@ -109,19 +110,19 @@ class Chosen:
         }
         for group in of_groups:
             group.grads.forget_use()
-        left, found = iter(others), []
-        for place in self.places:
-            if place is None:
-                found.append(next(left))
+        found = []
+        for place, own in zip(self.places, direct, strict=True):
+            gradient = None if place is None else of_groups[place[0]]
+            if place is None or gradient is None or place[1].spec.offset not in produced[place[0]]:
+                found.append(own)
                 continue
             group, param = place
-            gradient = of_groups[group]
-            if gradient is None or param.spec.offset not in produced[group]:
-                found.append(None)
-                continue
             gradients.refuse_double_backward(group, gradient)
+            if own is not None and param.parameter._backward_hooks:
+                raise gradients.refusal_of_parts(param)
             part = gradients.through_hooks(param, make_dtensor(gradients.part_of(param, gradient), param.dtensor))
-            found.append(part if param.grad_dtype is None else part.to(param.grad_dtype))
+            whole = part if own is None else part + own
+            found.append(whole if param.grad_dtype is None else whole.to(param.grad_dtype))
         if not allows_unused and any(gradient is None for gradient in found):
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "

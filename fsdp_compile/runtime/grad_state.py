@@ -53,13 +53,18 @@ class PendingGrads:
         return self._grad is not None or bool(self._uncommitted)
 
     @property
+    def uncommitted(self) -> set[int]:
+        """The parameters whose gradients were consumed and are not committed."""
+        return set().union(*(offsets for _, offsets in self._uncommitted))
+
+    @property
     def value(self) -> torch.Tensor | None:
         """The accumulated gradient, for a graph to read."""
         return None if self._grad is None else self._grad.value
 
-    def add(self, gradient: torch.Tensor, offsets: Iterable[int]) -> None:
-        """Accumulates `gradient`, `[parts * numel]`, which is zero but for the parameters at `offsets`."""
-        pending = self._grad
+    def add(self, gradient: torch.Tensor, offsets: Iterable[int], without: Iterable[int] = ()) -> None:
+        """Accumulates `gradient`, `[parts * numel]`, zero but for the parameters at `offsets` and at `without`."""
+        gradient, pending = self._without(gradient, without), self._grad
         if pending is None:
             self._grad = AccumulatedGrad(gradient, set(offsets))
         else:
@@ -138,7 +143,8 @@ class GradState:
             output that depends on them.
         used: Offsets of those that got gradients which are not written yet, and are no such zeros.
         zeros: Offsets of those that got such zeros which are not written yet.
-        droppable: Gradients, by offset, that became `.grad`s in this backward and are such zeros on this rank.
+        droppable: Gradients, by offset, that became `.grad`s in this backward and are such zeros on this rank, with
+            their versions.
         unused_by_all: While a compiled backward runs: offsets of those that no rank's loss uses; `None` if no rank has
             asked.
     """
@@ -150,7 +156,7 @@ class GradState:
         self.unwritten: set[int] = set()
         self.wanted: frozenset[int] | None = None
         self.unused: frozenset[int] = frozenset()
-        self.droppable: dict[int, torch.Tensor | None] = {}
+        self.droppable: dict[int, tuple[torch.Tensor, int]] = {}
         self.unused_by_all: frozenset[int] | None = None
         self.used: set[int] = set()
         self.zeros: set[int] = set()
@@ -175,6 +181,11 @@ class GradState:
     def partial_reduce_output(self) -> PendingGrads:
         """Reduce-scattered gradients that wait for their all-reduce over replicas."""
         return self.stage(GradPlacement.REDUCE_SCATTERED)
+
+    @property
+    def consumed(self) -> set[int]:
+        """Offsets of those that the running backward adds accumulated gradients to."""
+        return set().union(*(grads.uncommitted for grads in self.pending.values()))
 
     @property
     def is_pending(self) -> bool:
@@ -225,10 +236,11 @@ class GradState:
         # What ranks found at the end of an earlier backward says nothing of this one.
         self.unused, self.unused_by_all = offsets, None
 
-    def forget_use(self) -> None:
-        """Forgets what `note_use` has recorded, of gradients that are not written."""
-        self.used.clear()
-        self.zeros.clear()
+    def forget_use(self, offsets: Iterable[int] | None = None) -> None:
+        """Forgets what `note_use` has recorded, of gradients that are not written: of all, or of some parameters."""
+        gone = self._all if offsets is None else offsets
+        self.used.difference_update(gone)
+        self.zeros.difference_update(gone)
 
     def take_produced(self, placement: GradPlacement, *, in_last: bool = False) -> set[int]:
         """The parameters that `mark_produced` named since the last call; all, with a warning, if it was not called.

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compile._torch.autograd import allow_any_gradient_dtype, waits_for_other_gradients
+from fsdp_compile._torch.autograd import (
+    allow_any_gradient_dtype,
+    backward_in_progress,
+    is_accumulated_in_this_backward,
+    waits_for_other_gradients,
+)
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, views_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.pairs import as_read
@@ -23,8 +28,13 @@ def on_flat_grad(group: FSDPParamGroup) -> None:
         group.flat_param.grad = None  # or the next step would add it
         group.grads.take_produced(GradPlacement.REDUCED)
         update_in_backward.refuse_second(group)
+    produced = group.grads.take_produced(GradPlacement.REDUCED)
+    for param in group.params:  # no call: this runs for each group in every backward, and hardly ever finds one
+        if not param.parameter.requires_grad:
+            produced = produced - frozen_since(group, produced)
+            break
     group.grads.commit()
-    group.grads.unwritten |= group.grads.take_produced(GradPlacement.REDUCED)
+    group.grads.unwritten |= produced
     if group.unit.comm_settings.last_backward:
         write_sharded_grads(group)
     # Safe to update: everything in this backward that reads the flat parameter has run.
@@ -51,7 +61,9 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
     """Adds a gradient, laid out and typed as the flat parameter, to the `.grad` of the parameters at `offsets`."""
     if group.grads.wanted is not None:
         offsets = group.grads.wanted.intersection(offsets)
-    params = _still_trained(group, offsets) if group.is_replaced else group.params_at(offsets)
+    params = group.params_at(offsets)
+    if group.is_replaced:
+        _refuse_changed(group, params)
     zeros: Collection[int] = ()
     if group.grads.zeros:
         zeros = group.grads.take_zeros(offsets)
@@ -74,14 +86,32 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
         raise failure
 
 
-def _still_trained(group: FSDPParamGroup, offsets: Collection[int]) -> list[FSDPParam]:
-    """Of the parameters at `offsets` of a replaced group those that take gradients, as one process asks at this time.
+def frozen_since(group: FSDPParamGroup, produced: Collection[int]) -> set[int]:
+    """Of the parameters at `produced`, which a backward has made gradients of, those that are frozen now.
+
+    They take none: one process asks at this time, too.
 
     Raises:
-        UnsupportedModelError: If one of them has another dtype, shape or device since, or is updated in backward.
+        UnsupportedModelError: If their gradients are a sum with those of earlier backwards, which they do take.
     """
-    trained = [param for param in group.params_at(offsets) if param.parameter.requires_grad]
-    for param in trained:
+    frozen = {param.spec.offset for param in group.params_at(produced) if not param.parameter.requires_grad}
+    if frozen:
+        summed = group.grads.unwritten | group.grads.consumed
+        if frozen & summed or not group.unit.comm_settings.last_backward:
+            group.flat_param.grad = None  # or the next backward would add to it
+            group.grads.unwritten.clear()
+            raise UnsupportedModelError(
+                "a parameter was frozen between a forward and its backward, which adds gradients of earlier backwards",
+                where=group.unit.parameter_name(group.params_at(frozen)[0]),
+                instead="requires_grad_(False) before the forward, or after the backward that reduces gradients",
+            )
+        group.grads.forget_use(frozen)
+    return frozen
+
+
+def _refuse_changed(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
+    """Raises `UnsupportedModelError` for parameters of a replaced group that are other ones since."""
+    for param in params:
         now, then = local_tensor(param.dtensor), param.sharded_view
         is_alike = (now.dtype, now.shape, now.device) == (then.dtype, then.shape, then.device)
         if not is_alike or group.update_state.update is Update.IN_BACKWARD:
@@ -91,7 +121,6 @@ def _still_trained(group: FSDPParamGroup, offsets: Collection[int]) -> list[FSDP
                 where=group.unit.parameter_name(param),
                 instead="the backward before the change",
             )
-    return trained
 
 
 def refuse_double_backward(group: FSDPParamGroup, gradient: torch.Tensor) -> None:
@@ -109,7 +138,10 @@ def accumulate(param: FSDPParam, gradient: torch.Tensor) -> None:
     """Adds a gradient in the parameter's dtype to `.grad`, which may be narrower (`keep_low_precision_grads`)."""
     parameter = param.parameter
     # This runs once per parameter in every step, so hooks, which few parameters have, are asked for once.
-    if parameter._backward_hooks:
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    if (before or after) and backward_in_progress() != -1 and is_accumulated_in_this_backward(parameter):
+        raise refusal_of_parts(param)
+    if before:
         gradient = through_hooks(param, gradient)
     if param.grad_dtype is not None:
         _add_in(param.grad_dtype, parameter, gradient)
@@ -118,8 +150,8 @@ def accumulate(param: FSDPParam, gradient: torch.Tensor) -> None:
     else:
         with torch.no_grad():
             parameter.grad += gradient
-    if parameter._post_accumulate_grad_hooks:
-        for hook in tuple(parameter._post_accumulate_grad_hooks.values()):  # a hook may remove itself
+    if after:
+        for hook in tuple(after.values()):  # a hook may remove itself
             hook(parameter)
 
 
@@ -130,6 +162,16 @@ def through_hooks(param: FSDPParam, gradient: torch.Tensor) -> torch.Tensor:
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     return gradient
+
+
+def refusal_of_parts(param: FSDPParam) -> UnsupportedModelError:
+    """The error for a parameter with hooks whose gradient autograd accumulates, too, without that of the forward."""
+    return UnsupportedModelError(
+        "hooks of a parameter would run twice, each time with a part of its gradient: what was computed with it "
+        "outside of the forward (a penalty) sends it a gradient beside that of the forward",
+        where=f"register_hook() or register_post_accumulate_grad_hook(), parameter {param.name}",
+        instead="the penalty inside of the forward, or code after loss.backward() in place of the hooks",
+    )
 
 
 def refuse_hook_of_several(hook: Callable[..., Any], name: str) -> None:

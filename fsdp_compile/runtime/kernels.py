@@ -114,6 +114,7 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) 
     if not is_accumulated_in_this_backward(owner.flat_param):
         return  # `torch.autograd.grad` asks for other gradients
     update_in_backward.refuse_second(owner)
+    trained = set(offsets) - gradients.frozen_since(owner, offsets)
     owner.grads.commit()
     post_backward.queue_post_backward(owner)
     is_last = update_in_backward.is_complete(owner) and owner.update_state.open_forwards == 0
@@ -124,8 +125,8 @@ def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) 
         # It is memory of the graph, which is used again after this operator.
         gradient = gradient.clone()
     owner.flat_param.grad = gradient
-    owner.grads.note_use(offsets)
-    owner.grads.unwritten |= set(offsets)
+    owner.grads.note_use(trained)
+    owner.grads.unwritten |= trained
     if is_last:
         gradients.write_sharded_grads(owner)
         update_in_backward.run(owner)

@@ -330,7 +330,7 @@ class FSDPUnit:
     def rename(self, names: Mapping[int, str]) -> None:
         """Names it after its roots; `names` are the fully qualified ones, by `id`."""
         if not self.other_roots:
-            self.name = names[id(self.root)]
+            self.name = names.get(id(self.root_ref()), self.name)  # it may have been cut off, and keeps its name then
             return
         # A root that is deleted has no parameters left to name.
         self.root_names = tuple(names.get(id(reference()), "") for reference in (self.root_ref, *self.other_roots))

@@ -36,11 +36,11 @@ def note_written(group: FSDPParamGroup, written: Iterable[FSDPParam], zeros: Col
     group.grads.droppable = {}
     known = group.grads.unused_by_all if _numbers(group) else zeros  # no other rank has a loss
     for param in written:
-        offset = param.spec.offset
-        if offset not in zeros:
+        offset, gradient = param.spec.offset, param.parameter.grad
+        if offset not in zeros or gradient is None:  # a hook has taken it
             continue
         if known is None:
-            group.grads.droppable[offset] = param.parameter.grad
+            group.grads.droppable[offset] = (gradient, gradient._version)
         elif offset in known:
             param.parameter.grad = None
     if group.grads.droppable:
@@ -76,7 +76,9 @@ def _used(group: FSDPParamGroup) -> list[int]:
 
 def _drop(group: FSDPParamGroup, unused: frozenset[int]) -> None:
     for param in group.params_at(unused & group.grads.droppable.keys()):
-        if param.parameter.grad is group.grads.droppable[param.spec.offset]:
+        written, version = group.grads.droppable[param.spec.offset]
+        # Autograd adds in place what a penalty outside of the forward gives the sharded parameter itself.
+        if param.parameter.grad is written and written._version == version:
             param.parameter.grad = None
     group.grads.droppable = {}
     group.grads.unused_by_all = unused

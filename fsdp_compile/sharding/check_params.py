@@ -116,7 +116,7 @@ class _Held:
 
 
 def refuse_shared_memory(root: nn.Module, sharded: Collection[torch.Tensor]) -> None:
-    """Raises `UnsupportedModelError` for a parameter that shares memory with another parameter or a buffer.
+    """Raises `UnsupportedModelError` for a parameter that shares memory with another tensor of the model.
 
     Args:
         root: The module that is sharded.
@@ -139,13 +139,22 @@ def refuse_shared_memory(root: nn.Module, sharded: Collection[torch.Tensor]) -> 
 
 
 def _held_in(root: nn.Module) -> Iterator[_Held]:
-    """Every plain parameter and buffer with elements, once."""
-    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+    """Every plain parameter, buffer and computed attribute with elements, once."""
+    for name, tensor in [*root.named_parameters(), *root.named_buffers(), *_computed_attributes(root)]:
         if not _has_plain_memory(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
             continue
         memory, begin = memory_place(tensor)
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         yield _Held(name, tensor, memory, begin, begin + (last + 1) * tensor.element_size())
+
+
+def _computed_attributes(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors with a history that modules have as plain attributes: views of parameters, maybe."""
+    # Without a history they may be of code that knows about it, as torch's `spectral_norm` has `weight.data`.
+    for name, module in root.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                yield f"{name}.{attribute}".removeprefix("."), value
 
 
 def _has_plain_memory(tensor: torch.Tensor) -> bool:

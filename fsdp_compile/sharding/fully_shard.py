@@ -282,13 +282,15 @@ def _undo_split(root: nn.Module, model: ModelState) -> None:
     call = call_on(root)
     assert call is not None
     # The call was not alone, as the split assumed, but the first of a bottom-up series.
-    parts = call.units
+    modules = set(root.modules())
+    parts = [unit for unit in call.units if unit.root_ref() in modules]  # others were cut off since, and stay apart
     if len(parts) < 2 or any(part.wrap_source is not WrapSource.SPLIT for part in parts):
         return
     alike: dict[MeshPlacement, list[FSDPUnit]] = {}
     for part in parts:
         alike.setdefault(part.policy.mesh_placement, []).append(part)
-    call.units = [_joined(root, held, number, model) for number, held in enumerate(alike.values(), start=1)]
+    joined = [_joined(root, held, number, model) for number, held in enumerate(alike.values(), start=1)]
+    call.units = [*joined, *(unit for unit in call.units if unit not in parts)]
 
 
 def _joined(root: nn.Module, parts: Sequence[FSDPUnit], number: int, model: ModelState) -> FSDPUnit:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, UnsupportedModelError, full_params, fully_shard, units
@@ -391,6 +392,46 @@ class _Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layers(x)
         return out
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+def _check_cut(*, by_policy: bool, is_kept: bool) -> None:
+    torch.manual_seed(0)
+    trunk: Any = nn.Sequential(nn.Linear(6, 6), nn.Sequential(*(_Block() for _ in range(4))))
+    whole = copy.deepcopy(trunk)
+    fully_shard(trunk, auto_wrap_policy=ModuleWrapPolicy({_Block}) if by_policy else None)
+    assert len(units(trunk)) > 4
+    removed = list(trunk[1][2:])
+    for each in (trunk, whole):
+        del each[1][2:]
+    if not is_kept:
+        removed.clear()
+        gc.collect()
+    model = nn.Sequential(trunk, nn.Linear(6, 4))
+    reference = nn.Sequential(whole, copy.deepcopy(model[1]))
+    _train(compile_eagerly(fully_shard(model)), model, reference)
+    for layer in removed:
+        layer(torch.ones(2, 6)).sum().backward()
+        assert isinstance(layer.up.weight.grad, DTensor)
+
+
+def _check_cuts() -> None:
+    for by_policy in (False, True):
+        for is_kept in (False, True):
+            _check_cut(by_policy=by_policy, is_kept=is_kept)
+
+
+def test_a_trunk_whose_last_layers_are_cut_off_is_sharded_again_in_a_larger_model() -> None:
+    run_ranks(_check_cuts)
 
 
 def test_a_layer_that_is_a_unit_is_dropped_from_a_sharded_model() -> None:

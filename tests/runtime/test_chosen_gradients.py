@@ -143,3 +143,30 @@ def _updated_in_backward() -> None:
 
 def test_updates_in_backward_are_refused() -> None:
     run_ranks(_updated_in_backward)
+
+
+def _penalty(model: nn.Module) -> torch.Tensor:
+    """Outside of the forward, as docs/limits.md says to write it."""
+    penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+    return penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
+
+
+def _beside_a_penalty(how: Run) -> None:
+    pair = Beside(_Branches, how)
+    pair.compiled(torch.ones(2, 6))
+    for with_loss in (True, False):
+        found: list[Gradients] = []
+        for model, loss in zip(pair.both(), _losses(pair), strict=True):
+            total = _penalty(model) + (loss if with_loss else 0)
+            asked = [*_chosen(model), *model.unused.parameters()]  # type: ignore[union-attr, operator, unused-ignore]
+            found.append(torch.autograd.grad(total, asked, retain_graph=True))
+            total.backward(inputs=asked)
+        for mine, theirs in zip(*found, strict=True):
+            assert isinstance(mine, DTensor)
+            close(mine.full_tensor(), theirs, "gradient")
+        pair.compare()
+
+
+@HOW
+def test_a_penalty_outside_of_the_forward_counts(how: Run) -> None:
+    run_ranks(_beside_a_penalty, how)

@@ -119,6 +119,34 @@ def _in_chosen_gradients(how: Run) -> None:
         torch.autograd.grad(loss_of(pair.compiled(_batch())), [weight])
 
 
+def _penalized_loss(pair: Beside) -> torch.Tensor:
+    penalty: Any = torch.stack([p.square().sum() for p in pair.model.parameters()]).sum()
+    return loss_of(pair.compiled(_batch())) + penalty.full_tensor()
+
+
+def _beside_a_penalty(how: Run) -> None:
+    for kind in KINDS:
+        pair = Beside(Small, how)
+        pair.backward()
+        weight = pair.model.get_parameter("up.weight")
+        handle = getattr(weight, kind)(lambda *_: None)
+        loss_of(pair.compiled(_batch())).backward()
+        for backward in (torch.Tensor.backward, lambda loss, weight=weight: loss.backward(inputs=[weight])):
+            with pytest.raises(UnsupportedModelError, match=r"(?s)run twice.*up\.weight"):
+                backward(_penalized_loss(pair))
+        if kind == "register_hook":
+            with pytest.raises(UnsupportedModelError, match=r"(?s)run twice.*up\.weight"):
+                torch.autograd.grad(_penalized_loss(pair), [weight])
+        handle.remove()
+        _penalized_loss(pair).backward()
+
+
+def test_a_hook_beside_a_penalty_outside_of_the_forward_is_refused() -> None:
+    """It would run for either part of the gradient."""
+    for how in (Run.EAGER, Run.PLAIN):
+        run_ranks(_beside_a_penalty, how)
+
+
 def _all() -> None:
     for how in (Run.EAGER, Run.PLAIN):
         _removed_after_sharding(how)

@@ -199,6 +199,30 @@ def test_tensors_that_share_memory_are_refused(share: str, as_buffer: bool) -> N
             fully_shard(model, ignored_params=[model.other, model.up])  # neither comes apart
 
 
+class _Views(nn.Module):
+    """Views of a parameter that are made once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(12, 6))
+        self.q, self.twice = self.qkv[:6], 2 * self.qkv
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.q
+
+
+def test_views_that_modules_keep_are_refused() -> None:
+    with fake_world(2):
+        model: Any = nn.Sequential(_Views())
+        with pytest.raises(UnsupportedModelError, match=r"0\.q and 0\.qkv share memory"):
+            fully_shard(model)
+        assert type(model[0].qkv) is nn.Parameter
+        with pytest.raises(Exception, match=r"0\.q and 0\.qkv share memory"):
+            compile_eagerly(model)(torch.ones(2, 6))
+        del model[0].q
+        fully_shard(model)
+
+
 def _parts() -> Shared:
     """Rows of one tensor as two parameters, and its columns as two others: neighbours that share no element."""
     model = Shared(torch.empty_like)

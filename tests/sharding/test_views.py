@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fsdp_compile import ConfigError, UnsupportedModelError, full_params, fully_shard, units
+from fsdp_compile import ConfigError, UnsupportedModelError, full_params, fully_shard, no_sync, units
 from tests import long
 from tests.beside import Beside, Run, compile_eagerly
 from tests.fake_world import fake_world
@@ -582,6 +582,54 @@ def _check_frozen_between(run: Run) -> None:
 @pytest.mark.parametrize("run", [Run.EAGER, Run.SHARDED])
 def test_gradients_of_a_forward_reach_parameters_that_are_frozen_for_the_next_one(run: Run) -> None:
     run_ranks(_check_frozen_between, run)
+
+
+def _check_frozen_before_backward(run: Run) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    call = model if run is Run.EAGER else compile_eagerly(model)
+    for place in (0, 2):
+        for made, called in ((model, call), (reference, reference)):
+            loss = called(torch.ones(2, 4)).square().mean()
+            made[place].requires_grad_(requires_grad=False)
+            loss.backward()
+            made[place].requires_grad_(requires_grad=True)
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (parameter.grad is None) == (expected.grad is None)
+            if isinstance(parameter.grad, DTensor):
+                torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
+def _check_frozen_before_accumulating(run: Run) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    call = model if run is Run.EAGER else compile_eagerly(model)
+    for made, called in ((model, call), (reference, reference)):
+        with no_sync(model):
+            loss = called(torch.ones(2, 4)).square().mean()
+            made[0].requires_grad_(requires_grad=False)
+            loss.backward()
+        made[0].requires_grad_(requires_grad=True)
+        called(torch.ones(2, 4)).square().mean().backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+    with no_sync(model):
+        call(torch.ones(2, 4)).square().mean().backward()
+    loss = call(torch.ones(2, 4)).square().mean()
+    model[0].requires_grad_(requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"(?s)frozen between a forward and its backward.*0\."):
+        loss.backward()
+
+
+@pytest.mark.parametrize("run", [Run.EAGER, Run.SHARDED])
+def test_parameters_that_are_frozen_before_the_backward_get_no_gradient(run: Run) -> None:
+    run_ranks(_check_frozen_before_backward, run)
+    run_ranks(_check_frozen_before_accumulating, run)
 
 
 def test_gradients_of_a_forward_before_a_cast_are_refused_by_name() -> None:

@@ -79,6 +79,31 @@ def test_a_head_whose_output_is_unused_has_none_as_in_one_process(lower: str) ->
     run_ranks(_one_unused, lower)
 
 
+def _penalty(model: nn.Module) -> torch.Tensor:
+    """Outside of the forward, as docs/limits.md says to write it; the right head's bias is not in it."""
+    penalty = torch.stack([p.square().sum() for n, p in model.named_parameters() if n != "right.bias"]).sum()
+    return _whole(penalty)
+
+
+def _penalized() -> None:
+    model, reference, batch, mine = _models()
+    compiled = compile_eagerly(model)
+    for is_before in (True, False, True):
+        model.zero_grad()
+        reference.zero_grad()
+        for each, call, x in ((model, compiled, mine), (reference, reference, batch)):
+            before = _penalty(each)
+            loss = _loss(call(x)[0])
+            (loss + (before if is_before else _penalty(each))).backward()
+        _compare(model, reference)
+        assert model.right.weight.grad is not None
+        assert model.right.bias.grad is None
+
+
+def test_a_penalty_outside_of_the_forward_counts_for_an_unused_head() -> None:
+    run_ranks(_penalized)
+
+
 def _of_changing_sizes() -> None:
     model, reference, _, _ = _models()
     compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"}, dynamic=True)
