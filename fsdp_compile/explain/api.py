@@ -17,6 +17,7 @@ from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.plan_data import Traced, TracedGraphs
 from fsdp_compile.explain.scale.rescale import Setting, plan_at, plan_of
 from fsdp_compile.explain.trace.dims import Dims, open_inputs
+from fsdp_compile.explain.trace.generators import generators_restored
 from fsdp_compile.explain.trace.stand_in import hollow_flats, stand_in
 from fsdp_compile.explain.trace.trace import trace
 from fsdp_compile.explain.trace.world import planning_mesh, planning_world
@@ -39,8 +40,8 @@ def explain(
 ) -> Plan:
     """Reports what the passes make of a model, and estimates its time and memory.
 
-    Nothing is run, no values are read, and the model is not changed: a copy without memory is traced. Models on any
-    device work, meta included.
+    No values are read, and neither the model nor a random number generator is changed: a copy without memory is traced.
+    Models on any device work, meta included. What the forward does in Python runs once.
 
     Args:
         model: A plain model, or a compiled one that has run, whose graphs are then reported as they ran.
@@ -78,7 +79,7 @@ def explain(
     if checked.prefetch == "auto":
         checked = dataclasses.replace(checked, hardware=checked.planned_for or estimated_for)
     inputs = open_inputs(plain, args, kwargs, dims or {})
-    with planning_world(world_size) as ranks:
+    with generators_restored(), planning_world(world_size) as ranks:
         copied = stand_in(plain)
         sharding = {"mesh": planning_mesh(checked.sharding_strategy), **checked.sharding}
         if checked.offload_policy is not None:
