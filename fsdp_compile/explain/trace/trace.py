@@ -16,8 +16,9 @@ import torch
 from torch import fx, nn
 
 from fsdp_compile._torch.dynamo import detect_fake_mode
-from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
+from fsdp_compile.capture.inputs import flat_inputs
 from fsdp_compile.capture.shard_embeddings import shard_lookups
+from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
 from fsdp_compile.explain.trace.dims import OpenInputs
@@ -118,6 +119,7 @@ def _region(gm: fx.GraphModule, examples: Sequence[Any], inputs: OpenInputs, opt
     """What receives the graphs of a Dynamo graph; where sizes are open, they are captured and nothing else."""
     captured: list[StepGraph] = []
     whole = is_whole_model(examples)
+    refuse_budget_of_a_part(examples, options)
 
     def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
         captured[:] = [forward.copy(), backward.copy()]  # of the last attempt, if a budget takes several
