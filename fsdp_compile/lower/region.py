@@ -11,6 +11,7 @@ from torch import fx
 
 from fsdp_compile.capture.functions import refuse_hidden_reads
 from fsdp_compile.capture.inputs import name_inputs
+from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph
 from fsdp_compile.layout.spec import Reshard
@@ -139,6 +140,7 @@ class Region:
         for half in (forward, backward):
             inline_regions(half)
         steps = StepGraph(forward, Phase.FORWARD), StepGraph(backward, Phase.BACKWARD)
+        steps[1].beside_bytes = bytes_beside(*steps)
         self.sources = gradient_sources(steps[1])
         self.keep(*steps)
         return self._both(steps)

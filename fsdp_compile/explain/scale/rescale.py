@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from fsdp_compile.cost.hardware import Hardware, hardware
+from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.build.plan import build_plan
 from fsdp_compile.explain.plan_data import PlanData, Traced
@@ -119,6 +120,7 @@ def _refuse_sizes(plan: PlanData, given: Mapping[str, int]) -> None:
 def _transformed(steps: Sequence[StepGraph], options: FSDPOptions, *, whole: bool) -> list[StepGraph]:
     if len(steps) > 1:
         forward, backward = steps
+        backward.beside_bytes = bytes_beside(forward, backward)
         keep(forward, backward, options, whole=whole)
     return [transform(step, options) for step in steps]
 
