@@ -13,6 +13,7 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.build.plan import build_plan
+from fsdp_compile.explain.build.skipped import not_in_graphs
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.plan_data import Traced, TracedGraphs
 from fsdp_compile.explain.scale.rescale import Setting, plan_at, plan_of
@@ -130,4 +131,5 @@ def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> 
         )
     fusion = FUSION[regions[0].lower]
     steps = [region.steps for region in regions]
-    return Plan.of(build_plan(model, made, steps, world_size=ranks, hardware=hardware, fusion=fusion))
+    plan = build_plan(model, made, steps, world_size=ranks, hardware=hardware, fusion=fusion)
+    return Plan.of(dataclasses.replace(plan, skipped=(*not_in_graphs(made), *plan.skipped)))
