@@ -91,7 +91,10 @@ def explain(
         traced = Traced(
             model=copied,
             units=tuple(units(copied)),
-            regions=tuple(TracedGraphs(tuple(region.captured), region.sizes(), region.whole) for region in regions),
+            regions=tuple(
+                TracedGraphs(tuple(region.captured), region.sizes(), region.whole, region.recomputed)
+                for region in regions
+            ),
             world_size=ranks,
             options=checked,
             fusion=FUSION[checked.lower],

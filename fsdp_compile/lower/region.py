@@ -74,6 +74,7 @@ class Region:
             for the one that compiles, and all compare when they have it.
         first_gather: Finds what a transformed forward gathers first, if optimizer steps are to start that.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
+        recomputed: How many blocks they compute again.
         again: Parameter groups that are updated in backward, and that backward reads as forward does.
         inserted: The collectives of each graph before it was planned.
         collectives: Those of each transformed graph.
@@ -95,6 +96,7 @@ class Region:
     refuse: Callable[[FSDPCompileError], None] = _refuse_silently
     first_gather: Callable[[StepGraph], FirstGather | None] = find_no_first_gather
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
+    recomputed: int = 0
     again: frozenset[FlatKey] = frozenset()
     inserted: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)
     collectives: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)
@@ -136,6 +138,7 @@ class Region:
             joint = StepGraph(joint, Phase.FORWARD).copy().gm  # another attempt may follow
         if recomputed:
             say(f"region {self.number}: computing {recomputed} of {len(blocks(joint.graph))} blocks again in backward")
+        self.recomputed = recomputed
         forward, backward = partition(joint, inputs, recomputed=recomputed, **kwargs)
         for half in (forward, backward):
             inline_regions(half)

@@ -89,14 +89,16 @@ def formulas(plan: PlanData) -> Formulas:
     """See `Plan.formulas`.
 
     Raises:
-        ConfigError: If the model has run, or its mesh has two dimensions.
+        ConfigError: If the model has run, or its mesh has two dimensions or is a part of the world.
     """
     if plan.traced is None or any(
-        unit.policy.mesh_placement.replicate_dim is not None or unit.policy.mesh_placement.post_forward_size > 1
+        unit.policy.mesh_placement.replicate_dim is not None
+        or unit.policy.mesh_placement.post_forward_size > 1
+        or unit.policy.size != plan.traced.world_size
         for unit in plan.traced.units
     ):
         raise ConfigError(
-            "formulas are made of a plan by explain() for a plain model on a 1-D mesh",
+            "formulas are made of a plan by explain() for a plain model on a 1-D mesh of all ranks",
             where="Plan.formulas()",
             instead="explain() the plain model before it is sharded",
         )
