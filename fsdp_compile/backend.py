@@ -15,7 +15,7 @@ from fsdp_compile._torch.dynamo import list_mode_options
 from fsdp_compile.capture.beside import watch_wrappers_and_optimizers
 from fsdp_compile.capture.first_call import trace_again
 from fsdp_compile.capture.functions import take_reads_out
-from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
+from fsdp_compile.capture.inputs import flat_inputs
 from fsdp_compile.capture.leave_functional_call import leave_functional_call
 from fsdp_compile.capture.nested_regions import traced_once
 from fsdp_compile.capture.plain_model import (
@@ -30,6 +30,7 @@ from fsdp_compile.capture.returned_reads import give_parameters, returned_reads
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.unreached import PlainModels
 from fsdp_compile.capture.watch_compiles import watch_compiles
+from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
 from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, StepGraph
@@ -129,7 +130,12 @@ class _Compile:
         self.ran = register_region(inputs, options.lower)
         if options.refine_after is not None and not self._whole:
             say(f"region {self.ran.number}: is not all of its model, so its steps are not measured")
-        _refuse_other_cluster(options, inputs, self._tell)
+        try:
+            refuse_budget_of_a_part(inputs, options)
+            _refuse_other_cluster(options, inputs)
+        except ConfigError as error:
+            self._tell(error)
+            raise
 
     def follow(self, error: OtherPlanError) -> Any:
         """Compiles in the orders that the ranks have agreed on."""
@@ -173,7 +179,7 @@ class _Compile:
             self._tell,
             planned=planned if self._whole else {},
             inserted=inserted,
-            first_gather=_first_gather_of(options, inputs, least_bytes, whole=self._whole),
+            first_gather=_first_gather_of(options, inputs, least_bytes),
         )
         say(f"region {region.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
         if options.lower == "eager":
@@ -232,7 +238,7 @@ def _keep_what_fits(
 
 
 def _first_gather_of(
-    options: FSDPOptions, example_inputs: Sequence[Any], least_bytes: Mapping[Phase, int], *, whole: bool
+    options: FSDPOptions, example_inputs: Sequence[Any], least_bytes: Mapping[Phase, int]
 ) -> Callable[[StepGraph], FirstGather | None]:
     """Finds what a forward gathers first; `least_bytes` is known once its graphs are planned."""
     if not options.unshard_after_step:
@@ -243,8 +249,7 @@ def _first_gather_of(
         budget = budget_bytes(options)
         if budget is None:
             return first_gather(forward, None)
-        # Of several graphs none knows what the others need.
-        return first_gather(forward, of_graphs(budget) - max(least_bytes.values()) if whole else 0)
+        return first_gather(forward, of_graphs(budget) - max(least_bytes.values()))
 
     return find
 
@@ -272,16 +277,10 @@ def _refuse_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> No
         )
 
 
-def _refuse_other_cluster(
-    options: FSDPOptions, example_inputs: Sequence[Any], tell: Callable[[FSDPCompileError], None]
-) -> None:
+def _refuse_other_cluster(options: FSDPOptions, example_inputs: Sequence[Any]) -> None:
     devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    try:
-        refuse_elsewhere(options.planned_for, "cpu" if devices <= {"cpu"} else "cuda", ranks)
-    except ConfigError as error:
-        tell(error)
-        raise
+    refuse_elsewhere(options.planned_for, "cpu" if devices <= {"cpu"} else "cuda", ranks)
 
 
 _OF_PLANS: Final = ("prefetch", "refine_after", "reduce_layout", "bucket_mb", "embedding")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -58,3 +59,6 @@ def save(found: Calibration, path: Path) -> None:
         written.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}", instead="a path in a folder that exists") from error
+    finally:
+        with contextlib.suppress(OSError):
+            written.unlink()  # there only if it could not take the place of the file

@@ -34,15 +34,6 @@ def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
     return records | {i: beside[id(value)] for i, value in enumerate(inputs) if id(value) in beside}
 
 
-def is_whole_model(inputs: Sequence[object]) -> bool:
-    """Whether Dynamo's graph reads every unit of the models of which it reads any."""
-    flats = [
-        flat for value in inputs if isinstance(value, torch.Tensor) and (flat := FSDPParamGroup.of(value)) is not None
-    ]
-    read = {flat.unit for flat in flats}
-    return all(unit in read for model in {unit.model for unit in read} for unit in model.units)
-
-
 def _beside(flat: FSDPParamGroup, record: Record) -> Iterator[tuple[torch.Tensor, Record]]:
     """What reads of a flat parameter may take in addition to it, with the record of each."""
     for holder in flat.grads.accumulators.values():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 NAME = "calibrate"
 ABOUT = "Measure collectives, matmuls and copies of this cluster into a file, for options={'hardware': FILE}."
 
+_MOST_S = 86400.0
 _HOW = "below torchrun on all ranks of a job, or alone for what one device reaches"
 
 
@@ -40,12 +41,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, and writes the file on each host.
 
     Raises:
-        ConfigError: If the file cannot be written, or there are fewer devices than ranks.
+        ConfigError: If the file cannot be written, the time is none, or there are fewer devices than ranks.
     """
+    if arguments.seconds > _MOST_S:
+        raise ConfigError(f"{arguments.seconds} s are more than a day", where="--seconds", instead="60")
     if not arguments.seconds > 0:
         raise ConfigError(f"nothing is measured in {arguments.seconds} s", where="--seconds", instead="60")
     if not arguments.out.parent.is_dir():
         raise ConfigError(f"there is no folder {arguments.out.parent}", where="--out", instead="one that exists")
+    if arguments.out.is_dir():
+        raise ConfigError(f"{arguments.out} is a folder", where="--out", instead=f"{arguments.out / 'hardware.json'}")
     placement = Placement.find(None)
     alone = not placement.joins
     kind = DeviceKind(arguments.device).resolve(1 if alone else placement.local_ranks)

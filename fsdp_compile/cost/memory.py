@@ -18,7 +18,7 @@ from torch import fx
 from fsdp_compile._torch.dynamo import is_saved_for_backward
 from fsdp_compile.cost.fusion import Kernels, shares_memory
 from fsdp_compile.cost.own_collectives import is_own, own_start_of
-from fsdp_compile.cost.sizes import tensor_bytes, tensors_of, tensors_of_value
+from fsdp_compile.cost.sizes import result_bytes, tensor_bytes, tensors_of, tensors_of_value
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
 
 
@@ -103,9 +103,16 @@ Held = tuple[Buffer, ...]
 def memory_of(step: StepGraph, kernels: Kernels, before: Memory | None = None) -> Memory:
     """Finds the buffers of a graph.
 
-    `before`, for a backward graph, is the memory of its forward, whose outputs are still live.
+    `before`, for a backward graph, is the memory of its forward, whose inputs and outputs are still live.
     """
     return _Walk(step, kernels, before).memory()
+
+
+def bytes_beside(forward: StepGraph, backward: StepGraph) -> int:
+    """Bytes of a forward's inputs that its backward does not take, such as frozen parameters: they are still live."""
+    taken = {node.name for node in backward.graph.find_nodes(op="placeholder")}
+    left = (node for node in forward.graph.find_nodes(op="placeholder") if node.name not in taken)
+    return sum(result_bytes(node) for node in left if not _is_on_host(node))
 
 
 class _Walk:
@@ -131,7 +138,7 @@ class _Walk:
                 self._touch(self._all(source), position)
             self.behind[node] = self._results(node, position)
         self._name_outputs()
-        self.buffers += [self._kept(b, self.end) for b in self._returned_before() if b not in self.carried]
+        self.buffers += [self._kept(b, self.end) for b in self._left_by_forward() if b not in self.carried]
         outputs = {node.name: self._all(node) for node in self.step.output.all_input_nodes}
         return Memory(tuple(self.buffers), outputs, self.end + 1)
 
@@ -187,7 +194,7 @@ class _Walk:
 
     def _input(self, node: fx.Node) -> Held:
         if role_of(node) is Role.FLAT:
-            return () if require(node).specs[0].compute else self._hold(node, Holder.SHARD, self.end)
+            return () if _is_on_host(node) else self._hold(node, Holder.SHARD, self.end)
         if role_of(node) is Role.SAVED_PARAM:
             return self._hold(node, Holder.UNSHARDED, 0)
         if role_of(node) is Role.UNSHARDED_PARAM:
@@ -213,9 +220,14 @@ class _Walk:
             self.buffers.append(self.carried[buffer])
         return self.carried[buffer]
 
-    def _returned_before(self) -> list[Buffer]:
-        """Outputs of the forward, which its caller still has."""
-        return [] if self.before is None else [b for b in self.before.buffers if b.holder is Holder.OUTPUT]
+    def _left_by_forward(self) -> list[Buffer]:
+        """Outputs of the forward, and those of its inputs that this graph does not take: its caller has them."""
+        taken = {node.name for node in self.step.graph.find_nodes(op="placeholder")}
+        return [
+            buffer
+            for buffer in (self.before.buffers if self.before is not None else ())
+            if buffer.holder is Holder.OUTPUT or (buffer.node.op == "placeholder" and buffer.node.name not in taken)
+        ]
 
     def _kept(self, buffer: Buffer, last: int) -> Buffer:
         return Buffer(buffer.node, buffer.result, buffer.size_bytes, buffer.holder, 0, last)
@@ -232,3 +244,7 @@ class _Walk:
             for buffer in self._all(node):
                 if buffer.holder is Holder.TEMPORARY or (buffer.holder is Holder.SAVED and not saved):
                     buffer.holder = Holder.SAVED if saved else Holder.OUTPUT
+
+
+def _is_on_host(node: fx.Node) -> bool:
+    return role_of(node) is Role.FLAT and bool(require(node).specs[0].compute)

@@ -13,10 +13,12 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.build.plan import build_plan
+from fsdp_compile.explain.build.skipped import not_in_graphs
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.plan_data import Traced, TracedGraphs
 from fsdp_compile.explain.scale.rescale import Setting, plan_at, plan_of
 from fsdp_compile.explain.trace.dims import Dims, open_inputs
+from fsdp_compile.explain.trace.generators import generators_restored
 from fsdp_compile.explain.trace.stand_in import hollow_flats, stand_in
 from fsdp_compile.explain.trace.trace import trace
 from fsdp_compile.explain.trace.world import planning_mesh, planning_world
@@ -39,8 +41,8 @@ def explain(
 ) -> Plan:
     """Reports what the passes make of a model, and estimates its time and memory.
 
-    Nothing is run, no values are read, and the model is not changed: a copy without memory is traced. Models on any
-    device work, meta included.
+    No values are read, and neither the model nor a random number generator is changed: a copy without memory is traced.
+    Models on any device work, meta included. What the forward does in Python runs once.
 
     Args:
         model: A plain model, or a compiled one that has run, whose graphs are then reported as they ran.
@@ -78,7 +80,7 @@ def explain(
     if checked.prefetch == "auto":
         checked = dataclasses.replace(checked, hardware=checked.planned_for or estimated_for)
     inputs = open_inputs(plain, args, kwargs, dims or {})
-    with planning_world(world_size) as ranks:
+    with generators_restored(), planning_world(world_size) as ranks:
         copied = stand_in(plain)
         sharding = {"mesh": planning_mesh(checked.sharding_strategy), **checked.sharding}
         if checked.offload_policy is not None:
@@ -89,7 +91,10 @@ def explain(
         traced = Traced(
             model=copied,
             units=tuple(units(copied)),
-            regions=tuple(TracedGraphs(tuple(region.captured), region.sizes(), region.whole) for region in regions),
+            regions=tuple(
+                TracedGraphs(tuple(region.captured), region.sizes(), region.whole, region.recomputed)
+                for region in regions
+            ),
             world_size=ranks,
             options=checked,
             fusion=FUSION[checked.lower],
@@ -129,4 +134,5 @@ def _as_it_ran(model: nn.Module, world_size: int | None, hardware: Hardware) -> 
         )
     fusion = FUSION[regions[0].lower]
     steps = [region.steps for region in regions]
-    return Plan.of(build_plan(model, made, steps, world_size=ranks, hardware=hardware, fusion=fusion))
+    plan = build_plan(model, made, steps, world_size=ranks, hardware=hardware, fusion=fusion)
+    return Plan.of(dataclasses.replace(plan, skipped=(*not_in_graphs(made), *plan.skipped)))

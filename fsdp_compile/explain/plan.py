@@ -43,8 +43,9 @@ class Plan(PlanData):
             sequence: Size of the dimension that it calls "sequence".
 
         Raises:
-            ConfigError: For a number that is not positive, a model that has run already, ranks of a mesh of two
-                dimensions, or a size that was not open or for which the model's graph is another one.
+            ConfigError: For a number that is not positive, a model that has run already, other ranks of a mesh of two
+                dimensions or of a part of the world, other ranks where blocks are computed again for a budget, or a
+                size that was not open or for which the model's graph is another one.
         """
         sizes = {"batch": batch, "sequence": sequence}
         return Plan.of(rescaled(self, world_size=world_size, gb_per_s=gb_per_s, sizes=sizes))

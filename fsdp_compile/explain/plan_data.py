@@ -26,11 +26,13 @@ class TracedGraphs:
         steps: Its graphs before the first pass, forward first.
         sizes: What the symbols in them mean; none, unless dimensions of the inputs are open.
         whole: Whether they are all of the model.
+        recomputed: How many blocks backward computes again, as its budget took on the ranks that it was traced for.
     """
 
     steps: tuple[StepGraph, ...]
     sizes: OpenSizes
     whole: bool
+    recomputed: int
 
 
 @dataclasses.dataclass(frozen=True)

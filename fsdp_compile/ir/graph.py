@@ -173,10 +173,15 @@ def require(node: fx.Node) -> Record:
 
 @dataclasses.dataclass
 class StepGraph:
-    """The forward or the backward graph of one compiled region."""
+    """The forward or the backward graph of one compiled region.
+
+    Attributes:
+        beside_bytes: Of a backward, bytes of inputs of its forward that it does not take, and that are in memory.
+    """
 
     gm: fx.GraphModule
     phase: Phase
+    beside_bytes: int = 0
 
     @property
     def graph(self) -> fx.Graph:
@@ -196,7 +201,7 @@ class StepGraph:
         copied = fx.Graph()
         returned = copied.graph_copy(self.graph, {})
         copied.output(returned).meta.update(self.output.meta)
-        return StepGraph(LazyGraphModule(self.gm, copied), self.phase)
+        return StepGraph(LazyGraphModule(self.gm, copied), self.phase, self.beside_bytes)
 
     @property
     def output(self) -> fx.Node:

@@ -11,6 +11,7 @@ from torch import fx
 
 from fsdp_compile.capture.functions import refuse_hidden_reads
 from fsdp_compile.capture.inputs import name_inputs
+from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph
 from fsdp_compile.layout.spec import Reshard
@@ -73,6 +74,7 @@ class Region:
             for the one that compiles, and all compare when they have it.
         first_gather: Finds what a transformed forward gathers first, if optimizer steps are to start that.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
+        recomputed: How many blocks they compute again.
         again: Parameter groups that are updated in backward, and that backward reads as forward does.
         inserted: The collectives of each graph before it was planned.
         collectives: Those of each transformed graph.
@@ -94,6 +96,7 @@ class Region:
     refuse: Callable[[FSDPCompileError], None] = _refuse_silently
     first_gather: Callable[[StepGraph], FirstGather | None] = find_no_first_gather
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
+    recomputed: int = 0
     again: frozenset[FlatKey] = frozenset()
     inserted: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)
     collectives: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)
@@ -135,10 +138,12 @@ class Region:
             joint = StepGraph(joint, Phase.FORWARD).copy().gm  # another attempt may follow
         if recomputed:
             say(f"region {self.number}: computing {recomputed} of {len(blocks(joint.graph))} blocks again in backward")
+        self.recomputed = recomputed
         forward, backward = partition(joint, inputs, recomputed=recomputed, **kwargs)
         for half in (forward, backward):
             inline_regions(half)
         steps = StepGraph(forward, Phase.FORWARD), StepGraph(backward, Phase.BACKWARD)
+        steps[1].beside_bytes = bytes_beside(*steps)
         self.sources = gradient_sources(steps[1])
         self.keep(*steps)
         return self._both(steps)

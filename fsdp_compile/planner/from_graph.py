@@ -94,7 +94,7 @@ def count_everything(step: StepGraph, posed: Posed, fusion: Fusion) -> Posed:
     # The caller still has the outputs of forward during backward. The backward graph does not see them, but they have
     # as many bytes as the gradients that come in for them.
     live = memory_of(step, kernels).live_bytes()
-    order, beside_bytes = step.order(), _returned_bytes(step) + accumulated_bytes(step)
+    order, beside_bytes = step.order(), step.beside_bytes + _returned_bytes(step) + accumulated_bytes(step)
     places = [order[node] for node in posed.steps]
     # What a kernel is made to write for a step, or for a reduction that starts there, it writes after all else that is
     # started there, one place earlier.

@@ -62,7 +62,8 @@ def outline(step: StepGraph, hardware: Hardware, fusion: Fusion, *, everything: 
         live = memory_of(step, kernels).live_bytes()
         order = step.order()
         places = [order[node] for node in steps]
-        least = tuple(max(live[begin:end]) for begin, end in itertools.pairwise([*places, len(live)]))
+        spans = itertools.pairwise([*places, len(live)])
+        least = tuple(max(live[begin:end]) + step.beside_bytes for begin, end in spans)
     problem = Problem(
         tuple(
             exchange(node, parse(read_text(node)), hardware).time_us if node.target in EXCHANGED else busy_us[node]

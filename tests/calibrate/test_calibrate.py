@@ -70,6 +70,10 @@ def test_a_rank_alone_measures_what_its_device_reaches(tmp_path: Path) -> None:
     assert "measured, hardware.json" in " ".join(str(plan).split())
     with pytest.raises(ConfigError, match="cannot write"):
         save(found, tmp_path / "nowhere" / "hardware.json")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="cannot write"):
+        save(found, tmp_path / "folder")
+    assert {path.name for path in tmp_path.iterdir()} == {"hardware.json", "folder"}
 
 
 def _step(folder: str, *, name: str) -> list[float]:

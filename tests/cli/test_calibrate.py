@@ -49,6 +49,9 @@ def test_below_torchrun_all_ranks_measure_and_one_of_each_host_writes(tmp_path: 
     ("argv", "says"),
     [
         (["calibrate", "--seconds", "0"], "nothing is measured in 0.0 s"),
+        (["calibrate", "--seconds", "nan"], "nothing is measured in nan s"),
+        (["calibrate", "--seconds", "inf"], "inf s are more than a day"),
+        (["calibrate", "--out", "tests"], "tests is a folder"),
         (["calibrate", "--out", "nowhere/hardware.json"], "there is no folder nowhere"),
         (["explain", "--hardware", "nowhere.json"], "there is no file nowhere.json"),
         (["explain", "--hardware", "pyproject.toml", "--link", "5"], "the file says which device and links there are"),

@@ -9,17 +9,19 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import MixedPrecision
 from fsdp_compile.cost.hardware import hardware
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain import api
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.scale.symbolic import GB_PER_S, RANKS
 from tests import long
-from tests.models.round_sizes import Stack, on_meta
+from tests.fake_world import fake_world
+from tests.models.round_sizes import WIDTH, Stack, on_meta
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -113,6 +115,45 @@ def test_a_graph_that_one_rank_alone_has_is_not_taken_for_that_of_several() -> N
     looked = explain(Looked(), torch.zeros(8, dtype=torch.long), world_size=1, options=options)
     with pytest.raises(ConfigError, match=r"one rank has another graph than several: embedding="):
         looked.at(world_size=8)
+
+
+def _budgeted(ranks: int, budget_bytes: float, **options: str) -> Plan:
+    with torch.device("meta"):
+        model, x = Stack(6), torch.zeros(512, WIDTH)
+    return explain(
+        model, x, world_size=ranks, options={"lower": "eager", "memory_budget_gb": budget_bytes / 1e9, **options}
+    )
+
+
+def _least_bytes(ranks: int) -> int:
+    with pytest.raises(BudgetTooSmallError) as caught:
+        _budgeted(ranks, 1.0, activations="saved")
+    return caught.value.least_bytes
+
+
+def test_blocks_that_are_computed_again_are_not_chosen_anew() -> None:
+    few, many = 2, 64
+    budget_bytes = (_least_bytes(few) + _least_bytes(many)) / 2
+    tight, roomy = _budgeted(few, budget_bytes), _budgeted(many, budget_bytes)
+    assert tight.graphs[1].flops > roomy.graphs[1].flops
+    assert tight.at(gb_per_s=1).graphs[1].flops == tight.graphs[1].flops
+    assert roomy.at(world_size=2 * many).graphs[1].flops == roomy.graphs[1].flops
+    for plan, ranks in ((tight, many), (roomy, few)):
+        with pytest.raises(ConfigError, match=f"was chosen when the model was traced, for {plan.world_size} ranks"):
+            plan.at(world_size=ranks)
+
+
+def test_a_part_of_the_world_does_not_grow_with_it() -> None:
+    with fake_world(16):
+        mesh = init_device_mesh("cpu", (4, 4), mesh_dim_names=("dp", "tp"))
+        plan = explain(Stack(), torch.zeros(4, WIDTH), options={"lower": "eager", "mesh": mesh["dp"]})
+        assert plan.at(gb_per_s=50.0).units == plan.units
+        with pytest.raises(ConfigError, match="sharded over 4 of 16 ranks"):
+            plan.at(world_size=32)
+        with pytest.raises(ConfigError, match="sharded over 4 of 16 ranks"):
+            plan.scaling([8, 16])
+        with pytest.raises(ConfigError, match="1-D mesh of all ranks"):
+            plan.formulas()
 
 
 def test_nothing_is_traced_again() -> None:

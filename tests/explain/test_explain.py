@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import resource
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,6 +43,39 @@ def test_the_model_is_left_as_it_was() -> None:
         assert parameter.grad is None
     model(torch.randn(8, WIDTH)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Drawing(nn.Module):
+    """Its forward draws random numbers in Python: in what Dynamo traces, and in what it leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * random.random() * _factor()
+
+
+@torch.compiler.disable
+def _factor() -> float:
+    return float(torch.rand(())) + float(np.random.random())  # noqa: NPY002
+
+
+def test_random_numbers_are_drawn_for_no_one() -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(torch.rand(())), float(np.random.random())  # noqa: NPY002
+
+    def seed() -> None:
+        random.seed(0)
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002
+
+    model = Drawing()
+    seed()
+    expected = drawn()
+    seed()
+    explain(model, torch.zeros(4, 16), world_size=4, options=EAGER)
+    assert drawn() == expected
 
 
 def test_a_model_larger_than_this_machine_is_explained() -> None:

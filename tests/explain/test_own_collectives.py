@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compile import explain, fully_shard
@@ -17,6 +18,7 @@ from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.cost.own_collectives import is_own, own_communication
 from fsdp_compile.cost.timeline import Event, Start, Wait, simulate, times_us
+from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.explain.plan import Plan
 from fsdp_compile.explain.show.trace_events import trace_events
 from fsdp_compile.layout.hosts import GroupRanks
@@ -79,6 +81,21 @@ def test_a_report_has_a_lane_for_each_group_on_its_link(per_host: int, links: tu
     assert lanes == ["compute", "exposed", *plan.lanes]
     assert "2 collectives" in str(plan)
     assert str(plan).split("lanes")[1].count("tp") >= 1
+
+
+@pytest.mark.parametrize("held_as", ["parameter", "buffer", "argument"])
+def test_a_split_model_that_has_not_run_is_refused(held_as: str) -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        split_tensor = DTensor.from_local(torch.zeros(4, 8), mesh["tp"], [Shard(0)], run_check=False)
+        model, x = nn.Linear(8, 8), torch.zeros(4, 8)
+        if held_as == "parameter":
+            model.weight = nn.Parameter(split_tensor)
+        if held_as == "buffer":
+            model.register_buffer("table", split_tensor)
+        given = split_tensor if held_as == "argument" else x
+        with pytest.raises(UnsupportedModelError, match="split over mesh"):
+            explain(model, given, options={"lower": "eager", "mesh": mesh["dp"]})
 
 
 def test_groups_on_one_link_share_its_time() -> None:

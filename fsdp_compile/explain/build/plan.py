@@ -9,9 +9,10 @@ from torch import nn
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.copies import copies_of
 from fsdp_compile.cost.formulas import full_sharding_bytes, share_of_others
-from fsdp_compile.cost.fusion import Fusion, plan_kernels
+from fsdp_compile.cost.fusion import Fusion, Kernels, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.memory import Memory, memory_of
+from fsdp_compile.cost.memory import Memory
+from fsdp_compile.cost.step_memory import memory_of_step
 from fsdp_compile.cost.timeline import schedule
 from fsdp_compile.explain.build.collectives import collectives, own_collectives
 from fsdp_compile.explain.build.lower_bound import Outline, lower_bound, outline
@@ -48,10 +49,11 @@ def build_plan(
     names = frozenset(unit.title for unit in made)
     forwards: list[tuple[GraphPlan, Outline]] = []
     backwards: list[tuple[GraphPlan, Outline]] = []
-    for number, steps in enumerate(regions):
-        memory: Memory | None = None
-        for step in steps:
-            plan, memory, least = _graph(step, number, memory, hardware=hardware, fusion=fusion, names=names)
+    kernels = {step.graph: plan_kernels(step.graph, fusion) for steps in regions for step in steps}
+    memories = memory_of_step(regions, lambda step: kernels[step.graph])
+    for number, (steps, held) in enumerate(zip(regions, memories, strict=True)):
+        for step, memory in zip(steps, held, strict=True):
+            plan, least = _graph(step, number, memory, kernels[step.graph], hardware=hardware, names=names)
             (forwards if step.phase is Phase.FORWARD else backwards).append((plan, least))
     read = _specs_of_reads(regions)
     # Backward runs the regions in the opposite order.
@@ -72,15 +74,13 @@ def build_plan(
 def _graph(
     step: StepGraph,
     region: int,
-    before: Memory | None,
+    memory: Memory,
+    kernels: Kernels,
     *,
     hardware: Hardware,
-    fusion: Fusion,
     names: frozenset[str],
-) -> tuple[GraphPlan, Memory, Outline]:
-    kernels = plan_kernels(step.graph, fusion)
+) -> tuple[GraphPlan, Outline]:
     scheduled = schedule(step, hardware, kernels)
-    memory = memory_of(step, kernels, before)
     timeline = scheduled.timeline
     plan = GraphPlan(
         phase=step.phase,
@@ -97,7 +97,7 @@ def _graph(
         copies=tuple(copies_of(step, kernels)),
         own=tuple(own_collectives(step, scheduled)),
     )
-    return plan, memory, outline(step, scheduled.costs, hardware)
+    return plan, outline(step, scheduled.costs, hardware)
 
 
 Reads = Mapping[str, Sequence[UnshardSpec]]

@@ -33,6 +33,13 @@ def skipped(model: nn.Module, units: Sequence[FSDPUnit], graphs: Sequence[GraphP
     yield from _kept_unsharded(units, graphs)
 
 
+def not_in_graphs(units: Sequence[FSDPUnit]) -> Iterator[Skipped]:
+    """Units of a model that has run for which nothing was compiled, so that its graphs do not count them."""
+    names = [unit.title for unit in units if not any(region.graphs for region in unit.compiled_regions.values())]
+    why = "nothing was compiled for it: it has not run, or it runs the code of a unit that is laid out alike"
+    yield from _some(names, "not in the numbers", why)
+
+
 def _graph_breaks(graphs: Sequence[GraphPlan]) -> Iterator[Skipped]:
     regions = len({graph.region for graph in graphs})
     if regions > 1:

@@ -15,9 +15,11 @@ import torch
 from torch import fx, nn
 
 from fsdp_compile.cost.hardware import Hardware, hardware
-from fsdp_compile.errors import ConfigError
+from fsdp_compile.cost.memory import bytes_beside
+from fsdp_compile.errors import BudgetTooSmallError, ConfigError
 from fsdp_compile.explain.build.plan import build_plan
 from fsdp_compile.explain.plan_data import PlanData, Traced
+from fsdp_compile.explain.scale.other_ranks import refuse_ranks, refuse_to_recompute
 from fsdp_compile.explain.trace.dims import SYMBOLS
 from fsdp_compile.explain.trace.open_sizes import closed
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
@@ -27,12 +29,10 @@ from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.options import FSDPOptions
-from fsdp_compile.partition.cast_before_gather import casts_of
 from fsdp_compile.pipeline import keep, transform
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 
 aten = torch.ops.aten
-_CASTS = "parameters that are cast where they are read, as by torch.autocast, are cast before they are sent"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def plan_at(traced: Traced, setting: Setting) -> PlanData:
         # Another size may need another graph, which only a new trace can make.
         region.sizes.check(setting.sizes)
     if setting.world_size != traced.world_size:
-        _refuse(traced, setting.world_size)
+        refuse_ranks(traced, setting.world_size)
         order = _order(traced.model)
         units = [_resized(unit, order, setting.world_size) for unit in traced.units]
         for step in (step for steps in regions for step in steps):
@@ -83,7 +83,12 @@ def plan_at(traced: Traced, setting: Setting) -> PlanData:
     # A fixed schedule refuses an option that it does not use.
     planned_for = setting.hardware if traced.options.prefetch == "auto" else None
     options = dataclasses.replace(traced.options, artifacts=None, hardware=planned_for)
-    done = [_transformed(steps, options, whole=of.whole) for steps, of in zip(regions, traced.regions, strict=True)]
+    try:
+        done = [_transformed(steps, options, whole=of.whole) for steps, of in zip(regions, traced.regions, strict=True)]
+    except BudgetTooSmallError as error:
+        if not setting.sizes:  # reports with open sizes compute nothing again, on no ranks
+            refuse_to_recompute(traced, setting.world_size, error)
+        raise
     return plan_of(traced, units, done, setting)
 
 
@@ -119,67 +124,9 @@ def _refuse_sizes(plan: PlanData, given: Mapping[str, int]) -> None:
 def _transformed(steps: Sequence[StepGraph], options: FSDPOptions, *, whole: bool) -> list[StepGraph]:
     if len(steps) > 1:
         forward, backward = steps
+        backward.beside_bytes = bytes_beside(forward, backward)
         keep(forward, backward, options, whole=whole)
     return [transform(step, options) for step in steps]
-
-
-def _refuse(traced: Traced, ranks: int) -> None:
-    """Refuses ranks of a mesh with two dimensions, and ranks over which parameters do not divide."""
-    if ranks < 1:
-        raise ConfigError(f"there are no {ranks} ranks", where="Plan.at(world_size=...)", instead="1, 2, ...")
-    if (traced.world_size == 1) != (ranks == 1) and (reason := _other_graph(traced)):
-        raise ConfigError(
-            f"one rank has another graph than several: {reason}",
-            where=f"Plan.at(world_size={ranks}) of a plan for {traced.world_size}",
-            instead="explain() once more in a world of that size",
-        )
-    for unit in traced.units:
-        if unit.policy.mixed_precision.gather_dtype is not None:
-            raise ConfigError(
-                "which parameters are sent in 8 bits depends on the number of ranks",
-                where=f"Plan.at(world_size={ranks}), unit {unit.title}",
-                instead="explain() once more in a world of that size",
-            )
-        if unit.policy.mesh_placement.replicate_dim is not None:
-            raise ConfigError(
-                f"{unit.policy.mesh_placement.replicas} replicas of groups of {unit.policy.size} ranks: "
-                "one number does "
-                "not say how both change",
-                where=f"Plan.at(world_size={ranks}), unit {unit.title}",
-                instead="explain() once more in a world of that size, with its mesh",
-            )
-        if unit.policy.mesh_placement.post_forward_size > 1:
-            raise ConfigError(
-                f"parameters are kept over {unit.policy.mesh_placement.post_forward_size} ranks, and one "
-                "number does not say over "
-                "how many they would be",
-                where=f"Plan.at(world_size={ranks}), unit {unit.title}",
-                instead="explain() once more in a world of that size",
-            )
-        for slot in unit.params:
-            spec = slot.spec
-            if spec.dim and spec.shape[spec.dim] % ranks:
-                raise ConfigError(
-                    f"dimension {spec.dim} of size {spec.shape[spec.dim]} does not divide over {ranks} ranks",
-                    where=f"Plan.at(world_size={ranks}), parameter {unit.parameter_name(slot)}",
-                    instead="a number of ranks that divides it, or Shard(0)",
-                )
-
-
-def _other_graph(traced: Traced) -> str:
-    """Why what happens before the passes depends on whether a rank is alone; "" if it does not."""
-    if traced.options.embedding == "sharded":
-        return 'embedding="sharded" looks rows up on other ranks'
-    own = {unit.parameter_name(slot): slot.spec.param_dtype for unit in traced.units for slot in unit.params}
-    for step in (step for region in traced.regions for step in region.steps):
-        for node in step.nodes(Role.FLAT):
-            record = require(node)
-            sent = zip(record.parameters, record.specs, strict=True)
-            if any(spec.param_dtype.itemsize < own[name].itemsize for name, spec in sent):
-                return _CASTS
-        if any(casts_of(read) for read in step.graph.find_nodes(op="call_function", target=UNSHARD)):
-            return _CASTS
-    return ""
 
 
 Order = Mapping[str, int]

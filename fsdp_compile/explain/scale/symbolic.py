@@ -15,13 +15,13 @@ from fsdp_compile.cost.compute import Work, node_work
 from fsdp_compile.cost.formulas import collective_us, copy_us, share_of_others
 from fsdp_compile.cost.fusion import plan_kernels
 from fsdp_compile.cost.hardware import Device, make_link
-from fsdp_compile.cost.memory import Holder, Memory, memory_of
+from fsdp_compile.cost.memory import Holder, memory_of
+from fsdp_compile.cost.step_memory import memory_of_step
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.explain.plan_data import PlanData, Traced
 from fsdp_compile.explain.report import Collective
 from fsdp_compile.explain.scale.symbolic_memory import Sum, added_up, largest, live_sums
 from fsdp_compile.explain.scale.symbolic_sizes import RANKS, OpenGraphSizes, extent, stored_dtypes
-from fsdp_compile.ir.graph import Phase
 from fsdp_compile.runtime.units import FSDPParam
 
 __all__ = ["GB_PER_S", "RANKS", "Formulas", "formulas"]
@@ -89,14 +89,16 @@ def formulas(plan: PlanData) -> Formulas:
     """See `Plan.formulas`.
 
     Raises:
-        ConfigError: If the model has run, or its mesh has two dimensions.
+        ConfigError: If the model has run, or its mesh has two dimensions or is a part of the world.
     """
     if plan.traced is None or any(
-        unit.policy.mesh_placement.replicate_dim is not None or unit.policy.mesh_placement.post_forward_size > 1
+        unit.policy.mesh_placement.replicate_dim is not None
+        or unit.policy.mesh_placement.post_forward_size > 1
+        or unit.policy.size != plan.traced.world_size
         for unit in plan.traced.units
     ):
         raise ConfigError(
-            "formulas are made of a plan by explain() for a plain model on a 1-D mesh",
+            "formulas are made of a plan by explain() for a plain model on a 1-D mesh of all ranks",
             where="Plan.formulas()",
             instead="explain() the plain model before it is sharded",
         )
@@ -139,17 +141,17 @@ def _of_graphs(plan: PlanData, traced: Traced) -> dict[str, sympy.Expr]:
     work: Counter[Work] = Counter()
     saved: Sum = Counter()
     sums: list[Sum] = []
-    for steps, region in zip(plan.steps, traced.regions, strict=True):
-        sizes = OpenGraphSizes(region.sizes, stored_dtypes(step.graph for step in steps), plan.world_size)
-        memory: Memory | None = None
-        for step in steps:
-            kernels = plan_kernels(step.graph, traced.fusion)
-            memory = memory_of(step, kernels, memory)
-            work.update(node_work(step.graph, kernels, sizes).values())
+    kernels = {step.graph: plan_kernels(step.graph, traced.fusion) for steps in plan.steps for step in steps}
+    memories = memory_of_step(plan.steps, lambda step: kernels[step.graph])
+    stored = stored_dtypes(kernels)
+    for steps, region, held in zip(plan.steps, traced.regions, memories, strict=True):
+        sizes = OpenGraphSizes(region.sizes, stored, plan.world_size)
+        for step, memory in zip(steps, held, strict=True):
+            work.update(node_work(step.graph, kernels[step.graph], sizes).values())
             sums.extend(Counter(live) for live in live_sums(memory, sizes))
-            if step.phase is Phase.FORWARD and len(steps) > 1:
-                *_, last = live_sums(memory, sizes, [Holder.SAVED])
-                saved.update(last)
+        if len(steps) > 1:
+            *_, last = live_sums(memory_of(steps[0], kernels[steps[0].graph]), sizes, [Holder.SAVED])
+            saved.update(last)
     device = plan.hardware.device
     times = [number * _time_us(one, device) for one, number in work.items()]
     return {

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile.comm.gather_extension import is_extended
 from fsdp_compile.cost.sizes import concrete
@@ -29,8 +30,10 @@ def stand_in(model: M) -> M:
 
     Raises:
         ConfigError: If something in the model cannot be copied.
-        UnsupportedModelError: If a parameter has an all-gather extension, which asks for values.
+        UnsupportedModelError: If a parameter has an all-gather extension, which asks for values, or a tensor is split.
     """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        _refuse_split(tensor, f"explain({type(model).__name__}), {name}")
     for name, parameter in model.named_parameters():
         if is_extended(parameter):
             raise UnsupportedModelError(
@@ -53,7 +56,12 @@ def stand_in(model: M) -> M:
 
 
 def hollow(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor of the same type, unwritten; a dynamic size becomes the one with which it was traced."""
+    """A CPU tensor of the same type, unwritten; a dynamic size becomes the one with which it was traced.
+
+    Raises:
+        UnsupportedModelError: For a `DTensor`.
+    """
+    _refuse_split(tensor, "explain(model, ...), a tensor among its arguments or attributes")
     make = torch.empty_strided if tensor.is_floating_point() else _zeros
     shape, strides = (tuple(concrete(n) for n in of) for of in (tensor.shape, tensor.stride()))
     made = make(shape, strides, dtype=tensor.dtype, device="cpu")
@@ -65,6 +73,17 @@ def hollow_flats(model: nn.Module) -> None:
     for unit in units(model):
         unit.param_groups = [FSDPParamGroup(unit, _hollow_leaf(flat), flat.params) for flat in unit.param_groups]
         gather_params(unit.param_groups)
+
+
+def _refuse_split(tensor: torch.Tensor, where: str) -> None:
+    if isinstance(tensor, DTensor):
+        raise UnsupportedModelError(
+            f"a DTensor is split over mesh {tensor.device_mesh.mesh_dim_names} (as by tensor or expert parallelism), "
+            "and this copy of the model has whole tensors",
+            where=where,
+            instead="explain(compiled) after the first step of the compiled model, or explain the model before it is "
+            "split",
+        )
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:

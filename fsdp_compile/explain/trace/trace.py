@@ -16,12 +16,14 @@ import torch
 from torch import fx, nn
 
 from fsdp_compile._torch.dynamo import detect_fake_mode
-from fsdp_compile.capture.inputs import flat_inputs, is_whole_model
+from fsdp_compile.capture.inputs import flat_inputs
 from fsdp_compile.capture.shard_embeddings import shard_lookups
+from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
 from fsdp_compile.explain.trace.dims import OpenInputs
 from fsdp_compile.explain.trace.open_sizes import OpenSizes, open_sizes
+from fsdp_compile.explain.trace.runs import Claim, claims_of_run, renamed
 from fsdp_compile.explain.trace.stand_in import hollow
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.eager import compile_eagerly
@@ -42,12 +44,14 @@ class TracedRegion(Region):
         captured: Copies of its graphs before the passes, and before it is chosen what stays unsharded; forward first.
         whole: Whether it reads every unit of the model.
         names: The symbols of open dimensions to ours; empty where all sizes are numbers.
+        runs: Receives the region for each call of its forward, and which parameters it was called with.
     """
 
     captured: list[StepGraph] = dataclasses.field(default_factory=list)
     whole: bool = False
     names: Mapping[sympy.Symbol, sympy.Symbol] = dataclasses.field(default_factory=dict)
     env: Any = None
+    runs: list[Run] = dataclasses.field(default_factory=list)
 
     def sizes(self) -> OpenSizes:
         """What its open sizes are, now that it has been traced.
@@ -64,31 +68,45 @@ class TracedRegion(Region):
         values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in nodes]
 
         def run(args: list[Any]) -> list[Any]:
+            if phase is Phase.FORWARD:
+                self.runs.append((self, claims_of_run(gm.graph, args)))
             args.clear()
             return [hollow(value) if isinstance(value, torch.Tensor) else _example(value) for value in values]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+    def of_run(self, claims: Mapping[Claim, Claim]) -> TracedRegion:
+        """The region with the names of the parameters that it was called with."""
+        if all(compiled == called for compiled, called in claims.items()):
+            return self
+        captured, steps = ([renamed(step, claims) for step in of] for of in (self.captured, self.steps))
+        return dataclasses.replace(self, captured=captured, steps=steps)
+
+
+Run = tuple[TracedRegion, Mapping[Claim, Claim]]
+"""A region that was called, and for each parameter that it was compiled for the one that it was called with."""
+
 
 def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[TracedRegion]:
     """Compiles a sharded stand-in without lowering it; with open dimensions, graphs are captured and passes do not run.
 
     Returns:
-        The compiled regions in the order in which they run, each with a forward and, when training, a backward.
+        The compiled regions in the order in which they run, each with a forward and, when training, a backward; one
+        that runs for several blocks is there for each of them.
 
     Raises:
         UnsupportedModelError: If torch cannot trace the model.
     """
-    regions: list[TracedRegion] = []
+    runs: list[Run] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         if options.embedding == "sharded":
             shard_lookups(gm)
-        regions.append(_region(gm, examples, inputs, options))
+        region = _region(gm, examples, inputs, options, runs)
         if options.lower == "eager":
-            return compile_eagerly(gm, examples, regions[-1])
-        return compile_with_inductor(gm, examples, regions[-1], options.inductor)
+            return compile_eagerly(gm, examples, region)
+        return compile_with_inductor(gm, examples, region, options.inductor)
 
     try:
         called = torch.compile(_caller(), backend=backend, dynamic=False)
@@ -104,20 +122,23 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
             where=f"explain({original_class(model).__name__})",
             instead="arguments with which model(*args, **kwargs) runs; shapes are enough",
         ) from error
-    if inputs.sizes and len(regions) > 1:
+    if inputs.sizes and len(runs) > 1:
         raise UnsupportedModelError(
-            f"graph breaks split the model into {len(regions)} regions, and sizes stay open only in the first",
+            f"graph breaks split the model into {len(runs)} regions, and sizes stay open only in the first",
             where=f"explain({original_class(model).__name__}, dims=...)",
             instead="a model without graph breaks (TORCH_LOGS=graph_breaks says where they are), or explain() without "
             "dims",
         )
-    return regions
+    return [region.of_run(claims) for region, claims in runs]
 
 
-def _region(gm: fx.GraphModule, examples: Sequence[Any], inputs: OpenInputs, options: FSDPOptions) -> TracedRegion:
+def _region(
+    gm: fx.GraphModule, examples: Sequence[Any], inputs: OpenInputs, options: FSDPOptions, runs: list[Run]
+) -> TracedRegion:
     """What receives the graphs of a Dynamo graph; where sizes are open, they are captured and nothing else."""
     captured: list[StepGraph] = []
     whole = is_whole_model(examples)
+    refuse_budget_of_a_part(examples, options)
 
     def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
         captured[:] = [forward.copy(), backward.copy()]  # of the last attempt, if a budget takes several
@@ -138,6 +159,7 @@ def _region(gm: fx.GraphModule, examples: Sequence[Any], inputs: OpenInputs, opt
         whole=whole,
         names=dict(inputs.symbols(gm, examples)),
         env=_env(gm),
+        runs=runs,
     )
 
 
