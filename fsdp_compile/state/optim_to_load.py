@@ -18,7 +18,7 @@ from fsdp_compile.comm.gather import Receivers
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime.loaded_state import has_full_vectors, is_of_other_rank
 from fsdp_compile.runtime.module_state import units_below
-from fsdp_compile.runtime.replaced_params import SCALARS
+from fsdp_compile.runtime.replaced_params import is_number
 from fsdp_compile.runtime.split_params import refuse_split
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 from fsdp_compile.state import optim_names
@@ -166,12 +166,12 @@ def _is_of_torch(state: Any, key: object, leaf: object, target: Target) -> bool:
     is_own = isinstance(state, dict) and state.get(key) is leaf
     if not isinstance(leaf, torch.Tensor) or not is_own:
         return False
-    return target.has_states_of_parameters and not (key in SCALARS and leaf.numel() == 1)
+    return target.has_states_of_parameters and not is_number(key, leaf.shape)
 
 
 def _is_cut(key: object, shape: Sequence[int], param: FSDPParam | None) -> bool:
     """Whether each rank keeps its part of a plain tensor."""
-    return param is not None and tuple(shape) == tuple(param.dtensor.shape) and key not in SCALARS
+    return param is not None and tuple(shape) == tuple(param.dtensor.shape) and not is_number(key, shape)
 
 
 def _can_be_laid_out(value: DTensor, param: FSDPParam) -> bool:
