@@ -26,8 +26,13 @@ from fsdp_compile.runtime.unshard import reshard
 from fsdp_compile.sharding import sync_states, views
 from fsdp_compile.sharding.devices import device_on
 from fsdp_compile.sharding.views import allocate_from_meta
+from fsdp_compile.state.from_first_rank import from_first_rank
 
 _WHERE = "load_from_rank0"
+_INSTEAD = (
+    "full, plain tensors under the names of model.state_dict(); strict=False leaves names alone that only one of the "
+    "two has"
+)
 _EXTRA = "_extra_state"
 """The last part of the names that torch gives to what `get_extra_state` returns."""
 
@@ -82,14 +87,18 @@ def load_from_rank0(
         views.put_in_place(unit)
     states, extra = list(_states(model)), _with_extra_state(model)
     first = exchange.is_first(mesh)
-    found = json.loads(exchange.share_text(json.dumps(_look(states, extra, state_dict)) if first else "", mesh))
+    found = json.loads(
+        from_first_rank(
+            lambda: json.dumps(_look(states, extra, state_dict)).encode(), mesh, where=_WHERE, instead=_INSTEAD
+        )
+    )
     keys = IncompatibleKeys(tuple(found["missing"]), tuple(found["unexpected"]))
     problems = found["problems"]
     if strict:
         problems += [f"{name} is missing" for name in keys.missing]
         problems += [f"{name} is not in the model" for name in keys.unexpected]
     _refuse(problems)
-    sent = _shared([name for name in found["given"] if name in extra], state_dict if first else None, mesh)
+    sent = _shared([name for name in found["given"] if name in extra], state_dict, mesh)
     target = device_on(mesh, device, where=f"{_WHERE}(device=...)")
     with buffers.restored_buffers(model), torch.no_grad():
         given = {state.key: state for state in states if state.name in found["given"]}  # the last name counts
@@ -149,25 +158,33 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _shared(names: Sequence[str], state_dict: Mapping[str, Any] | None, mesh: DeviceMesh) -> dict[str, Any]:
-    """The extra state of these names on all ranks; `state_dict` is given on the first. Nothing of it is executed.
+    """The extra state of these names in the first rank's `state_dict`, on all ranks. Nothing of it is executed.
 
     Raises:
         ConfigError: On all ranks, if there is more in it than tensors, numbers, texts, lists and dicts of them.
     """
     if not names:
         return {}
-    written = io.BytesIO()
-    if state_dict is not None:
-        torch.save([state_dict[name] for name in names], written)
-    sent = io.BytesIO(exchange.share_bytes(written.getvalue(), mesh))
+
+    def written() -> bytes:
+        assert state_dict is not None
+        file = io.BytesIO()
+        torch.save([state_dict[name] for name in names], file)
+        return file.getvalue()
+
+    where = f"{_WHERE}, {', '.join(names)}"
+    instead = (
+        "a get_extra_state() that returns such values, or module.set_extra_state(...) on each rank and strict=False "
+        "without these names"
+    )
+    sent = io.BytesIO(from_first_rank(written, mesh, where=where, instead=instead))
     try:
         return dict(zip(names, torch.load(sent, map_location="cpu", weights_only=True), strict=True))
     except pickle.UnpicklingError as error:
         raise ConfigError(
             f"extra state is sent as tensors, numbers, texts, lists and dicts of them: {str(error).splitlines()[0]}",
-            where=f"{_WHERE}, {', '.join(names)}",
-            instead="a get_extra_state() that returns such values, or module.set_extra_state(...) on each rank and "
-            "strict=False without these names",
+            where=where,
+            instead=instead,
         ) from None
 
 
@@ -233,8 +250,7 @@ def _refuse(problems: list[str]) -> None:
         raise ConfigError(
             "the state dict does not fit the model: " + "; ".join(problems),
             where=_WHERE,
-            instead="full, plain tensors under the names of model.state_dict(); strict=False leaves names alone that "
-            "only one of the two has",
+            instead=_INSTEAD,
         )
 
 

@@ -22,6 +22,7 @@ from fsdp_compile.runtime.replaced_params import is_number
 from fsdp_compile.runtime.split_params import refuse_split
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 from fsdp_compile.state import optim_names
+from fsdp_compile.state.from_first_rank import from_first_rank
 from fsdp_compile.state.optim_form import Sharded
 from fsdp_compile.state.optim_names import GROUPS, STATE, Keys, NamedGroups
 
@@ -236,23 +237,16 @@ class _Sent:
     dtype: torch.dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class _Refusal:
-    """What the first rank's `ConfigError` says."""
-
-    what: str
-    where: str | None
-    instead: str | None
-
-
 def _from_first(state_dict: Mapping[str, Any], sharded: Sharded, target: Target) -> dict[str, Any]:
     """What the first rank has: an outline of it, then each tensor, of which other ranks receive their rows alone."""
     tensors: list[torch.Tensor] = []
-    outline = _outline(state_dict, target, tensors) if sharded.is_first else None
-    outline = pickle.loads(exchange.share_bytes(pickle.dumps(outline), sharded.mesh))
-    if isinstance(outline, _Refusal):
-        raise ConfigError(outline.what, where=outline.where, instead=outline.instead)
-    assert outline is not None
+    pickled = from_first_rank(
+        lambda: pickle.dumps(_outline(state_dict, target, tensors)),
+        sharded.mesh,
+        where=target.where,
+        instead="what optim_state_dict() gave: tensors, and values that pickle can write",
+    )
+    outline = pickle.loads(pickled)
     following = iter(tensors)
 
     def receive(leaf: Any, param: FSDPParam | None, key: object) -> Any:
@@ -261,12 +255,9 @@ def _from_first(state_dict: Mapping[str, Any], sharded: Sharded, target: Target)
     return _result(outline, receive, target)
 
 
-def _outline(state_dict: Mapping[str, Any], target: Target, tensors: list[torch.Tensor]) -> _Read | _Refusal:
+def _outline(state_dict: Mapping[str, Any], target: Target, tensors: list[torch.Tensor]) -> _Read:
     """The first rank's state dict without its larger tensors, which are added to `tensors` in their order."""
-    try:
-        found = _read(state_dict, target, may_be_sharded=False)
-    except ConfigError as error:
-        return _Refusal(error.what, error.where, error.instead)
+    found = _read(state_dict, target, may_be_sharded=False)
 
     def outline(leaf: Any, param: FSDPParam | None, key: object) -> Any:
         if not isinstance(leaf, torch.Tensor):

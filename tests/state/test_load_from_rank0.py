@@ -28,7 +28,7 @@ def _model(mesh: tuple[int, ...], *, meta: bool = False) -> Any:
     return fully_shard(model, mesh=mesh_of(mesh), reshard_after_forward=meta)
 
 
-def _alone(state: State) -> State | None:
+def _alone(state: dict[str, Any]) -> dict[str, Any] | None:
     return state if dist.get_rank() == 0 else None
 
 
@@ -111,7 +111,7 @@ def _extra_state() -> None:
     model: Any = fully_shard(nn.Sequential(WithExtraState(4, 4), nn.Linear(4, 4)))
     given: Any = nn.Sequential(WithExtraState(4, 4), nn.Linear(4, 4))
     given[0].scale = 3.0
-    state = given.state_dict()
+    state: dict[str, Any] = given.state_dict()
     assert load_from_rank0(model, _alone(state)) == IncompatibleKeys((), ())
     assert model[0].scale == 3.0
     before = model[0].weight.full_tensor()
@@ -120,6 +120,8 @@ def _extra_state() -> None:
     }
     with pytest.raises(ConfigError, match="extra state is sent as tensors, numbers"):
         load_from_rank0(model, _alone(other))
+    with pytest.raises(ConfigError, match=r"the first rank cannot send(.|\n)*get_extra_state\(\) that returns"):
+        load_from_rank0(model, _alone({**state, "0._extra_state": {"scale": lambda: 1}}))
     assert torch.equal(model[0].weight.full_tensor(), before), "nothing was changed"
     del state["0._extra_state"]
     with pytest.raises(ConfigError, match=r"0\._extra_state is missing"):

@@ -437,6 +437,10 @@ def _check_refused() -> None:
     wrong = _with(state, "first.bias", "exp_avg", torch.ones(3)) if dist.get_rank() == 0 else {}
     with pytest.raises(ConfigError, match=r"'exp_avg' of first.bias has shape \(3,\)"):
         optim_state_dict_to_load(model, optimizer, wrong, config=RANK_0)
+    groups = state["param_groups"]
+    for not_sent in ([{**groups[0], "schedule": lambda: 1}, *groups[1:]], [{"lr": 0.1}]):
+        with pytest.raises(ConfigError, match="the first rank cannot send the state dict"):
+            optim_state_dict_to_load(model, optimizer, {**state, "param_groups": not_sent}, config=RANK_0)
     with full_params(model), pytest.raises(ConfigError, match=r"held in full already"):
         optim_state_dict(model, optimizer)
     assert_same(all_values(model, optimizer), before)
