@@ -259,6 +259,27 @@ def _other_groups(model: Any) -> optim.Optimizer:
     return optim.AdamW([{"params": others[::-1]}, {"params": first[::-1]}], lr=1.0, amsgrad=True)
 
 
+def _check_named_groups() -> None:
+    """Groups of torch's `named_parameters()` keep the names of their own parameters."""
+    model = sharded()
+    every = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = optim.AdamW(every, lr=0.1)
+    train(model, optimizer)
+    state = optim_state_dict(model, optimizer)
+    for groups in ([every[::-1]], [every[2:]], [every[:2], every[2:]]):
+        other = optim.AdamW([{"params": group, "lr": 0.2} for group in groups])
+        optim_state_dict_to_load(model, other, state, load_directly=True)
+        assert [group["param_names"] for group in other.param_groups] == [[n for n, _ in group] for group in groups]
+        assert {group["lr"] for group in other.param_groups} == {0.1}
+    again = optim.AdamW(every, lr=0.2)
+    optim_state_dict_to_load(model, again, optim_state_dict(model, other), load_directly=True)
+    assert again.param_groups[0]["param_names"] == [name for name, _ in every]
+
+
+def test_names_in_groups_are_no_settings() -> None:
+    run_ranks(_check_named_groups)
+
+
 def _check_groups() -> None:
     model, optimizer = _trained("AdamW")
     schedule = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
