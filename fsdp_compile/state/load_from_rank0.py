@@ -79,8 +79,8 @@ def load_from_rank0(
 
     Raises:
         ConfigError: On all ranks, and before any change, if nothing in the model is sharded, units of it are on meshes
-            with different first ranks, names do not match, or a value is no plain tensor, is on meta or has another
-            shape.
+            with different first ranks, names do not match, or a value is no plain tensor, is on meta, has another
+            shape or is for a DTensor that was ignored: torch.distributed.checkpoint loads that.
     """
     model = getattr(model, "_orig_mod", model)
     sharded = units(model)
@@ -88,11 +88,12 @@ def load_from_rank0(
     for unit in sharded:
         views.put_in_place(unit)
     states, extra = list(_states(model)), _with_extra_state(model)
+    own = {id(param.parameter) for unit in sharded for param in unit.params}
     full: dict[str, Any] = {}
 
     def look() -> bytes:
         full.update(_by_plain_names(state_dict))
-        return json.dumps(_look(states, extra, full)).encode()
+        return json.dumps(_look(states, extra, own, full)).encode()
 
     found = json.loads(from_first_rank(look, mesh, where=_WHERE, instead=_INSTEAD))
     keys = IncompatibleKeys(tuple(found["missing"]), tuple(found["unexpected"]))
@@ -106,7 +107,7 @@ def load_from_rank0(
     with buffers.restored_buffers(model), torch.no_grad():
         given = {state.key: state for state in states if state.name in found["given"]}  # the last name counts
         _give_memory(model, sharded, given.keys(), target)
-        params = {id(param.parameter): param for unit in sharded for param in unit.params}
+        params = {id(param.parameter): param for unit in sharded for param in unit.params}  # with memory now
         for key, state in given.items():
             value = full.get(state.name)
             if key in params:
@@ -140,6 +141,10 @@ class _State:
     def key(self) -> int:
         """The same at all places of one parameter."""
         return id(self.value)
+
+    def is_ignored(self, sharded: Collection[int]) -> bool:
+        """Whether it is a DTensor, and not the sharded parameter of one of these keys."""
+        return isinstance(self.value, DTensor) and self.key not in sharded
 
 
 def _states(model: nn.Module) -> Iterator[_State]:
@@ -238,8 +243,17 @@ def _mesh_of(model: nn.Module, sharded: list[FSDPUnit]) -> DeviceMesh:
     return max((unit.policy.mesh for unit in sharded), key=lambda mesh: mesh.size())
 
 
-def _look(states: list[_State], extra: Collection[str], full: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What the first rank finds: `given`, `missing` and `unexpected` names, and `problems` in words."""
+def _look(
+    states: list[_State], extra: Collection[str], own: Collection[int], full: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """What the first rank finds: `given`, `missing` and `unexpected` names, and `problems` in words.
+
+    Args:
+        states: The model's.
+        extra: Names of extra state.
+        own: The keys of sharded parameters.
+        full: What the first rank was given.
+    """
     given = [state for state in states if state.name in full]
     has_value = {state.key for state in given}
     return {
@@ -249,7 +263,10 @@ def _look(states: list[_State], extra: Collection[str], full: Mapping[str, Any])
             *(name for name in extra if name not in full),
         ],
         "unexpected": sorted(set(full) - {state.name for state in states} - set(extra)),
-        "problems": [p for state in given if (p := _problem(state, full[state.name]))],
+        "problems": [
+            *(p for state in given if (p := _problem(state, full[state.name]))),
+            *(f"{state.name} is a DTensor that fully_shard() has not made" for state in given if state.is_ignored(own)),
+        ],
     }
 
 

@@ -138,7 +138,8 @@ def _read(state_dict: Mapping[str, Any], target: Target, *, may_be_sharded: bool
 def _problems(name: str, state: Any, target: Target, *, may_be_sharded: bool) -> Iterator[str]:
     """What is wrong with the state of a parameter, in words."""
     param = target.param_of(name)
-    shape = tuple(target.named.parameters[name].shape)
+    parameter = target.named.parameters[name]
+    shape = tuple(parameter.shape)
     for key, leaf in _leaves(state):
         title = f"{key!r} of {name}"
         is_tensor = isinstance(leaf, torch.Tensor)
@@ -153,6 +154,13 @@ def _problems(name: str, state: Any, target: Target, *, may_be_sharded: bool) ->
                 yield f"{title} is a DTensor of shape {tuple(leaf.shape)} on {leaf.device_mesh}, the parameter {shape}"
         elif is_tensor and leaf.is_meta:
             yield f"{title} is on the meta device"
+        elif (
+            is_tensor
+            and param is None
+            and isinstance(parameter, DTensor)
+            and _is_each_element(key, leaf.shape, parameter)
+        ):
+            yield f"{title} is full, and the parameter a DTensor that fully_shard() has not made: load that with DCP"
         elif _is_of_torch(state, key, leaf, target) and tuple(leaf.shape) != shape:
             yield f"{title} has shape {tuple(leaf.shape)}, and the parameter {shape}"
 
@@ -172,7 +180,12 @@ def _is_of_torch(state: Any, key: object, leaf: object, target: Target) -> bool:
 
 def _is_cut(key: object, shape: Sequence[int], param: FSDPParam | None) -> bool:
     """Whether each rank keeps its part of a plain tensor."""
-    return param is not None and tuple(shape) == tuple(param.dtensor.shape) and not is_number(key, shape)
+    return param is not None and _is_each_element(key, shape, param.dtensor)
+
+
+def _is_each_element(key: object, shape: Sequence[int], parameter: torch.Tensor) -> bool:
+    """Whether state has a value for each element of a parameter."""
+    return tuple(shape) == tuple(parameter.shape) and not is_number(key, shape)
 
 
 def _can_be_laid_out(value: DTensor, param: FSDPParam) -> bool:
