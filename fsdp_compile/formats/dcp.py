@@ -8,6 +8,7 @@ complete.json     of `fsdp-compile train`: the digest of every file
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -105,6 +106,18 @@ class DcpFolder(Checkpoint):
         stored = self._values[name]
         with naming(f"read {name} in", stored.path), stored.open() as file:
             return torch.load(cast(IO[bytes], file), weights_only=True, map_location="cpu")
+
+    def numbered(self) -> Sequence[str]:
+        """Names of the states of optimizers whose groups have numbers for parameters: DCP made text of their keys."""
+        found: dict[Place, None] = {}
+        for entry in self.entries:
+            match entry.place:
+                case (*outer, "param_groups", int(), "params") if entry.tensor is None:
+                    params = self.read_other(entry.name)
+                    if isinstance(params, list) and any(type(key) is int for key in params):
+                        found[*outer, "state"] = None
+        inside = {entry.place[:depth] for entry in self.entries for depth in range(1, len(entry.place))}
+        return [".".join(map(str, place)) for place in found if place in inside]
 
     def check_files(self) -> str:
         """Compare files with `complete.json`, and each chunk with its checksums."""

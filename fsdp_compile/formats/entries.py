@@ -86,7 +86,6 @@ class Checkpoint(Values):
         description: The same in words.
         writers: How many ranks wrote values that are in it, None if no file says so.
         step: The steps that were done, None if no file says so.
-        numbered: Names of dictionaries whose keys are no text, such as the state of an optimizer by position.
     """
 
     path: Path
@@ -94,7 +93,10 @@ class Checkpoint(Values):
     description: str
     writers: int | None = None
     step: int | None = None
-    numbered: Sequence[str] = ()
+
+    def numbered(self) -> Sequence[str]:
+        """Names of dictionaries whose keys were no text when they were saved: state of an optimizer by position."""
+        return ()
 
     @abstractmethod
     def check_files(self) -> str:

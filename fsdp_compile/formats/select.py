@@ -27,7 +27,7 @@ class Selection(Values):
     def __init__(self, source: Checkpoint, options: ConvertOptions) -> None:
         self._source, self._options = source, options
         self._dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
-        places = _renamed(source, options, _inside(source, options.part))
+        places = _renamed(source, options, _inside(source, options))
         chosen = [entry for entry in source.entries if entry.name in places]
         self.left_out = tuple(_without_place(source, options, chosen))
         chosen = [entry for entry in chosen if entry.name not in self.left_out]
@@ -65,12 +65,13 @@ class Selection(Values):
         return Entry(places[old.name], info, ".".join(map(str, tied_to)) if tied_to else None)
 
 
-def _inside(source: Checkpoint, part: str | None) -> dict[str, Place]:
+def _inside(source: Checkpoint, options: ConvertOptions) -> dict[str, Place]:
     """New places by name in the source: all, or those in one of the outermost dictionaries, which is left away."""
-    for name in source.numbered:
+    part = options.part
+    for name in () if source.format is options.to is Format.DCP else source.numbered():
         if part is None or name.split(".")[0] == part:
             raise ConfigError(
-                f"{name} in {source.path} has keys that are numbers, which other formats turn into text",
+                f"{name} in {source.path} has keys that are numbers, which formats turn into text",
                 where=str(source.path),
                 instead="for an optimizer, save what torch.distributed.checkpoint.state_dict."
                 "get_optimizer_state_dict(model, optimizer) gives, whose keys are names; or take another --part",

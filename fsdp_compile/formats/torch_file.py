@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ class TorchFile(Checkpoint):
     """A file of `torch.save`."""
 
     format = Format.TORCH
-    numbered: list[str]
+    _numbered: list[str]
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,7 +33,7 @@ class TorchFile(Checkpoint):
             loaded = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"{path} holds a {type(loaded).__name__}, and no dictionary of tensors")
-        self.numbered = []
+        self._numbered = []
         self._values = list(self._flat(loaded, ()))
         self.entries = tuple(self._entries())
         check_names(path, self.entries)
@@ -47,6 +47,10 @@ class TorchFile(Checkpoint):
         """The value."""
         return self._by_name[name]
 
+    def numbered(self) -> Sequence[str]:
+        """Names of dictionaries with keys that are no text."""
+        return self._numbered
+
     def check_files(self) -> str:
         """Compare every record of the file with its checksum."""
         with naming("read", self.path), FilePart(self.path, 0, self.path.stat().st_size) as file:
@@ -57,7 +61,7 @@ class TorchFile(Checkpoint):
         """Tensors, and whatever DCP takes as one value, with their places."""
         if isinstance(value, Mapping) and value:
             if any(type(key) is not str for key in value):
-                self.numbered.append(".".join(map(str, place)) or "the outermost dictionary")
+                self._numbered.append(".".join(map(str, place)) or "the outermost dictionary")
             for key, each in value.items():
                 yield from self._flat(each, (*place, str(key)))
         elif isinstance(value, list) and any(isinstance(each, Mapping | list | Tensor) for each in value):

@@ -64,6 +64,7 @@ class _Memory:
     def empty(self, info: TensorInfo) -> Tensor:
         """A tensor in the file."""
         start = self._used
-        self._used += -(-info.nbytes // _ALIGNMENT) * _ALIGNMENT
+        # Empty ones, too, begin where no other does: torch.save takes tensors of one address for one storage.
+        self._used += max(1, -(-info.nbytes // _ALIGNMENT)) * _ALIGNMENT
         storage = self._storage[start : start + info.nbytes]
         return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape)  # type: ignore[call-overload]

@@ -73,12 +73,6 @@ def swap_in_sharded(param: FSDPParam) -> None:
     _hold(param, param.parameter)
 
 
-def swapped_in(param: FSDPParam) -> nn.Parameter | None:
-    """What is registered at a parameter's first place; code may have replaced it."""
-    module, attribute = param.module_refs[0]
-    return module._parameters.get(attribute)
-
-
 def _hold(param: FSDPParam, parameter: nn.Parameter) -> None:
     for module, attribute in param.module_refs:
         module._parameters[attribute] = parameter

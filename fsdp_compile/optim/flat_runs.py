@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, memory_id
-from fsdp_compile.runtime.replaced_params import SCALARS
+from fsdp_compile.runtime.replaced_params import is_number
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 State = MutableMapping[Any, Any]
@@ -108,7 +108,7 @@ class Run:
 
     def _is_number(self, key: Any, value: Any) -> bool:
         """Whether a value of the run's state is a tensor that says the same of all of its elements."""
-        return isinstance(value, torch.Tensor) and (value.shape != self.tensor.shape or key in SCALARS)
+        return isinstance(value, torch.Tensor) and (value.shape != self.tensor.shape or is_number(key, value.shape))
 
     def _number_each(self, value: torch.Tensor) -> torch.Tensor:
         """Memory for a number of each parameter: one would count a step once for each in an optimizer without runs."""

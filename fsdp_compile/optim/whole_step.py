@@ -26,7 +26,7 @@ from fsdp_compile.optim.whole_lbfgs import use_full_vectors
 from fsdp_compile.runtime import loaded_state
 from fsdp_compile.runtime.extended_reads import refuse_extended
 from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
-from fsdp_compile.runtime.replaced_params import SCALARS, shard_like
+from fsdp_compile.runtime.replaced_params import is_number, shard_like
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 
 PER_PARAMETER = (*ELEMENTWISE, optim.ASGD, optim.Adafactor, optim.Muon)
@@ -160,5 +160,5 @@ def _gathered(local: torch.Tensor, param: FSDPParam) -> torch.Tensor:
 
 def _sharded(key: str, value: Any, param: FSDPParam) -> Any:
     """A value of the new state as it is kept: this rank's part of what has the parameter's shape."""
-    is_like = isinstance(value, torch.Tensor) and value.shape == param.dtensor.shape and key not in SCALARS
-    return shard_like(value, param) if is_like else value
+    is_like = isinstance(value, torch.Tensor) and value.shape == param.dtensor.shape
+    return shard_like(value, param) if is_like and not is_number(key, value.shape) else value

@@ -19,7 +19,7 @@ from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime import closure_loss, refused_optimizers
 from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
-from fsdp_compile.runtime.replaced_params import SCALARS, update_optimizer
+from fsdp_compile.runtime.replaced_params import is_number, update_optimizer
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 
 _CHECKED = "_fsdp_checked_state"
@@ -125,9 +125,9 @@ def _is_full(optimizer: Optimizer, value: torch.Tensor, param: FSDPParam) -> boo
 
 def _as_dtensors(held: dict[str, Any], param: FSDPParam) -> dict[str, DTensor]:
     """State of a 0-d parameter as DTensors: torch loads it as plain tensors, which do not mix with its gradient."""
-    plain = {key: value for key, value in held.items() if isinstance(value, torch.Tensor) and key not in SCALARS}
+    plain = {k: v for k, v in held.items() if isinstance(v, torch.Tensor) and not isinstance(v, DTensor)}
     return {
         key: make_dtensor(value.clone(), param.dtensor)
         for key, value in plain.items()
-        if value.dim() == 0 and not isinstance(value, DTensor)
+        if value.dim() == 0 and not is_number(key, value.shape)
     }

@@ -6,6 +6,8 @@ and sharded state, at the start of their next step; lists of parameters that use
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +21,15 @@ from fsdp_compile._torch.tensors import is_wrapper, local_tensor, make_dtensor, 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime.units import FSDPParam
 
-SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
-"""State of torch's optimizers that is one number; a 0-d parameter's other state looks the same."""
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""State of torch's optimizers that is one number."""
+
+
+def is_number(key: object, shape: Sequence[int]) -> bool:
+    """Whether state of this name and shape is one number, and not a value for each element of a parameter."""
+    # By name, too: all state of a 0-d parameter is 0-d. By shape: other optimizers call what they like "mu". Counts of
+    # steps may have one element (torch's had); a rank's part of a parameter's state may have one as well.
+    return key in _NUMBERS and (len(shape) == 0 or (key == "step" and math.prod(shape) == 1))
 
 
 class ReplacedParameter(nn.Parameter):
@@ -146,11 +155,11 @@ def _shard_state(state: Any, parameter: torch.Tensor) -> Any:
 
 def _shard_value(key: str, value: Any, parameter: ReplacedParameter) -> Any:
     tensors = [v for v in tree_leaves(value) if isinstance(v, torch.Tensor) and not isinstance(v, DTensor)]
-    if not tensors or key in SCALARS:
+    if not tensors:
         return value
-    if value is tensors[0] and value.shape == parameter.full_shape:
+    if value is tensors[0] and value.shape == parameter.full_shape and not is_number(key, value.shape):
         return shard_like(value, parameter.param)
-    if value is tensors[0] and value.dim() == 0:
+    if value is tensors[0] and (value.dim() == 0 or is_number(key, value.shape)):
         return value
     raise ConfigError(
         f"an optimizer holds state {key!r}, which is not of its parameter's shape and cannot be sharded",

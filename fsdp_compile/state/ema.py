@@ -229,6 +229,10 @@ def _refuse_names(wanted: set[str], given: set[str]) -> None:
         )
 
 
+def _is_split(value: torch.Tensor) -> bool:
+    return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
+
+
 def _part(entry: Entry, value: torch.Tensor) -> torch.Tensor:
     """This rank's part of a value that was loaded."""
     if value.shape != entry.like.shape:
@@ -238,6 +242,12 @@ def _part(entry: Entry, value: torch.Tensor) -> torch.Tensor:
             instead="the state of an EMA of the same model",
         )
     if not isinstance(value, DTensor):
+        if entry.param is None and _is_split(entry.like):
+            raise ConfigError(
+                "the value is full, and fully_shard() has not made the DTensor in the model, which it ignores",
+                where=f"EMA.load_state_dict(), {entry.name}",
+                instead="torch.distributed.checkpoint, which saves every rank's part (dcp.save({'ema': ema}))",
+            )
         return value if entry.param is None else entry.param.own_part(value)
     like = entry.like
     if (

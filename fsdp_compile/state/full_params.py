@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,8 @@ class FullParam:
         plain: The full parameter on this rank; `None` where modules keep the sharded one.
         is_swapped_in: Whether it was gathered; an error may have come first.
         gradient_dtype: Of the gathered gradient; `None` if no rank had one.
-        orders: Names of the parameters of each module that registers it, in order.
+        places: Where it is registered; what is not deleted before the block is not deleted inside of it.
+        orders: Names of the parameters of the module of each place, in order.
     """
 
     unit: FSDPUnit
@@ -56,12 +57,14 @@ class FullParam:
     plain: nn.Parameter | None = None
     is_swapped_in: bool = False
     gradient_dtype: torch.dtype | None = None
-    orders: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+    places: tuple[tuple[nn.Module, str], ...] = ()
+    orders: tuple[tuple[str, ...], ...] = ()
 
     def swap_in(self) -> None:
         """Gathers the parameter and its gradient, and registers them."""
         param = self.param
-        self.orders = [tuple(module._parameters) for module, _ in param.module_refs]
+        self.places = tuple(param.module_refs)
+        self.orders = tuple(tuple(module._parameters) for module, _ in self.places)
         full = self._gather(param.sharded_view)
         gradient = None
         if self.options.with_grads:
@@ -79,10 +82,11 @@ class FullParam:
             if self.plain is not None:
                 param_views.swap_in_sharded(self.param)
             return None
-        held = param_views.swapped_in(self.param) if self.plain is not None else None
+        registered = [module._parameters.get(attribute) for module, attribute in self.places]
         param_views.swap_in_sharded(self.param)
         self._restore_orders()
-        problem = self._problem(held)
+        held = None if self.plain is None else _last_changed(registered, self.plain)
+        problem = self._problem(held, registered)
         has_gradient = held is not None and held.grad is not None
         if self.options.rank0_only and self.options.writeback:
             problem, has_gradient = self._agree(problem, has_gradient=has_gradient)
@@ -95,7 +99,7 @@ class FullParam:
         return problem
 
     def _restore_orders(self) -> None:
-        for (module, _), order in zip(self.param.module_refs, self.orders, strict=True):
+        for (module, _), order in zip(self.places, self.orders, strict=True):
             held = module._parameters
             if tuple(held) != order:
                 for name in [name for name in order if name in held]:
@@ -125,20 +129,26 @@ class FullParam:
         gradient = self.param.parameter.grad
         return torch.zeros_like(self.param.sharded_view) if gradient is None else local_tensor(gradient)  # type: ignore[arg-type]
 
-    def _problem(self, held: nn.Parameter | None) -> ConfigError | None:
+    def _problem(self, held: nn.Parameter | None, registered: Sequence[nn.Parameter | None]) -> ConfigError | None:
         if self.plain is None:
             return None
         name = self.unit.parameter_name(self.param)
-        if held is None:
+        if held is None or any(parameter is None for parameter in registered):
             what, instead = "it was removed from its module", "write into it, in place"
         elif held.shape != self.param.parameter.shape:
             what, instead = f"its shape changed to {tuple(held.shape)}", "fully_shard() a model of the new shape"
+        elif any(p is not self.plain and p is not held and not _is_equal(p, held) for p in registered):
+            what = "its places, which are tied, got different parameters"
+            instead = "the same parameter for all of them, or untie them before fully_shard()"
         elif not self._is_laid_out(held):
             what = "it was split in another way"
             instead = "write into it, in place, or put a DTensor of the same mesh and placements in its place"
         elif held.requires_grad is not self.param.parameter.requires_grad:
             what = f"its requires_grad changed to {held.requires_grad}"
             instead = "parameter.requires_grad_() on the sharded parameters, outside of the context"
+        elif self.options.writeback and held.dtype != self.param.parameter.dtype:
+            what = f"its dtype changed to {held.dtype}"
+            instead = "model.to(dtype) outside of the context; load_state_dict() without assign=True casts values"
         else:
             self._warn_of_lost_gradient(held)
             return None
@@ -232,6 +242,17 @@ def _set_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> Non
     parameter.grad = gradient
 
 
+def _last_changed(registered: Sequence[nn.Parameter | None], plain: nn.Parameter) -> nn.Parameter | None:
+    """What counts of that which is registered at the places of a parameter, as where names are loaded one by one."""
+    return next((parameter for parameter in reversed(registered) if parameter is not plain), plain)
+
+
+def _is_equal(one: nn.Parameter | None, other: nn.Parameter) -> bool:
+    if one is None or isinstance(one, DTensor) or isinstance(other, DTensor):
+        return False
+    return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
+
+
 def _refuse_late_gradient(_parameter: torch.Tensor) -> None:
     raise ConfigError(
         "a backward reaches full parameters that are gone",
@@ -256,8 +277,9 @@ def full_params(
 
     All ranks enter and leave together, outside of forward and backward. Inside, `named_parameters()`, `state_dict()`,
     in-place writes and the forward of the plain module work as if nothing were sharded (the compiled one is refused).
-    Parameters are gathered one after the other, and all of them are in memory at once. Tied ones stay tied. References
-    to them (of an optimizer made inside, say) are replaced by the sharded parameters afterwards.
+    Parameters are gathered one after the other, and all of them are in memory at once. Tied ones stay tied: what is put
+    at one place is at all of them afterwards. References to them (of an optimizer made inside, say) are replaced by the
+    sharded parameters afterwards.
 
     Args:
         module: The whole model, a compiled one, or a module in it. Without sharded parameters nothing happens.
@@ -272,7 +294,8 @@ def full_params(
 
     Raises:
         ConfigError: Inside a forward, a backward or another `full_params` of the same unit; if a parameter is on the
-            meta device; and when leaving, if a parameter was removed or changed its shape or `requires_grad`.
+            meta device; and when leaving, if a parameter was removed or changed its shape, its dtype or
+            `requires_grad`, or places of a tied one got different parameters.
     """
     module = getattr(module, "_orig_mod", module)
     refuse_inside_a_step(

@@ -26,8 +26,14 @@ from fsdp_compile.runtime.unshard import reshard
 from fsdp_compile.sharding import sync_states, views
 from fsdp_compile.sharding.devices import device_on
 from fsdp_compile.sharding.views import allocate_from_meta
+from fsdp_compile.state.from_first_rank import from_first_rank
+from fsdp_compile.state.full_tensors import plain_name
 
 _WHERE = "load_from_rank0"
+_INSTEAD = (
+    "full, plain tensors under the names of model.state_dict(); strict=False leaves names alone that only one of the "
+    "two has"
+)
 _EXTRA = "_extra_state"
 """The last part of the names that torch gives to what `get_extra_state` returns."""
 
@@ -57,7 +63,8 @@ def load_from_rank0(
     All ranks call it together. Values are sent one by one in messages of at most 250 MiB; no other rank ever has a full
     parameter in memory, and replicas get copies. A parameter or module with several names may be given under any of
     them; if under several, the last name in the model's order counts, as in `load_state_dict`. Values are cast to the
-    dtypes of the model. What is on meta gets memory first.
+    dtypes of the model. What is on meta gets memory first. Names are the plain model's, with or without what
+    `torch.compile` and torch's `checkpoint_wrapper` put into names of parts; errors and results say the plain ones.
 
     Args:
         model: After `fully_shard`.
@@ -72,8 +79,8 @@ def load_from_rank0(
 
     Raises:
         ConfigError: On all ranks, and before any change, if nothing in the model is sharded, units of it are on meshes
-            with different first ranks, names do not match, or a value is no plain tensor, is on meta or has another
-            shape.
+            with different first ranks, names do not match, or a value is no plain tensor, is on meta, has another
+            shape or is for a DTensor that was ignored: torch.distributed.checkpoint loads that.
     """
     model = getattr(model, "_orig_mod", model)
     sharded = units(model)
@@ -81,27 +88,33 @@ def load_from_rank0(
     for unit in sharded:
         views.put_in_place(unit)
     states, extra = list(_states(model)), _with_extra_state(model)
-    first = exchange.is_first(mesh)
-    found = json.loads(exchange.share_text(json.dumps(_look(states, extra, state_dict)) if first else "", mesh))
+    own = {id(param.parameter) for unit in sharded for param in unit.params}
+    full: dict[str, Any] = {}
+
+    def look() -> bytes:
+        full.update(_by_plain_names(state_dict))
+        return json.dumps(_look(states, extra, own, full)).encode()
+
+    found = json.loads(from_first_rank(look, mesh, where=_WHERE, instead=_INSTEAD))
     keys = IncompatibleKeys(tuple(found["missing"]), tuple(found["unexpected"]))
     problems = found["problems"]
     if strict:
         problems += [f"{name} is missing" for name in keys.missing]
         problems += [f"{name} is not in the model" for name in keys.unexpected]
     _refuse(problems)
-    sent = _shared([name for name in found["given"] if name in extra], state_dict if first else None, mesh)
+    sent = _shared([name for name in found["given"] if name in extra], full, mesh)
     target = device_on(mesh, device, where=f"{_WHERE}(device=...)")
     with buffers.restored_buffers(model), torch.no_grad():
         given = {state.key: state for state in states if state.name in found["given"]}  # the last name counts
         _give_memory(model, sharded, given.keys(), target)
-        params = {id(param.parameter): param for unit in sharded for param in unit.params}
+        params = {id(param.parameter): param for unit in sharded for param in unit.params}  # with memory now
         for key, state in given.items():
-            full = state_dict[state.name] if first and state_dict is not None else None
+            value = full.get(state.name)
             if key in params:
-                exchange.take_from_first(params[key].sharded_view, full, params[key].spec)
+                exchange.take_from_first(params[key].sharded_view, value, params[key].spec)
                 continue
-            if full is not None:
-                state.value.copy_(full)
+            if value is not None:
+                state.value.copy_(value)
             exchange.overwrite(state.value.detach(), mesh)
     reshard(sharded)  # unsharded values are outdated
     for name, value in sent.items():
@@ -129,45 +142,76 @@ class _State:
         """The same at all places of one parameter."""
         return id(self.value)
 
+    def is_ignored(self, sharded: Collection[int]) -> bool:
+        """Whether it is a DTensor, and not the sharded parameter of one of these keys."""
+        return isinstance(self.value, DTensor) and self.key not in sharded
+
 
 def _states(model: nn.Module) -> Iterator[_State]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         saved = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for attribute, value in {**module._parameters, **saved}.items():
             if value is not None:
-                yield _State(f"{prefix}.{attribute}".removeprefix("."), module, attribute)
+                yield _State(plain_name(f"{prefix}.{attribute}".removeprefix(".")), module, attribute)
 
 
 def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     """The modules with a state of their own beside tensors, by its names in state dicts."""
     named = model.named_modules(remove_duplicate=False)
     return {
-        f"{prefix}.{_EXTRA}".removeprefix("."): module
+        plain_name(f"{prefix}.{_EXTRA}".removeprefix(".")): module
         for prefix, module in named
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
 
 
-def _shared(names: Sequence[str], state_dict: Mapping[str, Any] | None, mesh: DeviceMesh) -> dict[str, Any]:
-    """The extra state of these names on all ranks; `state_dict` is given on the first. Nothing of it is executed.
+def _by_plain_names(state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the first rank was given, by the names in the plain model.
+
+    Raises:
+        ConfigError: If it was given nothing, or a name twice.
+    """
+    if state_dict is None:
+        raise ConfigError("the first rank was given no state dict", where=_WHERE, instead=_INSTEAD)
+    full: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if plain_name(name) in full:
+            raise ConfigError(
+                f"the state dict has {plain_name(name)} twice: with the name of a wrapper in it and without",
+                where=_WHERE,
+                instead="one of them",
+            )
+        full[plain_name(name)] = value
+    return full
+
+
+def _shared(names: Sequence[str], full: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """The extra state of these names in what the first rank has, on all ranks. Nothing of it is executed.
 
     Raises:
         ConfigError: On all ranks, if there is more in it than tensors, numbers, texts, lists and dicts of them.
     """
     if not names:
         return {}
-    written = io.BytesIO()
-    if state_dict is not None:
-        torch.save([state_dict[name] for name in names], written)
-    sent = io.BytesIO(exchange.share_bytes(written.getvalue(), mesh))
+
+    def written() -> bytes:
+        file = io.BytesIO()
+        torch.save([full[name] for name in names], file)
+        return file.getvalue()
+
+    where = f"{_WHERE}, {', '.join(names)}"
+    instead = (
+        "a get_extra_state() that returns such values, or module.set_extra_state(...) on each rank and strict=False "
+        "without these names"
+    )
+    sent = io.BytesIO(from_first_rank(written, mesh, where=where, instead=instead))
     try:
         return dict(zip(names, torch.load(sent, map_location="cpu", weights_only=True), strict=True))
     except pickle.UnpicklingError as error:
         raise ConfigError(
             f"extra state is sent as tensors, numbers, texts, lists and dicts of them: {str(error).splitlines()[0]}",
-            where=f"{_WHERE}, {', '.join(names)}",
-            instead="a get_extra_state() that returns such values, or module.set_extra_state(...) on each rank and "
-            "strict=False without these names",
+            where=where,
+            instead=instead,
         ) from None
 
 
@@ -199,20 +243,30 @@ def _mesh_of(model: nn.Module, sharded: list[FSDPUnit]) -> DeviceMesh:
     return max((unit.policy.mesh for unit in sharded), key=lambda mesh: mesh.size())
 
 
-def _look(states: list[_State], extra: Collection[str], state_dict: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """What the first rank finds: `given`, `missing` and `unexpected` names, and `problems` in words."""
-    if state_dict is None:
-        return {"given": [], "missing": [], "unexpected": [], "problems": ["the first rank was given no state dict"]}
-    given = [state for state in states if state.name in state_dict]
+def _look(
+    states: list[_State], extra: Collection[str], own: Collection[int], full: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """What the first rank finds: `given`, `missing` and `unexpected` names, and `problems` in words.
+
+    Args:
+        states: The model's.
+        extra: Names of extra state.
+        own: The keys of sharded parameters.
+        full: What the first rank was given.
+    """
+    given = [state for state in states if state.name in full]
     has_value = {state.key for state in given}
     return {
-        "given": [*(state.name for state in given), *(name for name in extra if name in state_dict)],
+        "given": [*(state.name for state in given), *(name for name in extra if name in full)],
         "missing": [
             *(state.name for state in states if state.key not in has_value),
-            *(name for name in extra if name not in state_dict),
+            *(name for name in extra if name not in full),
         ],
-        "unexpected": sorted(set(state_dict) - {state.name for state in states} - set(extra)),
-        "problems": [p for state in given if (p := _problem(state, state_dict[state.name]))],
+        "unexpected": sorted(set(full) - {state.name for state in states} - set(extra)),
+        "problems": [
+            *(p for state in given if (p := _problem(state, full[state.name]))),
+            *(f"{state.name} is a DTensor that fully_shard() has not made" for state in given if state.is_ignored(own)),
+        ],
     }
 
 
@@ -233,8 +287,7 @@ def _refuse(problems: list[str]) -> None:
         raise ConfigError(
             "the state dict does not fit the model: " + "; ".join(problems),
             where=_WHERE,
-            instead="full, plain tensors under the names of model.state_dict(); strict=False leaves names alone that "
-            "only one of the two has",
+            instead=_INSTEAD,
         )
 
 

@@ -18,6 +18,8 @@ from fsdp_compile.runtime.replaced_params import current
 from fsdp_compile.state.full_tensors import plain_name
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+_NAMES = "param_names"
+"""What torch keeps beside the parameters of a group that were given with names; no setting of it."""
 Keys = OptimStateKeyType
 _REKEY = (
     "fsdp_compile.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, plain_model, optim=its_optimizer), with "
@@ -173,12 +175,14 @@ def regrouped(
                 where=where,
                 instead="an optimizer with the groups that were saved, or one group whose settings are set afterwards",
             )
-        result.append({**(given[0] if given else _settings(settings[number])), PARAMS: [keys[name] for name in names]})
+        chosen = given[0] if given else _settings(settings[number])
+        own = {_NAMES: list(settings[number][_NAMES])} if _NAMES in settings[number] else {}
+        result.append({**chosen, **own, PARAMS: [keys[name] for name in names]})
     return result
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: copy.deepcopy(value) for key, value in group.items() if key != PARAMS}
+    return {key: copy.deepcopy(value) for key, value in group.items() if key not in (PARAMS, _NAMES)}
 
 
 def _exactly(settings: Mapping[str, Any]) -> str:

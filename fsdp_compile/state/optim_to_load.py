@@ -18,10 +18,11 @@ from fsdp_compile.comm.gather import Receivers
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.runtime.loaded_state import has_full_vectors, is_of_other_rank
 from fsdp_compile.runtime.module_state import units_below
-from fsdp_compile.runtime.replaced_params import SCALARS
+from fsdp_compile.runtime.replaced_params import is_number
 from fsdp_compile.runtime.split_params import refuse_split
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 from fsdp_compile.state import optim_names
+from fsdp_compile.state.from_first_rank import from_first_rank
 from fsdp_compile.state.optim_form import Sharded
 from fsdp_compile.state.optim_names import GROUPS, STATE, Keys, NamedGroups
 
@@ -137,7 +138,8 @@ def _read(state_dict: Mapping[str, Any], target: Target, *, may_be_sharded: bool
 def _problems(name: str, state: Any, target: Target, *, may_be_sharded: bool) -> Iterator[str]:
     """What is wrong with the state of a parameter, in words."""
     param = target.param_of(name)
-    shape = tuple(target.named.parameters[name].shape)
+    parameter = target.named.parameters[name]
+    shape = tuple(parameter.shape)
     for key, leaf in _leaves(state):
         title = f"{key!r} of {name}"
         is_tensor = isinstance(leaf, torch.Tensor)
@@ -152,6 +154,13 @@ def _problems(name: str, state: Any, target: Target, *, may_be_sharded: bool) ->
                 yield f"{title} is a DTensor of shape {tuple(leaf.shape)} on {leaf.device_mesh}, the parameter {shape}"
         elif is_tensor and leaf.is_meta:
             yield f"{title} is on the meta device"
+        elif (
+            is_tensor
+            and param is None
+            and isinstance(parameter, DTensor)
+            and _is_each_element(key, leaf.shape, parameter)
+        ):
+            yield f"{title} is full, and the parameter a DTensor that fully_shard() has not made: load that with DCP"
         elif _is_of_torch(state, key, leaf, target) and tuple(leaf.shape) != shape:
             yield f"{title} has shape {tuple(leaf.shape)}, and the parameter {shape}"
 
@@ -166,12 +175,17 @@ def _is_of_torch(state: Any, key: object, leaf: object, target: Target) -> bool:
     is_own = isinstance(state, dict) and state.get(key) is leaf
     if not isinstance(leaf, torch.Tensor) or not is_own:
         return False
-    return target.has_states_of_parameters and not (key in SCALARS and leaf.numel() == 1)
+    return target.has_states_of_parameters and not is_number(key, leaf.shape)
 
 
 def _is_cut(key: object, shape: Sequence[int], param: FSDPParam | None) -> bool:
     """Whether each rank keeps its part of a plain tensor."""
-    return param is not None and tuple(shape) == tuple(param.dtensor.shape) and key not in SCALARS
+    return param is not None and _is_each_element(key, shape, param.dtensor)
+
+
+def _is_each_element(key: object, shape: Sequence[int], parameter: torch.Tensor) -> bool:
+    """Whether state has a value for each element of a parameter."""
+    return tuple(shape) == tuple(parameter.shape) and not is_number(key, shape)
 
 
 def _can_be_laid_out(value: DTensor, param: FSDPParam) -> bool:
@@ -236,23 +250,16 @@ class _Sent:
     dtype: torch.dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class _Refusal:
-    """What the first rank's `ConfigError` says."""
-
-    what: str
-    where: str | None
-    instead: str | None
-
-
 def _from_first(state_dict: Mapping[str, Any], sharded: Sharded, target: Target) -> dict[str, Any]:
     """What the first rank has: an outline of it, then each tensor, of which other ranks receive their rows alone."""
     tensors: list[torch.Tensor] = []
-    outline = _outline(state_dict, target, tensors) if sharded.is_first else None
-    outline = pickle.loads(exchange.share_bytes(pickle.dumps(outline), sharded.mesh))
-    if isinstance(outline, _Refusal):
-        raise ConfigError(outline.what, where=outline.where, instead=outline.instead)
-    assert outline is not None
+    pickled = from_first_rank(
+        lambda: pickle.dumps(_outline(state_dict, target, tensors)),
+        sharded.mesh,
+        where=target.where,
+        instead="what optim_state_dict() gave: tensors, and values that pickle can write",
+    )
+    outline = pickle.loads(pickled)
     following = iter(tensors)
 
     def receive(leaf: Any, param: FSDPParam | None, key: object) -> Any:
@@ -261,12 +268,9 @@ def _from_first(state_dict: Mapping[str, Any], sharded: Sharded, target: Target)
     return _result(outline, receive, target)
 
 
-def _outline(state_dict: Mapping[str, Any], target: Target, tensors: list[torch.Tensor]) -> _Read | _Refusal:
+def _outline(state_dict: Mapping[str, Any], target: Target, tensors: list[torch.Tensor]) -> _Read:
     """The first rank's state dict without its larger tensors, which are added to `tensors` in their order."""
-    try:
-        found = _read(state_dict, target, may_be_sharded=False)
-    except ConfigError as error:
-        return _Refusal(error.what, error.where, error.instead)
+    found = _read(state_dict, target, may_be_sharded=False)
 
     def outline(leaf: Any, param: FSDPParam | None, key: object) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -29,6 +29,7 @@ def state() -> dict[str, torch.Tensor]:
         "tiny": torch.randn(4).to(torch.float8_e4m3fn),
         "wide": torch.randn(3, dtype=torch.float64),
         "empty": torch.empty(0, 4),
+        "empty integers": torch.empty(0, dtype=torch.long),
         "count": torch.tensor(3),
         "mask": torch.tensor([True, False, True]),
         "odd": torch.tensor([-0.0, float("nan"), float("inf"), 1e-45]),

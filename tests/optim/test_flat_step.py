@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -186,6 +186,40 @@ def test_state_is_per_parameter_and_loads_again() -> None:
         again = flat_step(torch.optim.AdamW(_groups(list(model.parameters()))))
         again.load_state_dict(saved)
         _train((model, again, plain, theirs), range(2, 4))
+
+
+class _Momentum(torch.optim.Optimizer):
+    """Of another library: its momentum has the name of a number in torch's ASGD."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                mean = self.state[parameter].setdefault("mu", torch.zeros_like(parameter))
+                parameter.sub_(mean.mul_(0.9).add_(parameter.grad), alpha=self.param_groups[0]["lr"])
+
+
+def test_state_of_a_parameters_shape_is_its_part_under_any_name() -> None:
+    with fake_world(2):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(6, 2))  # one element of the bias on each rank
+        plain = [nn.Parameter(_local(p).detach().clone()) for p in model.parameters()]
+        mine, theirs = flat_step(_Momentum(model.parameters()), elementwise=True), _Momentum(plain)
+        for _ in range(2):
+            for p, q in zip(model.parameters(), plain, strict=True):
+                p.grad = torch.ones_like(p)
+                q.grad = torch.ones_like(q)
+            mine.step()
+            theirs.step()
+        for p, q in zip(model.parameters(), plain, strict=True):
+            held = mine.state[p]["mu"]
+            assert isinstance(held, DTensor)
+            assert held.shape == p.shape
+            assert torch.equal(_local(held), theirs.state[q]["mu"])
+            assert torch.equal(_local(p), q)
 
 
 @pytest.mark.core

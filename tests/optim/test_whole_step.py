@@ -32,7 +32,8 @@ _Make = Callable[[Iterable[Any]], optim.Optimizer]
 
 
 class _Lamb(optim.Optimizer):
-    """Of another library: it looks at the norm of each parameter, and has state of other shapes."""
+    """Of another library: it looks at the norm of each parameter, and has state of other shapes; "mu" is torch's name
+    of a number."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -44,9 +45,9 @@ class _Lamb(optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
-                state.setdefault("average", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.5)
+                state.setdefault("mu", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.5)
                 state["norms"] = (*state.get("norms", ()), float(parameter.norm()))
-                parameter.add_(state["average"], alpha=-group["lr"] * state["norms"][-1])
+                parameter.add_(state["mu"], alpha=-group["lr"] * state["norms"][-1])
 
 
 class _Counting(optim.Optimizer):
@@ -144,7 +145,8 @@ def _assert_same_state(mine: dict[str, Any], theirs: dict[str, Any], parameter: 
         if not isinstance(value, torch.Tensor):
             assert mine[key] == value, key
             continue
-        assert isinstance(mine[key], DTensor) == (value.shape == parameter.shape and key != "step"), key
+        is_number = key == "step" or (key == "mu" and value.dim() == 0)
+        assert isinstance(mine[key], DTensor) == (value.shape == parameter.shape and not is_number), key
         full = mine[key].full_tensor() if isinstance(mine[key], DTensor) else mine[key]
         assert torch.equal(full, value), key
 

@@ -91,6 +91,86 @@ def test_without_writeback_changes_are_dropped() -> None:
     run_ranks(_check_dropped, world_size=1)
 
 
+def _check_tied_places() -> None:
+    """What is put at one place of a tied parameter is at all of them; different values are refused."""
+    new = torch.full((11, 6), 7.0)
+    for change in (_assign_first, _assign_second, _load_second, _load_both):
+        model, _ = _pair()
+        with full_params(model):
+            change(model, new)
+        assert model.head.weight is model.embedding.weight
+        assert torch.equal(model.embedding.weight.full_tensor(), new), change.__name__
+    for refused, what in ((_untie, "different parameters"), (_remove_second, "removed")):
+        for rank0_only in (False, True):
+            model, _ = _pair()
+            before = model.embedding.weight.full_tensor()
+            with pytest.raises(ConfigError) as caught, full_params(model, rank0_only=rank0_only):  # noqa: PT012
+                if dist.get_rank() == 0 or not rank0_only:
+                    refused(model, new)
+            assert (what if dist.get_rank() == 0 else "cannot be kept") in str(caught.value)
+            assert torch.equal(model.head.weight.full_tensor(), before)
+
+
+def _assign_first(model: Any, new: torch.Tensor) -> None:
+    model.embedding.weight = nn.Parameter(new)
+
+
+def _assign_second(model: Any, new: torch.Tensor) -> None:
+    model.head.weight = nn.Parameter(new)
+
+
+def _load_second(model: Any, new: torch.Tensor) -> None:
+    model.load_state_dict({"head.weight": new}, strict=False, assign=True)
+
+
+def _load_both(model: Any, new: torch.Tensor) -> None:
+    values = {"embedding.weight": new, "head.weight": new.clone()}
+    model.load_state_dict(values, strict=False, assign=True)
+
+
+def _untie(model: Any, new: torch.Tensor) -> None:
+    model.head.weight = nn.Parameter(new)
+    model.embedding.weight = nn.Parameter(-new)
+
+
+def _remove_second(model: Any, _: torch.Tensor) -> None:
+    del model.head.weight
+
+
+def test_a_change_at_any_place_of_a_tied_parameter_counts() -> None:
+    run_ranks(_check_tied_places)
+
+
+def _check_replaced_module() -> None:
+    """A module that only the model holds is deleted where it is replaced."""
+    for options in ({"rank0_only": True}, {"recurse": False}):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[1])
+        fully_shard(model)
+        with full_params(model, **options):
+            model[0] = nn.Identity()
+        with full_params(model):
+            assert type(model[1].weight) is nn.Parameter
+
+
+def test_a_module_can_be_replaced_inside() -> None:
+    run_ranks(_check_replaced_module)
+
+
+def _check_cast() -> None:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="dtype changed"), full_params(model):
+        model.bfloat16()
+    with full_params(model, writeback=False):
+        model.bfloat16()
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_cast_inside_is_refused_where_changes_are_kept() -> None:
+    run_ranks(_check_cast)
+
+
 def _check_own_part() -> None:
     """Ranks that write different things keep their own rows."""
     model = fully_shard(nn.Linear(3, 4))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from fsdp_compile import ConfigError, fully_shard, load_from_rank0
+from fsdp_compile import ConfigError, full_params, full_tensors, fully_shard, load_from_rank0
 from fsdp_compile.state.load_from_rank0 import IncompatibleKeys
 from tests import long
+from tests.beside import compile_eagerly
 from tests.models.meta import Tied
 from tests.ranks import run_ranks
 from tests.sharding.test_materialize import assert_equal, full_state, on_meta
@@ -28,7 +31,7 @@ def _model(mesh: tuple[int, ...], *, meta: bool = False) -> Any:
     return fully_shard(model, mesh=mesh_of(mesh), reshard_after_forward=meta)
 
 
-def _alone(state: State) -> State | None:
+def _alone(state: dict[str, Any]) -> dict[str, Any] | None:
     return state if dist.get_rank() == 0 else None
 
 
@@ -103,6 +106,34 @@ def test_every_rank_gets_its_part_and_what_does_not_fit_is_named_on_all(mesh: tu
         assert keys.unexpected == ("tail.weight",)
 
 
+def _wrapped(seed: int, wrap: Callable[[nn.Module], Any]) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(WithExtraState(4, 4), nn.Linear(4, 4))
+    model[0] = wrap(model[0])
+    return fully_shard(model)
+
+
+def _wrapped_names() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(WithExtraState(4, 4), nn.Linear(4, 4)).state_dict()
+    for wrap, part in ((checkpoint_wrapper, "_checkpoint_wrapped_module"), (compile_eagerly, "_orig_mod")):
+        long = {name.replace("0.", f"0.{part}."): value for name, value in plain.items()}
+        own = _wrapped(0, wrap)
+        with full_params(own, writeback=False):
+            saved = {name: copy.deepcopy(value) for name, value in own.state_dict().items()}
+        for state in (plain, long, saved):
+            model = _wrapped(1, wrap)
+            assert load_from_rank0(model, _alone(state)) == IncompatibleKeys((), ())
+            for name, value in full_tensors(model):
+                assert torch.equal(value, plain[name]), name
+        with pytest.raises(ConfigError, match=r"the state dict has 0\.weight twice"):
+            load_from_rank0(model, _alone({**plain, **long}))
+
+
+def test_names_may_have_those_of_wrappers_in_them() -> None:
+    run_ranks(_wrapped_names)
+
+
 class _Own:
     """What only code of its own can make."""
 
@@ -111,7 +142,7 @@ def _extra_state() -> None:
     model: Any = fully_shard(nn.Sequential(WithExtraState(4, 4), nn.Linear(4, 4)))
     given: Any = nn.Sequential(WithExtraState(4, 4), nn.Linear(4, 4))
     given[0].scale = 3.0
-    state = given.state_dict()
+    state: dict[str, Any] = given.state_dict()
     assert load_from_rank0(model, _alone(state)) == IncompatibleKeys((), ())
     assert model[0].scale == 3.0
     before = model[0].weight.full_tensor()
@@ -120,6 +151,8 @@ def _extra_state() -> None:
     }
     with pytest.raises(ConfigError, match="extra state is sent as tensors, numbers"):
         load_from_rank0(model, _alone(other))
+    with pytest.raises(ConfigError, match=r"the first rank cannot send(.|\n)*get_extra_state\(\) that returns"):
+        load_from_rank0(model, _alone({**state, "0._extra_state": {"scale": lambda: 1}}))
     assert torch.equal(model[0].weight.full_tensor(), before), "nothing was changed"
     del state["0._extra_state"]
     with pytest.raises(ConfigError, match=r"0\._extra_state is missing"):

@@ -259,6 +259,27 @@ def _other_groups(model: Any) -> optim.Optimizer:
     return optim.AdamW([{"params": others[::-1]}, {"params": first[::-1]}], lr=1.0, amsgrad=True)
 
 
+def _check_named_groups() -> None:
+    """Groups of torch's `named_parameters()` keep the names of their own parameters."""
+    model = sharded()
+    every = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = optim.AdamW(every, lr=0.1)
+    train(model, optimizer)
+    state = optim_state_dict(model, optimizer)
+    for groups in ([every[::-1]], [every[2:]], [every[:2], every[2:]]):
+        other = optim.AdamW([{"params": group, "lr": 0.2} for group in groups])
+        optim_state_dict_to_load(model, other, state, load_directly=True)
+        assert [group["param_names"] for group in other.param_groups] == [[n for n, _ in group] for group in groups]
+        assert {group["lr"] for group in other.param_groups} == {0.1}
+    again = optim.AdamW(every, lr=0.2)
+    optim_state_dict_to_load(model, again, optim_state_dict(model, other), load_directly=True)
+    assert again.param_groups[0]["param_names"] == [name for name, _ in every]
+
+
+def test_names_in_groups_are_no_settings() -> None:
+    run_ranks(_check_named_groups)
+
+
 def _check_groups() -> None:
     model, optimizer = _trained("AdamW")
     schedule = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -437,6 +458,10 @@ def _check_refused() -> None:
     wrong = _with(state, "first.bias", "exp_avg", torch.ones(3)) if dist.get_rank() == 0 else {}
     with pytest.raises(ConfigError, match=r"'exp_avg' of first.bias has shape \(3,\)"):
         optim_state_dict_to_load(model, optimizer, wrong, config=RANK_0)
+    groups = state["param_groups"]
+    for not_sent in ([{**groups[0], "schedule": lambda: 1}, *groups[1:]], [{"lr": 0.1}]):
+        with pytest.raises(ConfigError, match="the first rank cannot send the state dict"):
+            optim_state_dict_to_load(model, optimizer, {**state, "param_groups": not_sent}, config=RANK_0)
     with full_params(model), pytest.raises(ConfigError, match=r"held in full already"):
         optim_state_dict(model, optimizer)
     assert_same(all_values(model, optimizer), before)
