@@ -243,8 +243,9 @@ def _first_gather_of(
         budget = budget_bytes(options)
         if budget is None:
             return first_gather(forward, None)
-        # Of several graphs none knows what the others need.
-        return first_gather(forward, of_graphs(budget) - max(least_bytes.values()) if whole else 0)
+        # Of several graphs none knows what the others need, and one whose passes stop early not what it needs itself.
+        is_known = whole and least_bytes
+        return first_gather(forward, of_graphs(budget) - max(least_bytes.values()) if is_known else 0)
 
     return find
 
