@@ -249,7 +249,8 @@ def _first_gather_of(
         budget = budget_bytes(options)
         if budget is None:
             return first_gather(forward, None)
-        return first_gather(forward, of_graphs(budget) - max(least_bytes.values()))
+        # A graph whose passes stop before a plan does not know what it needs itself.
+        return first_gather(forward, of_graphs(budget) - max(least_bytes.values()) if least_bytes else 0)
 
     return find
 

@@ -192,7 +192,8 @@ class FSDPOptions:
                 instead="one of the two",
             )
         budget = self.memory_budget_gb
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
+        is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+        if budget is not None and not (is_number and 0 < budget < math.inf):
             raise bad_option("memory_budget_gb", budget, "a positive number of 1e9 byte")
 
     @classmethod

@@ -90,6 +90,11 @@ def is_saved_for_backward(description: object) -> bool:
     return isinstance(description, _SAVED)
 
 
+def updated_input(description: object) -> object | None:
+    """The description of the input that an output is the new value of, as AOTAutograd describes it."""
+    return getattr(description, "mutated_input", None)
+
+
 def index_among_inputs(placeholder: fx.Node, position: int) -> int | None:
     """Which input of Dynamo's graph a placeholder of AOTAutograd's is; `None` if it is none.
 

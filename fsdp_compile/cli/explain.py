@@ -77,7 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-sizes",
         type=int,
         nargs="+",
-        default=_WORLD_SIZES,
         metavar="N",
         help=f"ranks of that picture (default: {' '.join(map(str, _WORLD_SIZES))})",
     )
@@ -106,18 +105,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     with torch.device("meta"):
         model, args, kwargs = _built_in() if arguments.model is None else _load(arguments.model)
-    dtype = None if arguments.param_dtype == "float32" else getattr(torch, arguments.param_dtype)
+    policy = MixedPrecisionPolicy(getattr(torch, arguments.param_dtype))
     plan = explain(
         model,
         *args,
         world_size=arguments.world_size,
-        options={"lower": arguments.lower, "prefetch": arguments.prefetch, "mp_policy": MixedPrecisionPolicy(dtype)},
+        options={"lower": arguments.lower, "prefetch": arguments.prefetch, "mp_policy": policy},
         hardware=there,
         **kwargs,
     )
     _show(plan, arguments)
     if arguments.scaling is not None:
-        scaling = plan.scaling(arguments.world_sizes)
+        scaling = plan.scaling(arguments.world_sizes or _WORLD_SIZES)
         _save(arguments.scaling, getattr(scaling, _DRAWINGS[arguments.scaling.suffix]))
     return 0
 
@@ -126,6 +125,14 @@ def _check(arguments: argparse.Namespace, link: str | float) -> None:
     """Refuses names and numbers that are impossible, before torch is imported."""
     if arguments.scaling is not None:
         _check_picture(arguments.scaling)
+    elif arguments.world_sizes is not None:
+        raise ConfigError(
+            "no picture was asked for, and these are its numbers of ranks",
+            where="--world-sizes",
+            instead="--scaling FILE beside it, or --world-size N",
+        )
+    for ranks in arguments.world_sizes or ():
+        check_world_size(ranks)
     if arguments.hardware is not None:
         _check_file(arguments)
     if isinstance(link, float):

@@ -15,7 +15,7 @@ from operator import getitem
 
 from torch import fx
 
-from fsdp_compile._torch.dynamo import is_saved_for_backward
+from fsdp_compile._torch.dynamo import is_saved_for_backward, updated_input
 from fsdp_compile.cost.fusion import Kernels, shares_memory
 from fsdp_compile.cost.own_collectives import is_own, own_start_of
 from fsdp_compile.cost.sizes import result_bytes, tensor_bytes, tensors_of, tensors_of_value
@@ -238,7 +238,8 @@ class _Walk:
         nodes = returned if isinstance(returned, tuple | list) else (returned,)
         notes = self.step.output.meta.get("desc") or ()
         for node, note in itertools.zip_longest(nodes, notes[: len(nodes)]):
-            if not isinstance(node, fx.Node):
+            # New values of inputs are written into these when forward returns, and freed.
+            if not isinstance(node, fx.Node) or updated_input(note) is not None:
                 continue
             saved = is_saved_for_backward(note)
             for buffer in self._all(node):

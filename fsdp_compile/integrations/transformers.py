@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -103,9 +104,16 @@ class FSDPCallback(TrainerCallback):
         kwargs["lr_scheduler"].load_state_dict(loaded["lr_scheduler"])
         self._resumed = folder
 
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Restores random number generators in a run that is resumed with a new epoch, whose loader draws a seed."""
+        if args.ignore_data_skip or float(state.epoch or 0).is_integer():
+            self._go_on_drawing()
+
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Restores random number generators in a resumed run."""
-        # Not when training begins: the Trainer's loader draws a seed after that.
+        """Restores them in a run that is resumed within an epoch, whose loader had drawn its seed before the save."""
+        self._go_on_drawing()
+
+    def _go_on_drawing(self) -> None:
         if self._resumed is not None:
             _load_generators(self._resumed)
             self._resumed = None
@@ -215,7 +223,13 @@ def _load(state: dict[str, Any], folder: Path) -> None:
 
 def _save_generators(folder: Path) -> None:
     """Writes the state of this rank's random number generators."""
-    state = {"python": random.getstate(), "cpu": torch.get_rng_state(), "devices": _device_states()}
+    name, key, *rest = np.random.get_state()  # noqa: NPY002  # of the generator that the Trainer seeds
+    state = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(key), *rest),  # an array would not load without pickle
+        "cpu": torch.get_rng_state(),
+        "devices": _device_states(),
+    }
     torch.save(state, folder / _GENERATORS.format(dist.get_rank()))
 
 
@@ -225,6 +239,9 @@ def _load_generators(folder: Path) -> None:
     if file.exists():
         state = torch.load(file, weights_only=True)
         random.setstate(state["python"])
+        if "numpy" in state:  # not in checkpoints of earlier versions
+            name, key, *rest = state["numpy"]
+            np.random.set_state((name, key.numpy(), *rest))  # noqa: NPY002
         torch.set_rng_state(state["cpu"])
         if state["devices"]:
             torch.cuda.set_rng_state_all(state["devices"])

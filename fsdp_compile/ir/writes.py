@@ -19,10 +19,14 @@ def is_write(node: fx.Node) -> bool:
     return schema is not None and schema.is_mutable and role_of(node) is None
 
 
+def written(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes whose memory the program writes, by themselves or through views."""
+    return [_base(target) for node in graph.nodes if is_write(node) for target in _targets(node)]
+
+
 def tied_to_writes(graph: fx.Graph) -> frozenset[fx.Node]:
     """Nodes that read or show memory which the program writes: across the write, they would read another value."""
-    written = [_base(target) for node in graph.nodes if is_write(node) for target in _targets(node)]
-    return frozenset(node for held in aliases(written) for node in (held, *held.users))
+    return frozenset(node for held in aliases(written(graph)) for node in (held, *held.users))
 
 
 def _targets(node: fx.Node) -> list[fx.Node]:

@@ -58,14 +58,15 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
     """Trains a model compiled with `backend="fsdp"` and an eager reference, and compares all their numbers.
 
     Both start from the same seed, on `world_size` new processes of this host, with gloo on CPU, or with NCCL
-    where every rank has a GPU. Every step's losses, gradients, parameters and optimizer state are compared unsharded.
+    where every rank has a GPU. Every step's losses, gradients, parameters and optimizer state are compared unsharded,
+    and the buffers of the first rank.
 
     Args:
         make_model: Makes the model. This and the other functions must be importable by a new process: functions of a
             module, or of a script below whose `if __name__ == "__main__":` this is called.
         make_batch: From the number of a step to the batch of all ranks. Tensors are split along dimension 0, first
             over ranks and then over micro-batches. A tuple becomes the model's positional arguments, a mapping its
-            keyword arguments.
+            keyword arguments. Each rank calls it, with torch's generators seeded alike.
         world_size: Number of ranks.
         reference: What to compare with: one process on the whole batch, DDP, FSDP2 or FSDP1.
         level: "bitwise" for equal bits, through `lower="eager"`; "tolerance" for bounds that `docs/parity.md` derives,
@@ -84,7 +85,7 @@ def check_parity(  # noqa: PLR0913  one call says everything about a comparison
         accumulation: "reduce-each" reduces after every backward pass, "hold" once per step, after the last
             (`no_sync` here and in DDP and FSDP1, `set_requires_gradient_sync` of FSDP2).
         bisect: Whether to find out which pass introduced a difference, by running the passes before it alone.
-        seed: Of the model and of dropout.
+        seed: Of the model, of batches that are drawn, and of dropout.
         timeout_s: For every collective.
 
     Returns:

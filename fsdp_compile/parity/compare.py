@@ -89,12 +89,13 @@ def depth_of(loss: torch.Tensor) -> int:
 
 
 class Quantity(StrEnum):
-    """What is compared, in the order in which a step makes it."""
+    """What is compared; of several that differ in a step, the first one names the place."""
 
     LOSS = "loss"
     GRADIENT = "gradient"
     PARAMETER = "parameter"
     STATE = "optimizer state"
+    BUFFER = "buffer"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class Difference:
     """One tensor of one step on both sides.
 
     Attributes:
-        name: Of the parameter, with the optimizer's key for its state; "loss" for losses.
+        name: Of the parameter or buffer, with the optimizer's key for its state; "loss" for losses.
         step: From 0.
         dtype: Of the reference.
         different: How many numbers differ in a bit.

@@ -36,11 +36,13 @@ class Side:
     """A model in training.
 
     Attributes:
+        given: The user's model, in `model`.
         named: The optimizer's parameters, by the names that the user's model gives them.
         whole_batch: Whether it trains alone on the batches of all ranks.
     """
 
     model: nn.Module
+    given: nn.Module
     named: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     whole_batch: bool = False
@@ -69,8 +71,12 @@ class Side:
                 }
         return {(Quantity.GRADIENT, n): None if p.grad is None else _full(p.grad) for n, p in self.named.items()}
 
-    def parameters(self) -> Tensors:
-        """Full parameters and optimizer state (not that of FSDP1, which is in pieces); a collective."""
+    def state(self) -> Tensors:
+        """Full parameters, optimizer state (not that of FSDP1, which is in pieces) and buffers; a collective."""
+        buffers: Tensors = {(Quantity.BUFFER, _plain(n)): _full(b).clone() for n, b in self.given.named_buffers()}
+        return {**self._parameters_and_state(), **buffers}
+
+    def _parameters_and_state(self) -> Tensors:
         if isinstance(self.model, FullyShardedDataParallel):
             with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
                 return {(Quantity.PARAMETER, _plain(n)): p.detach().clone() for n, p in self.model.named_parameters()}
@@ -79,6 +85,8 @@ class Side:
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, torch.Tensor):
                     found[Quantity.STATE, f"{name}.{key}"] = _full(value)
+                elif isinstance(value, int | float):
+                    found[Quantity.STATE, f"{name}.{key}"] = torch.tensor(value, dtype=torch.float64)
         return found
 
 
@@ -96,7 +104,7 @@ def compiled_side(experiment: Experiment) -> Side:
         )
     named = dict(model.named_parameters())
     compiled: Any = torch.compile(model, backend="fsdp", options=experiment.compile_options)
-    return Side(compiled, named, experiment.optimizer(_trained(named)))
+    return Side(compiled, model, named, experiment.optimizer(_trained(named)))
 
 
 def reference_side(experiment: Experiment, unit_names: list[str]) -> Side | None:
@@ -161,14 +169,14 @@ def _single(experiment: Experiment, _units: list[str]) -> Side | None:
     model = _fresh(experiment)
     named = dict(model.named_parameters())
     wrapped = CastParameters(model, experiment.mp_policy)
-    return Side(wrapped, named, experiment.optimizer(_trained(named)), whole_batch=True)
+    return Side(wrapped, model, named, experiment.optimizer(_trained(named)), whole_batch=True)
 
 
 def _ddp(experiment: Experiment, _units: list[str]) -> Side:
     model = _fresh(experiment)
     named = dict(model.named_parameters())
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    return Side(wrapped, named, experiment.optimizer(_trained(named)))
+    return Side(wrapped, model, named, experiment.optimizer(_trained(named)))
 
 
 def _fsdp2(experiment: Experiment, unit_names: list[str]) -> Side:
@@ -187,7 +195,7 @@ def _fsdp2(experiment: Experiment, unit_names: list[str]) -> Side:
                 reshard_after_forward=experiment.reshard_after_forward,
             )
     named = dict(model.named_parameters())
-    return Side(model, named, experiment.optimizer(_trained(named)))
+    return Side(model, model, named, experiment.optimizer(_trained(named)))
 
 
 def _fsdp1(experiment: Experiment, unit_names: list[str]) -> Side:
@@ -218,7 +226,7 @@ def _fsdp1(experiment: Experiment, unit_names: list[str]) -> Side:
         else torch.device("cpu"),
     )
     named = {_plain(n): p for n, p in wrapped.named_parameters()}
-    return Side(wrapped, named, experiment.optimizer(_trained(named)))
+    return Side(wrapped, model, named, experiment.optimizer(_trained(named)))
 
 
 _MAKERS: dict[Reference, Callable[[Experiment, list[str]], Side | None]] = {

@@ -42,8 +42,8 @@ class _Judge:
             found = compare(*key, step, ours.get(key), theirs.get(key))
             yield self._bounded(found, self._gradient_bound(found, magnitude_of(theirs.get(key)), largest))
 
-    def parameters(self, step: int, before: Tensors, ours: Tensors, theirs: Tensors) -> Iterator[Difference]:
-        """Parameters and optimizer state after a step; `before` are the reference's parameters before it."""
+    def after_step(self, step: int, before: Tensors, ours: Tensors, theirs: Tensors) -> Iterator[Difference]:
+        """Parameters, optimizer state and buffers after a step; `before` are the reference's before it."""
         states = any(quantity is Quantity.STATE for quantity, _ in theirs)
         for key in _keys(ours, theirs):
             quantity, name = key
@@ -59,12 +59,12 @@ class _Judge:
                 self.moved[name] = self.moved.get(name, 0.0) + way * error
                 rounding = magnitude(now) * self.extent.sum()
                 yield self._bounded(found, self.moved[name] + rounding)
-            elif self.linear and self.extent is not None:
+            elif quantity is Quantity.STATE and self.linear and self.extent is not None:
                 yield self._bounded(
                     found, magnitude_of(now) * (self.extent.path(step) + self.extent.sum()) * (step + 1)
                 )
             else:
-                # Reported, not compared: no bound follows for the state of such an optimizer.
+                # Reported, not compared: no bound follows for the state of such an optimizer, or for buffers.
                 yield self._bounded(found, math.inf)
 
     def _gradient_bound(self, found: Difference, scale: float, largest: float) -> float:
@@ -93,10 +93,11 @@ def train_both(experiment: Experiment) -> list[Difference]:
     judge: _Judge | None = None
     found: list[Difference] = []
     for step in range(experiment.steps):
+        torch.manual_seed(experiment.seed + step)  # a batch that is drawn is the same one on each rank
         batch = to_device(experiment.make_batch(step), torch.device(experiment.device_type))
         our_losses = _all_losses(_backward(experiment, ours, batch, step)[0])
         our_gradients = ours.gradients()
-        our_parameters = _step(ours)
+        our_state = _step(ours)
         if theirs is None:
             continue
         their_losses, depth = _backward(experiment, theirs, batch, step)
@@ -107,14 +108,14 @@ def train_both(experiment: Experiment) -> list[Difference]:
             their_losses = _all_losses(their_losses)
         their_gradients = theirs.gradients()
         # Cloned: the optimizer updates parameters in place.
-        before = {key: None if v is None else v.clone() for key, v in theirs.parameters().items()}
-        their_parameters = _step(theirs)
+        before = {key: None if v is None else v.clone() for key, v in theirs.state().items()}
+        their_state = _step(theirs)
         if dist.get_rank() == 0:
             judge = judge or _judge(experiment, ours, theirs, batch, depth)
             found.extend(
                 judge.gradients(step, {LOSS: our_losses, **our_gradients}, {LOSS: their_losses, **their_gradients})
             )
-            found.extend(judge.parameters(step, before, our_parameters, their_parameters))
+            found.extend(judge.after_step(step, before, our_state, their_state))
     return found
 
 
@@ -138,7 +139,7 @@ def _step(side: Side) -> Tensors:
     """Makes one optimizer step."""
     side.optimizer.step()
     side.optimizer.zero_grad(set_to_none=True)
-    return side.parameters()
+    return side.state()
 
 
 def _backward(experiment: Experiment, side: Side, batch: Any, step: int) -> tuple[torch.Tensor, int]:

@@ -26,7 +26,7 @@ from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.post_forward import shard_post_forward
 from fsdp_compile.partition.recompute import blocks, recompute
-from fsdp_compile.partition.updated_inputs import save_readers_of_updated_inputs
+from fsdp_compile.partition.updated_inputs import save_copies_of_updated_inputs
 
 _LAST_REGION = 1 << 60
 """Later than any checkpointed region: a result that crosses into a later region would be saved (AC's own rule)."""
@@ -56,12 +56,12 @@ def partition(
     if recomputed:
         recompute(blocks(joint.graph)[:recomputed])
     mark_reads(joint.graph)
-    save_readers_of_updated_inputs(joint.graph)
     kwargs.setdefault("compiler", "inductor")
     results = joint.graph.output_node().meta.get("desc")
     forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     if results is not None:
         _describe_results(forward.graph.output_node(), results[: kwargs["num_fwd_outputs"]])
+    save_copies_of_updated_inputs(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
     for half in (forward, backward):
         expand_gather_messages(half.graph)
     return forward, backward

@@ -24,10 +24,12 @@ from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.errors import BudgetTooSmallError
 from fsdp_compile.ir.graph import record_of
 from fsdp_compile.ir.queries import READS, is_alias, is_known_to_repeat, parameter_only
+from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP
 
 T = TypeVar("T")
 Block = tuple[fx.Node, ...]
 _COMMUNICATE = ("_c10d_functional", "_dtensor")
+_EXCHANGE_ROWS = (LOOK_UP, AVERAGE_ROWS)
 
 
 def blocks(joint: fx.Graph) -> list[Block]:
@@ -146,7 +148,7 @@ def _can_run_twice(node: fx.Node) -> bool:
         return False  # marked as all reads are
     if node.target is getitem:
         return _can_run_twice(node.all_input_nodes[0])
-    if not isinstance(node.target, OpOverload) or node.is_impure():
+    if not isinstance(node.target, OpOverload) or node.is_impure() or node.target in _EXCHANGE_ROWS:
         return False
     repeats = is_known_to_repeat(node.target)
     return repeats and not (node.target._schema.is_mutable or node.target.namespace in _COMMUNICATE)

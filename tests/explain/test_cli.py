@@ -16,6 +16,9 @@ from tests.models.round_sizes import Stack
 def make():
     return Stack(), (torch.zeros(64, 256),)
 
+def make_narrow():
+    return Stack().to(torch.bfloat16), (torch.zeros(64, 256, dtype=torch.bfloat16),)
+
 def wrong():
     return Stack()
 """
@@ -60,6 +63,16 @@ def test_a_model_of_the_users_is_explained_as_json_page_and_trace(
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
 
 
+def test_parameters_are_gathered_in_the_dtype_that_was_asked_for(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for dtype in ("float32", "bfloat16"):
+        assert main(["explain", f"{module}:make_narrow", "--lower", "eager", "--param-dtype", dtype, "--json"]) == 0
+        graphs = json.loads(capsys.readouterr().out)["graphs"]
+        sent = [each for graph in graphs for each in graph["collectives"]]
+        assert {each["dtype"] for each in sent if each["kind"] == "all-gather"} == {dtype}
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -68,6 +81,7 @@ def test_a_model_of_the_users_is_explained_as_json_page_and_trace(
         (["explained_here:wrong"], "a function without arguments"),
         (["--device", "h10"], "h100-sxm"),
         (["--world-size", "0"], "world_size=0"),
+        (["--world-sizes", "8", "64"], "no picture was asked for"),
     ],
 )
 def test_mistakes_are_explained(argv: list[str], says: str, module: str, capsys: pytest.CaptureFixture[str]) -> None:

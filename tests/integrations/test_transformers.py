@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,7 +82,22 @@ def test_options_reach_the_backend() -> None:
             model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
 
 
-def _train(folder: str, steps: int, resume_from: str | None = None) -> None:
+class _Draws(transformers.TrainerCallback):  # type: ignore[name-defined]
+    """Draws from each generator when a step begins, as a model does."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, tuple[float, ...]] = {}
+
+    def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        drawn = random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
+        self.drawn[state.global_step] = drawn
+
+
+_Drawn = dict[int, tuple[float, ...]]
+
+
+def _train(folder: str, steps: int, resume_from: str | None = None, rows: int = 64) -> _Drawn:
+    """Trains with a batch of 8 on each rank; what was drawn at each step."""
     from fsdp_compile.integrations.transformers import FSDPCallback
 
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -88,15 +105,23 @@ def _train(folder: str, steps: int, resume_from: str | None = None) -> None:
     arguments = transformers.TrainingArguments(
         output_dir=folder, max_steps=steps, save_steps=1, save_only_model=True, report_to=[], use_cpu=True
     )
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 8, (64, 4))]
-    callback = FSDPCallback(model, options={"lower": "eager"})
-    transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[callback]).train(resume_from)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 8, (rows, 4))]
+    draws = _Draws()
+    callbacks = [FSDPCallback(model, options={"lower": "eager"}), draws]
+    transformers.Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks).train(resume_from)
+    return draws.drawn
+
+
+def _prepare_accelerate() -> str:
+    """Sets what accelerate asks for, also beside a group; this rank."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, ACCELERATE_USE_CPU="true")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
+    return rank
 
 
 def _resume_elsewhere(folder: str) -> None:
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, ACCELERATE_USE_CPU="true")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # accelerate asks for it, also beside a group
+    rank = _prepare_accelerate()
     torch.manual_seed(0)
     here, elsewhere = f"{folder}/here", f"{folder}/elsewhere"
     for each in (here, elsewhere):
@@ -126,3 +151,18 @@ class _Trap:
 def test_a_checkpoint_of_another_run_and_a_hostile_one_are_not_resumed(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     run_ranks(_resume_elsewhere, str(tmp_path))
+
+
+def _resume_twice(folder: str) -> list[_Drawn]:
+    """A run of two epochs of two steps; one that is resumed within the first one; one that is resumed between them."""
+    _prepare_accelerate()
+    torch.manual_seed(0)
+    whole = _train(folder, 4, rows=32)
+    return [whole, *(_train(folder, 4, f"{folder}/checkpoint-{step}", rows=32) for step in (1, 2))]
+
+
+def test_a_resumed_run_draws_what_the_run_would_have_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    for whole, within, between in run_ranks(_resume_twice, str(tmp_path)):
+        assert within == {step: whole[step] for step in (1, 2, 3)}
+        assert between == {step: whole[step] for step in (2, 3)}

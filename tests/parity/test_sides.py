@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -155,6 +156,63 @@ def test_the_policy_and_the_batch_reach_the_reference_and_complex_numbers_are_co
     assert {"gradient of layer.weight", "gradient of layer.bias"} <= other
     wanted["another imaginary part"] = other
     assert dict(zip(_CASES, found, strict=True)) == wanted
+
+
+class _Normed(nn.Module):
+    """A checkpointed batch norm, whose running statistics are updated twice in eager code and once when compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: self.layer(self.norm(y)), x, use_reentrant=False)
+
+
+class _Counting(torch.optim.SGD):
+    """Keeps numbers beside tensors: of the reference 1.5 in each step, of the compiled side 2.5."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["moved"] = 2.5 if hasattr(parameter, "to_local") else 1.5
+
+
+def _counting(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return _Counting(parameters, lr=0.1)
+
+
+_BUFFERS = {f"buffer of norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+_NORMED: dict[str, Any] = {"make_model": _Normed, "make_batch": make_batch}
+
+
+def test_buffers_and_numbers_of_optimizers_are_compared() -> None:
+    cases = {
+        "wrapped by FSDP2": _experiment(**_NORMED, reference=Reference.FSDP2),
+        "wrapped by FSDP1": _experiment(**_NORMED),
+        "within bounds": _experiment(**_NORMED | _LOOSE, reference=Reference.FSDP2),
+        "numbers": _experiment(reference=Reference.SINGLE, **_LOOSE | {"optimizer": _counting}),
+    }
+    differ, exceed = run_ranks(_differing, list(cases.values()))[0]
+    numbers = {"optimizer state of layer.weight.moved", "optimizer state of layer.bias.moved"}
+    assert [each & (_BUFFERS | numbers) for each in differ] == [_BUFFERS, _BUFFERS, _BUFFERS, numbers]
+    assert exceed == [_BUFFERS, _BUFFERS, set(), numbers]
+
+
+def _differing(experiments: list[Experiment]) -> tuple[list[set[str]], list[set[str]]]:
+    """What of each differs at all, and what exceeds its level."""
+    found = [train_both(each) for each in experiments]
+    differ = [{f"{d.quantity.value} of {d.name}" for d in each if d.different} for each in found]
+    return differ, [{f"{d.quantity.value} of {d.name}" for d in each if d.exceeds} for each in found]
+
+
+def _drawn(_step: int) -> _Pair:
+    return _Pair(torch.randn(8, 16), torch.randn(8, 8))
+
+
+def test_a_batch_that_is_drawn_is_the_same_one_on_each_rank() -> None:
+    experiment = _experiment(make_batch=_drawn, reference=Reference.SINGLE, **_LOOSE)
+    assert run_ranks(_differing, [experiment])[0][1] == [set()]
 
 
 def _timeouts() -> list[timedelta]:

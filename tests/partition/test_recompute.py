@@ -19,6 +19,7 @@ from fsdp_compile._torch.dynamo import CheckpointPolicy
 from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.explain.plan import Plan
+from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP
 from fsdp_compile.partition.recompute import recompute, with_fewest
 from tests.models.extended import Half, Layers
 from tests.ranks import run_ranks
@@ -182,9 +183,11 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-def test_operators_that_are_not_torchs_are_not_computed_again() -> None:
+def test_operators_that_are_not_torchs_and_exchanges_of_rows_are_not_computed_again() -> None:
     graph = torch.fx.Graph()
     known = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))
     own = graph.call_function(torch.ops.fsdp_test_recompute.same.default, (known,))
-    recompute([(known, own)])
-    assert [node.meta.get("recompute") for node in (known, own)] == [CheckpointPolicy.MUST_RECOMPUTE, None]
+    rows = [graph.call_function(operator, (known,)) for operator in (LOOK_UP, AVERAGE_ROWS)]
+    nodes = (known, own, *rows)
+    recompute([nodes])
+    assert [node.meta.get("recompute") for node in nodes] == [CheckpointPolicy.MUST_RECOMPUTE, None, None, None]

@@ -340,13 +340,14 @@ def _within_budgets() -> list[list[str]]:
         _backward(_model(memory_budget_gb=1e-6, activations="saved"), 0)
     assert isinstance(caught.value.inner_exception, BudgetTooSmallError)
     least_bytes = caught.value.inner_exception.least_bytes
-    budgets = (least_bytes, 10 * least_bytes)
-    return [_third_step(_model(**AFTER_STEP, activations="saved", memory_budget_gb=each / 1e9)) for each in budgets]
+    cases: list[dict[str, Any]] = [{"memory_budget_gb": each * least_bytes / 1e9} for each in (1, 10)]
+    cases.append({"memory_budget_gb": 1.0, "stop_after": "bucket"})
+    return [_third_step(_model(**AFTER_STEP, activations="saved", **each)) for each in cases]
 
 
 def test_nothing_is_started_where_the_budget_has_no_room() -> None:
-    for tight, ample in run_ranks(_within_budgets):
-        assert tight == []
+    for tight, ample, not_planned in run_ranks(_within_budgets):
+        assert tight == not_planned == []
         assert len(ample) == 1
 
 
