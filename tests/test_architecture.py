@@ -55,10 +55,10 @@ SHARED_BY_A_PROCESS = {
     "modules/classes.py": {"_classes"},  # a cache: the same class for the same reads
     "ops/comm_hook.py": {"_registered"},  # graphs name hooks
     "ops/host_copy.py": {"_running"},  # graphs see tensors, which have no room for an event
+    "runtime/checked_groups.py": {"_running"},  # thread-local
     "runtime/extended_reads.py": {"_by_key", "_numbers"},  # calls in graphs name parameters
     "runtime/post_backward.py": {"_has_failed", "_unfinished"},  # the same
     "runtime/units.py": {"_by_address"},  # compiled code sees tensors under other identities
-    "runtime/unshard.py": {"_optimizer_steps"},  # foreach kernels do not count versions of DTensors
     "modules/eager_reads.py": {"reads"},  # thread-local
     "modules/forward.py": {"_depth", "_first_call"},  # thread-local
 }

@@ -1,4 +1,4 @@
-"""What runs around a compiled graph at every step: two look-ups per parameter group, and little else."""
+"""What runs around a compiled graph at every step: three look-ups per parameter group, and little else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_compile.layout.spec import Update
 from fsdp_compile.lower.agreement import in_order
 from fsdp_compile.lower.failed_collective import failed_wait
 from fsdp_compile.modules.forward import in_forward
-from fsdp_compile.runtime import update_in_backward
+from fsdp_compile.runtime import checked_groups, update_in_backward
 from fsdp_compile.runtime.read_order import LARGEST_DIGEST, Done, compare_after_forward, in_graph, note_all
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.runtime.unshard import is_outdated, unshard_again
@@ -60,17 +60,20 @@ def flat_inputs(step: StepGraph) -> list[FlatInput]:
 
 
 def check_inputs(compiled: Compiled, inputs: Sequence[FlatInput]) -> Compiled:
-    """Wraps a compiled forward that a compiled function may enter without the model's own `__call__`."""
+    """Wraps a compiled forward that may be entered without the own `__call__` of a model that it reads.
+
+    A compiled function calls none, and a model that is compiled whole calls none of others that it does not own.
+    """
 
     def run(args: list[Any]) -> Any:
-        if not in_forward():
-            for each in inputs:
-                flat = FSDPParamGroup.of(args[each.position])
-                if flat is not None:
-                    check_inside_graph(flat)
-                    if backward_in_progress() == -1:
-                        update_in_backward.begin(flat)
-                    _replace_stale(args, flat, each)
+        checked = checked_groups.checked() if in_forward() else ()
+        for each in inputs:
+            flat = FSDPParamGroup.of(args[each.position])
+            if flat is not None and flat not in checked:
+                check_inside_graph(flat)
+                if backward_in_progress() == -1:
+                    update_in_backward.begin(flat)
+                _replace_stale(args, flat, each)
         return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.modules.casts import Arguments, cast_inputs, cast_output
 from fsdp_compile.modules.eager_reads import check_reads, hide_values, reads, show_values
 from fsdp_compile.modules.stored_shards import refusal_of_shards
-from fsdp_compile.runtime import read_order
+from fsdp_compile.runtime import checked_groups, read_order
 from fsdp_compile.runtime.module_state import CompiledForward, state_of
 
 _depth = threading.local()
@@ -59,7 +59,7 @@ def in_forward_during(module: nn.Module, frame: types.FrameType | None) -> None:
 
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
         if running and getattr(_first_call, "frame", None) is running[0]:
-            _first_call.frame = None
+            _end_first_call()
         running.clear()
         if output is not None:  # else the call may have failed, and torch is going through these hooks
             handle.remove()
@@ -79,9 +79,14 @@ def _in_first_call() -> bool:
     if waited_for is None:
         return False
     if not is_on_stack(waited_for):
-        _first_call.frame = None
+        _end_first_call()
         return False
     return True
+
+
+def _end_first_call() -> None:
+    _first_call.frame = None
+    checked_groups.forget()
 
 
 def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,6 +111,8 @@ def call_in_forward(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         _depth.value -= 1
         if _depth.value == 0:
             reads.__dict__.clear()
+            if not _in_first_call():
+                checked_groups.forget()
 
 
 def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN003, ANN201
@@ -179,7 +186,7 @@ def run_eagerly(
     outermost = not in_forward()
     # Once per step: modules below it are checked with it.
     shown = []
-    if outermost:
+    if outermost or not _is_checked(module):
         shown = _pre_forward(module)
     elif calls_are_compiled():  # after a graph break: values that were swapped in since
         shown = _show_values(module)
@@ -221,22 +228,24 @@ def _as_before(module: nn.Module, *, outermost: bool) -> tuple[Compiler | None, 
 
 def enter_method(module: nn.Module, frame: types.FrameType) -> None:
     """Makes reads gather in another method than `forward`, until the frame that calls it returns."""
+    if in_forward() and _is_checked(module):
+        return
+    shown = _pre_forward(module)
+    if shown:
+        hide_values(shown)
+        raise UnsupportedModelError(
+            "a plain value stands in the place of a sharded parameter",
+            where=f"parameter {shown[0][1]}, in a method that register_fsdp_forward_method() named",
+            instead="call the module itself, or assign an nn.Parameter",
+        )
     if not in_forward():
-        shown = _pre_forward(module)
-        if shown:
-            hide_values(shown)
-            raise UnsupportedModelError(
-                "a plain value stands in the place of a sharded parameter",
-                where=f"parameter {shown[0][1]}, in a method that register_fsdp_forward_method() named",
-                instead="call the module itself, or assign an nn.Parameter",
-            )
         in_forward_until_return(frame)
 
 
 def leave_method(frame: types.FrameType) -> None:
     """Undoes `enter_method`, if the method that `frame` calls was the outermost."""
     if getattr(_first_call, "frame", None) is frame:
-        _first_call.frame = None
+        _end_first_call()
         try:
             check_reads()
             read_order.compare_after_forward()
@@ -245,9 +254,20 @@ def leave_method(frame: types.FrameType) -> None:
 
 
 @torch.compiler.disable
+def _is_checked(module: nn.Module) -> bool:
+    """Whether the running forward has checked a module that it calls: one that it owns."""
+    state = state_of(module)
+    if state is None or state.model is None:
+        return True
+    return checked_groups.checked().issuperset((state.model, *(read.group for read in state.reads.values())))
+
+
+@torch.compiler.disable
 def _pre_forward(module: nn.Module) -> list[tuple[nn.Module, str]]:
     state = state_of(module)
     assert state is not None
+    if not in_forward():
+        checked_groups.forget()  # what a forward has left that failed before it began
     if state.model is not None:
         with profiled(Range.ROOT_PRE_FORWARD):
             state.model.pre_forward(module)

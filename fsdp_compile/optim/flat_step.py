@@ -20,7 +20,7 @@ from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.optim.flat_runs import Run, State, neighbours
 from fsdp_compile.runtime import loaded_state
-from fsdp_compile.runtime.next_forward import OWN_PARAMS
+from fsdp_compile.runtime.optimizer_steps import OWN_PARAMS
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
 
 ELEMENTWISE = (

@@ -21,11 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.runtime import unshard
+from fsdp_compile.runtime.optimizer_steps import count_optimizer_steps, parameters_of
 from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
 from fsdp_compile.runtime.units import FSDPParamGroup, ModelState
-
-OWN_PARAMS = "_fsdp_own_params"
-"""Attribute of an optimizer whose groups show other tensors while it steps (`flat_step`): each group's parameters."""
 
 
 class NextForward:
@@ -142,7 +140,7 @@ def expect_none(models: Iterable[ModelState]) -> None:
 @functools.cache
 def _watch_optimizers() -> None:
     # After it, so that what is gathered is of the version after the step.
-    unshard.count_optimizer_steps()
+    count_optimizer_steps()
     register_optimizer_step_post_hook(_after_step)
 
 
@@ -160,8 +158,7 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 def _models_of(optimizer: Optimizer) -> set[ModelState]:
     """The models that an optimizer has parameters of: others may be deleted on some ranks, and not yet on this one."""
-    lists = vars(optimizer).get(OWN_PARAMS) or [group["params"] for group in optimizer.param_groups]
-    own = {id(parameter) for parameters in lists for parameter in parameters}
+    own = set(map(id, parameters_of(optimizer)))
     groups = [g for g in FSDPParamGroup.alive() if any(id(param.parameter) in own for param in g.params)]
     models = {group.unit.model_ref() for group in groups}
     return {model for model in models if model is not None}

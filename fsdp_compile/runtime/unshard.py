@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.distributed import fsdp
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_compile._torch.autograd import backward_in_progress, outside_of_transforms
 from fsdp_compile._torch.distributed import collectives
@@ -25,18 +22,6 @@ from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, Mode
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 
 _EAGER = EagerBuilder()
-_optimizer_steps = [0]
-"""How often any optimizer stepped: torch's foreach kernels write DTensors and leave their version counters alone."""
-
-
-@functools.cache
-def count_optimizer_steps() -> None:
-    """Starts to count the steps of every optimizer of the process."""
-
-    def count(*_: Any) -> None:
-        _optimizer_steps[0] += 1
-
-    register_optimizer_step_post_hook(count)
 
 
 class UnshardHandle(fsdp.UnshardHandle):
@@ -121,8 +106,8 @@ def follow_writes(group: FSDPParamGroup, param: FSDPParam) -> None:
     """Gathers a group with unsharded values again if the running forward has written to one of its parameters."""
     held = group.unsharded.params
     if held is not None:
-        steps, flat, *each = held.version
-        if version_of_param(group, param) != (steps, flat, each[group.params.index(param)]):
+        flat, *each = held.version
+        if version_of_param(group, param) != (flat, each[group.params.index(param)]):
             unshard_again(group)
 
 
@@ -210,12 +195,12 @@ def _is_current(group: FSDPParamGroup) -> bool:
 
 def version_of(group: FSDPParamGroup) -> tuple[int, ...]:
     """Counters that change when an optimizer, or any operator in place, writes to a parameter."""
-    return (_optimizer_steps[0], group.flat_param._version, *(param.parameter._version for param in group.params))
+    return (group.flat_param._version, *(param.parameter._version for param in group.params))
 
 
 def version_of_param(group: FSDPParamGroup, param: FSDPParam) -> tuple[int, ...]:
     """The same for one parameter."""
-    return (_optimizer_steps[0], group.flat_param._version, param.parameter._version)
+    return (group.flat_param._version, param.parameter._version)
 
 
 def _start(group: FSDPParamGroup) -> PendingAllGather:

@@ -34,7 +34,8 @@ class ViewCheck:
 
     Attributes:
         units: The units that modules in it read from.
-        extended: Their parameter groups with all-gather extensions.
+        groups: Their parameter groups.
+        extended: Those of them with all-gather extensions.
         outside: Modules outside of it that have parameters of the units.
         tables: The dicts of parameters and of modules of each of `modules`, and of parameters of each of `outside`.
         names: The keys of these dicts.
@@ -46,6 +47,7 @@ class ViewCheck:
     """
 
     units: tuple[FSDPUnit, ...]
+    groups: tuple[FSDPParamGroup, ...]
     extended: tuple[FSDPParamGroup, ...]
     models: tuple[ModelState, ...]
     layout_versions: list[int]
@@ -72,6 +74,7 @@ class ViewCheck:
         models = tuple(dict.fromkeys(unit.model for unit in units))
         return ViewCheck(
             units=tuple(units),
+            groups=tuple(groups),
             extended=tuple(group for group in groups if group.is_extended),
             models=models,
             layout_versions=[model.layout_version for model in models],

@@ -27,7 +27,6 @@ from fsdp_compile.runtime import (
     kernels,  # noqa: F401  registers the kernels of operators
     loaded_state,
     post_backward,
-    unshard,
 )
 from fsdp_compile.runtime.group_state import WrapSource
 from fsdp_compile.runtime.module_refs import IgnoredParams
@@ -40,6 +39,7 @@ from fsdp_compile.runtime.module_state import (
     state_of,
     units,
 )
+from fsdp_compile.runtime.optimizer_steps import count_optimizer_steps
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup, FSDPUnit, ModelState
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from fsdp_compile.sharding import adopt, checks, devices
@@ -257,7 +257,7 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
     guard_each_call()
     explain_backwards()
     refuse_fsdp1_methods()
-    unshard.count_optimizer_steps()
+    count_optimizer_steps()
 
 
 def _initialize(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, arguments: Arguments) -> None:

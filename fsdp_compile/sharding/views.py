@@ -23,7 +23,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.pairs import stored_dtype
 from fsdp_compile.modules.classes import follow_attributes, gather_params
 from fsdp_compile.modules.eager_reads import holds_value, holds_values
-from fsdp_compile.runtime import extended_reads, next_forward, unshard
+from fsdp_compile.runtime import checked_groups, extended_reads, next_forward, unshard
 from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import ensure_state, units_below
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
@@ -108,8 +108,8 @@ def check_inside_graph(group: FSDPParamGroup) -> None:
             "a parameter changed its dtype, device, shape or requires_grad, and the compiled function cannot notice "
             "that in time",
             where=group.unit.parameter_name(changed),
-            instead="compile the module itself (torch.compile(model, backend='fsdp')), or make the change before "
-            "the first compiled call",
+            instead="compile the module itself (torch.compile(model, backend='fsdp')), or a module that has it as a "
+            "child; or make the change before the first compiled call",
         )
 
 
@@ -261,6 +261,7 @@ def pre_forward(root: nn.Module) -> None:
             refresh_unshard_args(group)
     next_forward.begin(view_check.models)
     unshard.pre_forward(view_check.units, view_check.models)
+    checked_groups.note(view_check.groups, view_check.models)
 
 
 def _put_in_place(root: nn.Module) -> ViewCheck:

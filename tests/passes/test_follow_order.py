@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -14,9 +16,9 @@ from torch import nn
 from fsdp_compile import FSDPOptions, RankMismatchError, explain
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.ir.calls import line_of, names_in, numbered, starts_of
-from fsdp_compile.ir.graph import StepGraph
+from fsdp_compile.ir.graph import KEY, StepGraph, record_of
 from fsdp_compile.pipeline import transform
-from tests.models.round_sizes import WIDTH, Stack
+from tests.models.round_sizes import WIDTH, Block, Stack
 
 GB_PER_S = (0.01, 1.0, 8.0, 64.0, 1000.0)
 """Links on which a plan is another one each: what a rank plans for other sizes differs by no more."""
@@ -100,3 +102,31 @@ def test_an_order_that_the_data_forbids_or_of_another_graph_is_refused() -> None
             planned(step, 8.0, wrong)
     assert order[-1] == reductions[-1]
     assert len(names_in(order[-1])) >= 1
+
+
+class Two(nn.Module):
+    """Two models in one graph, as of a compiled function; the second one has a parameter of the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Sequential(Block(), Block())
+        self.other = nn.Sequential(nn.Sequential(OrderedDict(linear=nn.Linear(WIDTH, WIDTH, bias=False))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.one(x))
+
+
+def with_own_names(step: StepGraph) -> StepGraph:
+    """Each parameter by its name in its own model."""
+    step = step.copy()
+    for node in step.graph.nodes:
+        if (record := record_of(node)) is not None:
+            names = tuple(name.partition(".")[2] for name in record.parameters)
+            node.meta[KEY] = dataclasses.replace(record, parameters=names)
+    return step
+
+
+def test_parameters_of_one_name_in_two_models_are_not_taken_for_each_other() -> None:
+    for step in map(with_own_names, captured(Two)):
+        order = order_of(planned(step, 1.0))
+        assert order_of(planned(step, 1.0, order)) == order

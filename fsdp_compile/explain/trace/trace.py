@@ -34,6 +34,8 @@ from fsdp_compile.modules.classes import original_class
 from fsdp_compile.modules.forward import call_in_forward
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import keep, transform
+from fsdp_compile.runtime import checked_groups
+from fsdp_compile.runtime.module_state import units
 
 
 @dataclasses.dataclass
@@ -110,6 +112,8 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
 
     try:
         called = torch.compile(_caller(), backend=backend, dynamic=False)
+        made = [group for unit in units(model) for group in unit.param_groups]
+        checked_groups.note(made, (group.unit.model for group in made))  # no value is there to be checked
         call_in_forward(called, (model, *inputs.args), dict(inputs.kwargs))
     except FSDPCompileError:
         raise

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from fsdp_compile.ir.calls import line_of, names_in, numbered, operator_in, starts_of
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.passes.bucketing.messages import ParamCollective
 from fsdp_compile.passes.bucketing.split_edges import Groups
 
-Places = Mapping[tuple[str, str], int]
+Key = tuple[str, str, int]
+"""Operator, parameter, and which one of that name: two models in one graph may have the same names."""
 
 
 class OtherSplits:
@@ -21,12 +23,10 @@ class OtherSplits:
     """
 
     def __init__(self, step: StepGraph, lines: Sequence[str]) -> None:
-        self._place: Places = {
-            (_kind(line), name): number for number, line in enumerate(lines) for name in names_in(line)
-        }
+        self._place = {key: number for number, keys in enumerate(_keys(lines)) for key in keys}
         starts = list(starts_of(step))
         own = numbered([line_of(start) for start in starts])
-        self._key = {start: (_kind(line), names_in(line)[0]) for start, line in zip(starts, own, strict=True)}
+        self._key = {start: keys[0] for start, keys in zip(starts, _keys(own), strict=True)}
 
     def split(self, groups: Groups) -> Groups:
         """Splits groups where the other rank sends several messages."""
@@ -39,5 +39,10 @@ class OtherSplits:
         return done
 
 
-def _kind(line: str) -> str:
-    return operator_in(line).removesuffix("_coalesced")
+def _keys(lines: Iterable[str]) -> Iterator[list[Key]]:
+    """The keys of the parameters in each line."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for line in lines:
+        named = [(operator_in(line).removesuffix("_coalesced"), name) for name in names_in(line)]
+        seen.update(named)
+        yield [(*each, seen[each]) for each in named]

@@ -1,0 +1,79 @@
+"""Steps of optimizers outdate what is unsharded of their own parameters, and of no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compile import flat_step, fully_shard, whole_step
+from fsdp_compile.runtime import unshard
+from fsdp_compile.runtime.module_state import units
+from tests.fake_world import fake_world
+from tests.ranks import run_ranks
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(4, 6)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _probe() -> None:
+    """Trains a plain layer on one rank alone."""
+    if dist.get_rank() == 0:
+        layer = nn.Linear(6, 2)
+        _train(layer, _optimizer(layer))
+
+
+def _step_beside_a_probe(*, is_kept: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)))
+    model.set_reshard_after_backward(not is_kept)
+    options: dict[str, Any] = {"lower": "eager", "unshard_after_step": not is_kept}
+    call = torch.compile(model, backend="fsdp", options=options)
+    optimizer = _optimizer(model)
+    for _ in range(3):
+        _train(call, optimizer)
+        call(torch.ones(4, 6))
+        _probe()
+
+
+def _beside_a_probe() -> None:
+    _step_beside_a_probe(is_kept=True)
+    _step_beside_a_probe(is_kept=False)
+
+
+def test_a_rank_that_trains_a_plain_model_of_its_own_gathers_nothing_alone() -> None:
+    run_ranks(_beside_a_probe, timeout_s=60)
+
+
+def _is_unsharded(model: nn.Module) -> list[bool]:
+    return [unshard.is_current(group) for unit in units(model) for group in unit.param_groups]
+
+
+def test_a_step_outdates_the_models_of_its_optimizer_however_it_writes() -> None:
+    changes: list[Callable[[torch.optim.Optimizer], object]] = [lambda optimizer: optimizer, flat_step, whole_step]
+    with fake_world(2):
+        for change in changes:
+            mesh = init_device_mesh("cpu", (2,))
+            mine, other = (fully_shard(nn.Linear(6, 4), mesh=mesh) for _ in range(2))
+            model: Any
+            for model in (mine, other):
+                model.set_reshard_after_backward(False)
+            optimizer = _optimizer(mine)
+            change(optimizer)
+            mine(torch.ones(4, 6)).square().mean().backward()
+            other(torch.ones(4, 6)).square().mean().backward()
+            assert _is_unsharded(mine) == _is_unsharded(other) == [True]
+            optimizer.step()
+            assert _is_unsharded(mine) == [False], change
+            assert _is_unsharded(other) == [True], change
