@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Hashable, Iterable, Mapping
 from operator import getitem
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ _KNOWN = ("aten", "prims", "_c10d_functional", "_dtensor", "fsdp")
 def is_known_to_repeat(operator: Any) -> bool:
     """Whether an operator gives the same for the same inputs: none of others, which may draw random numbers untold."""
     if not isinstance(operator, OpOverload):
-        return operator is getitem
+        return isinstance(operator, BuiltinFunctionType)  # an item of a result, or arithmetic of sizes
     return operator.namespace in _KNOWN and torch.Tag.nondeterministic_seeded not in operator.tags
 
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import deque
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-import torch
 from torch import fx
 
 from fsdp_compile.cost.own_collectives import is_own
@@ -24,7 +23,7 @@ from fsdp_compile.cost.timeline import waits_of
 from fsdp_compile.errors import RankMismatchError
 from fsdp_compile.ir.calls import group_of, line_of, numbered, starts_of
 from fsdp_compile.ir.graph import Role, Stage, StepGraph, role_of
-from fsdp_compile.ir.queries import first_of, last_of, upstream
+from fsdp_compile.ir.queries import first_of, is_known_to_repeat, last_of, upstream
 from fsdp_compile.ir.writes import tied_to_writes
 
 
@@ -81,19 +80,15 @@ class FollowOrder:
 
 
 def _in_place(step: StepGraph) -> list[fx.Node]:
-    """The program's nodes that write, read what is written, draw random numbers or send: they keep their order."""
+    """The program's nodes that write, read what is written, may draw random numbers or send: they keep their order."""
     tied = tied_to_writes(step.graph)
     return [
         node
         for node in step.graph.nodes
         if node.op == "call_function"
         and role_of(node) is None
-        and (node in tied or node.is_impure() or is_own(node) or torch.Tag.nondeterministic_seeded in _tags(node))
+        and (node in tied or node.is_impure() or is_own(node) or not is_known_to_repeat(node.target))
     ]
-
-
-def _tags(node: fx.Node) -> Collection[torch.Tag]:
-    return getattr(node.target, "tags", ())
 
 
 def _neighbours(wanted: Sequence[fx.Node], order: dict[fx.Node, int]) -> Iterator[tuple[fx.Node, fx.Node]]:

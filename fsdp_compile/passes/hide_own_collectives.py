@@ -4,7 +4,7 @@
 
 Backward computes the gradient of a layer's weight before that of its input, which is what the collective sends. Here
 what no later collective needs is computed behind it, and waits stand where their results are first needed. Collectives
-keep their order, and so do nodes that draw random numbers or write.
+keep their order, and so do nodes that write, draw random numbers, or may do so untold.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import dataclasses
 from collections import deque
 from collections.abc import Mapping
 
-import torch
 from torch import fx
 
 from fsdp_compile.cost.compute import node_costs
@@ -22,6 +21,7 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.cost.own_collectives import is_own, own_communication, own_start_of
 from fsdp_compile.ir.graph import Phase, Stage, StepGraph, role_of
+from fsdp_compile.ir.queries import is_known_to_repeat
 from fsdp_compile.ir.writes import is_write
 
 MARGIN = 2.0
@@ -124,7 +124,7 @@ def _needed_by(starts: list[fx.Node]) -> frozenset[fx.Node]:
 
 
 def _keeps_its_place(node: fx.Node) -> bool:
-    """Whether a node of the program draws random numbers, or writes."""
-    if role_of(node) is not None or own_start_of(node) is not None:
+    """Whether a node of the program writes, or may draw random numbers."""
+    if node.op != "call_function" or role_of(node) is not None or own_start_of(node) is not None:
         return False
-    return is_write(node) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return is_write(node) or not is_known_to_repeat(node.target)
