@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Hashable, Iterable, Mapping
 from operator import getitem
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -123,16 +124,26 @@ def last_of(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
 
 
 def parameter_only(graph: fx.Graph) -> list[fx.Node]:
-    """Reads of parameters, and everything that is computed from reads alone (casts, views, concatenations)."""
+    """Reads of parameters, and everything that is computed from reads alone (casts, views, concatenations).
+
+    Also what is computed from results of the program's own collectives over such values, not the collectives: they run
+    once, where the program has them, and what backward needs of their results is saved.
+    """
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op != "call_function" or not _has_tensors(node):
             continue
         derived = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
         # These are computed twice, in forward and in backward.
-        if node.target in READS or (derived and not node.is_impure() and is_known_to_repeat(node.target)):
+        can_repeat = not node.is_impure() and is_known_to_repeat(node.target)
+        if node.target in READS or (derived and (can_repeat or _is_own_collective(node))):
             found[node] = None
-    return list(found)
+    return [node for node in found if not _is_own_collective(node)]
+
+
+def _is_own_collective(node: fx.Node) -> bool:
+    """Whether a node starts a collective of the program's own, or waits for one."""
+    return getattr(node.target, "namespace", "") == "_c10d_functional" and record_of(node) is None
 
 
 def _has_tensors(node: fx.Node) -> bool:
@@ -149,7 +160,7 @@ _KNOWN = ("aten", "prims", "_c10d_functional", "_dtensor", "fsdp")
 def is_known_to_repeat(operator: Any) -> bool:
     """Whether an operator gives the same for the same inputs: none of others, which may draw random numbers untold."""
     if not isinstance(operator, OpOverload):
-        return operator is getitem
+        return isinstance(operator, BuiltinFunctionType)  # an item of a result, or arithmetic of sizes
     return operator.namespace in _KNOWN and torch.Tag.nondeterministic_seeded not in operator.tags
 
 

@@ -5,7 +5,7 @@
 The gradient of what the model reads first, such as an embedding, is ready when backward has nothing left to compute.
 Only its reduction needs a weight's gradient, so some of them can be computed later: as many as make the rest of the
 step shorter, their own reductions included. Their inputs live longer. What reads memory that the program writes, such
-as a scale that backward updates, keeps its place.
+as a scale that backward updates, keeps its place, and so does what draws random numbers, or may do so untold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import dataclasses
 import heapq
 from collections.abc import Container, Mapping, Sequence
 
-import torch
 from torch import fx
 
 from fsdp_compile.cost.communicate import communication
@@ -24,6 +23,7 @@ from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.ir.edit import move_before
 from fsdp_compile.ir.graph import Role, Stage, StepGraph, role_of
+from fsdp_compile.ir.queries import is_known_to_repeat
 from fsdp_compile.ir.writes import tied_to_writes
 from fsdp_compile.passes.schedule_reduce import chains_of, followers_of
 
@@ -119,9 +119,8 @@ def _made_for(start: fx.Node, order: Mapping[fx.Node, int], tied: Container[fx.N
 
 
 def _can_wait(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
     ours = role_of(node) not in (None, Role.GRADIENT)
-    return not ours and torch.Tag.nondeterministic_seeded not in tags and not node.is_impure()
+    return not ours and is_known_to_repeat(node.target) and not node.is_impure()
 
 
 def _most_useful(latest_first: Sequence[Delayed], last_us: float) -> list[Delayed]:

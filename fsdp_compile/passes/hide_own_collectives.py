@@ -4,16 +4,17 @@
 
 Backward computes the gradient of a layer's weight before that of its input, which is what the collective sends. Here
 what no later collective needs is computed behind it, and waits stand where their results are first needed. Collectives
-keep their order, and so do nodes that draw random numbers or write.
+keep their order, this package's with what they wait for, and so do nodes that write, draw random numbers, or may do so
+untold.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
-import torch
 from torch import fx
 
 from fsdp_compile.cost.compute import node_costs
@@ -21,8 +22,11 @@ from fsdp_compile.cost.fusion import Fusion, plan_kernels
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.cost.own_collectives import is_own, own_communication, own_start_of
+from fsdp_compile.ir.calls import starts_of
 from fsdp_compile.ir.graph import Phase, Stage, StepGraph, role_of
+from fsdp_compile.ir.queries import is_known_to_repeat
 from fsdp_compile.ir.writes import is_write
+from fsdp_compile.passes.sort_nodes import neighbours, sort_nodes
 
 MARGIN = 2.0
 """As much is computed behind a collective as if it took this much longer than estimated; more only costs memory."""
@@ -57,7 +61,10 @@ class HideOwnCollectives:
         for node in before:
             found.add(node)
         found.flush()
-        return HidePlan(() if found.nodes == before else tuple(found.nodes))
+        kept = sort_nodes([*step.graph.find_nodes(op="placeholder"), *found.nodes], _kept(step, found.nodes))
+        assert kept is not None  # the graph has such an order
+        after = [node for node in kept if node.op != "placeholder"]
+        return HidePlan(() if after == before else tuple(after))
 
     def apply(self, step: StepGraph, plan: HidePlan) -> None:
         """Moves the nodes."""
@@ -111,6 +118,17 @@ class _Order:
             self.nodes.append(first)
 
 
+def _kept(step: StepGraph, nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Pairs of nodes of which the first has to stay in front of the other.
+
+    Collectives of this package start in the order of what they wait for, and their order is decided already.
+    """
+    order = step.order()
+    pairs = neighbours(list(starts_of(step)), order)
+    yield from ((first, later) for first, later in pairs if order[first] < order[later])
+    yield from pairwise(node for node in nodes if is_own(node) or _keeps_its_place(node))
+
+
 def _needed_by(starts: list[fx.Node]) -> frozenset[fx.Node]:
     """`starts` and all that they depend on."""
     found = set(starts)
@@ -124,7 +142,7 @@ def _needed_by(starts: list[fx.Node]) -> frozenset[fx.Node]:
 
 
 def _keeps_its_place(node: fx.Node) -> bool:
-    """Whether a node of the program draws random numbers, or writes."""
-    if role_of(node) is not None or own_start_of(node) is not None:
+    """Whether a node of the program writes, or may draw random numbers."""
+    if node.op != "call_function" or role_of(node) is not None or own_start_of(node) is not None:
         return False
-    return is_write(node) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return is_write(node) or not is_known_to_repeat(node.target)

@@ -41,7 +41,12 @@ def _saved_whole(facts: Facts, derived: dict[fx.Node, str]) -> list[Complaint]:
 
 
 def _may_stay(node: fx.Node) -> bool:
-    """Whether a node is a full parameter that `Reshard.AUTO` may leave unsharded."""
+    """Whether a node is a full parameter that `Reshard.AUTO` may leave unsharded, or what a collective has brought.
+
+    Collectives of the program's own are not run again for backward.
+    """
+    if record_of(node) is None and getattr(node.target, "namespace", "") == "_c10d_functional":
+        return True
     return role_of(node) is Role.FULL and all(spec.reshard is Reshard.AUTO for spec in require(node).specs)
 
 

@@ -1,0 +1,143 @@
+"""Collectives of the program's own, beside units that do not come one after the other, or of weights alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+
+from fsdp_compile import fully_shard
+from tests.ranks import run_ranks
+
+WIDTH, ROWS = 256, 16
+
+
+class _Own(nn.Module):
+    """Has collectives of its own, unless it is `alone`; all ranks have the same rows here."""
+
+    alone = False
+
+    def units(self) -> list[nn.Module]:
+        return []
+
+
+class _Centered(_Own):
+    """Takes away the mean of all rows of all ranks."""
+
+    def centered(self, h: torch.Tensor) -> torch.Tensor:
+        mean = h.mean(0)
+        return h - (mean if self.alone else funcol.all_reduce(mean, "sum", dist.group.WORLD) / 2)
+
+
+class _SideOutput(_Centered):
+    """Backward has the gradient of the side output, the root's last one, before it needs what the collective sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(WIDTH, 8, bias=False)
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def units(self) -> list[nn.Module]:
+        return [self.inner]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        side = self.side(x)
+        return side, self.centered(torch.tanh(self.inner(x)) * self.scale)
+
+
+class _Probe(_Centered):
+    """Backward reads the root first for a probe on detached features, which no collective needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.probe = nn.Sequential(nn.Linear(WIDTH, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def units(self) -> list[nn.Module]:
+        return [self.inner, self.head]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = torch.tanh(self.inner(x))
+        return self.head(self.centered(h) * self.scale), self.probe(h.detach())
+
+
+class _NormOfWeight(_Own):
+    """Divides a weight by its norm over all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.weight = nn.Parameter(torch.randn(WIDTH - 1, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        squares = self.weight.square().sum()
+        total = 2 * squares if self.alone else funcol.all_reduce(squares, "sum", dist.group.WORLD)
+        return (torch.tanh(self.first(x)) @ (16 * self.weight / total.sqrt()).t(),)
+
+
+class _GatheredWeight(_NormOfWeight):
+    """Multiplies with a part of what all ranks have of a weight."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weight = self.weight
+        if not self.alone:
+            weight = funcol.all_gather_tensor_autograd(weight, 0, dist.group.WORLD)[: WIDTH - 1]
+        return (torch.tanh(self.first(x)) @ weight.t(),)
+
+
+class _Saved:
+    """Counts what is saved for backward in the shape of a weight."""
+
+    def __init__(self) -> None:
+        self.weights = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.weights += set(tensor.shape) == {WIDTH - 1, WIDTH}
+        return tensor
+
+
+def _train(model: Any, inputs: torch.Tensor, units: list[nn.Module]) -> list[str]:
+    """Names of parameters whose gradients are not those of one process."""
+    torch.compiler.reset()
+    reference = copy.deepcopy(model)
+    reference.alone = True
+    for unit in (*units, model):
+        fully_shard(unit)
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "bucket_mb": 0})
+    saved = _Saved()
+    for called in (compiled, reference):
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack if called is compiled else _same, _same):
+            outputs = called(inputs)
+        sum((y + 0.3).square().mean() for y in outputs).backward()
+    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+    wrong = [name for (name, p), q in pairs if not torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-3, atol=1e-7)]
+    return wrong + ["saves a weight"] * saved.weights
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _of_all(kinds: Sequence[type[_Own]]) -> list[list[str]]:
+    found = []
+    for kind in kinds:
+        torch.manual_seed(0)
+        model = kind()
+        found.append(_train(model, torch.randn(ROWS, WIDTH), model.units()))
+    return found
+
+
+def test_collectives_of_this_package_keep_their_order_around_the_programs() -> None:
+    assert run_ranks(_of_all, (_SideOutput, _Probe), world_size=2) == [[[], []]] * 2
+
+
+def test_a_collective_of_a_weight_alone_runs_once_and_what_follows_from_it_is_not_saved() -> None:
+    assert run_ranks(_of_all, (_NormOfWeight, _GatheredWeight), world_size=2) == [[[], []]] * 2
