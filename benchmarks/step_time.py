@@ -67,6 +67,7 @@ def run(task: Task, ratio: float, arguments: argparse.Namespace, setup: Setup) -
         setup: What contenders may know.
     """
     forget_compiles()
+    head = _head(task, setup)  # before anything else takes memory: it makes a whole model for a moment
     sizes = bound.sizes_of(task, _narrowing(task, setup))
     sent = full_sharding_bytes(sizes.all_bytes, arguments.ranks)
     with emulated_world(arguments.ranks, Network(_UNLIMITED), device=setup.device) as world:
@@ -80,7 +81,7 @@ def run(task: Task, ratio: float, arguments: argparse.Namespace, setup: Setup) -
         world.change(Link(bytes_per_s, arguments.latency_us * 1e-6))
         traffic = {name: _sent(world, prepared) for name, prepared in ready.items()}
         runs: dict[str, Run] = {name: prepared.step for name, prepared in ready.items()}
-        steps = alternate({**runs, _HEAD: _head(task, setup)}, rounds=arguments.rounds)
+        steps = alternate({**runs, _HEAD: head}, rounds=arguments.rounds)
     network = Emulated(sizes, arguments.ranks, bytes_per_s)
     computed = Computed(steps[UNSHARDED.name].seconds, steps.pop(_HEAD).seconds)
     by_name = {one.name: one for one in contenders.ON_GPUS}

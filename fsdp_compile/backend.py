@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fsdp_compile._torch.dynamo import list_mode_options
+from fsdp_compile._torch.dynamo import ends_in_graph_break, list_mode_options
 from fsdp_compile.capture.beside import watch_wrappers_and_optimizers
 from fsdp_compile.capture.first_call import trace_again
 from fsdp_compile.capture.functions import take_reads_out
@@ -131,7 +131,7 @@ class _Compile:
         if options.refine_after is not None and not self._whole:
             say(f"region {self.ran.number}: is not all of its model, so its steps are not measured")
         try:
-            refuse_budget_of_a_part(inputs, options)
+            refuse_budget_of_a_part(inputs, options, breaks=ends_in_graph_break(gm))
             _refuse_other_cluster(options, inputs)
         except ConfigError as error:
             self._tell(error)

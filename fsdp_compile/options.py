@@ -50,8 +50,8 @@ class FSDPOptions:
             "BACKWARD_PRE", "BACKWARD_POST" and "none", each with or without "+forward_prefetch", are short forms.
         memory_budget_gb: For `prefetch="auto"`: the most memory of a device in forward or backward at any time, in
             1e9 byte, by the estimate of `explain`: shards, activations, gathered parameters and gradients.
-            Optimizer state comes on top, and each compiled graph has to be all of its model. By default gathered
-            parameters and gradients get what is in use at once, and room for one more bucket of each.
+            Optimizer state comes on top, and a graph that is trained has to be all of its model. By default gathered
+            parameters and gradients get what is in use at once, and room for one more unit of each.
         activations: Under `memory_budget_gb`: "auto" computes blocks again in backward, as few as it takes, where the
             budget does not hold their activations; "saved" refuses such a budget. A block is what lies between the
             reads of two units. Programs that checkpoint by themselves are left as they are.

@@ -320,6 +320,12 @@ def graph_breaks() -> Counter[str]:
     return found
 
 
+def ends_in_graph_break(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo's graph ends where Python goes on in the middle of the code, with another graph perhaps."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
+
+
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Adds a text to torch's structured trace, which tlparse shows; `text` is called only if a trace is written."""
     trace_structured_artifact(name, "string", payload_fn=text)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
+from fsdp_compile._torch.tracing import traced_module
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
@@ -16,22 +18,36 @@ def is_whole_model(inputs: Sequence[object]) -> bool:
     return not _unread(inputs)
 
 
-def refuse_budget_of_a_part(inputs: Sequence[object], options: FSDPOptions) -> None:
-    """Refuses a budget of memory for a graph that is not all of its model: none knows what the others hold.
+def refuse_budget_of_a_part(inputs: Sequence[object], options: FSDPOptions, *, breaks: bool) -> None:
+    """Refuses a budget of memory for one of several graphs that are trained: none knows what the others hold.
+
+    The only graph of a forward may leave out units that this forward does not use.
+
+    Args:
+        inputs: Of Dynamo's graph.
+        options: Of the compile.
+        breaks: Whether a graph break is behind the graph.
 
     Raises:
         ConfigError: With the name of a unit that Dynamo's graph does not read.
     """
-    unread = _unread(inputs)
-    if options.memory_budget_gb is not None and unread:
-        raise ConfigError(
-            f"the graph does not read {unread[0].title}: it is a part of its model, and a budget for the whole device "
-            "leaves it what other parts hold at the same time, which its plan does not know",
-            where=f"options={{'memory_budget_gb': {options.memory_budget_gb}}} with graph breaks, or a part that is "
-            "called by itself",
-            instead="one graph that reads every unit (torch.compile(fullgraph=True) says where it breaks), or leave "
-            "the budget out",
-        )
+    if options.memory_budget_gb is None or not torch.is_grad_enabled():
+        return
+    module = traced_module()
+    inside = None if module is None else set(module.modules())
+    for unit in _unread(inputs):
+        if breaks or (inside is not None and inside.isdisjoint(_roots(unit))):
+            raise refusal_of_several(f"the graph does not read {unit.title}", options)
+
+
+def refusal_of_several(what: str, options: FSDPOptions) -> ConfigError:
+    """The error for a budget of a model in several graphs."""
+    return ConfigError(
+        f"{what}: it is a part of its model, and a budget for the whole device leaves it what other parts hold at the "
+        "same time, which its plan does not know",
+        where=f"options={{'memory_budget_gb': {options.memory_budget_gb}}} with graph breaks, or for each block",
+        instead="one graph for the model (torch.compile(fullgraph=True) says where it breaks), or leave the budget out",
+    )
 
 
 def _unread(inputs: Sequence[object]) -> list[FSDPUnit]:
@@ -39,4 +55,9 @@ def _unread(inputs: Sequence[object]) -> list[FSDPUnit]:
     found = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
     read = dict.fromkeys(flat.unit for flat in found if flat is not None)
     models = dict.fromkeys(unit.model for unit in read)
-    return [unit for model in models for unit in model.units if unit not in read]
+    return [unit for model in models for unit in model.units if unit not in read and _roots(unit)]
+
+
+def _roots(unit: FSDPUnit) -> list[nn.Module]:
+    """The unit's modules that are still there: layers may have been dropped since the model was sharded."""
+    return [module for reference in (unit.root_ref, *unit.other_roots) if (module := reference()) is not None]

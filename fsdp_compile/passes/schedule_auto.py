@@ -88,8 +88,8 @@ class ScheduleAuto:
     Attributes:
         hardware: What times are estimated for.
         budget_bytes: Most bytes of a step at any time, of which the graph gets nearly all (`of_graphs`). By default
-            gathered parameters and full gradients get what is in use at once, one more gathered bucket and one more
-            bucket of gradients.
+            gathered parameters and full gradients get what is in use at once, one more gathered unit and one more
+            unit of gradients.
         fusion: How the graph will be run, which decides which values are ever in memory.
     """
 

@@ -136,8 +136,16 @@ def _gather(start: fx.Node, positions: Mapping[fx.Node, int], end: int, hardware
         copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
         copy_bytes=sum(map(result_bytes, copies)),
         kept=kept,
-        unit=require(start).unit,
+        unit=_unsplit(start),
     )
+
+
+def _unsplit(start: fx.Node) -> str:
+    """Names the bucket that a collective is, or is a part of; empty where several units are joined in it."""
+    record = require(start)
+    spec = record.specs[0]
+    dtype = spec.wire_dtype if record.role is Role.GATHER else spec.reduce_dtype
+    return "" if record.owners else f"{record.unit} {spec.group} {dtype}"
 
 
 def _saved(step: StepGraph, positions: Mapping[fx.Node, int]) -> tuple[Saved, ...]:
@@ -166,5 +174,5 @@ def _reduction(
         size_bytes=sum(map(result_bytes, first.all_input_nodes)),
         stages_us=tuple(communication(start, hardware).time_us for start in chain),
         copy_us=sum(copy_of(node, hardware.device.host).time_us for node in copies),
-        unit=require(first).unit,
+        unit=_unsplit(first),
     )

@@ -61,7 +61,7 @@ class Gather:
         copy_bytes: Memory of that copy, a part of `sent_bytes`, from the start of the copy.
         kept: Whether the result is saved for backward, because there is room: then `free` is where it is used last, and
             it is in memory until the end.
-        unit: The unit that it is a part of, if that was split; empty for a bucket by itself.
+        unit: Name of the unit's bucket that it is, or is a part of where that was split; empty for one by itself.
     """
 
     need: int

@@ -32,10 +32,55 @@ def test_a_compile_of_a_part_has_no_budget() -> None:
         assert isinstance(caught.value.inner_exception, ConfigError)
         parts = Stack(2)
         for block in parts.blocks:
-            fully_shard(block)
-        called_alone = torch.compile(fully_shard(parts).blocks[0], backend="fsdp", options=BUDGET)
+            block.compile(backend="fsdp", options=BUDGET)
         with pytest.raises(BackendCompilerFailed, match=r"does not read blocks\.1"):
-            called_alone(x)
+            fully_shard(parts)(x)
+
+
+class BrokenLoop(Stack):
+    """Python calls its blocks one by one, which share compiled code."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_a_loop_that_breaks_has_no_budget() -> None:
+    model, x = on_meta(BrokenLoop)
+    with pytest.raises(ConfigError, match=r"does not read .*part of its model"):
+        explain(model, x, world_size=4, options=BUDGET)
+    with fake_world(4):
+        compiled = torch.compile(BrokenLoop(), backend="fsdp", options=BUDGET)
+        with pytest.raises(BackendCompilerFailed, match=r"does not read .*part of its model"):
+            compiled(torch.randn(4, WIDTH))
+
+
+class WithHeads(Stack):
+    """A head that is used in training alone, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.auxiliary = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return self.auxiliary(x) if self.training else x
+
+
+def test_what_a_forward_does_not_use_is_no_other_part() -> None:
+    x = torch.randn(4, WIDTH)
+    with fake_world(4):
+        model = WithHeads()
+        compiled = torch.compile(model, backend="fsdp", options=BUDGET)
+        compiled(x).sum().backward()
+        model.eval()
+        compiled(x).sum().backward()
+        del model.blocks[1:], model.auxiliary, model.unused
+        compiled(x).sum().backward()
+        assert explain(WithHeads(), x, world_size=4, options=BUDGET).step_us > 0
 
 
 def test_a_model_whose_outermost_unit_has_no_parameters_is_whole() -> None:

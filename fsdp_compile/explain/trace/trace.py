@@ -15,10 +15,10 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fsdp_compile._torch.dynamo import detect_fake_mode
+from fsdp_compile._torch.dynamo import detect_fake_mode, ends_in_graph_break
 from fsdp_compile.capture.inputs import flat_inputs
 from fsdp_compile.capture.shard_embeddings import shard_lookups
-from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
+from fsdp_compile.capture.whole_model import is_whole_model, refusal_of_several, refuse_budget_of_a_part
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
 from fsdp_compile.explain.trace.dims import OpenInputs
@@ -133,7 +133,16 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
             instead="a model without graph breaks (TORCH_LOGS=graph_breaks says where they are), or explain() without "
             "dims",
         )
+    _refuse_budget_of_several(runs, options)
     return [region.of_run(claims) for region, claims in runs]
+
+
+def _refuse_budget_of_several(runs: Sequence[Run], options: FSDPOptions) -> None:
+    """As `refuse_budget_of_a_part`, where a loop in Python calls block after block."""
+    trained = [claims for region, claims in runs if claims and len(region.captured) > 1]
+    if options.memory_budget_gb is not None and len(trained) > 1:
+        (unit, _), *_ = trained[1].values()
+        raise refusal_of_several(f"the graph before it does not read {unit}", options)
 
 
 def _region(
@@ -142,7 +151,7 @@ def _region(
     """What receives the graphs of a Dynamo graph; where sizes are open, they are captured and nothing else."""
     captured: list[StepGraph] = []
     whole = is_whole_model(examples)
-    refuse_budget_of_a_part(examples, options)
+    refuse_budget_of_a_part(examples, options, breaks=ends_in_graph_break(gm))
 
     def keep_what_fits(forward: StepGraph, backward: StepGraph) -> None:
         captured[:] = [forward.copy(), backward.copy()]  # of the last attempt, if a budget takes several
