@@ -19,25 +19,33 @@ from fsdp_compile.runtime.unshard import offer, version_of
 
 @dataclasses.dataclass(frozen=True)
 class Offered:
-    """The position of a flat parameter among the inputs; offset and position among the outputs of each parameter."""
+    """A flat parameter that stays unsharded.
+
+    Attributes:
+        flat: Its position among the inputs.
+        values: Offset and position among the outputs of each parameter.
+        formats: Offset of each parameter, and in which format it was gathered.
+    """
 
     flat: int
     values: tuple[tuple[int, int], ...]
+    formats: tuple[tuple[int, str], ...]
 
 
 def offered_params(step: StepGraph) -> tuple[Offered, ...]:
     """The flat parameters of a transformed forward all of whose parameters are saved for more than its backward."""
     if not accumulates(step):
         return ()
-    saved = {require(node).claims[0]: place for place, node in _saved(step)}
+    saved = {require(node).claims[0]: (place, require(node).specs[0].gather_format) for place, node in _saved(step)}
     found = []
     for index, node in enumerate(step.graph.find_nodes(op="placeholder")):
         if role_of(node) is Role.FLAT:
             flat = require(node)
             pairs = zip(flat.claims, flat.specs, strict=True)
-            values = tuple((spec.offset, saved[claim]) for claim, spec in pairs if claim in saved)
-            if len(values) == len(flat.specs):
-                found.append(Offered(index, values))
+            kept = [(spec.offset, *saved[claim]) for claim, spec in pairs if claim in saved]
+            if len(kept) == len(flat.specs):
+                values = tuple((offset, place) for offset, place, _ in kept)
+                found.append(Offered(index, values, tuple((offset, wire) for offset, _, wire in kept)))
     return tuple(found)
 
 
@@ -61,7 +69,7 @@ def offer_params(compiled: Compiled, offered: Sequence[Offered]) -> Compiled:
         result = compiled(args)
         for each, flat, version in zip(offered, flats, versions, strict=True):
             if flat is not None:
-                offer(flat, {offset: result[place] for offset, place in each.values}, version)
+                offer(flat, {offset: result[place] for offset, place in each.values}, dict(each.formats), version)
         return result
 
     run._boxed_call = True  # type: ignore[attr-defined]

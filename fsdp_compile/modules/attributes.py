@@ -49,6 +49,15 @@ def follow_replaced(parameter: torch.Tensor) -> None:
             setattr(parameter, name, current(value))
 
 
+def take_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Gives one parameter the attributes of users and libraries that another one has, and no others."""
+    taken = {name: value for name, value in vars(source).items() if not name.startswith(_NOT_USERS)}
+    held = vars(target)  # reads look at this very dict
+    for name in [name for name in held if not name.startswith(_NOT_USERS) and name not in taken]:
+        del held[name]
+    held.update(taken)
+
+
 def has_attributes(parameter: torch.Tensor) -> bool:
     """Whether users or libraries put attributes on a parameter."""
     return any(not name.startswith(_NOT_USERS) for name in vars(parameter))

@@ -22,6 +22,7 @@ from fsdp_compile.ir.edit import sink
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.ir.queries import aliases, parameter_only, read_text, unsharded_value
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
+from fsdp_compile.layout.wire_formats import gathered_bytes
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 from fsdp_compile.planner.problem import Gather, Problem, Reduction
 
@@ -102,8 +103,9 @@ def _gathers(
         users = [positions[node] for node in _users(markers, values)]
         if ranks == 1 or not users:
             continue
-        size_bytes = sum(spec.size * spec.extent * spec.wire_dtype.itemsize for spec in specs)
-        sent_bytes = size_bytes * share_of_others(ranks)
+        size_bytes = sum(spec.size * spec.extent * spec.param_dtype.itemsize for spec in specs)
+        message_bytes = sum(spec.size * spec.extent * gathered_bytes(spec) for spec in specs)
+        sent_bytes = message_bytes * share_of_others(ranks)
         time_us = hardware.collective_us(Kind.GATHER.value, sent_bytes, specs[0].shard_ranks)
         time_us *= specs[0].link_time(specs[0].group)
         yield Gather(need=min(users), free=1 + max(users), size_bytes=size_bytes, time_us=time_us), flat.name

@@ -122,7 +122,9 @@ def _is_gathered_to_stay(unit: FSDPUnit) -> bool:
     return unit.stays_unsharded and not is_chosen and unit.policy.size > 1
 
 
-def offer(group: FSDPParamGroup, values: Mapping[int, torch.Tensor], version: tuple[int, ...]) -> None:
+def offer(
+    group: FSDPParamGroup, values: Mapping[int, torch.Tensor], formats: Mapping[int, str], version: tuple[int, ...]
+) -> None:
     """Leaves parameters that a compiled graph has gathered to the forwards after its backward.
 
     Not to earlier ones, since a forward that is repeated in backward (activation checkpointing) must do what it did.
@@ -130,18 +132,14 @@ def offer(group: FSDPParamGroup, values: Mapping[int, torch.Tensor], version: tu
     Args:
         group: The parameter group.
         values: All of its unsharded parameters by offset, as reads see them.
+        formats: The `gather_format` of each.
         version: What `version_of` gave before they were gathered.
     """
-    # Below autocast a graph may have sent fewer bits than reads outside of it see, and in eval mode more.
-    if all(_is_as_read(values[param.spec.offset], param) for param in group.params):
+    # Below autocast a graph may have sent fewer bits than training mode reads, and in eval mode more.
+    specs = [param.spec for param in group.params]
+    if all((values[s.offset].dtype, formats[s.offset]) == (s.param_dtype, s.gather_format) for s in specs):
         group.unsharded.offered = UnshardedParams(values, version)
         group.unit.model.mark_pending(group)
-
-
-def _is_as_read(value: torch.Tensor, param: FSDPParam) -> bool:
-    """Whether a graph's unsharded parameter surely has the numbers that training mode reads."""
-    may_be_exact = param.eval_spec is not None and bool(param.spec.gather_format)
-    return value.dtype == param.spec.param_dtype and not may_be_exact
 
 
 def _take_offered(group: FSDPParamGroup, offered: UnshardedParams) -> None:

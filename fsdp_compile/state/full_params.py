@@ -19,6 +19,7 @@ from fsdp_compile.comm.gather import Receivers, gather_full
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.modules import param_views
+from fsdp_compile.modules.attributes import take_attributes
 from fsdp_compile.modules.classes import original_class, swap_back, swap_to_original_class
 from fsdp_compile.runtime import replaced_params
 from fsdp_compile.runtime.extended_reads import refuse_extended
@@ -95,6 +96,8 @@ class FullParam:
                 self._keep_value(held)
                 if self.options.with_grads:
                     self._keep_gradient(held, has_gradient=has_gradient)
+            if held is not None and not self.options.rank0_only:
+                take_attributes(held, self.param.parameter)
         self._mark_replaced()
         return problem
 
@@ -287,7 +290,7 @@ def full_params(
         writeback: Write changes back: each rank shards its own full values, also if the block ends with an exception.
             Otherwise all changes are dropped, in a world of one rank too.
         rank0_only: Only the first rank of the mesh has full parameters. With `writeback` all ranks get their parts of
-            its values.
+            its values, not the attributes that it puts on parameters.
         offload_to_cpu: Full parameters are in the memory of the host, moved one after the other.
         with_grads: Full parameters have full gradients. With `writeback` these are written back, too, or dropped if
             they were set to `None`.

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from fsdp_compile import MixedPrecision
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware, hardware
@@ -109,3 +110,16 @@ def test_tensor_parallel_neighbours_lie_between_the_ranks_of_a_shard_group() -> 
         model = nn.Sequential(nn.Linear(32, 32))
         plan = explain(model, torch.zeros(4, 32), options={"lower": "eager", "mesh": mesh["dp"]}, hardware=THERE)
     assert _links(plan, Phase.FORWARD, Kind.GATHER) == {("ib-400", 4, WHOLE_GB_PER_S / 4)}
+
+
+def test_plans_before_the_passes_count_low_bit_messages_and_whole_parameters() -> None:
+    found = []
+    for sent in (None, "nvfp4"):
+        traced = _plan(8, mp_policy=MixedPrecision(torch.bfloat16, gather_dtype=sent)).traced
+        assert traced is not None
+        found.append(outline(traced.regions[0].steps[0], THERE, Fusion.NONE, everything=False).problem.gathers)
+    for mine, sent_low in zip(*found, strict=True):
+        assert mine.size_bytes == pytest.approx(sent_low.size_bytes, rel=0.05), "full parameters are in memory"
+        started_us = 10 + 5 * 3
+        # 4.5 of 16 bits; small parameters are sent whole, and padded.
+        assert 4.5 / 16 < (sent_low.time_us - started_us) / (mine.time_us - started_us) < 0.35

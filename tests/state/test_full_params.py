@@ -171,6 +171,28 @@ def test_a_cast_inside_is_refused_where_changes_are_kept() -> None:
     run_ranks(_check_cast)
 
 
+def _check_attributes() -> None:
+    model: Any = fully_shard(nn.Linear(3, 4))
+    model.weight.tag, model.weight.gone = "before", 1
+    with full_params(model):
+        model.weight.tag, model.weight.new = "inside", [2]
+        del model.weight.gone
+        model.bias = nn.Parameter(torch.ones(4))
+        model.bias.new = 3
+    assert (model.weight.tag, model.weight.new, model.bias.new) == ("inside", [2], 3)
+    assert not hasattr(model.weight, "gone")
+    with full_params(model, writeback=False):
+        model.weight.tag = "dropped"
+    assert model.weight.tag == "inside"
+    model(torch.ones(2, 3))
+    with full_params(model):
+        assert (model.weight.tag, model.bias.new) == ("inside", 3)
+
+
+def test_attributes_that_are_put_on_full_parameters_are_kept() -> None:
+    run_ranks(_check_attributes)
+
+
 def _check_own_part() -> None:
     """Ranks that write different things keep their own rows."""
     model = fully_shard(nn.Linear(3, 4))

@@ -20,12 +20,13 @@ from torch.profiler import profile
 from benchmarks.network.emulated import Network, emulated_world
 from benchmarks.network.wire import Link
 from benchmarks.peak import measured_peak_bytes
-from fsdp_compile import explain, fully_shard
+from fsdp_compile import MixedPrecision, explain, fully_shard
 from fsdp_compile._torch.inductor_cache import cache_in
 from fsdp_compile._torch.stored_compiles import CAN_STORE
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import BudgetTooSmallError
 from fsdp_compile.runtime.module_state import units
+from fsdp_compile.runtime.unshard import reshard
 from tests import long
 from tests.models.kinds import Slim
 from tests.models.round_sizes import WIDTH, Stack
@@ -135,6 +136,29 @@ def test_microbatches_share_their_gathers_and_give_the_bits_of_fsdp2(lower: str)
         assert max(found.worst) <= bound
         assert found.kept == [2, 2, 0], "until the step, and no longer; backward does not read the first block"
         assert found.gathers == [3, 1, 1]
+
+
+def _kept_in_a_format() -> list[int]:
+    """Parameter groups that stay after microbatches in training mode, in eval mode, and in training mode again."""
+    torch.manual_seed(0)
+    policy = MixedPrecision(torch.bfloat16, gather_dtype=torch.int8, full_precision_in_eval=True)
+    model: Any = fully_shard(Stack(2), reshard_after_forward="auto", mp_policy=policy)
+    options: dict[str, Any] = {"lower": "eager", "hardware": SLOW, "memory_budget_gb": 1.0}
+    compiled = torch.compile(model, backend="fsdp", options=options)
+    model.set_requires_gradient_sync(False)
+    found = []
+    for is_trained in (True, False, True):
+        model.train(is_trained)
+        compiled(torch.ones(4, WIDTH)).sum().backward()
+        found.append(_kept(model))
+        for unit in units(model):
+            reshard([unit])
+    return found
+
+
+def test_low_bit_parameters_stay_but_not_those_of_eval_mode() -> None:
+    for kept in run_ranks(_kept_in_a_format):
+        assert kept == [2, 0, 2]
 
 
 def _train_again(folder: str) -> tuple[Seen, int]:
