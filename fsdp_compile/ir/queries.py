@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compile._torch.distributed import collectives
 from fsdp_compile._torch.tensors import OpOverload
 from fsdp_compile.ir.graph import DECLARING, Phase, Record, Role, StepGraph, record_of, require, role_of
 from fsdp_compile.ops.embedding import AVERAGE_ROWS, LOOK_UP, REDUCE_ROWS
@@ -143,7 +144,11 @@ def parameter_only(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_own_collective(node: fx.Node) -> bool:
     """Whether a node starts a collective of the program's own, or waits for one."""
-    return getattr(node.target, "namespace", "") == "_c10d_functional" and record_of(node) is None
+    return _is_collective(node) and record_of(node) is None
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
 def _has_tensors(node: fx.Node) -> bool:
@@ -192,13 +197,16 @@ def aliases(roots: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def readers(flat: fx.Node) -> list[fx.Node]:
-    """Nodes that read the memory of a flat parameter, and waits for the all-gathers that send it; not its update."""
+    """Nodes that read the memory of a flat parameter, and waits for the collectives that send it; not its update."""
     found = dict.fromkeys(n for held in aliases([flat]) for n in (held, *held.users) if role_of(n) is not Role.UPDATE)
-    # A running all-gather reads its input until it is waited for.
-    for start in [node for node in found if role_of(node) is Role.GATHER]:
-        items = [start, *(user for user in start.users if role_of(user) is Role.GATHER_ITEM)]
-        found.update(dict.fromkeys(u for item in items for u in item.users if role_of(u) is Role.GATHER_WAIT))
-    return [node for node in found if node.op != "output"]
+    return [node for node in (*found, *waits_behind(found)) if node.op != "output"]
+
+
+def waits_behind(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Waits for the collectives that some nodes start, ours and the program's: until then these read their inputs."""
+    starts = [node for node in nodes if _is_collective(node)]
+    started = [*starts, *(user for start in starts for user in start.users if user.target is getitem)]
+    return [user for node in started for user in node.users if user.target is collectives.wait_tensor.default]
 
 
 def upstream(node: fx.Node, *roles: Role) -> list[fx.Node]:

@@ -3,7 +3,8 @@
     %w = wait_tensor(%gathered)          ->   %w = wait_tensor(%gathered); fsdp.check_message(%w, "what ... gathers")
     %y = mm(%x, %w); fsdp.reshard([%w])  ->   %y = mm(%x, %w); fsdp.poison(%w); fsdp.reshard([%w])
 
-Whatever reads a parameter after that gets NaN, and so the reduced gradients, which are checked as well. It is for
+Whatever reads a parameter after that gets NaN, and so the reduced gradients, which are checked as well. A collective of
+the program's own that sends a message reads it until its wait, and the message becomes NaN behind that. It is for
 `options={"poison": True}`, and stands behind the verifier, which such reads would not pass.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from fsdp_compile.ir.graph import Role, StepGraph, require, role_of
+from fsdp_compile.ir.queries import aliases, last_of, waits_behind
 from fsdp_compile.ops.effects import RESHARD
 from fsdp_compile.ops.poison import CHECK_MESSAGE, POISON
 
@@ -26,14 +28,17 @@ _CHECKED = {
 
 def poison_freed_messages(step: StepGraph) -> None:
     """Adds both operators to a graph that all passes have seen."""
-    for node in list(step.graph.nodes):
+    order = step.order()
+    for node in list(order):
         role = role_of(node)
         if role in _CHECKED:
             with step.graph.inserting_after(node):
                 _call(node, CHECK_MESSAGE, node, _CHECKED[role].format(_named(node)))
         if node.target is RESHARD:
-            with step.graph.inserting_before(node):
-                for message in node.args[0]:
+            users = {user for held in aliases(node.all_input_nodes) for user in held.users}
+            last = last_of([node, *waits_behind(users)], order)
+            with step.graph.inserting_before(node if last is node else last.next):
+                for message in node.all_input_nodes:
                     _call(node, POISON, message)
 
 

@@ -174,9 +174,10 @@ def _anchor(step: StepGraph, posed: Posed, position: int) -> fx.Node:
 
 def _hoists(step: StepGraph, posed: Posed, placement: Placement) -> tuple[Hoist | CopyMove, ...]:
     first_reduce = _first_starts(posed)
+    behind = _behind_reductions(posed, placement)
 
     def anchor(at: int) -> fx.Node:
-        return first_reduce.get(at) or _anchor(step, posed, at)
+        return first_reduce[at] if at in first_reduce and at not in behind else _anchor(step, posed, at)
 
     found: list[Hoist | CopyMove] = []
     for start in placement.issued:
@@ -187,6 +188,19 @@ def _hoists(step: StepGraph, posed: Posed, placement: Placement) -> tuple[Hoist 
             case What.GATHER:
                 found.append(Hoist(gather, at))
     return (*found, *lone_copies(step))
+
+
+def _behind_reductions(posed: Posed, placement: Placement) -> set[int]:
+    """Positions at which all stands still for reductions and a gather: under a budget, gradients are freed in between.
+
+    It takes no longer, since the link sends one after the other.
+    """
+    if not posed.problem.least_bytes:
+        return set()
+    pairs = zip(posed.problem.reductions, placement.waits, strict=True)
+    running = {reduction.ready for reduction, waits in pairs if waits[-1] > reduction.ready}
+    gathers = zip(posed.problem.gathers, placement.starts, strict=True)
+    return {start for gather, start in gathers if gather.need == start} - running
 
 
 def _awaits(step: StepGraph, posed: Posed, placement: Placement, followers: Followers) -> tuple[Await, ...]:

@@ -10,7 +10,7 @@ from torch import fx
 from fsdp_compile.cost.communicate import communication, copy_of
 from fsdp_compile.cost.fusion import Fusion, plan_kernels, shares_memory
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.cost.memory import memory_of
+from fsdp_compile.cost.memory import Memory, memory_of
 from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.cost.timeline import times_us, waits_of
 from fsdp_compile.ir.graph import EXCHANGES, SENT, Phase, Role, StepGraph, require, role_of
@@ -75,16 +75,20 @@ def pose(
 def copies_behind(step: StepGraph, chains: Sequence[Sequence[fx.Node]]) -> Mapping[fx.Node, list[fx.Node]]:
     """For the first stage of each reduction, the copies to the host for which it is the last that must be over."""
     found: dict[fx.Node, list[fx.Node]] = {chain[0]: [] for chain in chains}
-    last = {start: chain[0] for chain in chains for start in chain}
-    rank = {first: number for number, first in enumerate(found)}
+    for node, (number, _) in _stages_behind(step, chains).items():
+        if role_of(node) is Role.OFFLOAD_OUT:
+            found[chains[number][0]].append(node)
+    return found
+
+
+def _stages_behind(step: StepGraph, chains: Sequence[Sequence[fx.Node]]) -> Mapping[fx.Node, tuple[int, int]]:
+    """For each start of a stage and all that follows, the last reduction, and its stage, that must have started."""
+    found = {start: (number, stage) for number, chain in enumerate(chains) for stage, start in enumerate(chain)}
     for node in step.graph.nodes:
-        if node not in found:
-            before = [last[source] for source in node.all_input_nodes if source in last]
-            if before:
-                # Messages of several reductions meet in one flat gradient: its copy waits for the latest of them.
-                last.setdefault(node, max(before, key=rank.__getitem__))
-            if role_of(node) is Role.OFFLOAD_OUT and node in last:
-                found[last[node]].append(node)
+        before = [found[source] for source in node.all_input_nodes if source in found]
+        if before:
+            # Messages of several reductions meet in one flat gradient: what follows waits for the latest of them.
+            found.setdefault(node, max(before))
     return found
 
 
@@ -93,7 +97,8 @@ def count_everything(step: StepGraph, posed: Posed, fusion: Fusion) -> Posed:
     kernels = plan_kernels(step.graph, fusion)
     # The caller still has the outputs of forward during backward. The backward graph does not see them, but they have
     # as many bytes as the gradients that come in for them.
-    live = memory_of(step, kernels).live_bytes()
+    memory = memory_of(step, kernels)
+    live = memory.live_bytes()
     order, beside_bytes = step.order(), step.beside_bytes + _returned_bytes(step) + accumulated_bytes(step)
     places = [order[node] for node in posed.steps]
     # What a kernel is made to write for a step, or for a reduction that starts there, it writes after all else that is
@@ -107,7 +112,27 @@ def count_everything(step: StepGraph, posed: Posed, fusion: Fusion) -> Posed:
             begins[index] = max(min(begins[index], order[node] - 1), 0)
     ends = [*places[1:], len(live)]
     least = tuple(max(live[begin:end]) + beside_bytes for begin, end in zip(begins, ends, strict=False))
-    return dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, least_bytes=least))
+    late = _late_bytes(step, posed, memory)
+    reductions = tuple(
+        dataclasses.replace(reduction, late_bytes=each)
+        for reduction, each in zip(posed.problem.reductions, late, strict=True)
+    )
+    problem = dataclasses.replace(posed.problem, least_bytes=least, reductions=reductions)
+    return dataclasses.replace(posed, problem=problem)
+
+
+def _late_bytes(step: StepGraph, posed: Posed, memory: Memory) -> list[tuple[int, ...]]:
+    """For each stage of each reduction, what it sends, and what it and all up to the next stage make and free again.
+
+    What they make and the graph returns is counted from the start of the reduction on, whenever that is waited for.
+    """
+    found = [[sum(map(result_bytes, start.all_input_nodes)) for start in chain] for chain in posed.reductions]
+    behind = _stages_behind(step, posed.reductions)
+    for buffer in memory.buffers:
+        if buffer.node in behind and buffer.last < memory.length - 1:
+            number, stage = behind[buffer.node]
+            found[number][stage] += buffer.size_bytes
+    return [tuple(each) for each in found]
 
 
 def _returned_bytes(step: StepGraph) -> int:

@@ -117,7 +117,7 @@ def _rooms(problem: Problem, budget_bytes: int) -> Iterator[_Room]:
     steps = len(problem.steps_us)
     yield _Room(budget_bytes, [budget_bytes] * steps)
     if problem.reductions:
-        ready = {reduction.ready: reduction.size_bytes for reduction in problem.reductions}
+        ready = {reduction.ready: reduction.held_bytes(0) for reduction in problem.reductions}
         early_bytes, latest = [], 0
         for step in range(steps):
             latest = ready.get(step, latest)
@@ -155,7 +155,7 @@ class _Play:
         self.gathered_us: list[float] = []
         self.awaited = 0
         self.in_flight: dict[int, _Stage] = {}  # in the order in which they end, that of the link
-        self.gradient_bytes = 0  # full gradients on the link: those whose first stage runs
+        self.gradient_bytes = 0  # of reductions on the link: full gradients, those whose first stage runs, and results
         self.waits: list[list[int]] = [[] for _ in problem.reductions]
         self.order: list[tuple[int, int]] = []
 
@@ -168,7 +168,7 @@ class _Play:
             while reductions and reductions[-1][1].ready == position:
                 index, reduction = reductions.pop()
                 self.in_flight[index] = self._queue(reduction.stages_us[0])
-                self.gradient_bytes += reduction.size_bytes
+                self.gradient_bytes += reduction.held_bytes(0)
             self._hold_or_wait(position)
             self._await_gathers(position)
             if position in self.problem.exchanges:
@@ -197,14 +197,14 @@ class _Play:
         """Waits for a stage of a reduction and starts the next one."""
         self.now_us = max(self.now_us, self.in_flight.pop(index).ends_us)
         self.order.append((index, len(self.waits[index])))
-        if not self.waits[index]:
-            self.gradient_bytes -= self.problem.reductions[index].size_bytes
+        reduction, stage = self.problem.reductions[index], len(self.waits[index])
+        self.gradient_bytes -= reduction.held_bytes(stage)
         self.waits[index].append(position)
-        stages_us = self.problem.reductions[index].stages_us
-        if len(self.waits[index]) < len(stages_us):
-            self.in_flight[index] = self._queue(stages_us[len(self.waits[index])])
+        if stage + 1 < len(reduction.stages_us):
+            self.in_flight[index] = self._queue(reduction.stages_us[stage + 1])
+            self.gradient_bytes += reduction.held_bytes(stage + 1)
         else:
-            copy_us = self.problem.reductions[index].copy_us
+            copy_us = reduction.copy_us
             self.out_free_us = max(self.now_us, self.out_free_us) + copy_us if copy_us else self.out_free_us
 
     def _start_copies(self, position: int) -> None:

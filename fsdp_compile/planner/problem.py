@@ -91,6 +91,8 @@ class Reduction:
         stages_us: Time on the link of each stage; one starts where the one before it has been waited for.
         copy_us: Time on the bus of the copies to the host that follow; 0 if there are none.
         unit: As of a gather.
+        late_bytes: Where everything counts, memory of each stage while it runs longer than if it were waited for at
+            once: what it sends, and results and copies that are freed again. If empty, only `size_bytes` counts.
     """
 
     born: int
@@ -99,6 +101,11 @@ class Reduction:
     stages_us: tuple[float, ...]
     copy_us: float = 0.0
     unit: str = ""
+    late_bytes: tuple[int, ...] = ()
+
+    def held_bytes(self, stage: int) -> int:
+        """Memory from the start of a stage until it is waited for."""
+        return self.late_bytes[stage] if self.late_bytes else self.size_bytes * (stage == 0)
 
 
 T = TypeVar("T", Gather, Reduction)
@@ -140,10 +147,10 @@ class Problem:
 
     @functools.cached_property
     def ready_bytes(self) -> Mapping[int, int]:
-        """Full gradients whose reductions start at a position: live while whatever starts there before them starts."""
+        """Of reductions that start at a position: live, or about to be, beside whatever starts there before them."""
         found: dict[int, int] = {}
         for reduction in self.reductions:
-            found[reduction.ready] = found.get(reduction.ready, 0) + reduction.size_bytes
+            found[reduction.ready] = found.get(reduction.ready, 0) + reduction.held_bytes(0)
         return found
 
     @property

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from fsdp_compile.ir.graph import KEY, Phase, Role, StepGraph, role_of
 from tests.verify.breaks import Break
 from tests.verify.graphs import ALONE, UPDATED
+
+collectives = torch.ops._c10d_functional
 
 
 def _updates(step: StepGraph) -> list[fx.Node]:
@@ -35,6 +38,19 @@ def shard_sent_after_its_update(step: StepGraph) -> fx.Node:
     update = _updates(step)[0]
     gather = next(node for node in step.nodes(Role.GATHER) if _flat_of(node) is update.args[0])
     return _copy_behind(gather, update)
+
+
+def shard_updated_while_the_program_sends_it(step: StepGraph) -> fx.Node:
+    """Its own all-gather starts before the update, which is waited for after it."""
+    update = _updates(step)[0]
+    flat = update.args[0]
+    assert isinstance(flat, fx.Node)
+    with step.graph.inserting_before(update):
+        start = step.graph.call_function(collectives.all_gather_into_tensor.default, (flat, 2, "0"))
+    with step.graph.inserting_after(update):
+        wait = step.graph.call_function(collectives.wait_tensor.default, (start,))
+    start.meta["val"] = wait.meta["val"] = torch.cat([flat.meta["val"]] * 2)
+    return wait
 
 
 def update_made_twice(step: StepGraph) -> fx.Node:
@@ -77,6 +93,7 @@ BACKWARD = Phase.BACKWARD
 UPDATE_BREAKS = (
     Break("updated-last", shard_read_in_place_after_its_update, BACKWARD, "after %update", world=ALONE),
     Break("updated-last", shard_sent_after_its_update, BACKWARD, "after %update", world=UPDATED),
+    Break("updated-last", shard_updated_while_the_program_sends_it, BACKWARD, "after %update", world=UPDATED),
     Break("updated-last", update_made_twice, BACKWARD, "updates already", world=UPDATED),
     Break("updated-last", update_with_the_gradient_of_another_unit, BACKWARD, "not its gradient", world=UPDATED),
     Break("updated-last", slot_left_out_of_an_update, BACKWARD, "updates slots", world=UPDATED),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import getitem
 
 from torch import fx
 
 from fsdp_compile.ir.graph import MADE, Phase, Record, Role, require, role_of
 from fsdp_compile.layout.spec import Update
-from fsdp_compile.verify.collective import Kind
-from fsdp_compile.verify.facts import Facts, memory_sources
+from fsdp_compile.verify.collective import WAIT, Kind
+from fsdp_compile.verify.facts import Facts, is_models, memory_sources
 from fsdp_compile.verify.report import Complaint
 
 RULE = "updated-last"
@@ -59,7 +60,7 @@ def _again(update: fx.Node, before: fx.Node) -> Complaint:
 
 
 def _memory(facts: Facts) -> dict[fx.Node, frozenset[fx.Node]]:
-    """The flat parameters whose memory a node's result shares, or that a gather still sends."""
+    """The flat parameters whose memory a node's result shares, or that a collective still sends."""
     nothing: frozenset[fx.Node] = frozenset()
     found = {flat: frozenset([flat]) for flat in facts.of_role(Role.FLAT)}
     for node in facts.nodes:
@@ -70,7 +71,16 @@ def _memory(facts: Facts) -> dict[fx.Node, frozenset[fx.Node]]:
         sent = nothing.union(*(found.get(message, nothing) for message in gather.sent))
         if sent:  # until the wait, the gather reads its input
             found.update(dict.fromkeys((gather.start, *(n for nodes in gather.unfinished for n in nodes)), sent))
+    for start in filter(_is_own_start, facts.nodes):
+        sent = nothing.union(*(found.get(message, nothing) for message in start.all_input_nodes))
+        items = [user for user in start.users if user.target is getitem]
+        found.update(dict.fromkeys((start, *items), sent))
     return found
+
+
+def _is_own_start(node: fx.Node) -> bool:
+    """Whether a node starts a collective of the program's own."""
+    return is_models(node) and node.target is not WAIT and getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
 def _read_late(
