@@ -320,6 +320,13 @@ def graph_breaks() -> Counter[str]:
     return found
 
 
+def traced_module() -> nn.Module | None:
+    """The module whose method is the frame that is compiled now; `None` in a function."""
+    translator = root_translator()
+    module = None if translator is None else translator.f_locals.get("self")
+    return module if isinstance(module, nn.Module) else None
+
+
 def ends_in_graph_break(gm: fx.GraphModule) -> bool:
     """Whether Dynamo's graph ends where Python goes on in the middle of the code, with another graph perhaps."""
     reason = getattr(gm, "compile_subgraph_reason", None)

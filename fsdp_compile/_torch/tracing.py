@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from torch import nn
 from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import SkipFrame, TensorifyScalarRestartAnalysis
 
@@ -62,10 +61,3 @@ def is_in_eager_cond() -> bool:
     """Whether Dynamo traces the branches of a `torch.cond` that uncompiled code calls."""
     translator = root_translator()
     return translator is not None and translator.output.root_tx.f_code.co_filename == _COND_FILE
-
-
-def traced_module() -> nn.Module | None:
-    """The module whose method is the frame that is compiled now; `None` in a function."""
-    translator = root_translator()
-    module = None if translator is None else translator.f_locals.get("self")
-    return module if isinstance(module, nn.Module) else None

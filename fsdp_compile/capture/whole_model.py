@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_compile._torch.tracing import traced_module
+from fsdp_compile._torch.dynamo import traced_module
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
