@@ -91,6 +91,8 @@ def _is_compiled(node: torch.autograd.graph.Node) -> bool:
 
 def is_accumulated_in_this_backward(leaf: torch.Tensor) -> bool:
     """Whether the backward pass that this thread is running puts a gradient into `leaf.grad`."""
+    if not leaf.requires_grad or not is_saved_by_autograd(leaf):  # the cheap questions: most leaves are in no graph
+        return False
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     return torch._C._will_engine_execute_node(node)
 

@@ -149,11 +149,12 @@ def _held_in(root: nn.Module) -> Iterator[_Held]:
 
 
 def _computed_attributes(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors with a history that modules have as plain attributes: views of parameters, maybe."""
-    # Without a history they may be of code that knows about it, as torch's `spectral_norm` has `weight.data`.
+    """The views and tensors that need gradients which modules have as plain attributes: of parameters, maybe."""
+    # Others may be of code that knows about it, as torch's `spectral_norm` has `weight.data`. Their `grad_fn` is not
+    # asked for: autograd raises an error for views whose base was written since.
     for name, module in root.named_modules():
         for attribute, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            if isinstance(value, torch.Tensor) and (value.requires_grad or value._is_view()):
                 yield f"{name}.{attribute}".removeprefix("."), value
 
 

@@ -140,6 +140,8 @@ class FullParam:
             what, instead = "it was removed from its module", "write into it, in place"
         elif held.shape != self.param.parameter.shape:
             what, instead = f"its shape changed to {tuple(held.shape)}", "fully_shard() a model of the new shape"
+        elif self.options.writeback and held.is_meta:
+            what, instead = "it was put on the meta device, where it has no value", "full_params(writeback=False)"
         elif any(p is not self.plain and p is not held and not _is_equal(p, held) for p in registered):
             what = "its places, which are tied, got different parameters"
             instead = "the same parameter for all of them, or untie them before fully_shard()"
@@ -251,9 +253,11 @@ def _last_changed(registered: Sequence[nn.Parameter | None], plain: nn.Parameter
 
 
 def _is_equal(one: nn.Parameter | None, other: nn.Parameter) -> bool:
-    if one is None or isinstance(one, DTensor) or isinstance(other, DTensor):
+    if one is None or one.is_meta or isinstance(one, DTensor) or isinstance(other, DTensor):
         return False
-    return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
+    is_alike = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+    # As bytes: NaN is no other value.
+    return is_alike and torch.equal(exchange.as_bytes(one.detach()), exchange.as_bytes(other.detach()))
 
 
 def _refuse_late_gradient(_parameter: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_compile import UnsupportedModelError, full_params, fully_shard
+from fsdp_compile import UnsupportedModelError, full_params, fully_shard, no_sync
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
@@ -145,6 +146,34 @@ def test_a_hook_beside_a_penalty_outside_of_the_forward_is_refused() -> None:
     """It would run for either part of the gradient."""
     for how in (Run.EAGER, Run.PLAIN):
         run_ranks(_beside_a_penalty, how)
+
+
+def _frozen_before_the_rest_is_reduced() -> None:
+    """What waits from before the freeze is reduced in the next backward, as one process has it."""
+    for kind in KINDS:
+        pair = Beside(Small, Run.EAGER)
+        counts = []
+        calls: tuple[Any, Any] = (pair.compiled, pair.reference)
+        for model, each in zip(pair.both(), calls, strict=True):
+            called: list[str] = []
+            counts.append(called)
+            weight = model.get_parameter("up.weight")
+            getattr(weight, kind)(lambda *_, called=called: called.append("called"))
+            waits = no_sync if model is pair.model else contextlib.nullcontext
+            with waits(model):
+                first = loss_of(each(_batch()))
+            second = loss_of(each(_batch() + 1))
+            with waits(model):
+                first.backward()
+            weight.requires_grad = False
+            second.backward()
+        pair.compare()
+        # Autograd calls `register_hook`'s for the frozen one once more, with a gradient that it drops.
+        assert counts[0] == ["called"]
+
+
+def test_a_hook_of_a_parameter_that_was_frozen_since() -> None:
+    run_ranks(_frozen_before_the_rest_is_reduced)
 
 
 def _all() -> None:

@@ -205,7 +205,7 @@ class _Views(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Parameter(torch.randn(12, 6))
-        self.q, self.twice = self.qkv[:6], 2 * self.qkv
+        self.q, self.rest, self.twice = self.qkv[:6], self.qkv.detach(), 2 * self.qkv
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.q
@@ -220,6 +220,37 @@ def test_views_that_modules_keep_are_refused() -> None:
         with pytest.raises(Exception, match=r"0\.q and 0\.qkv share memory"):
             compile_eagerly(model)(torch.ones(2, 6))
         del model[0].q
+        fully_shard(model)
+
+
+def _written(model: _Views) -> None:
+    model.q, model.rest = model.qkv.chunk(2)
+    nn.init.ones_(model.qkv)  # autograd has no `grad_fn` of such views any more, and raises an error for it
+
+
+def _without_history(model: _Views) -> None:
+    with torch.no_grad():
+        model.q = model.qkv[:6]
+
+
+def _frozen(model: _Views) -> None:
+    model.qkv.requires_grad = False
+    model.q = model.qkv[:6]
+
+
+@pytest.mark.parametrize("keep", [_written, _without_history, _frozen])
+def test_views_that_have_no_history_are_refused(keep: Callable[[_Views], None]) -> None:
+    with fake_world(2):
+        model = _Views()
+        keep(model)
+        with pytest.raises(UnsupportedModelError, match="q and qkv share memory"):
+            fully_shard(model)
+
+
+def test_detached_tensors_that_modules_keep_are_accepted() -> None:
+    with fake_world(2):
+        model = torch.nn.utils.spectral_norm(nn.Linear(6, 6))  # keeps `weight.data`
+        assert "weight" in vars(model)
         fully_shard(model)
 
 

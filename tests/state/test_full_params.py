@@ -94,13 +94,18 @@ def test_without_writeback_changes_are_dropped() -> None:
 def _check_tied_places() -> None:
     """What is put at one place of a tied parameter is at all of them; different values are refused."""
     new = torch.full((11, 6), 7.0)
+    new[0] = torch.nan
     for change in (_assign_first, _assign_second, _load_second, _load_both):
         model, _ = _pair()
         with full_params(model):
             change(model, new)
         assert model.head.weight is model.embedding.weight
-        assert torch.equal(model.embedding.weight.full_tensor(), new), change.__name__
-    for refused, what in ((_untie, "different parameters"), (_remove_second, "removed")):
+        torch.testing.assert_close(model.embedding.weight.full_tensor(), new, rtol=0, atol=0, equal_nan=True)
+    for refused, what in (
+        (_untie, "different parameters"),
+        (_remove_second, "removed"),
+        (_to_meta, "meta device"),
+    ):
         for rank0_only in (False, True):
             model, _ = _pair()
             before = model.embedding.weight.full_tensor()
@@ -131,6 +136,10 @@ def _load_both(model: Any, new: torch.Tensor) -> None:
 def _untie(model: Any, new: torch.Tensor) -> None:
     model.head.weight = nn.Parameter(new)
     model.embedding.weight = nn.Parameter(-new)
+
+
+def _to_meta(model: Any, _: torch.Tensor) -> None:
+    model.to("meta")
 
 
 def _remove_second(model: Any, _: torch.Tensor) -> None:
