@@ -285,13 +285,15 @@ def check_before_calls(caller: nn.Module, module: nn.Module) -> None:
     shown: list[tuple[nn.Module, str]] = []
 
     def before_call(_caller: nn.Module, _args: Any) -> None:
-        if not torch.compiler.is_compiling() and not in_forward():
+        if not torch.compiler.is_compiling() and (not in_forward() or not _is_checked(module)):
             shown.extend(_pre_forward(module))
 
     def after_call(_caller: nn.Module, _args: Any, _output: Any) -> None:
         if shown:
             hide_values(shown)
             shown.clear()
+        if not in_forward():
+            checked_groups.forget()
 
     for hook in (before_call, after_call):
         skip_code(hook.__code__)
