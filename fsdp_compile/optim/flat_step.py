@@ -138,7 +138,7 @@ class FlatStep:
     def _run(
         self, optimizer: optim.Optimizer, own: Sequence[list[nn.Parameter]], shown: Shown, others: Mapping[Any, Any]
     ) -> None:
-        """Runs the optimizer's own step on `shown`, with `others` as further state; it is counted for `own`, by group."""
+        """Runs the optimizer's own step on `shown`, with `others` as further state; `own` is what it is counted for."""
         groups, state = optimizer.param_groups, optimizer.state
         given = [group["params"] for group in groups]
         runs = {run.tensor: run for found, _ in shown for run in found}

@@ -133,9 +133,10 @@ def _compiled_container(*, differs: bool = False) -> tuple[_Student, _Student]:
     torch._dynamo.reset()
     torch.manual_seed(dist.get_rank() if differs else 0)
     teacher = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).requires_grad_(requires_grad=False)
+    copied: Any = copy.deepcopy(teacher)
     torch.manual_seed(0)
     student = _Student(_compiled(teacher))
-    plain = copy.deepcopy(_Student(teacher))
+    plain = _Student(copied)
     plain.first.load_state_dict(student.first.state_dict())
     fully_shard(student)
     return student, plain
