@@ -116,6 +116,18 @@ def test_a_compiled_model_dies_with_its_last_reference() -> None:
         assert _left(references) == []
 
 
+def test_a_compiled_container_dies_with_its_last_reference() -> None:
+    torch._dynamo.reset()
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        _train(model, compiled=True)
+        references = _what_dies_with(model)
+        del model
+        torch._dynamo.reset()
+        gc.collect()
+        assert _left(references) == []
+
+
 def test_prefetched_modules_that_name_each_other_do_not_keep_each_other() -> None:
     with fake_world(2), _without_collector():
         model = _sharded(by_layer=True)

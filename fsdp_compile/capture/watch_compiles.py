@@ -34,7 +34,7 @@ from fsdp_compile.capture.first_call import check_compiled_calls, compiled_modul
 from fsdp_compile.capture.plain_model import shard_before_forward
 from fsdp_compile.capture.unreached import PlainModels, Why
 from fsdp_compile.modules.classes import original_class
-from fsdp_compile.modules.forward import in_forward, in_forward_during, in_forward_until_return
+from fsdp_compile.modules.forward import in_first_call, in_forward, in_forward_during
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.runtime.module_state import is_sharded
 from fsdp_compile.sharding.checks import refuse_meta
@@ -104,7 +104,7 @@ class _Watch:
         for module in called:
             refuse_wrappers(module)
             if shard_before_forward(module, FSDPOptions.from_dict(frame.options), self.plain) is Found.SHARDED:
-                in_forward_until_return(call_of(module))
+                in_first_call(module, call_of(module))
                 _warn_of_python(module, frame, breaks)
         for module in held:
             refuse_wrappers(module)

@@ -22,6 +22,7 @@ from fsdp_compile.runtime import checked_groups, update_in_backward
 from fsdp_compile.runtime.read_order import LARGEST_DIGEST, Done, compare_after_forward, in_graph, note_all
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.runtime.unshard import is_outdated, unshard_again
+from fsdp_compile.sharding import initial_values
 from fsdp_compile.sharding.views import check_inside_graph
 
 Compiled = Callable[[list[Any]], Any]
@@ -70,6 +71,8 @@ def check_inputs(compiled: Compiled, inputs: Sequence[FlatInput]) -> Compiled:
         for each in inputs:
             flat = FSDPParamGroup.of(args[each.position])
             if flat is not None and flat not in checked:
+                if flat.unit.model.before_next_forward:  # of a model that came after the compile
+                    initial_values.compare(flat.unit.model)
                 check_inside_graph(flat)
                 if backward_in_progress() == -1:
                     update_in_backward.begin(flat)

@@ -49,12 +49,21 @@ def in_forward_until_return(frame: types.FrameType | None) -> None:
     _first_call.frame = frame
 
 
+def in_first_call(module: nn.Module, frame: types.FrameType | None) -> None:
+    """Counts as inside a forward of a module that was sharded in its first call, until `frame` returns."""
+    in_forward_until_return(frame)
+    state = state_of(module)
+    if frame is not None and state is not None and state.model is not None:
+        # Else each part behind a graph break would check itself, and compare with other ranks in between.
+        state.model.pre_forward(module)
+
+
 def in_forward_during(module: nn.Module, frame: types.FrameType | None) -> None:
     """Counts as inside a forward until the running call of `module` returns, whose forward pre-hooks run now.
 
     Unlike `in_forward_until_return` alone, it does not keep the frame of the call, and with it what the call was given.
     """
-    in_forward_until_return(frame)
+    in_first_call(module, frame)
     running = [frame]
 
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -285,13 +294,15 @@ def check_before_calls(caller: nn.Module, module: nn.Module) -> None:
     shown: list[tuple[nn.Module, str]] = []
 
     def before_call(_caller: nn.Module, _args: Any) -> None:
-        if not torch.compiler.is_compiling() and not in_forward():
+        if not torch.compiler.is_compiling() and (not in_forward() or not _is_checked(module)):
             shown.extend(_pre_forward(module))
 
     def after_call(_caller: nn.Module, _args: Any, _output: Any) -> None:
         if shown:
             hide_values(shown)
             shown.clear()
+        if not in_forward():
+            checked_groups.forget()
 
     for hook in (before_call, after_call):
         skip_code(hook.__code__)

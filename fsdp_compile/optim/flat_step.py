@@ -111,7 +111,7 @@ class FlatStep:
             given = [group["params"] for group in optimizer.param_groups]
             shown = [self._runs_of(number, parameters, state) for number, parameters in enumerate(given)]
             hidden = {param.parameter for found, _ in shown for run in found for param in run.params}
-            self._run(optimizer, shown, {p: s for p, s in state.items() if p not in hidden})
+            self._run(optimizer, given, shown, {p: s for p, s in state.items() if p not in hidden})
         return loss
 
     def update(self, optimizer: optim.Optimizer, flat: FSDPParamGroup) -> list[FSDPParam]:
@@ -132,17 +132,19 @@ class FlatStep:
                 others = {p: optimizer.state[p] for _, each in shown for p in each if p in optimizer.state}
             else:
                 shown = [(self._cut((n, flat), trained, optimizer.state), []) for n, trained in enumerate(groups)]
-            self._run(optimizer, shown, others)
+            self._run(optimizer, (), shown, others)
         return [param for trained in groups for _, param in trained]
 
-    def _run(self, optimizer: optim.Optimizer, shown: Shown, others: Mapping[Any, Any]) -> None:
-        """Runs the optimizer's own step on `shown` in the place of its groups, with `others` as further state."""
+    def _run(
+        self, optimizer: optim.Optimizer, own: Sequence[list[nn.Parameter]], shown: Shown, others: Mapping[Any, Any]
+    ) -> None:
+        """Runs the optimizer's own step on `shown`, with `others` as further state; `own` is what it is counted for."""
         groups, state = optimizer.param_groups, optimizer.state
         given = [group["params"] for group in groups]
         runs = {run.tensor: run for found, _ in shown for run in found}
         optimizer.state = collections.defaultdict(dict, others)
         optimizer.state.update({tensor: run.state for tensor, run in runs.items()})
-        setattr(optimizer, OWN_PARAMS, given)
+        setattr(optimizer, OWN_PARAMS, own)
         try:
             for group, (found, whole) in zip(groups, shown, strict=True):
                 group["params"] = [*(run.tensor for run in found), *whole]

@@ -23,6 +23,8 @@ from fsdp_compile.ir.edit import infer_value
 from fsdp_compile.ir.queries import aliases
 from fsdp_compile.ir.writes import written
 
+_CLONE = torch.ops.aten.clone.default
+
 
 def save_copies_of_updated_inputs(forward: fx.Graph, backward: fx.Graph, results: int) -> None:
     """Replaces updated inputs, and views of them, among what forward saves.
@@ -58,7 +60,8 @@ def _copy(node: fx.Node) -> fx.Node:
     """A copy of a value, made before the graph writes it."""
     after = node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
     with node.graph.inserting_after(after):
-        copy = node.graph.call_function(torch.ops.aten.clone.default, (node,))
+        # The backward's input gets this name too: it has to be free there, where names like "clone" are taken.
+        copy = node.graph.create_node("call_function", _CLONE, (node,), name=f"before_update_of_{node.name}")
     copy.meta["val"] = infer_value(copy)
     return copy
 

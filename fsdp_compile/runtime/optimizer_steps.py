@@ -14,15 +14,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_compile._torch.autograd import backward_in_progress
-
 OWN_PARAMS = "_fsdp_own_params"
-"""Attribute of an optimizer whose groups show other tensors while it steps (`flat_step`): each group's parameters."""
+"""Attribute of an optimizer whose groups show other tensors while it steps (`flat_step`): each group's parameters.
+
+None in an update in backward, which steps one flat parameter after the other and counts each by itself.
+"""
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, also while its groups show other tensors."""
-    lists = vars(optimizer).get(OWN_PARAMS) or [group["params"] for group in optimizer.param_groups]
+    lists = vars(optimizer).get(OWN_PARAMS)
+    if lists is None:
+        lists = [group["params"] for group in optimizer.param_groups]
     return [parameter for parameters in lists for parameter in parameters]
 
 
@@ -33,8 +36,5 @@ def count_optimizer_steps() -> None:
 
 
 def _count(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    # `step_in_backward` shows one parameter group after the other, and counts each by itself.
-    if backward_in_progress() != -1 and OWN_PARAMS in vars(optimizer):
-        return
     written = [parameter for parameter in parameters_of(optimizer) if isinstance(parameter, DTensor)]
     torch.autograd.graph.increment_version(written)

@@ -128,11 +128,60 @@ def _copies_that_differ() -> None:
         student(torch.ones(2, 6))
 
 
+def _compiled_container(*, differs: bool = False) -> tuple[_Student, _Student]:
+    """A student whose teacher is the compiled form of one of torch's containers, which Dynamo compiles whole."""
+    torch._dynamo.reset()
+    torch.manual_seed(dist.get_rank() if differs else 0)
+    teacher = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).requires_grad_(requires_grad=False)
+    copied: Any = copy.deepcopy(teacher)
+    torch.manual_seed(0)
+    student = _Student(_compiled(teacher))
+    plain = _Student(copied)
+    plain.first.load_state_dict(student.first.state_dict())
+    fully_shard(student)
+    return student, plain
+
+
+def _containers() -> None:
+    student, plain = _compiled_container()
+    for model in (student, plain):
+        model(torch.ones(2, 6)).sum().backward()
+        _thaw(model.others[0])
+        model(torch.ones(2, 6)).sum().backward()
+    for mine, theirs in zip(student.others[0].parameters(), plain.others[0].parameters(), strict=True):
+        assert isinstance(mine.grad, DTensor)
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+    student, _ = _compiled_container(differs=True)
+    with pytest.raises(RankMismatchError, match="different values of a parameter"):
+        student(torch.ones(2, 6))
+
+
+def _another_instance() -> None:
+    """Calls a compiled function with another teacher than it was compiled for."""
+    torch._dynamo.reset()
+
+    def function(teacher: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return teacher(x)
+
+    call = torch.compile(function, backend="fsdp", options={"lower": "eager"})
+    for differs in (False, True):
+        torch.manual_seed(dist.get_rank() if differs else 0)
+        teacher = fully_shard(nn.Linear(6, 6))
+        if differs:
+            with pytest.raises(RankMismatchError, match="different values of a parameter"):
+                call(teacher, torch.ones(2, 6))
+        else:
+            call(teacher, torch.ones(2, 6))
+
+
 def _all() -> None:
     _uncompiled()
     _compiled_whole()
     _kept()
     _copies_that_differ()
+    _containers()
+    _another_instance()
 
 
 def test_a_model_that_another_one_calls_is_checked_as_if_it_was_called_alone() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -77,3 +79,36 @@ def test_a_step_outdates_the_models_of_its_optimizer_however_it_writes() -> None
             optimizer.step()
             assert _is_unsharded(mine) == [False], change
             assert _is_unsharded(other) == [True], change
+
+
+def _losses(model: nn.Module, change: Callable[[torch.optim.Optimizer], object]) -> list[float]:
+    """Trains with an optimizer for each parameter, which a hook steps as soon as its gradient is there."""
+    for parameter in model.parameters():
+        # It writes plain tensors without counting that.
+        optimizer = torch.optim.SGD([parameter], lr=0.1, fused=True)
+        change(optimizer)
+
+        def step(_parameter: nn.Parameter, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(4, 6)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def _flat_steps_in_hooks() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+    plain = copy.deepcopy(model)
+    fully_shard(model)
+    model.set_reshard_after_backward(False)
+    assert _losses(model, flat_step) == pytest.approx(_losses(plain, lambda optimizer: optimizer))
+
+
+def test_a_flat_step_in_a_gradient_hook_outdates_what_is_unsharded() -> None:
+    run_ranks(_flat_steps_in_hooks)

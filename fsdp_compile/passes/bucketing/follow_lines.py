@@ -43,6 +43,9 @@ def _keys(lines: Iterable[str]) -> Iterator[list[Key]]:
     """The keys of the parameters in each line."""
     seen: Counter[tuple[str, str]] = Counter()
     for line in lines:
-        named = [(operator_in(line).removesuffix("_coalesced"), name) for name in names_in(line)]
-        seen.update(named)
-        yield [(*each, seen[each]) for each in named]
+        operator = operator_in(line).removesuffix("_coalesced")
+        keys = []
+        for name in names_in(line):
+            seen[operator, name] += 1  # one by one: a message may have two parameters of one name
+            keys.append((operator, name, seen[operator, name]))
+        yield keys
