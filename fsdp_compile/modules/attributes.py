@@ -6,13 +6,13 @@ time; Dynamo guards on their values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_compile.runtime.replaced_params import ReplacedParameter, current
+from fsdp_compile.runtime.replaced_params import current
 
 PARAM_ATTRIBUTES = "_fsdp_param_attributes"
 """Attribute of a module: parameter name to the `__dict__` of the sharded parameter, for those that have attributes."""
@@ -45,17 +45,21 @@ def is_noted(module: nn.Module, names: Iterable[str]) -> bool:
 def follow_replaced(parameter: torch.Tensor) -> None:
     """Makes attributes that refer to plain parameters which were sharded since refer to the sharded ones."""
     for name, value in list(vars(parameter).items()):
-        if isinstance(value, ReplacedParameter):
+        if isinstance(value, torch.Tensor) and current(value) is not value:
             setattr(parameter, name, current(value))
 
 
-def take_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Gives one parameter the attributes of users and libraries that another one has, and no others."""
-    taken = {name: value for name, value in vars(source).items() if not name.startswith(_NOT_USERS)}
-    held = vars(target)  # reads look at this very dict
-    for name in [name for name in held if not name.startswith(_NOT_USERS) and name not in taken]:
-        del held[name]
-    held.update(taken)
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """The attributes that users and libraries put on a parameter, as they are now."""
+    return {name: value for name, value in vars(parameter).items() if not name.startswith(_NOT_USERS)}
+
+
+def take_changes(source: torch.Tensor, before: Mapping[str, Any], target: torch.Tensor) -> None:
+    """Gives one parameter the attributes of users and libraries that another one got or lost since it had `before`."""
+    now, held = attributes_of(source), vars(target)  # reads look at this very dict
+    for name in before.keys() - now.keys():
+        held.pop(name, None)
+    held.update({name: value for name, value in now.items() if name not in before or before[name] is not value})
 
 
 def has_attributes(parameter: torch.Tensor) -> bool:

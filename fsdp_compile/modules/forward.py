@@ -46,6 +46,7 @@ def in_forward_until_return(frame: types.FrameType | None) -> None:
         return
     if not in_forward():
         _begin_outermost()
+        checked_groups.forget()  # what a forward has left that failed before it began
     _first_call.frame = frame
 
 

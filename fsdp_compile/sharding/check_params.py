@@ -140,7 +140,10 @@ def refuse_shared_memory(root: nn.Module, sharded: Collection[torch.Tensor]) -> 
 
 def _held_in(root: nn.Module) -> Iterator[_Held]:
     """Every plain parameter, buffer and computed attribute with elements, once."""
-    for name, tensor in [*root.named_parameters(), *root.named_buffers(), *_computed_attributes(root)]:
+    registered = [*root.named_parameters(), *root.named_buffers()]
+    known = {id(tensor) for _, tensor in registered}
+    attributes = [(name, tensor) for name, tensor in _computed_attributes(root) if id(tensor) not in known]
+    for name, tensor in [*registered, *attributes]:
         if not _has_plain_memory(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
             continue
         memory, begin = memory_place(tensor)
@@ -154,7 +157,8 @@ def _computed_attributes(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     # asked for: autograd raises an error for views whose base was written since.
     for name, module in root.named_modules():
         for attribute, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and (value.requires_grad or value._is_view()):
+            plain = isinstance(value, torch.Tensor) and _has_plain_memory(value)
+            if plain and (value.requires_grad or value._is_view()):
                 yield f"{name}.{attribute}".removeprefix("."), value
 
 

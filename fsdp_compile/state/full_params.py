@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from fsdp_compile.comm.gather import Receivers, gather_full
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.modules import param_views
-from fsdp_compile.modules.attributes import take_attributes
+from fsdp_compile.modules.attributes import attributes_of, follow_replaced, take_changes
 from fsdp_compile.modules.classes import original_class, swap_back, swap_to_original_class
 from fsdp_compile.runtime import replaced_params
 from fsdp_compile.runtime.extended_reads import refuse_extended
@@ -60,12 +61,14 @@ class FullParam:
     gradient_dtype: torch.dtype | None = None
     places: tuple[tuple[nn.Module, str], ...] = ()
     orders: tuple[tuple[str, ...], ...] = ()
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def swap_in(self) -> None:
         """Gathers the parameter and its gradient, and registers them."""
         param = self.param
         self.places = tuple(param.module_refs)
         self.orders = tuple(tuple(module._parameters) for module, _ in self.places)
+        self.attributes = attributes_of(param.parameter)
         full = self._gather(param.sharded_view)
         gradient = None
         if self.options.with_grads:
@@ -97,7 +100,7 @@ class FullParam:
                 if self.options.with_grads:
                     self._keep_gradient(held, has_gradient=has_gradient)
             if held is not None and not self.options.rank0_only:
-                take_attributes(held, self.param.parameter)
+                take_changes(held, self.attributes, self.param.parameter)
         self._mark_replaced()
         return problem
 
@@ -362,6 +365,8 @@ class _FullParams:
         for module, sharded_class in self.classes:
             swap_back(module, sharded_class)  # its reads may have changed meanwhile
         problems = [param.swap_out() for param in self.params]
+        for param in self.params:
+            follow_replaced(param.param.parameter)
         # It may be outdated only on ranks whose own rows were changed, which would gather without the others.
         reshard(self.units)
         for unit in self.units:

@@ -254,6 +254,16 @@ def test_detached_tensors_that_modules_keep_are_accepted() -> None:
         fully_shard(model)
 
 
+def test_a_second_name_of_a_parameter_is_no_other_tensor() -> None:
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        for layer, owner in ((model[0], model[0]), (model[1], model)):
+            layer.requires_grad_(owner is not model)
+            object.__setattr__(owner, "beside", layer.weight)
+        fully_shard(model[1])
+        fully_shard(model)
+
+
 def _parts() -> Shared:
     """Rows of one tensor as two parameters, and its columns as two others: neighbours that share no element."""
     model = Shared(torch.empty_like)

@@ -190,6 +190,13 @@ def _check_attributes() -> None:
         model.bias.new = 3
     assert (model.weight.tag, model.weight.new, model.bias.new) == ("inside", [2], 3)
     assert not hasattr(model.weight, "gone")
+    sharded = model.weight
+    with full_params(model):
+        model.weight.partner = model.bias
+        sharded.beside = sharded.tag = "by another name of it"
+    assert model.weight.partner is model.bias
+    assert sharded.beside == model.weight.tag == "by another name of it"
+    sharded.tag = "inside"
     with full_params(model, writeback=False):
         model.weight.tag = "dropped"
     assert model.weight.tag == "inside"
