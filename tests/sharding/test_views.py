@@ -584,12 +584,18 @@ def test_gradients_of_a_forward_reach_parameters_that_are_frozen_for_the_next_on
     run_ranks(_check_frozen_between, run)
 
 
-def _check_frozen_before_backward(run: Run) -> None:
+def _beside_one_process(run: Run) -> tuple[nn.Sequential, Any, nn.Sequential]:
+    """A sharded model, what is called in its place, and the same model unsharded."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     reference = copy.deepcopy(model)
     fully_shard(model)
     call = model if run is Run.EAGER else compile_eagerly(model)
+    return model, call, reference
+
+
+def _check_frozen_before_backward(run: Run) -> None:
+    model, call, reference = _beside_one_process(run)
     for place in (0, 2):
         for made, called in ((model, call), (reference, reference)):
             loss = called(torch.ones(2, 4)).square().mean()
@@ -603,11 +609,7 @@ def _check_frozen_before_backward(run: Run) -> None:
 
 
 def _check_frozen_before_accumulating(run: Run) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    call = model if run is Run.EAGER else compile_eagerly(model)
+    model, call, reference = _beside_one_process(run)
     for made, called in ((model, call), (reference, reference)):
         with no_sync(model):
             loss = called(torch.ones(2, 4)).square().mean()
