@@ -166,7 +166,7 @@ def with_times(step: StepGraph, times: Times) -> StepGraph:
         record = record_of(node)
         if record is not None:
             node.meta[KEY] = dataclasses.replace(record, specs=tuple(map(measured, record.specs)))
-        elif str(node.target).startswith("fsdp."):
+        elif str(node.target).startswith("fsdp_compile."):
             node.args = tuple(map(read, node.args))
     return step
 

@@ -74,7 +74,7 @@ def fsdp(
     """Compiles one Dynamo graph; `torch.compile(model, backend="fsdp")` calls this.
 
     Args:
-        gm: Dynamo's graph, with one `fsdp.unshard` per read of a sharded parameter.
+        gm: Dynamo's graph, with one `fsdp_compile.unshard` per read of a sharded parameter.
         example_inputs: Its inputs.
         options: Fields of `FSDPOptions`.
         mode: As for `torch.compile`: a set of Inductor settings by name.

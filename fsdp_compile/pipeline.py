@@ -1,6 +1,6 @@
 """The pipeline: everything that happens to a graph, in order.
 
-Dynamo's graph: one `fsdp.unshard` marker per read of a parameter           modules/classes.py
+Dynamo's graph: one `fsdp_compile.unshard` marker per read of a parameter           modules/classes.py
 1. capture: AOTAutograd makes the joint graph; its parameter groups are named    capture/inputs.py
 2. partition: autocast's casts before gathers; forward and backward         partition/partition.py
    nested regions, which have been split by themselves, are inlined         partition/nested_regions.py

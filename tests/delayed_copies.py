@@ -35,7 +35,7 @@ def delayed_copies() -> Iterator[list[int]]:
         sizes.append(source.numel() * source.element_size())
         return copied.view_as(copied)
 
-    library = torch.library.Library("fsdp", "IMPL", "CPU")
+    library = torch.library.Library("fsdp_compile", "IMPL", "CPU")
     library.impl("start_copy", start)
     library.impl("wait_copy", wait)
     try:

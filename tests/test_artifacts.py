@@ -52,7 +52,7 @@ def test_written_graphs_read_back(written: Path) -> None:
         text = file.read_text()
         assert "all_gather" in text
         assert format_graph(parse_graph(text)).rstrip("\n") == text.rstrip("\n")
-    assert "fsdp.unshard" in (written / "graph00-forward" / "0-captured.txt").read_text()
+    assert "fsdp_compile.unshard" in (written / "graph00-forward" / "0-captured.txt").read_text()
     assert "added" in (written / "graph00-forward" / "1-insert-collectives.diff.txt").read_text()
 
 

@@ -1,10 +1,10 @@
 """Takes reads of parameters out of the functions of control flow, where no pass would see them.
 
-    true(%flat, %x):  %w = fsdp.unshard(%flat, spec); return %x @ %w
+    true(%flat, %x):  %w = fsdp_compile.unshard(%flat, spec); return %x @ %w
     cond(%p, true, false, (%flat, %x))
 
     true(%x, %w):  return %x @ %w
-    %w = fsdp.unshard(%flat, spec)
+    %w = fsdp_compile.unshard(%flat, spec)
     cond(%p, true, false, (%x, %w))
 
 So every rank gathers the same parameters in the same order, whichever branch it takes and however often its loops run,
@@ -30,7 +30,7 @@ from fsdp_compile.ir.functions import add_attribute, calls_region, function_at, 
 from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
-_UNSHARD = (torch.ops.fsdp.unshard, UNSHARD)
+_UNSHARD = (torch.ops.fsdp_compile.unshard, UNSHARD)
 _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
 """Operators that end in a tuple of operands, which are the last arguments of all of their functions."""
 

@@ -28,7 +28,7 @@ def leave_functional_call(gm: fx.GraphModule) -> None:
     for part in gm.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
-                if node.target in (torch.ops.fsdp.unshard, UNSHARD):
+                if node.target in (torch.ops.fsdp_compile.unshard, UNSHARD):
                     _leave_inside(node)
 
 

@@ -43,7 +43,9 @@ def refuse_gradient_reads(gm: fx.GraphModule) -> None:
         Exception: Outside of forwards, the one that tells Dynamo to leave the frame.
     """
     parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]
-    found = [node for part in parts for node in part.graph.nodes if node.target in (torch.ops.fsdp.unshard, UNSHARD)]
+    found = [
+        node for part in parts for node in part.graph.nodes if node.target in (torch.ops.fsdp_compile.unshard, UNSHARD)
+    ]
     frames = {node: source_frame(node) for node in found if not _is_of_torchs_layer(node)}
     asks = {frame: _function_of(frame) for frame in frames.values() if frame is not None}
     for node in found:

@@ -37,7 +37,7 @@ def refuse_updates(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
             guarded |= {key: names[id(value)] for key in _memory(node)}
     # Bodies of checkpoints and branches are graphs of their own.
     nodes = [node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes]
-    reads = [node for node in nodes if node.target in (torch.ops.fsdp.unshard, UNSHARD, read_extended)]
+    reads = [node for node in nodes if node.target in (torch.ops.fsdp_compile.unshard, UNSHARD, read_extended)]
     for node in reads:
         guarded |= dict.fromkeys(_memory(node), "a gathered parameter")
     for node in nodes:

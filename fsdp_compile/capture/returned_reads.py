@@ -40,7 +40,7 @@ def returned_reads(gm: fx.GraphModule) -> list[ReturnedRead]:
     return [
         ReturnedRead(i, place[node.args[0]], str(node.args[1]))
         for i, node in enumerate(outputs)
-        if isinstance(node, fx.Node) and node.target in (torch.ops.fsdp.unshard, UNSHARD)
+        if isinstance(node, fx.Node) and node.target in (torch.ops.fsdp_compile.unshard, UNSHARD)
     ]
 
 

@@ -1,6 +1,6 @@
 """Looks embeddings up on the ranks that have their rows, instead of gathering tables (`embedding="sharded"`).
 
-    %w = fsdp.unshard(%flat, spec); %y = F.embedding(%ids, %w)   ->   %y = fsdp.look_up(%flat, %ids, spec)
+    %w = fsdp_compile.unshard(%flat, spec); %y = F.embedding(%ids, %w) -> %y = fsdp_compile.look_up(%flat, %ids, spec)
 
 This is done in Dynamo's graph, where the call is still the user's, before autograd traces it.
 """
@@ -22,7 +22,7 @@ from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
 from fsdp_compile.ops.embedding import LOOK_UP
 from fsdp_compile.ops.unshard import UNSHARD
 
-_UNSHARD = (torch.ops.fsdp.unshard, UNSHARD)
+_UNSHARD = (torch.ops.fsdp_compile.unshard, UNSHARD)
 _ARGUMENTS = inspect.signature(functional.embedding)
 
 

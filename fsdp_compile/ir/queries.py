@@ -158,7 +158,7 @@ def _has_tensors(node: fx.Node) -> bool:
     )
 
 
-_KNOWN = ("aten", "prims", "_c10d_functional", "_dtensor", "fsdp")
+_KNOWN = ("aten", "prims", "_c10d_functional", "_dtensor", "fsdp_compile")
 """Namespaces of torch's operators and of this package's."""
 
 

@@ -1,6 +1,6 @@
-"""Writes out `fsdp::dequantize`, so that Inductor makes one kernel of it: 3 bytes of traffic per element, and not 19.
+"""Writes out `dequantize`, so that Inductor makes one kernel of it: 3 bytes of traffic per element, and not 19.
 
-    %full = fsdp.dequantize(%gathered, %scales, ...)   ->   views of both, cast, mul, cast
+    %full = fsdp_compile.dequantize(%gathered, %scales, ...)   ->   views of both, cast, mul, cast
 
 As an operator it is several kernels, each of which writes its result to memory, in float32 four times of what was sent.
 """

@@ -4,7 +4,7 @@
     class Runner:
         def call(self, args):
             ... = self.partitions[0](...)
-            torch.ops.fsdp.update.default(...)      what the host takes part in runs each time
+            torch.ops.fsdp_compile.update.default(...)      what the host takes part in runs each time
 
 To record few functions, Inductor moves what it can to one side of such an operator. An update in backward is moved
 behind the whole backward; and where an operator cannot be moved, the function ends there, also if a collective is under

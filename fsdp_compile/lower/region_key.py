@@ -30,7 +30,7 @@ from fsdp_compile.options import SHARDING, FSDPOptions
 
 _NOT_OF_GRAPHS: Final = {*SHARDING, "artifacts", "inductor", "hardware"}
 """Options that change no graph, or are in another part of the key, or are a reason not to store."""
-_KNOWN_OPERATORS: Final = {"aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd", "fsdp"}
+_KNOWN_OPERATORS: Final = {"aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd", "fsdp_compile"}
 """Namespaces of operators whose code is in the key: by the version of torch, or by the files of this package."""
 
 
@@ -116,7 +116,7 @@ def _is_plain(value: object) -> bool:
 def _reads(gm: fx.GraphModule) -> Iterator[UnshardSpec]:
     """How a graph reads parameters."""
     for node in _nodes(gm):
-        if node.target in (torch.ops.fsdp.unshard, UNSHARD, LOOK_UP):
+        if node.target in (torch.ops.fsdp_compile.unshard, UNSHARD, LOOK_UP):
             yield parse(next(value for value in node.args if isinstance(value, str)))
 
 

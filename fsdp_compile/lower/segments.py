@@ -59,7 +59,7 @@ def _is_run_as_it_is(node: fx.Node) -> bool:
         return isinstance(source, fx.Node) and _is_run_as_it_is(source)
     if not isinstance(node.target, OpOverload):
         return False
-    return node.target.namespace in ("_c10d_functional", "fsdp") or node.target._schema.is_mutable
+    return node.target.namespace in ("_c10d_functional", "fsdp_compile") or node.target._schema.is_mutable
 
 
 def _makes_a_view(node: fx.Node) -> bool:

@@ -28,7 +28,7 @@ from fsdp_compile.runtime.unused_params import ask
 Size: TypeAlias = "int | sympy.Expr"
 Sources: TypeAlias = Mapping[tuple[FlatKey, int], frozenset[str]]
 """By parameter group and offset: from the gradients of which outputs, by the names of their inputs, a gradient is."""
-_LOCAL = frozenset({"aten", "prims", "fsdp"})
+_LOCAL = frozenset({"aten", "prims", "fsdp_compile"})
 """Namespaces of operators that do not communicate before the passes have run."""
 
 

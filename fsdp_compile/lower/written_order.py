@@ -84,7 +84,9 @@ def _name_of(node: fx.Node) -> tuple[str, str]:
 
 
 def _has_a_place(space: str, operator: str) -> bool:
-    return space in (_COLLECTIVES, "fsdp") or _ALIKE.get(operator, operator) in _MATMULS or "attention" in operator
+    return (
+        space in (_COLLECTIVES, "fsdp_compile") or _ALIKE.get(operator, operator) in _MATMULS or "attention" in operator
+    )
 
 
 def _message(waited: object, starts: dict[fx.Node, int]) -> tuple[int, int] | None:

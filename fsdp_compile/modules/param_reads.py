@@ -143,7 +143,7 @@ def _gather_complex(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
         args, local = getattr(module, UNSHARD_ARGS), gather(module)
         if args is not None and name in args and local is args[name]:  # put in the place of the parameter
             return local
-        complex_view: torch.Tensor = torch.ops.fsdp.as_complex(local)
+        complex_view: torch.Tensor = torch.ops.fsdp_compile.as_complex(local)
         return complex_view
 
     skip_code(gather_pairs.__code__)
@@ -170,7 +170,7 @@ def _gather_local(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
 
 
 def _unshard(module: nn.Module, flat_param: str, *arguments: str | torch.Tensor | None) -> torch.Tensor:
-    unsharded: torch.Tensor = torch.ops.fsdp.unshard(getattr(module, flat_param), *arguments)
+    unsharded: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat_param), *arguments)
     return unsharded
 
 

@@ -1,4 +1,4 @@
-"""Operators `torch.ops.fsdp.*`: schemas, fakes, and kernels without state. Importing any of them registers all."""
+"""Operators `torch.ops.fsdp_compile.*`: schemas, fakes, and kernels without state."""
 
 from fsdp_compile.ops import (
     as_complex,

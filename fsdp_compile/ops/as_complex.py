@@ -1,4 +1,4 @@
-"""`fsdp::as_complex`: the complex parameter that a forward reads, a view of the pairs of numbers that are gathered.
+"""`as_complex`: the complex parameter that a forward reads, a view of the pairs of numbers that are gathered.
 
 It is `torch.view_as_complex`, and graphs have that; an operator of its own is what Dynamo sees of it.
 """
@@ -9,7 +9,7 @@ import torch
 
 from fsdp_compile._torch.tracing import is_tracing_python
 
-_LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
+_LIBRARY = torch.library.Library("fsdp_compile", "FRAGMENT")
 _LIBRARY.define("as_complex(Tensor(a) pairs) -> Tensor(a)", tags=(torch.Tag.pt2_compliant_tag,))
 _MADE = "_fsdp_as_complex"
 """Attribute of Dynamo's fake result of a read: its complex views, made with gradients and without."""

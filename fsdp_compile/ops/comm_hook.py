@@ -84,7 +84,7 @@ def _find(key: str) -> Registered:
     return found
 
 
-@torch.library.custom_op("fsdp::hook_scatter", mutates_args=(), tags=_RUNS_EACH_TIME)
+@torch.library.custom_op("fsdp_compile::hook_scatter", mutates_args=(), tags=_RUNS_EACH_TIME)
 def hook_scatter(message: torch.Tensor, size: int, key: str) -> torch.Tensor:
     """Calls a hook with a full gradient of `[size * n]`; returns this rank's `[n]` of its result."""
     found = _find(key)
@@ -98,7 +98,7 @@ def _(message: torch.Tensor, size: int, _key: str) -> torch.Tensor:
     return message.new_empty(message.shape[0] // size)
 
 
-@torch.library.custom_op("fsdp::hook_scatter_coalesced", mutates_args=(), tags=_RUNS_EACH_TIME)
+@torch.library.custom_op("fsdp_compile::hook_scatter_coalesced", mutates_args=(), tags=_RUNS_EACH_TIME)
 def hook_scatter_coalesced(messages: Sequence[torch.Tensor], size: int, key: str) -> list[torch.Tensor]:
     """The same for several messages, with one call."""
     # Each rank's parts of all messages are neighbours: a hook that splits by rank finds them.
@@ -112,7 +112,7 @@ def _(messages: Sequence[torch.Tensor], size: int, _key: str) -> list[torch.Tens
     return [message.new_empty(message.shape[0] // size) for message in messages]
 
 
-@torch.library.custom_op("fsdp::hook_reduce", mutates_args=(), tags=_RUNS_EACH_TIME)
+@torch.library.custom_op("fsdp_compile::hook_reduce", mutates_args=(), tags=_RUNS_EACH_TIME)
 def hook_reduce(message: torch.Tensor, key: str) -> torch.Tensor:
     """Calls a hook with a full gradient that is not sharded; returns its result."""
     found = _find(key)
@@ -127,7 +127,7 @@ def _(message: torch.Tensor, _key: str) -> torch.Tensor:
     return torch.empty_like(message)
 
 
-@torch.library.custom_op("fsdp::hook_reduce_coalesced", mutates_args=(), tags=_RUNS_EACH_TIME)
+@torch.library.custom_op("fsdp_compile::hook_reduce_coalesced", mutates_args=(), tags=_RUNS_EACH_TIME)
 def hook_reduce_coalesced(messages: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
     """The same for several messages, with one call."""
     output = hook_reduce(torch.cat(list(messages)), key)
@@ -175,7 +175,7 @@ def is_plain_average(hook: object, state: Any, ranks: Sequence[int], stored: tor
     )
 
 
-HOOK_SCATTER = torch.ops.fsdp.hook_scatter.default
-HOOK_SCATTER_COALESCED = torch.ops.fsdp.hook_scatter_coalesced.default
-HOOK_REDUCE = torch.ops.fsdp.hook_reduce.default
-HOOK_REDUCE_COALESCED = torch.ops.fsdp.hook_reduce_coalesced.default
+HOOK_SCATTER = torch.ops.fsdp_compile.hook_scatter.default
+HOOK_SCATTER_COALESCED = torch.ops.fsdp_compile.hook_scatter_coalesced.default
+HOOK_REDUCE = torch.ops.fsdp_compile.hook_reduce.default
+HOOK_REDUCE_COALESCED = torch.ops.fsdp_compile.hook_reduce_coalesced.default

@@ -1,7 +1,7 @@
-"""Embeddings that stay sharded: `fsdp::look_up`, its gradient's marker `fsdp::reduce_rows`, `fsdp::average_rows`.
+"""Embeddings that stay sharded: `look_up`, its gradient's marker `reduce_rows`, `average_rows`.
 
     %y = embedding(unshard(%flat), %ids)     all ranks get the whole table, V rows
-    %y = fsdp.look_up(%flat, %ids, spec)     each rank gets the rows that it looks up
+    %y = fsdp_compile.look_up(%flat, %ids, spec)     each rank gets the rows that it looks up
 
 Ids are sent to the ranks that have their rows, and rows are sent back; in backward the gradients of rows go there. The
 sums are FSDP2's: over the lookups of each rank, in `param_dtype`, and then over the ranks, in the reduce dtype.
@@ -21,7 +21,7 @@ _WAITS_FOR_SIZES = (torch.Tag.cudagraph_unsafe,)
 """The host reads how many rows travel: no CUDA graph can be recorded of that."""
 
 
-@torch.library.custom_op("fsdp::look_up", mutates_args=(), tags=_WAITS_FOR_SIZES)
+@torch.library.custom_op("fsdp_compile::look_up", mutates_args=(), tags=_WAITS_FOR_SIZES)
 def look_up(
     flat: torch.Tensor,
     ids: torch.Tensor,
@@ -56,7 +56,7 @@ def _(flat: torch.Tensor, ids: torch.Tensor, spec: str, *_: object) -> torch.Ten
     return flat.new_empty((*ids.shape, read.shape[1]), dtype=read.param_dtype)
 
 
-@torch.library.custom_op("fsdp::average_rows", mutates_args=(), tags=_WAITS_FOR_SIZES)
+@torch.library.custom_op("fsdp_compile::average_rows", mutates_args=(), tags=_WAITS_FOR_SIZES)
 def average_rows(
     grad: torch.Tensor,
     ids: torch.Tensor,
@@ -85,7 +85,7 @@ def _(grad: torch.Tensor, ids: torch.Tensor, spec: str, *_: object) -> torch.Ten
     return grad.new_empty(read.extent, dtype=read.reduce_dtype)
 
 
-_LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
+_LIBRARY = torch.library.Library("fsdp_compile", "FRAGMENT")
 _LIBRARY.define(
     "reduce_rows(Tensor flat, Tensor grad, Tensor ids, str spec, int padding_idx, bool scale_grad_by_freq) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -100,14 +100,14 @@ def reduced_rows(
     padding_idx: int,
     scale_grad_by_freq: bool,  # noqa: FBT001
 ) -> torch.Tensor:
-    """The result of `fsdp::reduce_rows`: `average_rows` at the parameter's place in a tensor like `flat`."""
+    """The result of `fsdp_compile::reduce_rows`: `average_rows` at the parameter's place in a tensor like `flat`."""
     read = parse(spec)
     out = torch.zeros_like(flat)
     out[read.offset : read.offset + read.extent] = average_rows(grad, ids, spec, padding_idx, scale_grad_by_freq)
     return out
 
 
-@torch.library.register_fake("fsdp::reduce_rows", lib=_LIBRARY)
+@torch.library.register_fake("fsdp_compile::reduce_rows", lib=_LIBRARY)
 def _(flat: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(flat)
 
@@ -128,6 +128,6 @@ def _sum(rows: torch.Tensor, exchange: RowExchange, read: UnshardSpec, *, scale_
     return aten.embedding_dense_backward(of_each, found % max(number, 1), number, -1, False)  # noqa: FBT003
 
 
-LOOK_UP = torch.ops.fsdp.look_up.default
-REDUCE_ROWS = torch.ops.fsdp.reduce_rows.default
-AVERAGE_ROWS = torch.ops.fsdp.average_rows.default
+LOOK_UP = torch.ops.fsdp_compile.look_up.default
+REDUCE_ROWS = torch.ops.fsdp_compile.reduce_rows.default
+AVERAGE_ROWS = torch.ops.fsdp_compile.average_rows.default

@@ -1,4 +1,4 @@
-"""The marker for an all-gather that an all-gather extension asks for: `fsdp::gather_message`.
+"""The marker for an all-gather that an all-gather extension asks for: `fsdp_compile::gather_message`.
 
 Passes that choose what is saved for backward see by it what is made of shards alone. Behind them it is replaced by the
 functional collective and its wait.
@@ -11,7 +11,7 @@ import torch
 from fsdp_compile._torch.distributed import collectives
 
 
-@torch.library.custom_op("fsdp::gather_message", mutates_args=())
+@torch.library.custom_op("fsdp_compile::gather_message", mutates_args=())
 def gather_message(message: torch.Tensor, size: int, group: str, spec: str) -> torch.Tensor:  # noqa: ARG001  spec: the passes'
     """Gathers one message.
 
@@ -32,4 +32,4 @@ def _(message: torch.Tensor, size: int, group: str, spec: str) -> torch.Tensor: 
     return message.new_empty(message.shape[0] * size)
 
 
-GATHER_MESSAGE = torch.ops.fsdp.gather_message.default
+GATHER_MESSAGE = torch.ops.fsdp_compile.gather_message.default

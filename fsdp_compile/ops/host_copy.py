@@ -1,4 +1,4 @@
-"""Copies between host and device that overlap with computation: `fsdp::start_copy` and `fsdp::wait_copy`.
+"""Copies between host and device that overlap with computation: `start_copy` and `wait_copy`.
 
     compute   | start | mm ------------- | wait | reads the copy
     side      |       | copy ------|
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
+_LIBRARY = torch.library.Library("fsdp_compile", "FRAGMENT")
 # Not in CUDA graphs: a start and its wait meet on the host, by an event, and may be in two of them.
 _UNRECORDED = (torch.Tag.cudagraph_unsafe,)
 _LIBRARY.define("start_copy(Tensor source, str device) -> Tensor", tags=_UNRECORDED)
@@ -79,15 +79,15 @@ _LIBRARY.impl("start_copy", start_copy, "CompositeExplicitAutograd")
 _LIBRARY.impl("wait_copy", wait_copy, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("fsdp::start_copy", lib=_LIBRARY)
+@torch.library.register_fake("fsdp_compile::start_copy", lib=_LIBRARY)
 def _(source: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty_like(source, device=device)
 
 
-@torch.library.register_fake("fsdp::wait_copy", lib=_LIBRARY)
+@torch.library.register_fake("fsdp_compile::wait_copy", lib=_LIBRARY)
 def _(copied: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG001
     return copied.view_as(copied)
 
 
-START_COPY = torch.ops.fsdp.start_copy.default
-WAIT_COPY = torch.ops.fsdp.wait_copy.default
+START_COPY = torch.ops.fsdp_compile.start_copy.default
+WAIT_COPY = torch.ops.fsdp_compile.wait_copy.default

@@ -1,4 +1,4 @@
-"""`fsdp::poison`, which fills memory with NaN that is about to be freed, and `fsdp::check_message`, which finds NaN."""
+"""`poison`, which fills memory with NaN that is about to be freed, and `check_message`, which finds NaN."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from fsdp_compile.errors import PoisonError
 
-_LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
+_LIBRARY = torch.library.Library("fsdp_compile", "FRAGMENT")
 # Both say that they write: compilers then keep them, behind what was read before them and before what is read after.
 _LIBRARY.define("poison(Tensor(a!) message) -> ()")
 # The host reads what it finds: not in a CUDA graph.
@@ -36,15 +36,15 @@ _LIBRARY.impl("poison", poison, "CompositeExplicitAutograd")
 _LIBRARY.impl("check_message", check_message, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("fsdp::poison", lib=_LIBRARY)
+@torch.library.register_fake("fsdp_compile::poison", lib=_LIBRARY)
 def _(message: torch.Tensor) -> None:
     """Changes no shape."""
 
 
-@torch.library.register_fake("fsdp::check_message", lib=_LIBRARY)
+@torch.library.register_fake("fsdp_compile::check_message", lib=_LIBRARY)
 def _(message: torch.Tensor, what: str) -> None:
     """Changes no shape."""
 
 
-POISON = torch.ops.fsdp.poison.default
-CHECK_MESSAGE = torch.ops.fsdp.check_message.default
+POISON = torch.ops.fsdp_compile.poison.default
+CHECK_MESSAGE = torch.ops.fsdp_compile.check_message.default

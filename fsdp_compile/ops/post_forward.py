@@ -4,9 +4,9 @@ The ranks of a shard group form runs of k neighbours. A gathered message, rank a
 i-th rank of each run saves the i-th part, and backward gathers over the k ranks of a run. The parts come in rank order,
 so the message in backward is that of forward.
 
-    fsdp.post_forward_part(message, k, group)     this rank's part of a gathered message
-    fsdp.shard_post_forward(full, spec)           the marker for it in a captured graph
-    fsdp.unshard_post_forward(part, spec)         the marker for the all-gather of the parts
+    fsdp_compile.post_forward_part(message, k, group)     this rank's part of a gathered message
+    fsdp_compile.shard_post_forward(full, spec)           the marker for it in a captured graph
+    fsdp_compile.unshard_post_forward(part, spec)         the marker for the all-gather of the parts
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_compile.layout.spec import parse
 _EAGER = EagerBuilder()
 
 
-@torch.library.custom_op("fsdp::post_forward_part", mutates_args=())
+@torch.library.custom_op("fsdp_compile::post_forward_part", mutates_args=())
 def post_forward_part(message: torch.Tensor, parts: int, group: str) -> torch.Tensor:
     """Copies this rank's part out of a gathered message.
 
@@ -43,12 +43,12 @@ def _(message: torch.Tensor, parts: int, group: str) -> torch.Tensor:  # noqa: A
     return message.new_empty(message.shape[0] // parts)
 
 
-@torch.library.custom_op("fsdp::shard_post_forward", mutates_args=())
+@torch.library.custom_op("fsdp_compile::shard_post_forward", mutates_args=())
 def shard_post_forward(full: torch.Tensor, spec: str) -> torch.Tensor:
     """This rank's part of a full parameter, `[post_forward_numel]`, padding included."""
     read = parse(spec)
     message = gradient_rows(_EAGER, full, read).reshape(-1)  # the rows of each rank, as they are gathered
-    return torch.ops.fsdp.post_forward_part(message, read.post_forward_size, read.post_forward_group)
+    return torch.ops.fsdp_compile.post_forward_part(message, read.post_forward_size, read.post_forward_group)
 
 
 @shard_post_forward.register_fake
@@ -56,7 +56,7 @@ def _(full: torch.Tensor, spec: str) -> torch.Tensor:
     return full.new_empty(parse(spec).post_forward_numel)
 
 
-@torch.library.custom_op("fsdp::unshard_post_forward", mutates_args=())
+@torch.library.custom_op("fsdp_compile::unshard_post_forward", mutates_args=())
 def unshard_post_forward(part: torch.Tensor, spec: str) -> torch.Tensor:
     """Gathers a full parameter out of the parts of a run of ranks, `[post_forward_numel]` each."""
     read = parse(spec)
@@ -69,6 +69,6 @@ def _(part: torch.Tensor, spec: str) -> torch.Tensor:
     return part.new_empty(parse(spec).shape)
 
 
-OWN_PART = torch.ops.fsdp.post_forward_part.default
-SHARD_POST_FORWARD = torch.ops.fsdp.shard_post_forward.default
-UNSHARD_POST_FORWARD = torch.ops.fsdp.unshard_post_forward.default
+OWN_PART = torch.ops.fsdp_compile.post_forward_part.default
+SHARD_POST_FORWARD = torch.ops.fsdp_compile.shard_post_forward.default
+UNSHARD_POST_FORWARD = torch.ops.fsdp_compile.unshard_post_forward.default

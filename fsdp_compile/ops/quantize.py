@@ -1,4 +1,4 @@
-"""Shards that are sent in 8 bits or fewer: `fsdp::block_scales`, `fsdp::quantize` and `fsdp::dequantize`.
+"""Shards that are sent in 8 bits or fewer: `block_scales`, `quantize` and `dequantize`.
 
 `layout/wire_formats.py` has the formats and their errors. The gradient is not quantized.
 """
@@ -13,7 +13,7 @@ from fsdp_compile.layout.wire_formats import FORMATS
 _EAGER = EagerBuilder()
 
 
-@torch.library.custom_op("fsdp::block_scales", mutates_args=())
+@torch.library.custom_op("fsdp_compile::block_scales", mutates_args=())
 def block_scales(shard: torch.Tensor, wire: str) -> torch.Tensor:
     """The scales of a shard.
 
@@ -32,7 +32,7 @@ def _(shard: torch.Tensor, wire: str) -> torch.Tensor:
     return shard.new_empty(FORMATS[wire].scale_message_bytes(shard.numel()), dtype=torch.uint8)
 
 
-@torch.library.custom_op("fsdp::quantize", mutates_args=())
+@torch.library.custom_op("fsdp_compile::quantize", mutates_args=())
 def quantize(shard: torch.Tensor, scales: torch.Tensor, wire: str) -> torch.Tensor:
     """The elements of a shard.
 
@@ -52,7 +52,7 @@ def _(shard: torch.Tensor, _scales: torch.Tensor, wire: str) -> torch.Tensor:
     return shard.new_empty(shard.numel() // FORMATS[wire].per_byte, dtype=torch.uint8)
 
 
-@torch.library.custom_op("fsdp::dequantize", mutates_args=())
+@torch.library.custom_op("fsdp_compile::dequantize", mutates_args=())
 def dequantize(gathered: torch.Tensor, scales: torch.Tensor, wire: str, size: int, dtype: torch.dtype) -> torch.Tensor:
     """The shards of all ranks, out of the two gathered messages.
 
@@ -74,6 +74,6 @@ def _(gathered: torch.Tensor, _scales: torch.Tensor, wire: str, _size: int, dtyp
     return gathered.new_empty(gathered.numel() * FORMATS[wire].per_byte, dtype=dtype)
 
 
-BLOCK_SCALES = torch.ops.fsdp.block_scales.default
-QUANTIZE = torch.ops.fsdp.quantize.default
-DEQUANTIZE = torch.ops.fsdp.dequantize.default
+BLOCK_SCALES = torch.ops.fsdp_compile.block_scales.default
+QUANTIZE = torch.ops.fsdp_compile.quantize.default
+DEQUANTIZE = torch.ops.fsdp_compile.dequantize.default

@@ -1,4 +1,4 @@
-"""The two marker operators: `fsdp::unshard` for a read, `fsdp::reduce_grad` for its gradient.
+"""The two marker operators: `fsdp_compile::unshard` for a read, `fsdp_compile::reduce_grad` for its gradient.
 
 In a compiled graph the passes replace them by scheduled collectives. In eager code (around a graph break, say) they
 gather and reduce by themselves, one parameter at a time.
@@ -19,7 +19,7 @@ from fsdp_compile.ops import comm_hook, quantize
 _EAGER = EagerBuilder()
 
 
-@torch.library.custom_op("fsdp::unshard", mutates_args=())
+@torch.library.custom_op("fsdp_compile::unshard", mutates_args=())
 def unshard(
     flat: torch.Tensor,
     spec: str,
@@ -100,7 +100,7 @@ def _empty(flat: torch.Tensor, spec: str) -> torch.Tensor:
     return stored.permute(inverse(read.order))
 
 
-_LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
+_LIBRARY = torch.library.Library("fsdp_compile", "FRAGMENT")
 _LIBRARY.define(
     "reduce_grad(Tensor flat, Tensor grad, str spec, Tensor? unsharded_accumulated_grad=None, "
     "Tensor? partial_reduce_output=None) -> Tensor",
@@ -115,7 +115,7 @@ def reduced_gradient(
     unsharded_accumulated_grad: torch.Tensor | None = None,
     partial_reduce_output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The result of `fsdp::reduce_grad`: one read's gradient, averaged over the ranks that its spec says.
+    """The result of `fsdp_compile::reduce_grad`: one read's gradient, averaged over the ranks that its spec says.
 
     Args:
         flat: The flat parameter that was read, `[numel]`.
@@ -143,7 +143,7 @@ def reduced_gradient(
     return _placed(gradient, gradient.new_zeros(flat.numel(), dtype=read.unreduced_dtype), read)
 
 
-@torch.library.register_fake("fsdp::reduce_grad", lib=_LIBRARY)
+@torch.library.register_fake("fsdp_compile::reduce_grad", lib=_LIBRARY)
 def _(flat: torch.Tensor, grad: torch.Tensor, spec: str, *_: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG001
     read = parse(spec)
     if read.grad_placement is GradPlacement.REDUCED:
@@ -197,5 +197,5 @@ def sum_over_replicas(message: torch.Tensor, read: UnshardSpec) -> torch.Tensor:
     return message if scaled.after is None else message / scaled.after
 
 
-UNSHARD = torch.ops.fsdp.unshard.default
-REDUCE_GRAD = torch.ops.fsdp.reduce_grad.default
+UNSHARD = torch.ops.fsdp_compile.unshard.default
+REDUCE_GRAD = torch.ops.fsdp_compile.reduce_grad.default

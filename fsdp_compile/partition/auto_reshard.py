@@ -1,7 +1,7 @@
 """Saves unsharded parameters from forward to backward where there is room, for `reshard_after_forward="auto"`.
 
-    forward:   %w = fsdp.unshard(%flat, spec) ... return (%y, %saved)   ->   return (%y, %w, %saved)
-    backward:  %w = fsdp.unshard(%flat, spec)                           ->   %w is an input
+    forward:   %w = fsdp_compile.unshard(%flat, spec) ... return (%y, %saved)   ->   return (%y, %w, %saved)
+    backward:  %w = fsdp_compile.unshard(%flat, spec)                           ->   %w is an input
 
 `planner/auto_reshard.py` chooses the flat parameters. The choice takes both graphs, so it is made after the partition.
 It is made only where one graph is the whole model (several would each use the memory of all), and only for planned

@@ -1,6 +1,6 @@
 """Casts parameters before they are gathered instead of after it, where every reader wants the same narrower dtype.
 
-    %w = fsdp.unshard(%flat, "... param=float32 ...")     ->     %w = fsdp.unshard(%flat, "... param=bfloat16 ...")
+    %w = unshard(%flat, "... param=float32 ...") -> %w = unshard(%flat, "... param=bfloat16 ...")
     %c = convert_element_type(%w, bfloat16)
 
 `torch.autocast` casts a weight where it is used. The cast rounds each element by itself, so that it gives the same bits

@@ -1,6 +1,6 @@
 """Replaces the markers of all-gather extensions by collectives, which stay where the program has them.
 
-%g = fsdp.gather_message(%message, 2, group, spec)     ->     %a = all_gather(%message, 2, group)
+%g = fsdp_compile.gather_message(%message, 2, group, spec)     ->     %a = all_gather(%message, 2, group)
 %g = wait(%a)
 """
 

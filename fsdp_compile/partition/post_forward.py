@@ -1,8 +1,8 @@
 """Reads of parameters with a post-forward shard between forward and backward, as three markers instead of one.
 
-    %w = fsdp.unshard(%flat, spec)   ->   %full = fsdp.unshard(%flat, spec)
-                                          %part = fsdp.shard_post_forward(%full, spec)
-                                          %w = fsdp.unshard_post_forward(%part, spec)
+    %w = fsdp_compile.unshard(%flat, spec)   ->   %full = fsdp_compile.unshard(%flat, spec)
+                                          %part = fsdp_compile.shard_post_forward(%full, spec)
+                                          %w = fsdp_compile.unshard_post_forward(%part, spec)
 
 The part is saved for backward, everything else is computed again there: forward has all three, and needs only the
 first; backward has the last.

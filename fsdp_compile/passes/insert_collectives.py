@@ -1,8 +1,8 @@
 """Replaces the markers by collectives, one parameter at a time.
 
-    %w = fsdp.unshard(%flat, spec)             ->  slice, all_gather, wait, view
-    %g = fsdp.reduce_grad(%flat, %grad, spec)  ->  pad, reduce_scatter, wait, place in the flat gradient
-    %g = fsdp.reduce_rows(%flat, %grad, ...)   ->  average_rows, place in the flat gradient
+    %w = fsdp_compile.unshard(%flat, spec)             ->  slice, all_gather, wait, view
+    %g = fsdp_compile.reduce_grad(%flat, %grad, spec)  ->  pad, reduce_scatter, wait, place in the flat gradient
+    %g = fsdp_compile.reduce_rows(%flat, %grad, ...)   ->  average_rows, place in the flat gradient
 
 A parameter that is read twice is gathered once, and its gradients are summed before they are reduced once. Reads are
 moved down to their first use, so that a gather knows when it is needed. In a world of one rank nothing is gathered: a

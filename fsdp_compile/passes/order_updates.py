@@ -1,6 +1,6 @@
 """Moves updates behind the last node that reads their flat parameter, where a schedule has put them before it.
 
-    reduce %w, wait, fsdp.update(%flat, ...), gather %w   ->   reduce %w, wait, gather %w, wait, fsdp.update(%flat, ...)
+    reduce %w, wait, update(%flat, ...), gather %w -> reduce %w, wait, gather %w, wait, update(%flat, ...)
 
 Schedules move an update with the reduction that it follows. Where the gradient of a layer's input is computed after
 that of its weight, the weight is gathered, or read in place, after its reduction has started.

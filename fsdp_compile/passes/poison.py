@@ -1,7 +1,7 @@
 """Makes a use of freed memory show: gathered messages become NaN where they are freed, and messages are checked.
 
-    %w = wait_tensor(%gathered)          ->   %w = wait_tensor(%gathered); fsdp.check_message(%w, "what ... gathers")
-    %y = mm(%x, %w); fsdp.reshard([%w])  ->   %y = mm(%x, %w); fsdp.poison(%w); fsdp.reshard([%w])
+    %w = wait_tensor(%gathered) -> %w = wait_tensor(%gathered); fsdp_compile.check_message(%w, "what ... gathers")
+    %y = mm(%x, %w); fsdp_compile.reshard([%w]) -> %y = mm(%x, %w); fsdp_compile.poison(%w); fsdp_compile.reshard([%w])
 
 Whatever reads a parameter after that gets NaN, and so the reduced gradients, which are checked as well. A collective of
 the program's own that sends a message reads it until its wait, and the message becomes NaN behind that. It is for

@@ -1,6 +1,6 @@
 """Marks where each gathered bucket is freed: right after its last use.
 
-    %y = mm(%x, %w)   ->   %y = mm(%x, %w); fsdp.reshard([%gathered_w])
+    %y = mm(%x, %w)   ->   %y = mm(%x, %w); fsdp_compile.reshard([%gathered_w])
 
 A bucket whose memory leaves the graph (the model returns a parameter, or it stays unsharded for backward on request) is
 not freed.

@@ -1,6 +1,6 @@
 """Updates each flat parameter as soon as its gradient is ready, so that no gradient leaves the graph.
 
-    %grad = cat(%reduced, ...); ...; return (%grad, ...)   ->   %grad = cat(%reduced, ...); fsdp.update(%flat, %grad)
+    %grad = cat(%reduced, ...); ...; return (%grad, ...) -> %grad = cat(%reduced, ...); update(%flat, %grad)
 
 Only flat parameters whose optimizer asked for it (`step_in_backward`), and only on their device: gradients that go to
 the host leave the graph as always. Nothing that reads a flat parameter comes after its update (`order_updates.py`).

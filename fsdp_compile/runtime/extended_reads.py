@@ -1,7 +1,7 @@
 """Reads of parameters with all-gather extensions: gathered by their class, with gradients like those of any read.
 
 Dynamo puts a call of `read_extended` into its graph as it is. AOTAutograd traces it: the methods of the class, the
-all-gathers between them, and in backward `fsdp.reduce_grad`.
+all-gathers between them, and in backward `fsdp_compile.reduce_grad`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype)
 
 
 class _ReadExtended(torch.autograd.Function):
-    """A gathered parameter; its gradient goes where that of `fsdp::unshard` goes, whose inputs it has."""
+    """A gathered parameter; its gradient goes where that of `fsdp_compile::unshard` goes, whose inputs it has."""
 
     @staticmethod
     def forward(
@@ -135,7 +135,7 @@ def read_extended(
         flat: The leaf that its gradient goes to.
         shard: This rank's part, or what stands for it in a trace.
         key: Of the parameter, and what else its methods may ask for: Dynamo guards on arguments.
-        spec: As of `fsdp::unshard`, like all that follow.
+        spec: As of `fsdp_compile::unshard`, like all that follow.
         unsharded_param: The unsharded parameter, if it is gathered already.
         grad_accumulator: The leaf for gradients that are not fully reduced.
         unsharded_accumulated_grad: Pending unsharded gradients.

@@ -21,7 +21,7 @@ from fsdp_compile.runtime.read_order import Done
 from fsdp_compile.runtime.units import FSDPParamGroup
 from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 
-_LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
+_LIBRARY = torch.library.Library("fsdp_compile", "FRAGMENT")
 
 
 def consume_accumulated(
@@ -50,7 +50,7 @@ def consume_accumulated(
     return unsharded_accumulated_grad, partial_reduce_output
 
 
-@torch.library.impl("fsdp::reduce_grad", "CompositeExplicitAutograd", lib=_LIBRARY)
+@torch.library.impl("fsdp_compile::reduce_grad", "CompositeExplicitAutograd", lib=_LIBRARY)
 @torch.compiler.disable
 def _reduce_grad(
     flat: torch.Tensor,
@@ -81,7 +81,7 @@ def _note_reduction(owner: FSDPParamGroup, read: UnshardSpec) -> None:
         read_order.note(owner, Done.REDUCED, read.offset)
 
 
-@torch.library.impl("fsdp::reduce_rows", "CompositeExplicitAutograd", lib=_LIBRARY)
+@torch.library.impl("fsdp_compile::reduce_rows", "CompositeExplicitAutograd", lib=_LIBRARY)
 @torch.compiler.disable
 def _reduce_rows(
     flat: torch.Tensor,
@@ -100,7 +100,7 @@ def _reduce_rows(
         return reduced_rows(flat, grad, ids, spec, padding_idx, scale_grad_by_freq)
 
 
-@torch.library.impl("fsdp::update", "CompositeExplicitAutograd", lib=_LIBRARY)
+@torch.library.impl("fsdp_compile::update", "CompositeExplicitAutograd", lib=_LIBRARY)
 def _update(flat: torch.Tensor, gradient: torch.Tensor, offsets: Sequence[int]) -> None:
     """Updates parameters, or leaves their gradients to a later graph of this backward, or to its end.
 
@@ -142,7 +142,7 @@ def _outlives_update(flat: FSDPParamGroup, offsets: Sequence[int]) -> bool:
 
 
 def save_read(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    """Saves what the gradient of a read needs; `inputs` are those of `fsdp::unshard`."""
+    """Saves what the gradient of a read needs; `inputs` are those of `fsdp_compile::unshard`."""
     # Not through save_for_backward(): saved-tensor hooks may return a copy, which has another address than the group's.
     ctx.flat, ctx.spec, _, _, ctx.accumulated, ctx.partial = inputs
     note_read(ctx.flat, ctx.spec)
@@ -168,7 +168,7 @@ def _note_read(flat: torch.Tensor) -> None:
 
 
 def gradient_of_read(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of the inputs of `fsdp::unshard`: of the flat parameter, or of the accumulator."""
+    """The gradients of the inputs of `fsdp_compile::unshard`: of the flat parameter, or of the accumulator."""
     if grad.layout is not torch.strided:
         shape = "x".join(map(str, parse(ctx.spec).shape))
         raise UnsupportedModelError(
@@ -177,10 +177,10 @@ def gradient_of_read(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None,
             instead="sparse=False; options={'embedding': 'sharded'} keeps a large table from being gathered",
         )
     # Parameters of a class make results of it, and so gradients of plain parameters beside them.
-    gradient = torch.ops.fsdp.reduce_grad(ctx.flat, as_plain(grad), ctx.spec, ctx.accumulated, ctx.partial)
+    gradient = torch.ops.fsdp_compile.reduce_grad(ctx.flat, as_plain(grad), ctx.spec, ctx.accumulated, ctx.partial)
     if parse(ctx.spec).grad_placement is GradPlacement.REDUCED:
         # The gradient of the flat parameter; otherwise it goes to the accumulator, the fourth argument of
-        # `fsdp::unshard`.
+        # `fsdp_compile::unshard`.
         return gradient, None, None, None, None, None
     return None, None, None, gradient, None, None
 
@@ -196,7 +196,7 @@ def refuse_double_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  #
 
 
 def _save_look_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    # The parameter group not through save_for_backward(): see fsdp::unshard.
+    # The parameter group not through save_for_backward(): see fsdp_compile::unshard.
     ctx.flat, ids, *ctx.settings = inputs
     ctx.save_for_backward(ids)
     note_read(ctx.flat, ctx.settings[0])
@@ -207,10 +207,10 @@ skip_code(_save_look_up.__code__)
 
 def _backward_of_look_up(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     (ids,) = ctx.saved_tensors
-    return torch.ops.fsdp.reduce_rows(ctx.flat, grad, ids, *ctx.settings), None, None, None, None
+    return torch.ops.fsdp_compile.reduce_rows(ctx.flat, grad, ids, *ctx.settings), None, None, None, None
 
 
-torch.library.register_autograd("fsdp::unshard", gradient_of_read, setup_context=save_read)
-torch.library.register_autograd("fsdp::reduce_grad", refuse_double_backward, lib=_LIBRARY)
-torch.library.register_autograd("fsdp::look_up", _backward_of_look_up, setup_context=_save_look_up)
-torch.library.register_autograd("fsdp::reduce_rows", refuse_double_backward, lib=_LIBRARY)
+torch.library.register_autograd("fsdp_compile::unshard", gradient_of_read, setup_context=save_read)
+torch.library.register_autograd("fsdp_compile::reduce_grad", refuse_double_backward, lib=_LIBRARY)
+torch.library.register_autograd("fsdp_compile::look_up", _backward_of_look_up, setup_context=_save_look_up)
+torch.library.register_autograd("fsdp_compile::reduce_rows", refuse_double_backward, lib=_LIBRARY)

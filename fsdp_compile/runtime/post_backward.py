@@ -179,7 +179,7 @@ def await_late_gradient(parameter: nn.Parameter, param: FSDPParam) -> None:
             text, group, _ = reads_of(module)[attribute]  # the text by which gradients are reduced at once
             with torch.no_grad():
                 sent = as_stored(gradient).to(param.spec.param_dtype)
-                reduced = torch.ops.fsdp.reduce_grad(group.flat_param, sent, text)
+                reduced = torch.ops.fsdp_compile.reduce_grad(group.flat_param, sent, text)
                 gradients.accumulate(param, make_dtensor(gradients.part_of(param, reduced), param.dtensor))
             update_in_backward.note_new_grads(group)
             queue_post_backward(group)

@@ -1,4 +1,4 @@
-"""Arguments of `fsdp.unshard` besides the flat parameter: accumulated gradients, and unsharded parameters.
+"""Arguments of `fsdp_compile.unshard` besides the flat parameter: accumulated gradients, and unsharded parameters.
 
 By default none. While gradients are not reduced, the accumulator; once some are accumulated, these, which backward adds
 to its own before it reduces both; while parameters stay unsharded, their values. Each combination is a graph of its

@@ -1,7 +1,7 @@
 """Updates in backward: which optimizer asked for them, and when a parameter group may be updated.
 
 A group is updated once per backward: when its gradient is complete, and nothing in this backward reads it any more. A
-compiled graph reads its flat parameters for the last time before its `fsdp.update`; so what has to be known of other
+compiled graph reads its flat parameters for the last time before its `update`; so what has to be known of other
 graphs is how many forwards have read a group whose backward has not run. If there are any, gradients stay in the
 `.grad` of the flat parameter, for the last of these graphs or for the end of the backward.
 """

@@ -59,7 +59,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         records.MARKERS_GONE,
-        "no fsdp.unshard or fsdp.reduce_grad is left",
+        "no fsdp_compile.unshard or fsdp_compile.reduce_grad is left",
         records.markers_gone,
     ),
     Rule(

@@ -195,7 +195,7 @@ def _argument(node: fx.Node, position: int, default: Any) -> Any:
 
 
 _SUMS = (Role.ADD_UNREDUCED, Role.ADD_PARTIAL)
-_POST_FORWARD_PART = "fsdp.post_forward_part.default"
+_POST_FORWARD_PART = "fsdp_compile.post_forward_part.default"
 LONGEST_CHAIN = 1000
 """Nodes between an element and its origin; more means a cycle."""
 

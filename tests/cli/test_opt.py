@@ -18,7 +18,7 @@ graph forward on cpu
 %w = input(role=flat, unit=layer) : f32[32]
   .weight: offset=0 extent=32 shape=8x8 dim=0 over=fsdp.shard.0/2 param=float32 reduce=float32 reshard=after_forward
 %x = input() : f32[3, 8]
-%read = fsdp.unshard(%w, slot=.weight) : f32[8, 8]
+%read = fsdp_compile.unshard(%w, slot=.weight) : f32[8, 8]
 %y = aten.mm(%x, %read) : f32[3, 8]
 return (%y,)
 """
@@ -60,7 +60,7 @@ def test_json_has_the_graph_plan_and_changes_of_every_pass(graph: str, capsys: p
     assert "removed 1: %read\n" in found["passes"][0]["diff"]
 
 
-@pytest.mark.parametrize(("show", "line"), [("plans", "ReshardPlan: kept=[]"), ("diffs", "fsdp.reshard +1")])
+@pytest.mark.parametrize(("show", "line"), [("plans", "ReshardPlan: kept=[]"), ("diffs", "fsdp_compile.reshard +1")])
 def test_shows_plans_or_changes(show: str, line: str, graph: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["opt", "--show", show, graph]) == 0
     lines = capsys.readouterr().out.splitlines()

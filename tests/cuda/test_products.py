@@ -110,9 +110,9 @@ def test_cuda_graphs_are_recorded_of_whole_graphs() -> None:
 
 
 UNRECORDED = {
-    "fsdp.update": CASES["updates in backward"],
-    "fsdp.average_rows": CASES["embedding that stays sharded"],
-    "fsdp.start_copy": CASES["offloaded to the host"],
+    "fsdp_compile.update": CASES["updates in backward"],
+    "fsdp_compile.average_rows": CASES["embedding that stays sharded"],
+    "fsdp_compile.start_copy": CASES["offloaded to the host"],
 }
 
 

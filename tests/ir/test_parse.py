@@ -29,7 +29,7 @@ def test_a_graph_is_read() -> None:
         FLAT
         + """
 # the reader looks past comments, empty lines and spaces
-%read = fsdp.unshard( %w,slot=.weight) : f32[6,5]
+%read = fsdp_compile.unshard( %w,slot=.weight) : f32[6,5]
 %y = aten.mul.Tensor(%read, 2.5) : f32[6, 5]
 return (%y, None)
 """
@@ -39,7 +39,7 @@ return (%y, None)
     record = require(flat)
     assert (record.role, record.unit, record.parameters) == (Role.FLAT, "layers.0", ("layers.0.weight",))
     assert read.args == (flat, record.specs[0].text)
-    assert read.target is torch.ops.fsdp.unshard.default
+    assert read.target is torch.ops.fsdp_compile.unshard.default
     assert y.args == (read, 2.5)
     assert x.meta["val"].shape == (3, 5)
     assert step.output.args == ((y, None),)
@@ -70,7 +70,10 @@ return (%y, None)
         ("%y = aten.relu(%x, role=fulll, unit=layers.0, of=[.weight]) : f32[3, 5]", "there is no role fulll"),
         ("%y = aten.relu(%x, role=full, unit=layers.0, of=[.bias]) : f32[3, 5]", "instead: layers.0.weight"),
         ("%y = aten.relu(%x, role=full) : f32[3, 5]", "a record has a role, a unit and parameters"),
-        ("%y = fsdp.unshard(%x, slot=.weight) : f32[6, 5]", "slot= needs a flat parameter as the first argument"),
+        (
+            "%y = fsdp_compile.unshard(%x, slot=.weight) : f32[6, 5]",
+            "slot= needs a flat parameter as the first argument",
+        ),
         ("%y = aten.add.Tensor(%x, float) : f32[3, 5]", "line 5, column 26: expected a value, not 'float'"),
         ("%y = aten.add.Tensor(%x, <Thing>) : f32[3, 5]", "<Thing> stands for a value that text cannot hold"),
         ("%sum = aten.relu(%x) : f32[3, 5]", "%sum cannot be the name of a node"),
@@ -175,7 +178,7 @@ graph forward on cpu
 %w = input(role=flat, unit='my layer') : f32[32]
   .weight: offset=0 extent=32 shape=6x5 dim=0 over=fsdp.shard.0/2 param=float32 reduce=float32 reshard=after_forward
   "it's": offset=32 extent=32 shape=scalar dim=none over=fsdp/2 param=float32 reduce=float32 reshard=after_forward
-%read = fsdp.unshard(%w, slot=.weight) : f32[6, 5]
+%read = fsdp_compile.unshard(%w, slot=.weight) : f32[6, 5]
 %ag = all_gather(%w, 2, 'fsdp.shard.0', role=gather, unit='my layer', of=[.weight, "it's"]) : f32[64]
 return (%read, %ag)
 """

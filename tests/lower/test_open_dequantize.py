@@ -1,4 +1,4 @@
-"""What takes the place of `fsdp::dequantize` under Inductor gives the same bits, and is one kernel there."""
+"""What takes the place of `fsdp_compile::dequantize` under Inductor gives the same bits, and is one kernel there."""
 
 from __future__ import annotations
 

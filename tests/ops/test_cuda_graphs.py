@@ -24,12 +24,14 @@ UNRECORDED = {
 
 
 def test_every_operator_is_known_here() -> None:
-    defined = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("fsdp::")}
+    defined = {
+        name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("fsdp_compile::")
+    }
     of_torch = {"all_gather_copy_in", "chunk_cat", "copy_", "split_with_sizes_copy"}  # FSDP2's are under the same name
     assert defined - of_torch == RECORDED | UNRECORDED
 
 
 @pytest.mark.parametrize("name", sorted(RECORDED | UNRECORDED))
 def test_what_the_host_takes_part_in_is_not_recorded(name: str) -> None:
-    operator = getattr(torch.ops.fsdp, name).default
+    operator = getattr(torch.ops.fsdp_compile, name).default
     assert (torch.Tag.cudagraph_unsafe in operator.tags) == (name in UNRECORDED)

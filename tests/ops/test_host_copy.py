@@ -16,7 +16,7 @@ from fsdp_compile.lower.inductor import KEEP_OUR_ORDER
 from fsdp_compile.ops import host_copy
 from tests.delayed_copies import delayed_copies
 
-START, WAIT = torch.ops.fsdp.start_copy.default, torch.ops.fsdp.wait_copy.default
+START, WAIT = torch.ops.fsdp_compile.start_copy.default, torch.ops.fsdp_compile.wait_copy.default
 
 
 @dataclasses.dataclass
@@ -96,9 +96,9 @@ GRAPH = """graph forward on cpu
 %x = input() : f32[8, 8]
 %y = input() : f32[8, 8]
 %source = aten.mm(%x, %y) : f32[8, 8]
-%copied = fsdp.start_copy(%source, 'cpu') : f32[8, 8]
+%copied = fsdp_compile.start_copy(%source, 'cpu') : f32[8, 8]
 %a = aten.mm(%y, %y) : f32[8, 8]
-%waited = fsdp.wait_copy(%copied, %source) : f32[8, 8]
+%waited = fsdp_compile.wait_copy(%copied, %source) : f32[8, 8]
 %b = aten.mm(%a, %y) : f32[8, 8]
 %c = aten.mm(%b, %y) : f32[8, 8]
 %d = aten.mm(%c, %y) : f32[8, 8]

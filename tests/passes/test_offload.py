@@ -26,18 +26,18 @@ FORWARD = """graph forward on cpu
 %one = input(role=flat, unit=one) : f32[4160]{slots}
 %two = input(role=flat, unit=two) : f32[4160]{slots}
 %x = input() : bf16[3, 128] on cuda
-%w1 = fsdp.unshard(%one, slot=.weight) : bf16[128, 64] on cuda
-%b1 = fsdp.unshard(%one, slot=.bias) : bf16[64] on cuda
+%w1 = fsdp_compile.unshard(%one, slot=.weight) : bf16[128, 64] on cuda
+%b1 = fsdp_compile.unshard(%one, slot=.bias) : bf16[64] on cuda
 %y = aten.addmm(%b1, %x, %w1) : bf16[3, 64] on cuda
-%w2 = fsdp.unshard(%two, slot=.weight) : bf16[128, 64] on cuda
-%b2 = fsdp.unshard(%two, slot=.bias) : bf16[64] on cuda
+%w2 = fsdp_compile.unshard(%two, slot=.weight) : bf16[128, 64] on cuda
+%b2 = fsdp_compile.unshard(%two, slot=.bias) : bf16[64] on cuda
 %z = aten.addmm(%b2, %x, %w2) : bf16[3, 64] on cuda
 %r = aten.add.Tensor(%y, %z) : bf16[3, 64] on cuda
 return (%r,)
 """
 THREE = FORWARD.replace("%x = input", "%three = input(role=flat, unit=three) : f32[4160]{slots}\n%x = input").replace(
     "%r = aten.add.Tensor(%y, %z)",
-    """%w3 = fsdp.unshard(%three, slot=.weight) : bf16[128, 64] on cuda
+    """%w3 = fsdp_compile.unshard(%three, slot=.weight) : bf16[128, 64] on cuda
 %t = aten.mm(%x, %w3) : bf16[3, 64] on cuda
 %r = aten.add.Tensor(%z, %t)""",
 )
@@ -46,10 +46,10 @@ BACKWARD = """graph backward on cpu
 %two = input(role=flat, unit=two) : f32[4160]{slots}
 %dw = input() : bf16[128, 64] on cuda
 %db = input() : bf16[64] on cuda
-%g1 = fsdp.reduce_grad(%two, %dw, slot=.weight) : f32[4160]
-%g2 = fsdp.reduce_grad(%two, %db, slot=.bias) : f32[4160]
+%g1 = fsdp_compile.reduce_grad(%two, %dw, slot=.weight) : f32[4160]
+%g2 = fsdp_compile.reduce_grad(%two, %db, slot=.bias) : f32[4160]
 %s1 = aten.add.Tensor(%g1, %g2) : f32[4160]
-%g3 = fsdp.reduce_grad(%one, %dw, slot=.weight) : f32[4160]
+%g3 = fsdp_compile.reduce_grad(%one, %dw, slot=.weight) : f32[4160]
 return (%g3, %s1)
 """
 COPIED_AND_GATHERED = (Role.OFFLOAD_IN, Role.OFFLOAD_IN_WAIT, Role.GATHER, Role.GATHER_WAIT)

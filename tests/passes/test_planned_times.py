@@ -89,5 +89,5 @@ def test_a_hook_reduces_by_an_operator_that_is_not_measured() -> None:
     plan = SchedulePlan((), (), 0, 0, 0.0, 0.0, expected.problem, expected.placement)
     assert planned_times(step, plan, THERE, 1) is not None
     start = next(step.nodes(Role.REDUCE))
-    start.target = torch.ops.fsdp.reduce_grad.default
+    start.target = torch.ops.fsdp_compile.reduce_grad.default
     assert planned_times(step, plan, THERE, 1) is None

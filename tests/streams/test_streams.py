@@ -164,7 +164,10 @@ _BROKEN: dict[str, tuple[Edit, str]] = {
         _write_over_what_is_gathered,
         "zero_.* writes bytes .* while .*all_gather.* writes",
     ),
-    "a copied gradient is freed": (_free_what_is_copied, "source of fsdp.start_copy.* is freed .* while it is in use"),
+    "a copied gradient is freed": (
+        _free_what_is_copied,
+        "source of fsdp_compile.start_copy.* is freed .* while it is in use",
+    ),
 }
 
 

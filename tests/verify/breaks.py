@@ -315,7 +315,7 @@ def replicas_left_out(step: StepGraph) -> fx.Node:
 def marker_left(step: StepGraph) -> fx.Node:
     flat = _last(step, Role.FLAT)
     with step.graph.inserting_before(step.output):
-        return step.graph.call_function(torch.ops.fsdp.unshard.default, (flat, require(flat).specs[0].text))
+        return step.graph.call_function(torch.ops.fsdp_compile.unshard.default, (flat, require(flat).specs[0].text))
 
 
 # no-use-after-reshard
@@ -556,7 +556,7 @@ def numbers_of_another_dtype(step: StepGraph) -> fx.Node:
 
 
 def _dequantized(step: StepGraph) -> list[fx.Node]:
-    return [node for node in _all(step, Role.COPY_OUT) if node.target is torch.ops.fsdp.dequantize.default]
+    return [node for node in _all(step, Role.COPY_OUT) if node.target is torch.ops.fsdp_compile.dequantize.default]
 
 
 def _reader(node: fx.Node) -> fx.Node:
@@ -569,9 +569,9 @@ def gradient_copied_to_where_it_is(step: StepGraph) -> fx.Node:
     joined = _last(step, Role.FLAT_GRADIENT)
     flat_gradient, value = require(joined), joined.meta["val"]
     with step.graph.inserting_after(joined):
-        copy = step.graph.call_function(torch.ops.fsdp.start_copy.default, (joined, "cpu"))
+        copy = step.graph.call_function(torch.ops.fsdp_compile.start_copy.default, (joined, "cpu"))
     with step.graph.inserting_after(copy):
-        wait = step.graph.call_function(torch.ops.fsdp.wait_copy.default, (copy, joined))
+        wait = step.graph.call_function(torch.ops.fsdp_compile.wait_copy.default, (copy, joined))
     with step.graph.inserting_after(wait):
         view = step.graph.call_function(aten.view.default, (wait, list(value.shape)))
     joined.replace_all_uses_with(view, delete_user_cb=lambda user: user not in (copy, wait))

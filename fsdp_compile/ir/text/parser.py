@@ -236,7 +236,8 @@ class _Reader:
         unit = call.unit if record is None else record.unit
         if unit is None:
             raise line.error(
-                "slot= needs a flat parameter as the first argument", instead="fsdp.unshard(%flat, slot=.weight)"
+                "slot= needs a flat parameter as the first argument",
+                instead="fsdp_compile.unshard(%flat, slot=.weight)",
             )
         parameter = read_parameter(call.slot or "", unit)
         return self._place(line, unit, parameter).text

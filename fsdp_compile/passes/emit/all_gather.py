@@ -1,8 +1,8 @@
 """Records how one parameter, or a piece of a flat parameter, is gathered.
 
-    %w = fsdp.unshard(%flat, spec)                 ->  slice, all_gather, wait, view
-    %part = fsdp.shard_post_forward(%w, spec)      ->  post_forward_part of the gathered message
-    %w = fsdp.unshard_post_forward(%part, spec)    ->  all_gather over fewer ranks, wait, view
+    %w = fsdp_compile.unshard(%flat, spec)                 ->  slice, all_gather, wait, view
+    %part = fsdp_compile.shard_post_forward(%w, spec)      ->  post_forward_part of the gathered message
+    %w = fsdp_compile.unshard_post_forward(%part, spec)    ->  all_gather over fewer ranks, wait, view
 
     as it is      slice, cast                      ->  one message   ->  the message itself
     quantized     slice, block_scales, quantize    ->  two messages  ->  dequantize

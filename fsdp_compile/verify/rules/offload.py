@@ -86,7 +86,7 @@ def _wrong_operators(facts: Facts) -> Iterator[Complaint]:
                 RULE,
                 node,
                 f"{recorded} and does something else",
-                "fsdp.start_copy and fsdp.wait_copy alone copy between host and device, overlapping what is computed",
+                "start_copy and wait_copy alone copy between host and device, overlapping what is computed",
             )
 
 
@@ -102,7 +102,7 @@ def _wrong_copies(facts: Facts) -> Iterator[Complaint]:
         waits = [user for user in node.users if user.target is _WAIT and user.args[0] is node]
         if len(waits) != 1:
             yield Complaint(
-                RULE, node, f"is waited for {len(waits)} times", "one fsdp.wait_copy, which all readers use"
+                RULE, node, f"is waited for {len(waits)} times", "one fsdp_compile.wait_copy, which all readers use"
             )
         for user in node.users:
             if user not in waits:

@@ -21,17 +21,17 @@ NOTHING_RANK_SPECIFIC = "nothing-rank-specific"
 
 ALIAS_PREFIX = "fsdp."
 _MARKERS = (
-    "fsdp::unshard",
-    "fsdp::reduce_grad",
-    "fsdp::reduce_rows",
-    "fsdp::shard_post_forward",
-    "fsdp::unshard_post_forward",
+    "fsdp_compile::unshard",
+    "fsdp_compile::reduce_grad",
+    "fsdp_compile::reduce_rows",
+    "fsdp_compile::shard_post_forward",
+    "fsdp_compile::unshard_post_forward",
 )
 _ROLE_OF_NAME = {
-    "fsdp::reshard": Role.RESHARD,
-    "fsdp::update": Role.UPDATE,
-    "fsdp::look_up": Role.LOOK_UP,
-    "fsdp::average_rows": Role.AVERAGE_ROWS,
+    "fsdp_compile::reshard": Role.RESHARD,
+    "fsdp_compile::update": Role.UPDATE,
+    "fsdp_compile::look_up": Role.LOOK_UP,
+    "fsdp_compile::average_rows": Role.AVERAGE_ROWS,
 }
 _ROLE_OF_KIND = {Kind.GATHER: Role.GATHER, Kind.REDUCE: Role.REDUCE, Kind.REPLICATE: Role.REPLICATE}
 _ITEM_OF = {
@@ -61,7 +61,7 @@ def markers_gone(facts: Facts) -> list[Complaint]:
             MARKERS_GONE,
             node,
             "is a marker that no pass has replaced",
-            "insert-collectives turns every fsdp.unshard and fsdp.reduce_grad into collectives",
+            "insert-collectives turns every fsdp_compile.unshard and fsdp_compile.reduce_grad into collectives",
         )
         for node in facts.nodes
         if node.op == "call_function" and _qualified_name(node.target) in _MARKERS

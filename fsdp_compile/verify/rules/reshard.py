@@ -30,12 +30,12 @@ def no_use_after_reshard(facts: Facts) -> list[Complaint]:
 
 def _never_resharded(gather: Collective) -> Complaint:
     what = f"unit {require(gather.start).unit} is never resharded"
-    return Complaint(RULE, gather.start, what, "put one fsdp.reshard of all its messages after their last use")
+    return Complaint(RULE, gather.start, what, "put one fsdp_compile.reshard of all its messages after their last use")
 
 
 def _resharded_again(gather: Collective, first: fx.Node, again: fx.Node) -> Complaint:
     return Complaint(
-        RULE, again, f"%{gather.start} is resharded by %{first} already", "one fsdp.reshard per all-gather"
+        RULE, again, f"%{gather.start} is resharded by %{first} already", "one fsdp_compile.reshard per all-gather"
     )
 
 

@@ -15,7 +15,7 @@ from fsdp_compile.verify.report import Complaint
 from fsdp_compile.verify.trace_elements import WIRES, origin
 
 RULE = "nothing-unsharded-saved"
-_TOLD = ("aten", "prims", "_c10d_functional", "_dtensor", "fsdp")
+_TOLD = ("aten", "prims", "_c10d_functional", "_dtensor", "fsdp_compile")
 """Namespaces whose random operators have torch's tag: torch's and this package's."""
 
 

@@ -104,7 +104,7 @@ def _never_updated(facts: Facts) -> Iterator[Complaint]:
         updates = [user for user in gradient.users if role_of(user) is Role.UPDATE]
         if _asks_for_it(record) and not record.specs[0].compute and not updates:
             what = "leaves the graph, and is not freed by an update in it"
-            yield Complaint(RULE, gradient, what, "one fsdp.update of its flat parameter right after it")
+            yield Complaint(RULE, gradient, what, "one fsdp_compile.update of its flat parameter right after it")
 
 
 def _asks_for_it(record: Record) -> bool:

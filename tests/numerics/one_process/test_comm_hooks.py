@@ -68,7 +68,7 @@ def _counted(strategy: ShardingStrategy) -> tuple[float, Calls, list[int]]:
     role = Role.REPLICATE if whole else Role.REDUCE
     operators = _operators(models[0], role)
     assert len(operators) == len(sizes)
-    assert all(operator.startswith("fsdp.hook") for operator in operators)
+    assert all(operator.startswith("fsdp_compile.hook") for operator in operators)
     assert found.loss < 1e-6
     assert found.parameter < 0.02
     return found.gradient, hook.calls, sizes
