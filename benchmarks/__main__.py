@@ -17,7 +17,6 @@ BENCHMARKS = (
     "agreement",
     "overhead",
     "scaling",
-    "refined_plans",
     "slow_network",
     "chunked_loss",
     "accumulation",

@@ -40,19 +40,13 @@ def accumulating(task: Task, microbatches: int) -> Task:
 
 
 def _kept(model: nn.Module, setup: Setup) -> Any:
-    room = dataclasses.replace(setup, reshard_after_forward="auto")
-    return contenders.ours(model, room)
-
-
-def _freed(model: nn.Module, setup: Setup) -> Any:
-    options = {name: value for name, value in setup.options.items() if name != "memory_budget_gb"}
-    return contenders.ours(model, dataclasses.replace(setup, options=options, reshard_after_forward=None))
+    return contenders.ours(model, dataclasses.replace(setup, reshard_after_forward=False))
 
 
 CONTENDERS: tuple[Contender, ...] = (
     FSDP2,
-    dataclasses.replace(OURS, prepare=_freed, about="each microbatch gathers each unit twice; no budget"),
-    Contender("fsdp_compile_auto", 'reshard_after_forward="auto" within memory_budget_gb', _kept, Held.TWO),
+    dataclasses.replace(OURS, about="each microbatch gathers each unit twice"),
+    Contender("fsdp_compile_kept", "reshard_after_forward=False: one gather for all", _kept, Held.GATHERED),
 )
 
 
@@ -64,11 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.smoke:
         arguments.rounds = 2
     task = accumulating(models.llama(models.SMOKE if arguments.smoke else models.TWO_CORES), arguments.microbatches)
-    options = {"memory_budget_gb": arguments.memory_budget_gb, **arguments.fsdp_options}
-    rows = run(task, arguments, Setup(task.block, options=options))
+    rows = run(task, arguments, Setup(task.block, options=arguments.fsdp_options))
     columns: Columns = {"contender": str, "all_gathers": str, "gathered_bytes": mib, "peak_bytes": mib, "median_s": ms}
-    title = f"a step of {arguments.microbatches} microbatches, {arguments.gb_per_s:g} GB/s"
-    table(f"{title}, {arguments.memory_budget_gb:g} GB for the last one", rows, columns)
+    table(f"a step of {arguments.microbatches} microbatches, {arguments.gb_per_s:g} GB/s", rows, columns)
     settings = {key: value for key, value in vars(arguments).items() if key != "out"}
     return finish(arguments, settings, rows)
 
@@ -102,7 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     made = parser("accumulation", "All-gathers, memory and time of steps that reduce several microbatches once.")
     add_network_arguments(made, CONTENDERS)
     made.add_argument("--microbatches", type=int, default=4, metavar="N", help="of a step (default: 4)")
-    made.add_argument("--memory-budget-gb", type=float, default=1.0, metavar="X", help="of the last one (default: 1)")
     made.add_argument("--gb-per-s", type=float, default=0.28, metavar="X", help="link of each rank (default: 0.28)")
     made.add_argument("--threads", type=int, default=1, metavar="N", help="that compute on a CPU (default: 1)")
     return made

@@ -48,18 +48,13 @@ from fsdp_compile.lower.agreement import (
 from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
-from fsdp_compile.lower.next_forward import FirstGather, first_gather, refuse_after_step
 from fsdp_compile.lower.progress import say
-from fsdp_compile.lower.region import Region, find_no_first_gather
+from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.region_key import region_key
 from fsdp_compile.lower.unused_outputs import tell_backward
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.follow_order import CannotFollowError
-from fsdp_compile.passes.settings import budget_bytes
 from fsdp_compile.pipeline import keep, transform
-from fsdp_compile.planner.accumulated import accumulates
-from fsdp_compile.planner.measured_times import PlannedTimes
-from fsdp_compile.planner.problem import of_graphs
 
 _plain_models = PlainModels()
 
@@ -128,8 +123,6 @@ class _Compile:
         self._flats = flat_inputs(inputs)
         self._whole = is_whole_model(inputs)
         self.ran = register_region(inputs, options.lower)
-        if options.refine_after is not None and not self._whole:
-            say(f"region {self.ran.number}: is not all of its model, so its steps are not measured")
         try:
             refuse_budget_of_a_part(inputs, options, breaks=ends_in_graph_break(gm))
             _refuse_other_cluster(options, inputs)
@@ -156,20 +149,18 @@ class _Compile:
         """
         options, inputs = self._options, self._inputs
         self.ran.graphs.clear()  # those of a plan that was not followed
-        planned: dict[Phase, PlannedTimes] = {}
-        least_bytes: dict[Phase, int] = {}
         inserted: dict[Phase, Collectives] = {}
 
         def note_inserted(step: StepGraph) -> None:
             inserted[step.phase] = inserted_in(step)
 
         def run_passes(step: StepGraph) -> StepGraph:
-            return transform(step, options, planned, least_bytes, note_inserted, orders.get(step.phase))
+            return transform(step, options, note_inserted, orders.get(step.phase))
 
         region = Region(
             self._flats,
             run_passes,
-            functools.partial(_keep_what_fits, options=options, settings=self._settings, whole=self._whole),
+            functools.partial(keep, options=options, whole=self._whole),
             self.ran.number,
             options.may_recompute,
             options.share_code,
@@ -177,9 +168,7 @@ class _Compile:
             functools.partial(agree, settings=self._settings_of_plans(can_follow=can_follow and self._can_follow)),
             self.ran.add,
             self._tell,
-            planned=planned if self._whole else {},
             inserted=inserted,
-            first_gather=_first_gather_of(options, inputs, least_bytes),
         )
         say(f"region {region.number}: tracing {'forward and backward' if torch.is_grad_enabled() else 'forward'}")
         if options.lower == "eager":
@@ -204,7 +193,7 @@ class _Compile:
         """Whether this rank plans for its own sizes, and nothing was asked of the plan that another order breaks."""
         options = self._options
         specs = (spec for record in self._flats.values() for spec in record.specs)
-        promises = options.memory_budget_gb is not None or options.refine_after is not None
+        promises = options.memory_budget_gb is not None
         asks = any(s.reshard is Reshard.AUTO or s.forward_prefetch or s.backward_prefetch for s in specs)
         return options.prefetch == "auto" and not promises and not asks
 
@@ -225,52 +214,8 @@ def _settings_of(options: FSDPOptions, mode: str | None) -> dict[str, Any]:
     return settings
 
 
-def _records_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> bool:
-    return bool({**settings, **options.inductor}.get("triton.cudagraphs"))
-
-
-def _keep_what_fits(
-    forward: StepGraph, backward: StepGraph, *, options: FSDPOptions, settings: Mapping[str, Any], whole: bool
-) -> None:
-    # Each replay of a CUDA graph writes its memory anew: nothing in it can stay for the next microbatch.
-    if not (accumulates(forward) and _records_cuda_graphs(options, settings)):
-        keep(forward, backward, options, whole=whole)
-
-
-def _first_gather_of(
-    options: FSDPOptions, example_inputs: Sequence[Any], least_bytes: Mapping[Phase, int]
-) -> Callable[[StepGraph], FirstGather | None]:
-    """Finds what a forward gathers first; `least_bytes` is known once its graphs are planned."""
-    if not options.unshard_after_step:
-        return find_no_first_gather
-    refuse_after_step(example_inputs)
-
-    def find(forward: StepGraph) -> FirstGather | None:
-        budget = budget_bytes(options)
-        if budget is None:
-            return first_gather(forward, None)
-        # A graph whose passes stop before a plan does not know what it needs itself.
-        return first_gather(forward, of_graphs(budget) - max(least_bytes.values()) if least_bytes else 0)
-
-    return find
-
-
 def _refuse_cuda_graphs(options: FSDPOptions, settings: Mapping[str, Any]) -> None:
-    if not _records_cuda_graphs(options, settings):
-        return
-    if options.refine_after is not None:
-        raise ConfigError(
-            "CUDA graphs are replayed as a whole, and what a step takes was to be measured between its calls",
-            where="options={'refine_after': ...} with CUDA graphs, by options={'inductor': ...} or mode=...",
-            instead="one of the two, or options={'hardware': ...} with a file of fsdp-compile calibrate",
-        )
-    if options.unshard_after_step:
-        raise ConfigError(
-            "CUDA graphs read their inputs where they were recorded, and each step gathers to other memory",
-            where="options={'unshard_after_step': True} with CUDA graphs, by options={'inductor': ...} or mode=...",
-            instead="one of the two",
-        )
-    if options.share_code:
+    if options.share_code and {**settings, **options.inductor}.get("triton.cudagraphs"):
         raise ConfigError(
             "CUDA graphs are recorded of whole graphs, and segments of a graph were to share their code",
             where="options={'share_code': True} with CUDA graphs, by options={'inductor': ...} or mode=...",
@@ -284,15 +229,14 @@ def _refuse_other_cluster(options: FSDPOptions, example_inputs: Sequence[Any]) -
     refuse_elsewhere(options.planned_for, "cpu" if devices <= {"cpu"} else "cuda", ranks)
 
 
-_OF_PLANS: Final = ("prefetch", "refine_after", "reduce_layout", "bucket_mb", "embedding")
+_OF_PLANS: Final = ("prefetch", "reduce_layout", "bucket_mb", "embedding")
 """Options on which all ranks' collectives depend alike."""
 
 
 def _measured(options: FSDPOptions) -> str:
     """What stands for the measured times that plans are made with; empty where nothing is measured."""
     cluster = options.planned_for.cluster if options.planned_for is not None else None
-    file = "" if cluster is None else cluster.digest
-    return file if options.refine_after is None else f"{file} and those of {options.refine_after} steps"
+    return "" if cluster is None else cluster.digest
 
 
 watch_compiles(fsdp, _plain_models)

@@ -34,6 +34,11 @@ SHARDING = (
 """Options that are arguments of `fully_shard`."""
 _BEFORE_COMPILING = ("param_init_fn", "device_id")
 """Arguments of `fully_shard` that are too late in a compile: tracing needs parameters on the device of the inputs."""
+_REMOVED = {
+    "refine_after": "`hardware=` with a file of `fsdp-compile calibrate`",
+    "unshard_after_step": "call `model.unshard(async_op=True)` after `optimizer.step()`",
+}
+"""Options of the release before this one, and what takes their place."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,9 +63,6 @@ class FSDPOptions:
         hardware: For `prefetch="auto"`: device and links that times are estimated for, from
             `fsdp_compile.cost.hardware`, or the path of a file that `fsdp-compile calibrate` has written, which must
             have the same content on all ranks. By default chosen by the device that the model is on.
-        refine_after: For `prefetch="auto"`: after a first step, measure so many, and plan once more with the ratio of
-            communication to compute that they had, if that saves 3 % of a step by the estimate. Then the model is
-            compiled a second time. `None` plans by `hardware` alone.
         inductor: Settings of Inductor for this compile, as in `torch._inductor.config`.
         artifacts: A folder into which the first rank writes each graph before and after each pass, with plan and
             difference.
@@ -82,10 +84,6 @@ class FSDPOptions:
         share_code: Lower what lies between communication in segments, each kind of them once, so that layers that are
             alike share their code: the time of a compile grows less with their number. Nothing is fused across
             communication. Graphs with sizes that are open are lowered as a whole. Not with `memory_budget_gb`.
-        unshard_after_step: When an optimizer has stepped, start to gather what the next forward gathers first, so that
-            it is sent while the program does what it does between steps. It stays unsharded until the end of the next
-            backward; `memory_budget_gb` counts it, and nothing is started where it does not fit. The second step
-            compiles once more. All ranks must step, or skip a step, alike.
         stop_after: Name of the last pass to run, "capture" for none: to find the pass that makes a difference.
         mesh: For a plain model: what `fully_shard(mesh=...)` takes.
         mp_policy: For a plain model: what `fully_shard(mp_policy=...)` takes.
@@ -102,7 +100,6 @@ class FSDPOptions:
     memory_budget_gb: float | None = None
     activations: Literal["auto", "saved"] = "auto"
     hardware: Hardware | str | os.PathLike[str] | None = None
-    refine_after: int | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     artifacts: str | os.PathLike[str] | None = None
     reduce_layout: Literal["aligned", "fsdp2"] = "aligned"
@@ -110,7 +107,6 @@ class FSDPOptions:
     embedding: Literal["gathered", "sharded"] = "gathered"
     poison: bool = False
     share_code: bool = False
-    unshard_after_step: bool = False
     stop_after: str | None = None
     mesh: DeviceMesh | None = None
     mp_policy: AnyPrecisionPolicy | None = None
@@ -143,7 +139,7 @@ class FSDPOptions:
             raise bad_option("mp_policy", self.mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
 
     def _check_switches(self) -> None:
-        for name in ("poison", "share_code", "unshard_after_step"):
+        for name in ("poison", "share_code"):
             if not isinstance(getattr(self, name), bool):
                 raise bad_option(name, getattr(self, name), "True or False")
         if self.share_code and self.lower == "eager":
@@ -151,12 +147,6 @@ class FSDPOptions:
                 "option 'share_code' has no effect where operators run one by one",
                 where="options={'share_code': True, 'lower': 'eager'}",
                 instead="'lower': 'inductor', or leave it out",
-            )
-        if self.unshard_after_step and self.refine_after is not None:
-            raise ConfigError(
-                "steps are measured from the second one on, which is the first that finds gathered parameters",
-                where="options={'unshard_after_step': True, 'refine_after': ...}",
-                instead="one of the two, or options={'hardware': ...} with a file of fsdp-compile calibrate",
             )
         if self.share_code and self.memory_budget_gb is not None:
             raise ConfigError(
@@ -171,7 +161,7 @@ class FSDPOptions:
             check_prefetch(self.prefetch)
         else:
             object.__setattr__(self, "prefetch", rules)  # a short form is replaced once it is read
-        for name in ("memory_budget_gb", "hardware", "refine_after"):
+        for name in ("memory_budget_gb", "hardware"):
             if getattr(self, name) is not None and not planned:
                 raise ConfigError(
                     f"option {name!r} has no effect on a schedule that is not planned",
@@ -182,15 +172,6 @@ class FSDPOptions:
             object.__setattr__(self, "hardware", load_hardware(self.hardware))
         if self.hardware is not None and not isinstance(self.hardware, Hardware):
             raise bad_option("hardware", self.hardware, "fsdp_compile.cost.hardware.hardware(device, link), or a path")
-        steps = self.refine_after
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise bad_option("refine_after", steps, "a number of steps, 1 or more, or None")
-        if steps is not None and self.poison:
-            raise ConfigError(
-                "messages that are checked make the host wait for each collective: steps take other times",
-                where="options={'refine_after': ..., 'poison': True}",
-                instead="one of the two",
-            )
         budget = self.memory_budget_gb
         is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
         if budget is not None and not (is_number and 0 < budget < math.inf):
@@ -201,7 +182,8 @@ class FSDPOptions:
         """Checks what `torch.compile` was given.
 
         Raises:
-            ConfigError: For an unknown name (with the nearest known one) or a value out of range.
+            ConfigError: For an unknown name (with the nearest known one), a removed option (with what takes its place)
+                or a value out of range.
         """
         if isinstance(options, FSDPOptions):
             return options
@@ -213,6 +195,12 @@ class FSDPOptions:
                     f"{name!r} is no option of a compile: Dynamo has traced the model before a backend could use it",
                     where='torch.compile(..., backend="fsdp", options={...})',
                     instead=f"fully_shard(model, {name}=...) before torch.compile",
+                )
+            if name in _REMOVED:
+                raise ConfigError(
+                    f"option {name!r} was removed",
+                    where='torch.compile(..., backend="fsdp", options={...})',
+                    instead=_REMOVED[name],
                 )
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)

@@ -23,7 +23,7 @@ from fsdp_compile.config.prefetch import FSDPPrefetch
 from fsdp_compile.cost.hardware import hardware as named_hardware
 from fsdp_compile.cost.hardware import hardware_of
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.layout.flat_layout import ReduceLayout
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.partition.auto_reshard import asks_for_choice, keep_unsharded
@@ -35,16 +35,14 @@ from fsdp_compile.passes.follow_order import FollowOrder
 from fsdp_compile.passes.hide_own_collectives import HideOwnCollectives
 from fsdp_compile.passes.insert_collectives import InsertCollectives
 from fsdp_compile.passes.order_updates import OrderUpdates
-from fsdp_compile.passes.planned_times import planned_times
 from fsdp_compile.passes.poison import poison_freed_messages
-from fsdp_compile.passes.schedule_auto import ScheduleAuto, SchedulePlan, margin_of
+from fsdp_compile.passes.schedule_auto import MARGIN, ScheduleAuto, SchedulePlan
 from fsdp_compile.passes.schedule_fsdp1 import ScheduleFSDP1
 from fsdp_compile.passes.schedule_prefetch import SchedulePrefetch
 from fsdp_compile.passes.schedule_reduce import ScheduleReduce
 from fsdp_compile.passes.schedule_reshard import ScheduleReshard
 from fsdp_compile.passes.settings import FUSION, budget_bytes, for_graph, join_bytes, limits_of
 from fsdp_compile.passes.update_in_backward import UpdateInBackward
-from fsdp_compile.planner.measured_times import PlannedTimes
 from fsdp_compile.planner.problem import of_graphs
 from fsdp_compile.verify.check import check
 
@@ -97,8 +95,7 @@ def keep(forward: StepGraph, backward: StepGraph, options: FSDPOptions, *, whole
     hardware = options.planned_for or hardware_of(forward)
     budget = budget_bytes(options)
     graph_bytes = None if budget is None else of_graphs(budget)
-    margin = margin_of(backward)
-    return keep_unsharded(forward, backward, hardware, FUSION[options.lower], budget_bytes=graph_bytes, margin=margin)
+    return keep_unsharded(forward, backward, hardware, FUSION[options.lower], budget_bytes=graph_bytes, margin=MARGIN)
 
 
 @contextmanager
@@ -120,8 +117,6 @@ def without_collections() -> Iterator[None]:
 def transform(
     step: StepGraph,
     options: FSDPOptions,
-    planned: dict[Phase, PlannedTimes] | None = None,
-    least_bytes: dict[Phase, int] | None = None,
     seen: Callable[[StepGraph], None] = lambda _: None,
     follow: Sequence[str] | None = None,
 ) -> StepGraph:
@@ -130,8 +125,6 @@ def transform(
     Args:
         step: The graph.
         options: Of the compile.
-        planned: Receives what the plan of the graph expects, if steps are measured.
-        least_bytes: Receives what the graph needs in memory at least, if it was planned: under a budget everything.
         seen: Called with the graph once its collectives are inserted, and nothing is planned.
         follow: The collectives of a plan of another rank, in their order, that the graph has to keep.
 
@@ -141,14 +134,12 @@ def transform(
         CannotFollowError: If the graph cannot keep the order of `follow`.
     """
     with without_collections():
-        return _transform(step, options, planned, {} if least_bytes is None else least_bytes, seen, follow)
+        return _transform(step, options, seen, follow)
 
 
 def _transform(
     step: StepGraph,
     options: FSDPOptions,
-    planned: dict[Phase, PlannedTimes] | None,
-    least_bytes: dict[Phase, int],
     seen: Callable[[StepGraph], None],
     follow: Sequence[str] | None,
 ) -> StepGraph:
@@ -159,7 +150,6 @@ def _transform(
     selected = _selected(options)
     if follow is not None:
         selected = _with_order(selected, follow)
-    schedule: SchedulePlan | None = None
     for graph_pass in selected:
         plan = graph_pass.plan(step)
         watcher.planned(step, graph_pass, plan)
@@ -170,18 +160,12 @@ def _transform(
         if isinstance(graph_pass, InsertCollectives):
             seen(step)
         if isinstance(plan, SchedulePlan):
-            schedule = plan
-            least_bytes[step.phase] = max(plan.problem.least_live_bytes(), default=0)
             # What starts where another rank starts it may be in memory a little longer than this rank's plan promises.
             promised = plan.budget_bytes if follow is None else None
             limits = dataclasses.replace(limits, unsharded_bytes=promised)
     if selected:
         last = selected[-1]
         check(step, after=last.name, stage=last.stage, limits=limits)
-    if planned is not None and schedule is not None and options.refine_after is not None:
-        expected = planned_times(step, schedule, options.planned_for or hardware_of(step), options.refine_after)
-        if expected is not None:
-            planned[step.phase] = expected
     if options.poison:
         poison_freed_messages(step)
     step.graph.lint()

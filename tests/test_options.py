@@ -78,8 +78,6 @@ def test_an_option_that_is_near_to_none_is_refused_with_all_names() -> None:
         ("memory_budget_gb", float("nan"), "a positive number"),
         ("memory_budget_gb", True, "a positive number"),
         ("poison", 1, "True or False"),
-        ("refine_after", 0, "1 or more"),
-        ("refine_after", True, "1 or more"),
         ("inductor", ["max_autotune"], "a dict"),
         ("mp_policy", torch.bfloat16, "MixedPrecisionPolicy"),
         ("mp_policy", "bf16", "MixedPrecisionPolicy"),
@@ -93,10 +91,15 @@ def test_a_bad_value_is_refused_with_what_is_allowed(name: str, value: Any, allo
     assert name in str(caught.value.where)
 
 
-@pytest.mark.parametrize("other", [{"prefetch": 1}, {"poison": True}])
-def test_steps_are_not_measured_where_no_plan_can_follow(other: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="refine_after"):
-        FSDPOptions(refine_after=2, **other)
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [("refine_after", "fsdp-compile calibrate"), ("unshard_after_step", "unshard(async_op=True)")],
+)
+def test_a_removed_option_is_refused_with_what_takes_its_place(name: str, replacement: str) -> None:
+    with pytest.raises(ConfigError, match="was removed") as caught:
+        FSDPOptions.from_dict({name: None})
+    assert name in caught.value.what
+    assert replacement in str(caught.value.instead)
 
 
 @pytest.mark.parametrize("given", [{"mode": "max-autotune"}, {"options": {"inductor": {"cpp.threads": 1}}}])

@@ -202,8 +202,8 @@ class Rendezvous:
             instead="see on that rank whether it died, is stuck, or does not run a module that this one runs: what is "
             "done inside of `if rank == 0:` (an evaluation, say) has to be done on every rank, and a module that has "
             "no rows on one rank has to be called there all the same, with an empty tensor; if this rank has compiled "
-            "for a batch of another size (with memory_budget_gb, reshard_after_forward='auto', refine_after or lists "
-            "of modules to prefetch), options={'prefetch': 1} makes no plan that depends on it",
+            "for a batch of another size (with memory_budget_gb, reshard_after_forward='auto' or lists of modules "
+            "to prefetch), options={'prefetch': 1} makes no plan that depends on it",
         )
 
     def _clean(self, at: str) -> None:

@@ -110,7 +110,6 @@ def communication(node: fx.Node, hardware: Hardware) -> Communication:
     link = hardware.link_of(ranks)
     time_us = hardware.collective_us(kind.value, sent_bytes, ranks)
     time_us += link.message.value * (len(tensors_of(node)) - 1)
-    time_us *= spec.link_time(link_of)
     rate = hardware.bytes_per_s(ranks)
     return Communication(kind, group, link_of, link.name, rate, ranks.size, size_bytes, sent_bytes, time_us)
 
@@ -133,6 +132,5 @@ def exchange(node: fx.Node, spec: UnshardSpec, hardware: Hardware) -> Communicat
     time_us = hardware.collective_us(Kind.EXCHANGE.value, sent_bytes, ranks)
     # The rounds before the rows send next to nothing: latency alone.
     time_us += (ROUNDS - 1) * hardware.collective_us(Kind.EXCHANGE.value, 0, ranks)
-    time_us *= spec.link_time(spec.group)
     link, rate, alias = hardware.link_of(ranks), hardware.bytes_per_s(ranks), spec.group
     return Communication(Kind.EXCHANGE, alias, alias, link.name, rate, ranks.size, size_bytes, sent_bytes, time_us)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from fsdp_compile.cost.communicate import COPIES, Kind
+from fsdp_compile.cost.communicate import COPIES
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.explain.build.numbers import numbers
-from fsdp_compile.explain.report import Collective, GraphPlan, LowerBound, Number, Skipped, UnitPlan, Volume
+from fsdp_compile.explain.report import GraphPlan, LowerBound, Number, Skipped, UnitPlan, Volume
 from fsdp_compile.explain.trace.open_sizes import OpenSizes
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.options import FSDPOptions
@@ -104,14 +104,6 @@ class PlanData:
     def step_us(self) -> float:
         """Estimated time of forward and backward."""
         return sum(graph.end_us for graph in self.graphs)
-
-    @property
-    def next_gather(self) -> Collective | None:
-        """The first gather of forward, if `unshard_after_step` has the optimizer's step start it from the second on."""
-        if self.traced is None or not self.traced.options.unshard_after_step or not self.backward:
-            return None
-        gathers = (c for graph in self.forward for c in graph.collectives if c.kind is Kind.GATHER)
-        return next(gathers, None)
 
     @property
     def busy_us(self) -> float:

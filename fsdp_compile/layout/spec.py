@@ -80,8 +80,6 @@ class UnshardSpec:
         reduce_group: Alias of a second group of the same ranks that gradients are reduced over; empty for `group`.
         forward_prefetch: Titles of the units whose all-gathers start where this one's is complete in forward.
         backward_prefetch: The same in backward.
-        link_times: Once steps were measured: how many times as long as estimated, beside computing, a process group's
-            collectives take, by its alias.
     """
 
     offset: int
@@ -110,7 +108,6 @@ class UnshardSpec:
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] = ()
     update: Update = Update.AFTER_BACKWARD
-    link_times: tuple[tuple[str, float], ...] = ()
 
     @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
@@ -164,10 +161,6 @@ class UnshardSpec:
     def scatter_group(self) -> str:
         """Alias of the group that gradients are reduce-scattered over."""
         return self.reduce_group or self.group
-
-    def link_time(self, group: str) -> float:
-        """What estimated times of a process group's collectives are multiplied by."""
-        return dict(self.link_times).get(group, 1.0)
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -230,8 +223,6 @@ class UnshardSpec:
         fields |= {key: _names(getattr(self, key)) for key in _PREFETCH if getattr(self, key)}
         if self.update is not Update.AFTER_BACKWARD:
             fields["update"] = self.update.value
-        if self.link_times:
-            fields["times"] = ",".join(f"{group}:{times:.3g}" for group, times in self.link_times)
         return fields
 
 
@@ -272,7 +263,6 @@ def parse(text: str) -> UnshardSpec:
             reduce_group=fields.get("reduce_over", ""),
             **{key: tuple(map(unquote, fields[key].split(","))) for key in _PREFETCH if key in fields},
             update=Update(fields.get("update", Update.AFTER_BACKWARD.value)),
-            link_times=_times(fields["times"]) if "times" in fields else (),
         )
     except (KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"not the text of a read: {text!r}") from error
@@ -291,11 +281,6 @@ def _usual_replicate_stride(size: int, stride: int, replicas: int) -> int:
 
 def _names(names: Iterable[str]) -> str:
     return ",".join(quote(name, safe=".()") for name in names)
-
-
-def _times(text: str) -> tuple[tuple[str, float], ...]:
-    pairs = (item.rsplit(":", 1) for item in text.split(","))
-    return tuple((group, float(times)) for group, times in pairs)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

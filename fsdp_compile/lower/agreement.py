@@ -202,7 +202,6 @@ def _described(node: fx.Node, units: dict[str, int]) -> str:
             hook="its" if spec.hook else "",
             stride=1,
             replicate_stride=1,
-            link_times=tuple(("", times) for _, times in spec.link_times),
         )
         for spec in require(node).specs
     )
@@ -267,9 +266,8 @@ def _mismatch(ranks: tuple[int, ...], found: Difference, alias: str) -> RankMism
     if one[0] != another[0]:
         return RankMismatchError(
             f"rank {ranks[0]} and rank {ranks[other]} plan with different measured times",
-            where="options={'hardware': ...}, or options={'refine_after': ...}",
-            instead="the same file of fsdp-compile calibrate on all hosts, or a path that all hosts share; one number "
-            "of steps",
+            where="options={'hardware': ...}",
+            instead="the same file of fsdp-compile calibrate on all hosts, or a path that all hosts share",
         )
     names = [name for name in {**one[1], **another[1]} if one[1].get(name) != another[1].get(name)]
     if names:

@@ -45,9 +45,6 @@ FEW_LAUNCHES: Final = {"max_pointwise_cat_inputs": 64}
 FREE_AT_LAST_USE: Final = {"allow_buffer_reuse": False}
 """Keeps to the estimate of memory: a buffer that Inductor reuses is not free between its two uses."""
 
-NOTHING_DONATED: Final = {"donated_buffer": False}
-"""Backward may not write its results into what was saved for it: the next microbatch may read that."""
-
 
 class _Partitioner(CustomPartitionerFn):
     """Our partitioner in the form that Inductor's settings accept."""
@@ -119,8 +116,7 @@ def compile_with_inductor(
 
     def compile_region() -> Any:
         stored = DO_NOT_STORE if region.key is None else STORE
-        donated = NOTHING_DONATED if region.may_offer else {}
-        with functorch_config.patch({**stored, **donated}), known_not_to_write():
+        with functorch_config.patch(stored), known_not_to_write():
             return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
 
     if region.key is None:

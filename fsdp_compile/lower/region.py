@@ -13,11 +13,9 @@ from fsdp_compile.capture.functions import refuse_hidden_reads
 from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
-from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph
-from fsdp_compile.layout.spec import Reshard
+from fsdp_compile.ir.graph import Phase, Record, StepGraph
 from fsdp_compile.lower.agreement import Collectives, Compared, collectives_of, digests
 from fsdp_compile.lower.graph_text import GraphText
-from fsdp_compile.lower.next_forward import FirstGather
 from fsdp_compile.lower.progress import say, stage
 from fsdp_compile.lower.summary import GraphSummary
 from fsdp_compile.lower.surroundings import Surroundings
@@ -30,10 +28,9 @@ from fsdp_compile.partition.nested_regions import inline_regions, is_of_nested_r
 from fsdp_compile.partition.partition import partition
 from fsdp_compile.partition.recompute import blocks, with_fewest
 from fsdp_compile.pipeline import without_collections
-from fsdp_compile.planner.measured_times import PlannedTimes
 
 Transform = Callable[[StepGraph], StepGraph]
-Keep = Callable[[StepGraph, StepGraph], None]
+Keep = Callable[[StepGraph, StepGraph], object]
 
 
 def keep_nothing(forward: StepGraph, backward: StepGraph) -> None:
@@ -42,10 +39,6 @@ def keep_nothing(forward: StepGraph, backward: StepGraph) -> None:
 
 def _compare_nothing(graphs: Mapping[Phase, Compared]) -> None:
     """For graphs that no other rank compiles."""
-
-
-def find_no_first_gather(_forward: StepGraph) -> None:
-    """For forwards that start all their gathers by themselves."""
 
 
 def _show_nothing(graph: StepGraph | GraphText) -> None:
@@ -72,7 +65,6 @@ class Region:
         shares_code: Whether segments of graphs that are alike are lowered once.
         key: All that its compile depends on besides Dynamo's graph, if the compile is stored: then ranks of a host wait
             for the one that compiles, and all compare when they have it.
-        first_gather: Finds what a transformed forward gathers first, if optimizer steps are to start that.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         recomputed: How many blocks they compute again.
         again: Parameter groups that are updated in backward, and that backward reads as forward does.
@@ -81,7 +73,6 @@ class Region:
         texts: The text of each transformed graph, if the compile is stored.
         loaded: Summaries of the graphs if the compile was loaded.
         sources: Of its backward, if gradients are not all computed from the same outputs' gradients.
-        planned: What the plan of each graph expects, if steps are measured.
     """
 
     flats: Mapping[int, Record]
@@ -94,7 +85,6 @@ class Region:
     compare: Callable[[Mapping[Phase, Compared]], None] = _compare_nothing
     show: Callable[[StepGraph | GraphText], None] = _show_nothing
     refuse: Callable[[FSDPCompileError], None] = _refuse_silently
-    first_gather: Callable[[StepGraph], FirstGather | None] = find_no_first_gather
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
     recomputed: int = 0
     again: frozenset[FlatKey] = frozenset()
@@ -102,20 +92,12 @@ class Region:
     collectives: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)
     texts: dict[Phase, GraphText] = dataclasses.field(default_factory=dict)
     loaded: list[GraphSummary] = dataclasses.field(default_factory=list)
-    planned: Mapping[Phase, PlannedTimes] = dataclasses.field(default_factory=dict)
     sources: Sources | None = None
 
     @property
     def tells_unused_outputs(self) -> bool:
         """Whether backward has to know which outputs the loss does not use."""
         return self.sources is not None or any(each.surroundings.unused is not None for each in self.loaded)
-
-    @property
-    def may_offer(self) -> bool:
-        """Whether the forward may leave parameters unsharded for the next microbatch."""
-        accumulates = any(record.role is Role.GRAD_ACCUMULATOR for record in self.flats.values())
-        specs = (spec for record in self.flats.values() for spec in record.specs)
-        return accumulates and any(spec.reshard is Reshard.AUTO for spec in specs)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves; nested regions that it calls come first, by themselves."""
@@ -224,14 +206,9 @@ class Region:
 
     def surroundings(self, gm: fx.GraphModule, phase: Phase) -> Surroundings:
         """What has to run around a transformed graph, whose markers are erased: from then on it can be lowered."""
-        planned = self.planned.get(phase) if len(self.steps) > 1 else None  # evaluation has no backward to plan for
-        if self.planned and planned is None and len(self.steps) > 1:
-            say(f"region {self.number}: the {phase.value} graph is not measured: a hook communicates in it")
         step = StepGraph(gm, phase)
-        is_trained = phase is Phase.FORWARD and len(self.steps) > 1
-        first = self.first_gather(step) if is_trained else None
         sources = self.sources if phase is Phase.BACKWARD else None
-        found = Surroundings.of(step, digests(self.collectives.get(phase, [])), self.again, planned, first, sources)
+        found = Surroundings.of(step, digests(self.collectives.get(phase, [])), self.again, sources)
         erase_markers(gm.graph)
         return found
 

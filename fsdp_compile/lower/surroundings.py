@@ -9,10 +9,7 @@ from fsdp_compile._torch.context_parallel import balance_in_trace
 from fsdp_compile.ir.graph import Phase, StepGraph
 from fsdp_compile.lower.failed_collective import waits_of
 from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs, note_grad_outputs
-from fsdp_compile.lower.next_forward import FirstGather, expect_next_forward
-from fsdp_compile.lower.offered_params import Offered, offer_params, offered_params
 from fsdp_compile.lower.profiled_calls import ProfiledCalls
-from fsdp_compile.lower.refine import measure
 from fsdp_compile.lower.unused_outputs import Sources, UnusedOutputs, note_unused
 from fsdp_compile.lower.wrappers import (
     Compiled,
@@ -34,7 +31,6 @@ from fsdp_compile.lower.wrappers import (
     wait_for_host_copies,
     without_autograd,
 )
-from fsdp_compile.planner.measured_times import PlannedTimes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +41,6 @@ class Surroundings:
         units: Whose parameter groups it reads, as errors name them.
         waits: What it waits for, as errors name it, by the names of its nodes, in its order.
         inputs: Of a forward: parameter groups that are checked where a compiled function enters it.
-        offered: Of a forward: parameter groups that it leaves unsharded for the next microbatch.
         noted: What ranks compare.
         grad_outputs: Of a backward: the gradients that it makes.
         counted: Parameter groups that are updated in backward, and that both graphs of the region read.
@@ -53,8 +48,6 @@ class Surroundings:
         unused: Of a backward: how it finds outputs that no rank uses, if that makes a difference.
         host_copies_from: Type of the device from which it copies gradients to the host; empty if it copies none.
         has_updates: Whether it runs optimizers.
-        planned: What its plan expects, if steps are measured.
-        first_gather: Of a training forward: what it gathers first, if optimizer steps are to start that.
         profiled: Its calls that have ranges in a profile.
         balanced: Of a forward that was traced with context parallelism: whether for tokens that are balanced.
     """
@@ -63,7 +56,6 @@ class Surroundings:
     units: str
     waits: Mapping[str, str]
     inputs: tuple[FlatInput, ...]
-    offered: tuple[Offered, ...]
     noted: tuple[Noted, ...]
     grad_outputs: tuple[GradOutput, ...]
     counted: tuple[int, ...]
@@ -72,8 +64,6 @@ class Surroundings:
     has_updates: bool
     profiled: ProfiledCalls
     balanced: bool | None
-    planned: PlannedTimes | None = None
-    first_gather: FirstGather | None = None
     unused: UnusedOutputs | None = None
 
     @staticmethod
@@ -81,8 +71,6 @@ class Surroundings:
         step: StepGraph,
         digests: Mapping[str, int],
         again: frozenset[FlatKey],
-        planned: PlannedTimes | None = None,
-        first_gather: FirstGather | None = None,
         sources: Sources | None = None,
     ) -> Surroundings:
         """What belongs around a transformed graph.
@@ -91,8 +79,6 @@ class Surroundings:
             step: The graph, with its markers.
             digests: What stands for its collectives, by the alias of their process group.
             again: Parameter groups that `read_again` found in its region.
-            planned: What its plan expects, if steps are measured.
-            first_gather: What a training forward gathers first, if optimizer steps are to start that.
             sources: Of a backward whose gradients are not all computed from the same outputs' gradients.
         """
         is_forward = step.phase is Phase.FORWARD
@@ -102,7 +88,6 @@ class Surroundings:
             units=units_of(step),
             waits=waits_of(step.graph),
             inputs=tuple(flat_inputs(step)) if is_forward else (),
-            offered=offered_params(step) if is_forward else (),
             noted=tuple(noted_order(step, digests)),
             grad_outputs=made,
             counted=tuple(counted_reads(step, again)),
@@ -111,16 +96,12 @@ class Surroundings:
             has_updates=runs_optimizers(step),
             profiled=ProfiledCalls.of(step),
             balanced=balance_in_trace() if is_forward else None,
-            planned=planned,
-            first_gather=first_gather,
             unused=None if sources is None else UnusedOutputs.of(step, sources),
         )
 
     def around(self, compiled: Compiled) -> Compiled:
         """The compiled graph with all of it."""
         compiled = self.profiled.around(compiled)
-        if self.planned is not None and self.noted:
-            compiled = measure(compiled, self.planned, self.noted[0].position, self.phase)
         if not self.has_updates:
             compiled = without_autograd(compiled)
         if self.host_copies_from:
@@ -137,11 +118,4 @@ class Surroundings:
             compiled = note_order(compiled, self.noted, self.phase, self.units, self.waits)
         if self.tangents:
             compiled = one_by_one(compiled, self.tangents, has_updates=self.has_updates)
-        return self._around_forward(compiled)
-
-    def _around_forward(self, compiled: Compiled) -> Compiled:
-        if self.offered:
-            compiled = offer_params(compiled, self.offered)
-        if self.first_gather is not None:
-            compiled = expect_next_forward(compiled, self.first_gather)
         return check_inputs(compiled, self.inputs) if self.inputs else compiled

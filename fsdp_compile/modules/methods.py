@@ -22,7 +22,6 @@ from fsdp_compile.modules.refused_methods import RefusedMethods, flag
 from fsdp_compile.runtime import accumulation, gradients, post_backward, update_in_backward
 from fsdp_compile.runtime.group_state import ReduceGroup
 from fsdp_compile.runtime.module_state import is_sharded, state_of, units_of_call
-from fsdp_compile.runtime.next_forward import expect_none
 from fsdp_compile.runtime.reduce_group import set_reduce_group
 from fsdp_compile.runtime.units import FSDPUnit
 from fsdp_compile.runtime.unshard import UnshardHandle, reshard, unshard
@@ -173,9 +172,7 @@ class ShardedModule(RefusedMethods, FSDPModule):
 
     def reshard(self) -> None:
         """Frees the unsharded parameters of this call's units."""
-        own = list(_units(self, recurse=False))
-        reshard(own)
-        expect_none(unit.model for unit in own)
+        reshard(_units(self, recurse=False))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """`fsdp_compile.no_sync` of this module, under the name by which frameworks look for it on a model."""

@@ -6,10 +6,6 @@
 `planner/auto_reshard.py` chooses the flat parameters. The choice takes both graphs, so it is made after the partition.
 It is made only where one graph is the whole model (several would each use the memory of all), and only for planned
 schedules.
-
-While gradients are accumulated, what is saved stays unsharded for the next microbatch (`lower/offered_params.py`). Its
-graphs take it as an input and choose no more. So all parameters of a flat parameter are saved then, also those that
-backward does not read.
 """
 
 from __future__ import annotations
@@ -27,8 +23,8 @@ from fsdp_compile.ir.graph import KEY, Phase, Record, Role, StepGraph, require
 from fsdp_compile.ir.queries import read_text, unsharded_value
 from fsdp_compile.layout.spec import Reshard, parse
 from fsdp_compile.ops.unshard import UNSHARD
-from fsdp_compile.planner.accumulated import accumulated_bytes, accumulates
-from fsdp_compile.planner.auto_reshard import Halves, Pair, Until, keep
+from fsdp_compile.planner.auto_reshard import Halves, Pair, keep
+from fsdp_compile.planner.from_graph import accumulated_bytes
 from fsdp_compile.planner.from_markers import Outlined, outline
 
 
@@ -59,35 +55,20 @@ def keep_unsharded(
     Returns:
         The units that stay unsharded.
     """
-    until = Until.NEXT_STEP if accumulates(forward) else Until.BACKWARD
-    if any(_is_kept_already(node) for node in forward.nodes(Role.UNSHARDED_PARAM)):
-        return ()
     if budget_bytes is not None:
         budget_bytes -= accumulated_bytes(forward)
     everything = budget_bytes is not None
     first, second = (outline(step, hardware, fusion, everything=everything) for step in (forward, backward))
     pairs = _pairs(forward, backward, first, second)
-    if until is Until.NEXT_STEP:
-        pairs = tuple(pair for pair in pairs if _reads_all(forward, first.flats[pair.forward]))
     halves = Halves(first.problem, second.problem)
-    chosen = keep(halves, pairs, budget_bytes=budget_bytes, margin=margin, until=until)
+    chosen = keep(halves, pairs, budget_bytes=budget_bytes, margin=margin)
     kept = [second.flats[pair.backward] for pair in chosen]
     for name in kept:
-        _keep(forward, backward, name, until)
+        _keep(forward, backward, name)
     for step in (forward, backward) if kept else ():
         step.graph.lint()
         step.gm.recompile()
     return tuple(require(_input(backward, name)).unit for name in kept)
-
-
-def _is_kept_already(unsharded: fx.Node) -> bool:
-    return all(spec.reshard is Reshard.AUTO for spec in require(unsharded).specs)
-
-
-def _reads_all(step: StepGraph, flat: str) -> bool:
-    """Whether a graph reads all parameters of a flat parameter, each in one way."""
-    read = {read_text(read) for read in _reads(step, flat)}
-    return read == {spec.text for spec in require(_input(step, flat)).specs}
 
 
 def _is_open(read: fx.Node) -> bool:
@@ -115,22 +96,21 @@ def _reads(step: StepGraph, flat: str) -> list[fx.Node]:
     return [node for node in _input(step, flat).users if node.target is UNSHARD and unsharded_value(node) is None]
 
 
-def _keep(forward: StepGraph, backward: StepGraph, flat: str, until: Until) -> None:
-    """Saves the parameters of one flat parameter that backward or the next microbatch reads."""
+def _keep(forward: StepGraph, backward: StepGraph, flat: str) -> None:
+    """Saves the parameters of one flat parameter that backward reads."""
     there = {read_text(read): read for read in reversed(_reads(forward, flat))}
-    role = Role.UNSHARDED_PARAM if until is Until.NEXT_STEP else Role.SAVED_PARAM
-    again: dict[str, list[fx.Node]] = {text: [] for text in there} if until is Until.NEXT_STEP else {}
+    again: dict[str, list[fx.Node]] = {}
     for read in _reads(backward, flat):
         again.setdefault(read_text(read), []).append(read)
     for text, reads in again.items():
         _save(forward, there[text])
-        _take(backward, reads, there[text], _record(backward, flat, text, role))
+        _take(backward, reads, there[text], _record(backward, flat, text))
 
 
-def _record(step: StepGraph, flat: str, text: str, role: Role) -> Record:
+def _record(step: StepGraph, flat: str, text: str) -> Record:
     record, spec = require(_input(step, flat)), parse(text)
     name = record.parameters[[held.offset for held in record.specs].index(spec.offset)]
-    return dataclasses.replace(record, role=role, parameters=(name,), specs=(spec,), phase=Phase.BACKWARD)
+    return dataclasses.replace(record, role=Role.SAVED_PARAM, parameters=(name,), specs=(spec,), phase=Phase.BACKWARD)
 
 
 def _save(forward: StepGraph, value: fx.Node) -> None:

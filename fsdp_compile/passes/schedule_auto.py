@@ -24,21 +24,13 @@ from fsdp_compile.passes.schedule_prefetch import CopyMove, copies_to, lone_copi
 from fsdp_compile.passes.schedule_reduce import Followers, chains_of, copies_apart, followers_of, lone_waits
 from fsdp_compile.planner.from_graph import Posed, count_everything, pose
 from fsdp_compile.planner.list_schedule import BudgetError, Placement, place
-from fsdp_compile.planner.problem import Problem, What, for_graphs, of_graphs
+from fsdp_compile.planner.problem import What, for_graphs, of_graphs
 
 MARGIN = 4.0
 """Gathers start as early, and reductions are waited for as late, as if the link took this much longer than estimated.
 
 Estimates of time err: the ratio of compute to communication that a job meets is rarely the one on the data sheets.
 """
-MEASURED_MARGIN = 1.5
-"""The same where steps were measured (`planner/measured_times.py`): operators still err, and the link varies."""
-
-
-def margin_of(step: StepGraph) -> float:
-    """The margin that a graph is planned with."""
-    is_measured = any(spec.link_times for flat in step.nodes(Role.FLAT) for spec in require(flat).specs)
-    return MEASURED_MARGIN if is_measured else MARGIN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +59,6 @@ class SchedulePlan:
         awaits: Stages of reductions in the order in which they are waited for.
         budget_bytes: Most bytes that may be live at any node; `peak_bytes` are.
         bound_us: A time that no order of the collectives can beat, by the same estimate as `end_us`.
-        problem: What was planned.
-        placement: The plan by positions.
     """
 
     hoists: tuple[Hoist | CopyMove, ...]
@@ -77,8 +67,6 @@ class SchedulePlan:
     peak_bytes: int
     end_us: float
     bound_us: float
-    problem: Problem = dataclasses.field(repr=False)
-    placement: Placement = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +100,7 @@ class ScheduleAuto:
         else:
             posed, budget = count_everything(step, posed, self.fusion), of_graphs(self.budget_bytes)
         try:
-            placement = place(posed.problem, budget_bytes=budget, margin=margin_of(step))
+            placement = place(posed.problem, budget_bytes=budget, margin=MARGIN)
         except BudgetError as error:
             raise _too_small(step, posed, error, self.budget_bytes or budget) from error
         return SchedulePlan(
@@ -122,8 +110,6 @@ class ScheduleAuto:
             placement.peak_bytes,
             placement.end_us,
             placement.bound_us,
-            posed.problem,
-            placement,
         )
 
     def _posed(self, step: StepGraph, followers: Followers) -> Posed:

@@ -7,15 +7,11 @@ Each saved byte spares the link as much as any other, so the bucket that is unus
 the one that forward uses last and backward needs first. Of the numbers of buckets that fit, the smallest is taken that
 brings the step as near to its least estimated time as any, on a link as estimated and on one that is `margin` times
 slower.
-
-While gradients are accumulated, parameters do not change. So what is kept then stays for the next microbatch, too, and
-both graphs have it in memory from beginning to end. Plans are compared for a microbatch that finds it there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -25,15 +21,6 @@ from fsdp_compile.planner.replay import replay
 
 NEAR = 1.002
 """Times that differ by less than this count as the same: estimates are no better than that."""
-
-
-class Until(enum.Enum):
-    """How long a bucket that is kept stays unsharded."""
-
-    BACKWARD = "backward"
-    """Until backward has used it."""
-    NEXT_STEP = "next_step"
-    """Until parameters change: from one microbatch to the next."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +38,10 @@ class Halves:
     forward: Problem
     backward: Problem
 
-    def keeping(self, pairs: Sequence[Pair], until: Until = Until.BACKWARD) -> Halves:
+    def keeping(self, pairs: Sequence[Pair]) -> Halves:
         """The same step, if these buckets stay unsharded."""
-        backward = _without(self.backward, [pair.backward for pair in pairs], until)
+        backward = _without(self.backward, [pair.backward for pair in pairs])
         numbers = [pair.forward for pair in pairs]
-        if until is Until.NEXT_STEP:
-            return Halves(_without(self.forward, numbers, until), backward)
         gathers = tuple(
             dataclasses.replace(gather, kept=True) if index in numbers else gather
             for index, gather in enumerate(self.forward.gathers)
@@ -66,28 +51,16 @@ class Halves:
         return Halves(dataclasses.replace(self.forward, gathers=gathers, least_bytes=least), backward)
 
 
-def _without(problem: Problem, numbers: Sequence[int], until: Until) -> Problem:
+def _without(problem: Problem, numbers: Sequence[int]) -> Problem:
     """A graph that finds some of its buckets in memory, and does not gather them."""
     found = [problem.gathers[number] for number in numbers]
     left = tuple(gather for number, gather in enumerate(problem.gathers) if number not in numbers)
-    end = len(problem.steps_us)
     waiting = [(0, gather.need, gather.size_bytes) for gather in found]
-    if until is Until.NEXT_STEP:
-        waiting += [(gather.free, end, gather.size_bytes) for gather in found]
-    saved = tuple(
-        Saved(need=g.need, free=end if until is Until.NEXT_STEP else g.free, size_bytes=g.size_bytes) for g in found
-    )
+    saved = tuple(Saved(need=g.need, free=g.free, size_bytes=g.size_bytes) for g in found)
     return dataclasses.replace(problem, gathers=left, saved=saved, least_bytes=_with(problem.least_bytes, waiting))
 
 
-def keep(
-    step: Halves,
-    pairs: Sequence[Pair],
-    *,
-    budget_bytes: int | None,
-    margin: float,
-    until: Until = Until.BACKWARD,
-) -> tuple[Pair, ...]:
+def keep(step: Halves, pairs: Sequence[Pair], *, budget_bytes: int | None, margin: float) -> tuple[Pair, ...]:
     """The buckets that stay unsharded from forward to backward.
 
     Args:
@@ -96,12 +69,11 @@ def keep(
         budget_bytes: Most bytes of everything that may be live in either graph; `least_bytes` of both are known then.
             `None` for what a schedule without a budget may use.
         margin: How much slower than estimated the link may be.
-        until: How long they stay.
     """
     first = sorted(pairs, key=lambda pair: _held_us(step, pair))
     found: dict[int, tuple[float, ...]] = {}
     for count in _counts(len(first)):
-        kept = step.keeping(first[:count], until)
+        kept = step.keeping(first[:count])
         if count and not _fits(step, kept, budget_bytes):
             break
         found[count] = _times_us(kept, budget_bytes, margin)

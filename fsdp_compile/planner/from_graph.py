@@ -15,8 +15,7 @@ from fsdp_compile.cost.sizes import result_bytes
 from fsdp_compile.cost.timeline import times_us, waits_of
 from fsdp_compile.ir.graph import EXCHANGES, SENT, Phase, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import aliases, upstream
-from fsdp_compile.layout.spec import Reshard
-from fsdp_compile.planner.accumulated import accumulated_bytes
+from fsdp_compile.layout.spec import GradPlacement, Reshard
 from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved
 
 ITEMS = (Role.REDUCE_ITEM, Role.REPLICATE_ITEM)
@@ -119,6 +118,18 @@ def count_everything(step: StepGraph, posed: Posed, fusion: Fusion) -> Posed:
     )
     problem = dataclasses.replace(posed.problem, least_bytes=least, reductions=reductions)
     return dataclasses.replace(posed, problem=problem)
+
+
+def accumulated_bytes(step: StepGraph) -> int:
+    """Bytes of the full gradients that earlier microbatches have left unreduced, where a graph leaves some, too.
+
+    The graph does not see their memory: autograd adds the gradients that it returns to them when it has ended, so that
+    both are there until then. A graph that reduces takes them as inputs. The first microbatch of a step is planned as
+    if it had them.
+    """
+    specs = (spec for flat in step.nodes(Role.FLAT) for spec in require(flat).specs)
+    unreduced = (spec for spec in specs if spec.grad_placement is GradPlacement.UNREDUCED)
+    return sum(spec.size * spec.extent * spec.unreduced_dtype.itemsize for spec in unreduced)
 
 
 def _late_bytes(step: StepGraph, posed: Posed, memory: Memory) -> list[tuple[int, ...]]:

@@ -107,7 +107,6 @@ def _gathers(
         message_bytes = sum(spec.size * spec.extent * gathered_bytes(spec) for spec in specs)
         sent_bytes = message_bytes * share_of_others(ranks)
         time_us = hardware.collective_us(Kind.GATHER.value, sent_bytes, specs[0].shard_ranks)
-        time_us *= specs[0].link_time(specs[0].group)
         yield Gather(need=min(users), free=1 + max(users), size_bytes=size_bytes, time_us=time_us), flat.name
 
 
@@ -134,13 +133,11 @@ def _reductions(step: StepGraph, positions: Mapping[fx.Node, int], hardware: Har
         stages = []
         if first.size > 1 and first.grad_placement is not GradPlacement.UNREDUCED:
             sent_bytes = size_bytes * share_of_others(first.size)
-            time_us = hardware.collective_us(Kind.REDUCE.value, sent_bytes, first.shard_ranks)
-            stages.append(time_us * first.link_time(first.group))
+            stages.append(hardware.collective_us(Kind.REDUCE.value, sent_bytes, first.shard_ranks))
         if first.replicas > 1 and first.grad_placement is GradPlacement.REDUCED:
             shard_bytes = size_bytes / first.size
             sent_bytes = 2 * shard_bytes * share_of_others(first.replicas)
-            time_us = hardware.collective_us(Kind.REPLICATE.value, sent_bytes, first.replicate_ranks)
-            stages.append(time_us * first.link_time(first.replicate_group))
+            stages.append(hardware.collective_us(Kind.REPLICATE.value, sent_bytes, first.replicate_ranks))
         if stages:
             made = [positions[source] for marker in markers for source in marker.all_input_nodes[1:2]]
             ready = max(positions[marker] for marker in markers)

@@ -122,23 +122,16 @@ class UnshardedState:
     Attributes:
         all_gather: The all-gather that is running: GATHERING.
         params: The unsharded parameters: UNSHARDED.
-        offered: What a compiled graph has gathered, for the forwards after its backward: no read takes it yet.
     """
 
     def __init__(self) -> None:
         self.all_gather: PendingAllGather | None = None
         self.params: UnshardedParams | None = None
-        self.offered: UnshardedParams | None = None
 
     @property
     def is_sharded(self) -> bool:
         """Whether nothing is gathered or being gathered."""
         return self.all_gather is None and self.params is None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it holds no memory."""
-        return self.all_gather is None and self.params is None and self.offered is None
 
     def start(self, all_gather: PendingAllGather) -> None:
         """Enters GATHERING; outdated unsharded parameters are freed."""
@@ -152,18 +145,12 @@ class UnshardedState:
             raise InvariantError("an all-gather was finished that was not started")
         self.all_gather, self.params = None, params
 
-    def take(self, params: UnshardedParams) -> None:
-        """Enters UNSHARDED with parameters that a compiled graph has gathered."""
-        if not self.is_sharded:
-            raise InvariantError("parameters of a graph were taken while others are unsharded")
-        self.params = params
-
     def free(self) -> None:
         """Enters SHARDED."""
         if self.all_gather is not None:
             # The all-gather would write into memory that is used for something else by then.
             raise InvariantError("parameters were freed while their all-gather runs")
-        self.params = self.offered = None
+        self.params = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -169,7 +169,7 @@ class FSDPParamGroup:
         """Whether nothing is left of earlier passes, and the next ones do nothing special for it."""
         unit, update = self.unit, self.update_state
         is_updated_alone = update.update is Update.IN_BACKWARD or update.is_updated
-        is_unsharded = not self.unsharded.is_empty or unit.stays_unsharded
+        is_unsharded = not self.unsharded.is_sharded or unit.stays_unsharded
         return unit.comm_settings.last_backward and not (is_updated_alone or is_unsharded or self.has_pending_grads)
 
     def is_broken(self) -> bool:
@@ -202,9 +202,7 @@ class ModelState:
         queued_in_backwards: The backward passes whose end `post_backward_final_callback` is queued for.
         compared_in_backward: The backward pass at whose end ranks compare what they did.
         pre_forward: Called with the outermost module of each forward before it starts.
-        before_next_forward: Called once: ranks compare what they have sharded, or what steps took.
-        refinement: Measures the first steps for a better plan, if that was asked for; `lower` sets it.
-        next_forward: What optimizer steps gather for the next forward, if that was asked for (`next_forward.py`).
+        before_next_forward: Called once: ranks compare what they have sharded.
         ignored: The parameters that calls of `fully_shard` on it ignored.
         post_optim_event: What the next all-gathers wait for (`set_post_optim_event`), if anything.
         announced_backwards: How often `set_is_last_backward(False)` was called since a pipeline stage was last reduced.
@@ -218,8 +216,6 @@ class ModelState:
         self.compared_in_backward: int | None = None
         self.pre_forward = pre_forward
         self.before_next_forward: list[Callable[[], None]] = []
-        self.refinement: Any = None
-        self.next_forward: Any = None
         self.ignored = IgnoredParams()
         self.post_optim_event: torch.Event | None = None
         self.announced_backwards = 0
@@ -367,7 +363,7 @@ class FSDPUnit:
     def stays_unsharded(self) -> bool:
         """Whether unsharded parameters outlive backward."""
         # As FSDP1's ZeRO-2 between microbatches: no update follows a backward that does not reduce.
-        keeps_for_backward = self.policy.mesh_placement.reshard is not Reshard.AFTER_FORWARD
+        keeps_for_backward = self.policy.mesh_placement.reshard is Reshard.AFTER_BACKWARD
         is_accumulating = keeps_for_backward and self.grad_placement is GradPlacement.UNREDUCED
         return is_accumulating or not self.comm_settings.reshard_after_backward
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed import fsdp
@@ -13,7 +13,7 @@ from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.comm.gather_extension import StartedGather
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter
 from fsdp_compile.layout.profiler_ranges import Range, profiled
-from fsdp_compile.layout.spec import Reshard, UnshardSpec
+from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.ops import quantize
 from fsdp_compile.runtime import read_order, update_in_backward
 from fsdp_compile.runtime.group_state import PendingAllGather, UnshardedParams
@@ -47,16 +47,6 @@ def unshard(units: Iterable[FSDPUnit]) -> UnshardHandle:
     return UnshardHandle(groups)
 
 
-def unshard_anew(groups: Iterable[FSDPParamGroup]) -> None:
-    """Starts to gather parameter groups that were written to; what they have unsharded by now is outdated."""
-    for group in groups:
-        if group.unit.policy.size > 1:
-            group.unit.model.wait_for_optimizer()
-            _finish_all_gather(group)
-            _start_all_gather(group)
-            group.unit.model.mark_pending(group)
-
-
 def reshard(units: Iterable[FSDPUnit]) -> None:
     """Frees the unsharded parameters of units."""
     free(group for unit in units for group in unit.param_groups)
@@ -87,7 +77,6 @@ def pre_forward(units: Sequence[FSDPUnit], models: Sequence[ModelState]) -> None
         _finish_all_gather(group)
         if is_repeated:
             continue
-        group.unsharded.offered = None  # by a forward whose backward never came
         update_in_backward.begin(group)
         stays = is_trained and _is_gathered_to_stay(group.unit)
         if stays or is_outdated(group):
@@ -117,45 +106,11 @@ def is_outdated(group: FSDPParamGroup) -> bool:
 
 
 def _is_gathered_to_stay(unit: FSDPUnit) -> bool:
-    """Whether parameters that are to stay unsharded are gathered here, and not by the graph that chooses which stay."""
-    is_chosen = unit.policy.mesh_placement.reshard is Reshard.AUTO and unit.comm_settings.reshard_after_backward
-    return unit.stays_unsharded and not is_chosen and unit.policy.size > 1
-
-
-def offer(
-    group: FSDPParamGroup, values: Mapping[int, torch.Tensor], formats: Mapping[int, str], version: tuple[int, ...]
-) -> None:
-    """Leaves parameters that a compiled graph has gathered to the forwards after its backward.
-
-    Not to earlier ones, since a forward that is repeated in backward (activation checkpointing) must do what it did.
-
-    Args:
-        group: The parameter group.
-        values: All of its unsharded parameters by offset, as reads see them.
-        formats: The `gather_format` of each.
-        version: What `version_of` gave before they were gathered.
-    """
-    # Below autocast a graph may have sent fewer bits than training mode reads, and in eval mode more.
-    specs = [param.spec for param in group.params]
-    if all((values[s.offset].dtype, formats[s.offset]) == (s.param_dtype, s.gather_format) for s in specs):
-        group.unsharded.offered = UnshardedParams(values, version)
-        group.unit.model.mark_pending(group)
-
-
-def _take_offered(group: FSDPParamGroup, offered: UnshardedParams) -> None:
-    group.unsharded.offered = None
-    is_wanted = group.unit.stays_unsharded and group.unsharded.is_sharded
-    if is_wanted and offered.version == version_of(group):
-        group.unsharded.take(offered)
-        refresh_unshard_args(group)
+    return unit.stays_unsharded and unit.policy.size > 1
 
 
 def post_backward(groups: Iterable[FSDPParamGroup]) -> None:
     """Frees the unsharded parameters of some groups, but for units that are to stay unsharded."""
-    groups = list(groups)
-    for group in groups:
-        if group.unsharded.offered is not None:
-            _take_offered(group, group.unsharded.offered)
     units = dict.fromkeys(group.unit for group in groups if not group.unsharded.is_sharded)
     reshard(unit for unit in units if not unit.stays_unsharded)
 
@@ -173,18 +128,6 @@ def _finish_all_gather(group: FSDPParamGroup) -> None:
         with outside_of_transforms(), profiled(Range.ALL_GATHER_COPY_OUT, [group.unit.name]):
             group.unsharded.finish(_finished(group, running))
         refresh_unshard_args(group)
-
-
-def abandon(running: PendingAllGather) -> None:
-    """Waits for all-gathers whose results nothing will read."""
-    for message in itertools.chain.from_iterable(running.messages):
-        collectives.wait_tensor(message)
-
-
-def is_current(group: FSDPParamGroup) -> bool:
-    """Whether the next forward reads parameters that are gathered, or being gathered, without gathering them again."""
-    running = group.unsharded.all_gather
-    return _is_current(group) or (running is not None and running.version == version_of(group))
 
 
 def _is_current(group: FSDPParamGroup) -> bool:

@@ -23,7 +23,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.pairs import stored_dtype
 from fsdp_compile.modules.classes import follow_attributes, gather_params
 from fsdp_compile.modules.eager_reads import holds_value, holds_values
-from fsdp_compile.runtime import checked_groups, extended_reads, next_forward, unshard
+from fsdp_compile.runtime import checked_groups, extended_reads, unshard
 from fsdp_compile.runtime.group_state import ParamState
 from fsdp_compile.runtime.module_state import ensure_state, units_below
 from fsdp_compile.runtime.replaced_params import ReplacedParameter
@@ -259,7 +259,6 @@ def pre_forward(root: nn.Module) -> None:
         if extended_reads.follow_state(group):
             gather_params([group])  # graphs may read it no longer, or again
             refresh_unshard_args(group)
-    next_forward.begin(view_check.models)
     unshard.pre_forward(view_check.units, view_check.models)
     checked_groups.note(view_check.groups, view_check.models)
 

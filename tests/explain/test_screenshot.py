@@ -55,19 +55,6 @@ def test_the_script_draws_lanes_curve_and_tables(written: Path, tmp_path: Path) 
     assert "undefined" not in re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
 
 
-def test_the_seam_between_two_steps_is_drawn(tmp_path: Path) -> None:
-    model, x = on_meta(Stack)
-    options = {"lower": "eager", "bucket_mb": 0, "unshard_after_step": True}
-    written = explain(model, x, world_size=64, options=options).save_html(tmp_path / "plan.html")
-    browsed = _browse(written, tmp_path / "profile", "--dump-dom")
-    assert "CONSOLE" not in browsed.stderr
-    timeline = re.search(r'<svg id="timeline".*?</svg>', browsed.stdout, re.DOTALL)
-    assert timeline is not None
-    assert "optimizer.step" in timeline[0]
-    assert len(re.findall(r'data-transfer="seam"', timeline[0])) == 1
-    assert "NaN" not in timeline[0]
-
-
 _HOVER = """
 <script>
 const over = (element, dx) => {

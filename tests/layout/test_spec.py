@@ -43,7 +43,6 @@ def specs(draw: st.DrawFn) -> UnshardSpec:
         param_dtype=draw(st.sampled_from(DTYPES)),
         reduce_dtype=draw(st.sampled_from(DTYPES)),
         reshard=draw(st.sampled_from(Reshard)),
-        link_times=draw(st.sampled_from(((), (("fsdp.shard.0", 1.19),), (("a.b", 0.25), ("fsdp.shard.1", 1020.0))))),
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_compile.planner.auto_reshard import Halves, Pair, Until, keep
+from fsdp_compile.planner.auto_reshard import Halves, Pair, keep
 from fsdp_compile.planner.list_schedule import place
 from fsdp_compile.planner.problem import Gather, Problem, Reduction, Saved
 
@@ -70,18 +70,3 @@ def test_keeping_moves_a_gather_from_backward_to_what_was_saved() -> None:
     assert kept.forward.least_bytes == (5, 5, 5), "it is in use until the end"
     assert kept.backward.least_bytes == (7, 7, 7), "it is in use from the beginning"
     assert layers(3, compute_us=1.0, link_us=1.0, least=(5, 7)).keeping([Pair(1, 1)]).forward.least_bytes == (5, 5, 15)
-
-
-@pytest.mark.parametrize(("budget_bytes", "kept"), [(129, 0), (130, 1), (150, 3), (169, 4), (170, 6)])
-def test_what_stays_for_the_next_microbatch_fits_at_every_moment(budget_bytes: int, kept: int) -> None:
-    """Forward leaves one bucket free, backward one of each kind; the sixth is in use where the other five are not."""
-    step = layers(6, compute_us=10.0, link_us=1000.0, least=(110, 100))
-    assert len(keep(step, pairs(6), budget_bytes=budget_bytes, margin=MARGIN, until=Until.NEXT_STEP)) == kept
-
-
-def test_what_stays_for_the_next_microbatch_is_gathered_by_no_graph_and_held_from_end_to_end() -> None:
-    kept = layers(3, compute_us=1.0, link_us=1.0, least=(5, 7)).keeping([Pair(1, 1)], Until.NEXT_STEP)
-    for half, least in ((kept.forward, (15, 5, 15)), (kept.backward, (17, 7, 17))):
-        assert [gather.need for gather in half.gathers] == [0, 2]
-        assert half.saved == (Saved(need=1, free=3, size_bytes=10),)
-        assert half.least_bytes == least, "where it is used it was counted before"

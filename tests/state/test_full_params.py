@@ -488,7 +488,7 @@ def test_offloaded_parameters_are_gathered_on_the_host() -> None:
             assert devices == [device] * count
 
 
-def _written_while_gathered(variant: str) -> list[list[str]]:
+def _written_while_gathered() -> list[list[str]]:
     """Units that are unsharded before and after one row is written in `full_params`; trains on as one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -496,7 +496,7 @@ def _written_while_gathered(variant: str) -> list[list[str]]:
     alone = copy.deepcopy(model)
     for part in (*model, model):
         fully_shard(part)
-    options: Any = {"lower": "eager", "bucket_mb": 0, "unshard_after_step": variant == "after a step"}
+    options: Any = {"lower": "eager", "bucket_mb": 0}
     compiled = torch.compile(model, backend="fsdp", options=options)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
     found = []
@@ -507,8 +507,7 @@ def _written_while_gathered(variant: str) -> list[list[str]]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if variant == "by hand":
-            model[0].unshard()
+        model[0].unshard()
         if step == 1:
             found.append(_unsharded(model))
             with full_params(model), torch.no_grad():
@@ -529,6 +528,5 @@ def _unsharded(model: nn.Module) -> list[str]:
     return [group.unit.title for group in groups if not group.unsharded.is_sharded]
 
 
-@pytest.mark.parametrize("variant", ["after a step", "by hand"])
-def test_a_write_to_rows_of_one_rank_frees_what_all_have_gathered(variant: str) -> None:
-    assert run_ranks(_written_while_gathered, variant) == [[["0"], []]] * 2
+def test_a_write_to_rows_of_one_rank_frees_what_all_have_gathered() -> None:
+    assert run_ranks(_written_while_gathered) == [[["0"], []]] * 2

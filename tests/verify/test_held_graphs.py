@@ -123,12 +123,12 @@ def _ends(node: fx.Node) -> bool:
     return len(node.args[0]) > 2 and any(role_of(user) is Role.UNREDUCED_GRADIENT for user in node.users)  # type: ignore[arg-type]
 
 
-def test_what_stays_for_the_next_microbatch_is_an_input_of_backward_that_nothing_gathers_again() -> None:
+def test_what_forward_keeps_is_an_input_of_backward_that_nothing_gathers_again() -> None:
     step = copied(backward(Holding(2, reshard_after_forward="auto")))
-    (*_, kept) = step.nodes(Role.UNSHARDED_PARAM)
+    (*_, kept) = step.nodes(Role.SAVED_PARAM)
     assert complaints(step) == []
     gathered = require(next(step.nodes(Role.GATHER)))
     kept.meta[KEY] = dataclasses.replace(
-        gathered, role=Role.UNSHARDED_PARAM, parameters=gathered.parameters[:1], specs=gathered.specs[:1]
+        gathered, role=Role.SAVED_PARAM, parameters=gathered.parameters[:1], specs=gathered.specs[:1]
     )
     assert any(c.rule == "gathered-once" and "holds already" in c.what for c in complaints(step))

@@ -6,10 +6,7 @@ const bytes = b => b >= 1e9 ? (b / 1e9).toPrecision(3) + " GB" : b >= 1e6 ? (b /
 const time = t => t >= 1e6 ? (t / 1e6).toPrecision(3) + " s" : t >= 1e3 ? (t / 1e3).toPrecision(3) + " ms" : t >= 10 || t === 0 ? t.toFixed(0) + " µs" : t.toFixed(1) + " µs";
 const COLOR = { "all-gather": "var(--gather)", "reduce-scatter": "var(--reduce)", "all-reduce": "var(--replicate)", "all-to-all": "var(--replicate)" };
 const LEFT = 86, RIGHT = 14, LANE = 30, GAP = 8;
-const stepEnd = plan.graphs.reduce((end, g) => Math.max(end, g.offset_us + g.end_us), 1);
-// The next step's first gather, where the optimizer's step starts it: drawn behind the seam between the two steps.
-const seam = plan.next_gather && { ...plan.next_gather, id: "seam", offset: stepEnd - plan.next_gather.begin_us, exposed_us: 0, exposure: "hidden", reason: "the optimizer's step starts it for the next forward" };
-const total = seam ? stepEnd + seam.time_us : stepEnd;
+const total = plan.graphs.reduce((end, g) => Math.max(end, g.offset_us + g.end_us), 1);
 const transfers = plan.graphs.flatMap((g, graph) => [...g.collectives, ...g.own].map((c, index) => ({ ...c, graph, id: graph + "-" + index, offset: g.offset_us })));
 const lanes = ["compute", ...plan.lanes];
 const holders = plan.holders.map((name, i) => ({ name, color: `var(--h${["sharded parameters", "sharded gradients", "gathered units", "unsharded gradients", "saved for backward", "inputs and buffers", "outputs", "temporaries"].indexOf(name)})`, i }));
@@ -35,9 +32,7 @@ function axis(svg, height) {
   const lines = ticks(from, to, Math.max(3, svgWidth(svg) / 130)).map(t =>
     tag("line", { class: "grid", x1: x(svg, t), x2: x(svg, t), y1: 16, y2: height - 20 }) +
     tag("text", { x: x(svg, t), y: height - 5, "text-anchor": "middle" }, time(t)));
-  const next = !seam || stepEnd >= to ? "" : tag("line", { class: "edge seam", x1: x(svg, stepEnd), x2: x(svg, stepEnd), y1: 14, y2: height - 20 }) +
-    tag("text", { x: x(svg, stepEnd) - 5, y: 11, "text-anchor": "end" }, "optimizer.step");
-  return lines.join("") + edges.join("") + next;
+  return lines.join("") + edges.join("");
 }
 
 function bar(svg, begin, end, y, height, color, label, attributes) {
@@ -57,7 +52,7 @@ function drawTimeline() {
   const names = lanes.map(l => { const [link, group] = l.split(": "); return group ? name(l, link, LANE / 2 - 3) + name(l, group, LANE / 2 + 11) : name(l, l, LANE / 2 + 4); });
   const spans = plan.graphs.flatMap((g, graph) => g.spans.map((s, i) => bar(svg, g.offset_us + s.begin_us, g.offset_us + s.end_us, row("compute"), LANE,
     i % 2 ? "var(--compute)" : "var(--compute-2)", short(s.where), { "data-span": `${graph}-${i}` })));
-  const sent = [...transfers, ...(seam ? [seam] : [])].map(c => bar(svg, c.offset + c.begin_us, c.offset + c.end_us, row(c.lane), LANE, COLOR[c.kind], short(c.unit), { "data-transfer": c.id }));
+  const sent = transfers.map(c => bar(svg, c.offset + c.begin_us, c.offset + c.end_us, row(c.lane), LANE, COLOR[c.kind], short(c.unit), { "data-transfer": c.id }));
   const stalls = transfers.filter(c => c.exposed_us > 1 && c.wait).map(c => {
     const begin = c.offset + c.end_us - c.exposed_us;
     return bar(svg, begin, c.offset + c.end_us, row("compute"), LANE, "url(#stall)", "", { "data-transfer": c.id });
@@ -122,7 +117,7 @@ function hover(event) {
     line.setAttribute("x1", px); line.setAttribute("x2", px); line.setAttribute("visibility", t >= from && t <= to ? "visible" : "hidden");
   });
   const { transfer, span } = event.target.dataset;
-  if (transfer) return tip(event, transferTip(transfer === "seam" ? seam : transfers.find(c => c.id === transfer)));
+  if (transfer) return tip(event, transferTip(transfers.find(c => c.id === transfer)));
   if (span) {
     const [graph, index] = span.split("-").map(Number), s = plan.graphs[graph].spans[index];
     return tip(event, `<b>${escapeHtml(s.where || "compute")}</b>` + rowsOf([["time", time(s.end_us - s.begin_us)], ["work", (s.flops / 1e12).toFixed(2) + " TFLOP"], ["nodes", `%${s.first} .. %${s.last}`]]));

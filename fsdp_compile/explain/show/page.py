@@ -15,7 +15,7 @@ from fsdp_compile.explain.plan_data import PlanData
 from fsdp_compile.explain.report import Collective, GraphPlan, MemoryCurve, Volume
 
 _DERIVED: dict[type, tuple[str, ...]] = {
-    PlanData: ("step_us", "busy_us", "peak_bytes", "host_bytes", "numbers", "links", "lanes", "next_gather"),
+    PlanData: ("step_us", "busy_us", "peak_bytes", "host_bytes", "numbers", "links", "lanes"),
     Volume: ("total_bytes",),
     Collective: ("lane", "time_us"),
     GraphPlan: ("copied_bytes",),

@@ -123,10 +123,6 @@ def _summary_rows(plan: PlanData) -> Iterator[tuple[str, str]]:
     if plan.sizes:
         yield "open sizes", ", ".join(f"{name} {number}" for name, number in plan.sizes.items())
     yield "step", f"{time(plan.step_us)} = compute {time(compute)} + exposed communication {time(exposed)}"
-    first = plan.next_gather
-    if first is not None:
-        travels = f"{first.unit}: {time(first.end_us - first.begin_us)} on {first.link} from optimizer.step() on"
-        yield "between steps", f"{travels}, which hides {time(first.exposed_us)} of the step at most"
     own = [c for graph in plan.graphs for c in graph.own]
     if own:
         exposed_us = sum(c.exposed_us for c in own)

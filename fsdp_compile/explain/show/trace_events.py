@@ -14,7 +14,7 @@ _STALLS: Final = 1
 
 
 def trace_events(plan: PlanData) -> dict[str, Any]:
-    """All lanes and the memory curve as events; times in us. Behind them, what an optimizer's step starts to gather."""
+    """All lanes and the memory curve as events; times in us."""
     lanes = {lane: number for number, lane in enumerate(plan.lanes, start=_STALLS + 1)}
     events = list(_names(plan, lanes))
     offset = 0.0
@@ -24,10 +24,6 @@ def trace_events(plan: PlanData) -> dict[str, Any]:
             events += _collective(collective, lanes[collective.lane], offset)
         events += _memory(graph, offset)
         offset += graph.end_us
-    first = plan.next_gather
-    if first is not None:
-        name, args = f"{first.kind.value} {first.unit} for the next forward", {"sent_bytes": first.sent_bytes}
-        events.append(_slice(name, lanes[first.lane], offset, offset + first.time_us, args))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -64,11 +64,6 @@ class ParamCollective:
         return self.spec.post_forward_ranks if self.is_post_forward else self.spec.shard_ranks
 
     @property
-    def link_time(self) -> float:
-        """What estimated times of these ranks' collectives are multiplied by."""
-        return self.spec.link_time(self.spec.post_forward_group if self.is_post_forward else self.spec.group)
-
-    @property
     def extent(self) -> int:
         """Elements that each rank has of it."""
         return self.spec.post_forward_numel if self.is_post_forward else self.spec.extent

@@ -103,8 +103,7 @@ class Edges:
         return enough
 
     def _time_us(self, singles: Sequence[ParamCollective], kind: Kind) -> float:
-        first = singles[0]
-        return first.link_time * self._sending_us(sum(map(_shard_bytes, singles)), first.ranks, kind)
+        return self._sending_us(sum(map(_shard_bytes, singles)), singles[0].ranks, kind)
 
     def _sending_us(self, shard_bytes: int, ranks: GroupRanks, kind: Kind) -> float:
         time_us: float = self.hardware.collective_us(kind.value, shard_bytes * (ranks.size - 1), ranks)
