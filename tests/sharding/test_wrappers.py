@@ -80,7 +80,7 @@ def _out_of_ddp(how: str) -> None:
     wrapped, optimizer = _trained_by_ddp(2)
     names: dict[str, Any] = {"wrapped": wrapped, "torch": torch}
     lines = _lines(_refusal(wrapped, how))
-    assert len(lines) == 3
+    assert len(lines) == 4
     del wrapped
     exec("\n".join(lines).replace("backend='fsdp'", "backend='fsdp', options={'lower': 'eager'}"), names)
     for number in range(2, 4):
@@ -128,7 +128,7 @@ def _out_of_fsdp1(case: str) -> dict[str, torch.dtype | None]:
         "LayerNorm": nn.LayerNorm,
     }
     lines = _lines(_refusal(wrapped, "fully_shard"))
-    assert len(lines) == 3
+    assert len(lines) == 4
     exec("\n".join(lines), names)
     # As docs/migrate.md has it.
     state = get_optimizer_state_dict(wrapped, optimizer, options=StateDictOptions(full_state_dict=True))
