@@ -80,7 +80,7 @@ def _out_of_ddp(how: str) -> None:
     wrapped, optimizer = _trained_by_ddp(2)
     names: dict[str, Any] = {"wrapped": wrapped, "torch": torch}
     lines = _lines(_refusal(wrapped, how))
-    assert len(lines) == 4
+    assert len(lines) == 3
     del wrapped
     exec("\n".join(lines).replace("backend='fsdp'", "backend='fsdp', options={'lower': 'eager'}"), names)
     for number in range(2, 4):
