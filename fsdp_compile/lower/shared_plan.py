@@ -41,7 +41,11 @@ from fsdp_compile.passes.follow_order import CannotFollowError
 
 _OPTIONS = ("prefetch", "refine_after", "reduce_layout", "bucket_mb", "embedding")
 """Options on which all ranks' collectives depend alike."""
-_MEASURED = "hardware"
+_SETTINGS = (
+    *("offset", "extent", "dim", "replicas", "param_dtype", "gather_format", "reduce_dtype", "reshard"),
+    *("post_forward_size", "divide", "grad_placement", "forward_prefetch", "backward_prefetch"),
+)
+"""What decides of a read which messages a rank sends, and when; names of groups and hooks are a rank's own."""
 _OTHER_SIZES = "; or, if batches have other sizes, options={'prefetch': 1}, whose plan does not depend on them"
 
 Lines = tuple[str, ...]
@@ -89,7 +93,7 @@ class Settings:
         shared = {name: repr(getattr(options, name)) for name in _OPTIONS}
         shared["memory_budget_gb"] = "None" if options.memory_budget_gb is None else "a budget"
         cluster = options.planned_for.cluster if options.planned_for is not None else None
-        shared[_MEASURED] = "" if cluster is None else cluster.digest
+        shared["hardware"] = "" if cluster is None else f"measured times {cluster.digest[:16]}"
         budget = (options.memory_budget_gb, options.activations)
         own = repr([options.lower, options.stop_after, options.planned_for, budget, torch.is_grad_enabled()])
         specs = (spec for record in records for spec in record.specs)
@@ -207,18 +211,12 @@ def _mismatch(ranks: tuple[int, ...], one: _Shown, rank: int, other: _Shown) -> 
     """Names what the first rank of a group and another one, by its number in the group, have differently."""
     first, second = ranks[0], ranks[rank]
     names = [name for name in {**one.shared, **other.shared} if one.shared.get(name) != other.shared.get(name)]
-    if _MEASURED in names:
-        return RankMismatchError(
-            f"rank {first} and rank {second} plan with different measured times",
-            where="options={'hardware': ...}",
-            instead="the same file of fsdp-compile calibrate on all hosts, or a path that all hosts share",
-        )
     if names:
         on_first, on_other = (", ".join(f"{name}={each.shared.get(name)}" for name in names) for each in (one, other))
         return RankMismatchError(
             f"rank {first} and rank {second} compile with different options",
             where=f"options: {on_first} on rank {first}, {on_other} on rank {second}",
-            instead="the same options of torch.compile() on every rank",
+            instead="the same options of torch.compile() on every rank; one file of measured times for all hosts",
         )
     sizes_differ = one.needs == other.needs
     of_reads = (one.read, other.read) if one.inserted == other.inserted else (one.inserted, other.inserted)
@@ -294,27 +292,11 @@ def read_in(graph: fx.Graph) -> Lines:
 def inserted_in(step: StepGraph) -> Lines:
     """The collectives of a graph that has one for each parameter, with all that plans without times depend on."""
     units = sorted({require(node).unit for node in starts_of(step)}, key=natural)
-    starts = ((node, units.index(require(node).unit)) for node in starts_of(step))
-    return tuple(f"{line_of(node)} with unit {unit}: {_specs(node)}" for node, unit in starts)
-
-
-def _specs(node: fx.Node) -> str:
-    """How its parameters are gathered and reduced: names of groups and hooks are a rank's own."""
-    specs = (
-        dataclasses.replace(
-            spec,
-            group="",
-            replicate_group="",
-            post_forward_group="",
-            reduce_group="its" if spec.reduce_group else "",
-            hook="its" if spec.hook else "",
-            stride=1,
-            replicate_stride=1,
-            link_times=tuple(("", times) for _, times in spec.link_times),
-        )
-        for spec in require(node).specs
-    )
-    return "; ".join(spec.text for spec in specs)
+    found = []
+    for node in starts_of(step):
+        settings = (f"{name}={getattr(spec, name)}" for spec in require(node).specs for name in _SETTINGS)
+        found.append(f"{line_of(node)} of unit {units.index(require(node).unit)} with {' '.join(settings)}")
+    return tuple(found)
 
 
 def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
