@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import RankMismatchError, fully_shard
 from fsdp_compile.comm.groups import rank_store
@@ -460,7 +461,7 @@ def _reads_in_another_order_later() -> tuple[float, bool]:
     for steps in (4, 3):
         every = [torch.randn(rows, steps, 6) for rows in (0, 3)]
         (compiled(every[dist.get_rank()]).square().sum()).backward()
-        (sum(reference(batch).square().sum() for batch in every) / 2).backward()  # type: ignore[union-attr]
+        (sum(reference(batch).square().sum() for batch in every) / 2).backward()
         worst = max(worst, gradient_difference(model, reference))
         (region,) = regions_of(units(model))
         orders.append([line_of(node) for node in starts_of(region.steps[0])])
@@ -494,3 +495,34 @@ def test_a_rank_that_cannot_follow_ends_all_by_name() -> None:
     for message in run_ranks(_cannot_follow_on_one, timeout_s=60):
         assert "rank 0 and rank 1 compile different collectives" in message
         assert "options={'prefetch': 1}" in message
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.c(checkpoint(self.b, self.a(x), use_reentrant=False))
+        return y
+
+
+def _without_rows(*steps: tuple[int, int]) -> float:
+    """Trains with the rows of each rank in each step."""
+    torch.manual_seed(0)
+    model = _Checkpointed()
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    worst = 0.0
+    for rows in steps:
+        every = [torch.randn(count, 3, 3) for count in rows]
+        compiled(every[dist.get_rank()]).square().sum().backward()
+        torch.stack([reference(batch).square().sum() for batch in every]).mean().backward()
+        worst = max(worst, gradient_difference(model, reference))
+    return worst
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("steps", [[(0, 3)], [(3, 0)], [(2, 2), (2, 0), (0, 2)]], ids=str)
+def test_a_rank_without_rows_computes_again_what_the_others_do(steps: list[tuple[int, int]]) -> None:
+    assert max(run_ranks(_without_rows, *steps, timeout_s=60)) < 1e-5
