@@ -234,3 +234,16 @@ def clear_own_gradient(leaf: torch.Tensor) -> None:
 def allow_any_gradient_dtype(leaf: torch.Tensor) -> None:
     """Lets `leaf.grad` have another dtype than the leaf."""
     leaf.grad_dtype = None  # type: ignore[attr-defined, unused-ignore]  # newer than some stubs
+
+
+def will_accumulate(node: torch.autograd.graph.Node | None) -> bool:
+    """Whether the backward that runs puts a gradient into the leaf of an AccumulateGrad node.
+
+    False in `torch.autograd.grad`, which returns gradients of leaves.
+    """
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False

@@ -205,6 +205,11 @@ def backend_in(context: object) -> object:
     return _given_backend(getattr(context, "callback", None)).function
 
 
+def backend_in_callback(callback: object) -> object:
+    """The function that a callback of Dynamo for frames compiles with."""
+    return _given_backend(callback).function
+
+
 def options_of(compiled: OptimizedModule) -> Mapping[str, Any] | None:
     """The options that were given to `torch.compile` for the backend."""
     return _given_backend(getattr(compiled.dynamo_ctx, "callback", None)).options
@@ -385,3 +390,8 @@ def source_prefixes(placeholder: fx.Node) -> list[str]:
         found.append(name() if callable(name) else name)  # a method up to 2.11, a property later
         source = getattr(source, "base", None)
     return found[::-1]
+
+
+def keep_address(tensor: torch.Tensor) -> None:
+    """Tells compilers that a tensor stays where it is, so that CUDA graphs need not copy it; Dynamo does not guard it."""
+    torch._dynamo.mark_static_address(tensor, guard=False)  # type: ignore[no-untyped-call, unused-ignore]

@@ -1,0 +1,355 @@
+"""Private names of torch's FSDP2: its states, parameter groups, parameters and hooks.
+
+    FSDPState            one call of `fully_shard`: its modules, policy, hooks, training state
+    FSDPParamGroup       the parameters of a call that are gathered together: mesh, flags of accumulation
+    FSDPParam            one parameter: its DTensor, its shard, and the modules that register it
+
+Everything that this package reads or changes of these objects is named in this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+__all__ = ["FSDPModule", "FSDPState", "TrainingState", "fully_shard"]
+
+MANAGED = "_is_fsdp_managed_module"
+"""FSDP2's mark on each module of a sharded model; Dynamo guards marked modules in a way of its own."""
+_ORIGINAL_PARAMS = "_fsdp_use_orig_params"
+
+TorchGroup = Any
+"""A `FSDPParamGroup` of torch."""
+TorchParam = Any
+"""A `FSDPParam` of torch."""
+PreHook = Callable[[nn.Module, Any, Any], Any]
+PostHook = Callable[[nn.Module, Any, Any], Any]
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """FSDP2's state of a module that its `fully_shard` was called on."""
+    try:
+        found = fully_shard.state(module)  # type: ignore[attr-defined]
+    except (AssertionError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, FSDPState) else None
+
+
+def lazy_init(state: FSDPState) -> None:
+    """Finishes FSDP2's initialization of the model whose root has this state, as its first forward does."""
+    state._lazy_init()
+
+
+def states_of_model(state: FSDPState) -> list[FSDPState]:
+    """The states of the initialized model that a state belongs to, in the order of their modules."""
+    return list(state._state_ctx.all_states)
+
+
+def is_initialized(state: FSDPState) -> bool:
+    """Whether FSDP2's lazy initialization has run."""
+    return state._is_root is not None
+
+
+def modules_of(state: FSDPState) -> tuple[nn.Module, ...]:
+    """The modules that one call of `fully_shard` was given."""
+    return tuple(state._modules)
+
+
+def groups_of(state: FSDPState) -> list[TorchGroup]:
+    """The parameter groups of a state: one, or one for each mesh; none if it has no parameters of its own."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    only = state._fsdp_param_group  # up to torch 2.11
+    return [] if only is None else [only]
+
+
+def policy_of(state: FSDPState) -> Any:
+    """The `MixedPrecisionPolicy` of a state."""
+    return state._mp_policy
+
+
+def cast_inputs(state: FSDPState, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a module's forward, cast as its policy says."""
+    if hasattr(state, "_cast_forward_inputs"):
+        return state._cast_forward_inputs(args, kwargs)
+    policy = state._mp_policy
+    if not (policy.cast_forward_inputs and policy.param_dtype):
+        return args, kwargs
+    from fsdp_compile.fsdp2.casts import cast
+
+    return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
+
+
+def training_state(state: FSDPState) -> TrainingState:
+    """Where a state is in its step."""
+    return state._training_state
+
+
+def is_partly_run(state: FSDPState) -> bool:
+    """Whether some modules of a call on several have run in this forward, and others have not."""
+    return bool(state._modules_to_run_forward)
+
+
+def leave_forward(state: FSDPState) -> None:
+    """Ends a forward that FSDP2's pre-forward has begun, and whose unit it no longer gathers."""
+    state._training_state = TrainingState.IDLE
+    for group in groups_of(state):
+        group._training_state = TrainingState.IDLE
+    if state._state_ctx.iter_forward_root is state:
+        state._state_ctx.iter_forward_root = None
+
+
+def replace_hooks(
+    state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]
+) -> None:
+    """Puts what `pre` and `post` make of them in the place of FSDP2's two forward hooks, in each module of a state."""
+    for module in state._modules:
+        for hooks, replaced in ((module._forward_pre_hooks, pre), (module._forward_hooks, post)):
+            every: dict[int, Any] = hooks  # type: ignore[assignment]
+            for key in [key for key, hook in every.items() if _belongs_to(hook, state)]:
+                every[key] = replaced(every[key])
+
+
+def _belongs_to(hook: Any, state: FSDPState) -> bool:
+    """Whether a hook is a bound method of a state, below any decorators."""
+    while True:
+        if getattr(hook, "__self__", None) is state:
+            return True
+        cells = getattr(hook, "__closure__", None) or ()
+        if any(getattr(cell.cell_contents, "__self__", None) is state for cell in cells):
+            return True
+        if not hasattr(hook, "__wrapped__"):
+            return False
+        hook = hook.__wrapped__
+
+
+def take_marks(module: nn.Module) -> bool:
+    """Removes FSDP2's marks for Dynamo from a module; returns whether there were any."""
+    marked = MANAGED in module.__dict__
+    for name in (MANAGED, _ORIGINAL_PARAMS):
+        module.__dict__.pop(name, None)
+    return marked
+
+
+def set_class(module: nn.Module, made: type) -> None:
+    """Gives a module another class, of the same layout."""
+    module.__class__ = made
+
+
+class GroupObserver(Protocol):
+    """What is told of changes of a `FSDPParamGroup`."""
+
+    def settings_changed(self) -> None:
+        """A setting was changed by which gradients are reduced, or parameters are kept."""
+        ...
+
+    def post_backward(self, run: Callable[[], None]) -> None:
+        """FSDP2 is about to reduce or keep the gradients of units that its hooks have gathered: `run` does it."""
+        ...
+
+
+_SETTINGS = frozenset({"reduce_grads", "all_reduce_grads", "gradient_divide_factor", "post_forward_mesh_info"})
+"""Attributes that `set_*` methods of an `FSDPModule` change, and by which graphs differ."""
+
+
+class _ObservedGroup(FSDPParamGroup):
+    """A group of FSDP2 that tells an observer. Users and frameworks change settings in many ways, all of them here."""
+
+    _fsdp_compile_observer: GroupObserver
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        changes = name in _SETTINGS and getattr(self, name) is not value
+        super().__setattr__(name, value)
+        if changes:
+            self._fsdp_compile_observer.settings_changed()
+
+    @torch._dynamo.disable
+    def post_backward(self, *unused: Any) -> None:
+        # At the end of a backward FSDP2 asks all groups; one that no hook has ever gathered has nothing to reduce.
+        if any(hasattr(param, "_unsharded_param") for param in self.fsdp_params):
+            self._fsdp_compile_observer.post_backward(lambda: FSDPParamGroup.post_backward(self, *unused))
+
+
+def observe(group: TorchGroup, observer: GroupObserver) -> None:
+    """Tells an observer of changes of a group, from now on."""
+    group._fsdp_compile_observer = observer
+    group.__class__ = _ObservedGroup
+
+
+# Parameter groups.
+
+
+def params_of(group: TorchGroup) -> list[TorchParam]:
+    """The parameters of a group, in the order of registration."""
+    return list(group.fsdp_params)
+
+
+def is_sharded(group: TorchGroup) -> bool:
+    """Whether the modules of a group have its sharded parameters registered."""
+    return bool(group.is_sharded)
+
+
+def reshard(group: TorchGroup) -> None:
+    """Registers the sharded parameters of a group again, and frees the gathered ones."""
+    group._to_sharded()
+
+
+def divide_factor(group: TorchGroup) -> float | None:
+    """What the user has set gradients to be divided by; `None` for the number of ranks."""
+    return group.gradient_divide_factor
+
+
+def reduces(group: TorchGroup) -> bool:
+    """Whether backwards reduce the gradients of a group at all (`set_requires_gradient_sync`)."""
+    return bool(group.reduce_grads)
+
+
+def all_reduces(group: TorchGroup) -> bool:
+    """Whether backwards sum gradients over replicas (`set_requires_all_reduce`); True without replicas."""
+    return bool(group.all_reduce_grads) or not group._is_hsdp
+
+
+def offloads(group: TorchGroup) -> bool:
+    """Whether shards and gradients of a group stay on the host."""
+    return any(param.offload_to_cpu for param in group.fsdp_params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The ranks over which a group is sharded.
+
+    Attributes:
+        size: Ranks in the shard group.
+        rank: This rank's number in it.
+        group: Their process group; `None` if parameters are replicated only.
+        stride: Distance of neighbours in the world.
+        replicas: Ranks in the group of replicas, 1 if there are none.
+        replicate_group: Their process group.
+        replicate_stride: Distance of neighbours among replicas.
+        reshards: Whether parameters are freed between forward and backward.
+        post_forward_size: Neighbours that keep a part of each parameter for backward; 1 if none do.
+        post_forward_group: Their process group.
+    """
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None
+    stride: int
+    replicas: int
+    replicate_group: dist.ProcessGroup | None
+    replicate_stride: int
+    reshards: bool
+    post_forward_size: int
+    post_forward_group: dist.ProcessGroup | None
+
+
+def placement_of(group: TorchGroup) -> Placement:
+    """The ranks over which a group is sharded, as FSDP2 has them now."""
+    info, after = group.mesh_info, group.post_forward_mesh_info
+    is_sharded = hasattr(info, "shard_mesh_size")
+    has_replicas = getattr(info, "replicate_mesh_size", 1) > 1
+    is_smaller = after is not None and is_sharded and after.shard_mesh_size < info.shard_mesh_size
+    return Placement(
+        size=info.shard_mesh_size if is_sharded else 1,
+        rank=info.shard_mesh_rank if is_sharded else 0,
+        group=info.shard_process_group if is_sharded else None,
+        stride=_stride(info.mesh, info.shard_mesh_dim) if is_sharded else 1,
+        replicas=info.replicate_mesh_size if has_replicas else 1,
+        replicate_group=info.replicate_process_group if has_replicas else None,
+        replicate_stride=_stride(info.mesh, info.replicate_mesh_dim) if has_replicas else 1,
+        reshards=after is not None,
+        post_forward_size=after.shard_mesh_size if is_smaller else 1,
+        post_forward_group=after.shard_process_group if is_smaller else None,
+    )
+
+
+def _stride(mesh: DeviceMesh, dim: int | None) -> int:
+    ranks = mesh.mesh
+    dim = 0 if dim is None else dim
+    return int(ranks.diff(dim=dim).abs().max()) if ranks.size(dim) > 1 else 1
+
+
+# Parameters.
+
+
+def sharded_param(param: TorchParam) -> nn.Parameter:
+    """The DTensor parameter that users, optimizers and checkpoints see."""
+    found: nn.Parameter = param.sharded_param
+    return found
+
+
+def shape_of(param: TorchParam) -> tuple[int, ...]:
+    """Shape of the gathered parameter; of this rank's part of it if it is a DTensor over other ranks, too."""
+    return tuple(param._orig_size)
+
+
+def padded_shape(param: TorchParam) -> tuple[int, ...]:
+    """Shape of this rank's shard with padding, the same on all ranks."""
+    return tuple(param.padded_sharded_param_size)
+
+
+def shard_dim(param: TorchParam) -> int:
+    """The dimension that is sharded."""
+    return int(param.fsdp_placement.dim)
+
+
+def shard_data(param: TorchParam) -> torch.Tensor:
+    """This rank's shard with padding, 1-D, as FSDP2 sends it."""
+    found: torch.Tensor = param._sharded_param_data
+    return found
+
+
+def set_shard_data(param: TorchParam, data: torch.Tensor) -> None:
+    """Replaces `shard_data`."""
+    param._sharded_param_data = data
+
+
+def unsharded_spec(param: TorchParam) -> Any:
+    """The `DTensorSpec` of the gathered parameter if that is a DTensor (tensor parallel), else `None`."""
+    return param._unsharded_dtensor_spec
+
+
+def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
+    """The modules that register a parameter, with its name in each."""
+    info = param._module_info
+    return [
+        (info.module, info.param_name),
+        *zip(info.shared_modules, info.shared_param_names, strict=True),
+    ]
+
+
+def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
+    """The gradient that FSDP2 has accumulated without reducing it, which it forgets."""
+    grad = param.unsharded_accumulated_grad
+    if grad is not None:
+        _set_accumulated(param, None)
+        return grad  # type: ignore[no-any-return]
+    held = getattr(param, "_unsharded_param", None)
+    if held is None:
+        return None
+    grad, held.grad = held.grad, None
+    return grad  # type: ignore[no-any-return]
+
+
+def give_unreduced_grad(param: TorchParam, grad: torch.Tensor) -> None:
+    """Makes FSDP2 add an unreduced gradient to that of its next backward."""
+    _set_accumulated(param, grad)
+
+
+def _set_accumulated(param: TorchParam, grad: torch.Tensor | None) -> None:
+    if isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
+        # Torch 2.15 accumulates in the gradient of the unsharded parameter itself.
+        param._unsharded_param.grad = grad
+    else:
+        param.unsharded_accumulated_grad = grad

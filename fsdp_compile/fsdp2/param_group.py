@@ -1,0 +1,251 @@
+"""Parameter groups: the shards of a unit in one flat buffer, of which FSDP2's parameters are views.
+
+    FSDPParam of torch     DTensor `layers.0.weight` (leaf of autograd)     shard: flat[0:4096]
+    FSDPParam of torch     DTensor `layers.0.bias`                          shard: flat[4096:4160]
+    ParamGroup             flat [4160], and `edge`: the same memory, with a history that leads to both DTensors
+
+Compiled graphs take `edge`, gather slices of it, and return its gradient; FSDP2 uses the views. Neither copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile._torch import fully_shard as fsdp2
+from fsdp_compile._torch.tensors import ViewPlace, local_tensor, make_dtensor, set_local_tensor
+from fsdp_compile.comm.groups import alias_of
+from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.fsdp2 import edge
+from fsdp_compile.fsdp2.pending import PendingGrads
+from fsdp_compile.layout.flat_layout import ParameterShape, plan_layout
+from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec
+
+if TYPE_CHECKING:
+    from fsdp_compile.fsdp2.unit import Unit
+
+
+@dataclasses.dataclass(eq=False)
+class Param:
+    """One parameter of a group.
+
+    Attributes:
+        of_torch: FSDP2's object for it.
+        name: From the root of its model.
+        spec: Where it lies in the flat buffer, and how it is gathered and reduced.
+        parameter: The DTensor parameter that the group's edge leads to.
+        view: The view of the flat buffer that is the DTensor's local tensor; rows may be fewer than on other ranks.
+        first_text: Of the spec when the model was taken over: how the module's class reads it.
+    """
+
+    of_torch: fsdp2.TorchParam
+    name: str
+    spec: UnshardSpec
+    parameter: nn.Parameter
+    view: torch.Tensor
+    first_text: str = ""
+
+    def __post_init__(self) -> None:
+        self.first_text = self.first_text or self.spec.text
+
+    @property
+    def place(self) -> ViewPlace:
+        """Its place in a tensor that is laid out like the flat buffer."""
+        return tuple(self.view.shape), tuple(self.view.stride()), self.spec.offset
+
+    @property
+    def refs(self) -> list[tuple[nn.Module, str]]:
+        """The modules that register it, with its name in each."""
+        return fsdp2.refs_of(self.of_torch)
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the DTensor is another one, or no longer the view of the flat buffer (`.to()`, `assign=True`)."""
+        now = fsdp2.sharded_param(self.of_torch)
+        return now is not self.parameter or local_tensor(now) is not self.view  # type: ignore[arg-type]
+
+
+class ParamGroup:
+    """The parameters of one FSDP2 group that share a dtype and were trainable, or frozen, together.
+
+    Attributes:
+        of_torch: FSDP2's parameter group.
+        unit: What it is gathered with.
+        title: Of the unit, for graphs and errors.
+        flat: The buffer, `[numel]`, the same size on every rank.
+        edge: The same memory, with a history that leads to the DTensors.
+        params: In the order of registration.
+        pending: Gradients that wait for (the rest of) their reduction.
+    """
+
+    # Compiled code sees the buffer under other identities; its address tells which group it is.
+    _by_address: ClassVar[weakref.WeakValueDictionary[int, ParamGroup]] = weakref.WeakValueDictionary()
+
+    def __init__(self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], names: dict[int, str]) -> None:
+        self._unit = weakref.ref(unit)
+        self.of_torch = of_torch
+        self.title = unit.title
+        where = fsdp2.placement_of(of_torch)
+        self.size, self.rank = where.size, where.rank
+        stored = fsdp2.sharded_param(members[0]).dtype
+        common = self._common_spec(stored, where)
+        shapes = [ParameterShape("", fsdp2.shape_of(p), fsdp2.shard_dim(p)) for p in members]
+        layout = plan_layout(shapes, size=self.size, stored=stored, sent=common.param_dtype, reduced=common.reduce_dtype)
+        device = fsdp2.shard_data(members[0]).device
+        self.flat = torch.zeros(layout.numel, dtype=stored, device=device)
+        found: list[Param | None] = [None] * len(members)
+        for slot in layout.slots:
+            each = members[slot.index]
+            spec = dataclasses.replace(
+                common, offset=slot.offset, extent=slot.extent, shape=fsdp2.shape_of(each), dim=fsdp2.shard_dim(each)
+            )
+            name = names.get(id(fsdp2.sharded_param(each)), fsdp2.refs_of(each)[0][1])
+            found[slot.index] = self._move_in(each, name, spec)
+        self.params = tuple(p for p in found if p is not None)
+        self.pending = PendingGrads(self)
+        self.edge = self.flat
+        self.make_edge()
+        if device.type != "meta":
+            ParamGroup._by_address[self.flat.data_ptr()] = self
+
+    @property
+    def unit(self) -> Unit:
+        """The unit that it belongs to."""
+        unit = self._unit()
+        assert unit is not None
+        return unit
+
+    @staticmethod
+    def of(flat: object) -> ParamGroup | None:
+        """The group whose flat buffer a tensor is, under whatever identity."""
+        if type(flat) not in (torch.Tensor, nn.Parameter) or flat.is_meta:  # type: ignore[attr-defined]
+            return None
+        found = ParamGroup._by_address.get(flat.data_ptr())  # type: ignore[attr-defined]
+        return found if found is not None and found.flat.numel() == flat.numel() else None  # type: ignore[attr-defined]
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether graphs make gradients of it."""
+        return self.edge.requires_grad
+
+    def grad_placement(self) -> GradPlacement:
+        """How far the gradients of the next forward are to be reduced."""
+        if not self.is_trainable or (fsdp2.reduces(self.of_torch) and fsdp2.all_reduces(self.of_torch)):
+            return GradPlacement.REDUCED
+        return GradPlacement.REDUCE_SCATTERED if fsdp2.reduces(self.of_torch) else GradPlacement.UNREDUCED
+
+    def params_at(self, offsets: Collection[int]) -> list[Param]:
+        """The parameters at some offsets."""
+        return [param for param in self.params if param.spec.offset in offsets]
+
+    def refresh_specs(self) -> None:
+        """Follows settings that users have changed on FSDP2's objects."""
+        where = fsdp2.placement_of(self.of_torch)
+        common = self._common_spec(self.flat.dtype, where)
+        for param in self.params:
+            old = param.spec
+            param.spec = dataclasses.replace(
+                common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim
+            )
+
+    def _common_spec(self, stored: torch.dtype, where: fsdp2.Placement) -> UnshardSpec:
+        """What all parameters of the group share."""
+        policy = self.of_torch.mp_policy
+        sent = (policy.param_dtype or stored) if stored.is_floating_point else stored
+        device = self.of_torch.device.type
+        return UnshardSpec(
+            offset=0,
+            extent=0,
+            shape=(),
+            dim=None,
+            size=where.size,
+            group="" if where.group is None else alias_of(where.group, "shard"),
+            stride=where.stride,
+            replicas=where.replicas,
+            replicate_group="" if where.replicate_group is None else alias_of(where.replicate_group, "replicate"),
+            replicate_stride=where.replicate_stride,
+            param_dtype=sent,
+            reduce_dtype=policy.reduce_dtype or sent,
+            reshard=Reshard.AFTER_FORWARD if where.reshards else Reshard.AFTER_BACKWARD,
+            post_forward_size=where.post_forward_size,
+            post_forward_group="" if where.post_forward_group is None else alias_of(where.post_forward_group, "post_forward"),
+            divide=fsdp2.divide_factor(self.of_torch),
+            compute=device if fsdp2.offloads(self.of_torch) and device != "cpu" else "",
+        )
+
+    def _move_in(self, each: fsdp2.TorchParam, name: str, spec: UnshardSpec, first_text: str = "") -> Param:
+        """Moves one shard of FSDP2's into the buffer, and makes FSDP2 and the DTensor use it there."""
+        parameter = fsdp2.sharded_param(each)
+        local = local_tensor(parameter)  # type: ignore[arg-type]
+        piece = self.flat[spec.offset : spec.offset + spec.shard_numel]
+        piece.copy_(fsdp2.shard_data(each).view(-1))
+        padded = piece.view(fsdp2.padded_shape(each))
+        view = padded.narrow(spec.dim or 0, 0, local.size(spec.dim or 0) if local.numel() else 0)
+        # `.data` first: the wrapper's own storage offset must be that of its local tensor, or Dynamo cannot fake it.
+        parameter.data = make_dtensor(view, parameter)
+        fsdp2.set_shard_data(each, piece)
+        set_local_tensor(parameter, view)  # type: ignore[arg-type]
+        return Param(each, name, spec, parameter, view, first_text)
+
+    def make_edge(self) -> None:
+        """Makes the tensor that graphs take: the buffer's memory, with a history that leads to the DTensors."""
+        parameters = [fsdp2.sharded_param(p.of_torch) for p in self.params]
+        self.edge = edge.of_group(self, parameters)
+        for param, parameter in zip(self.params, parameters, strict=True):
+            param.parameter = parameter
+        self._requires_grad = [p.requires_grad for p in parameters]
+
+    def follow_parameters(self) -> bool:
+        """Follows parameters that were converted, replaced, frozen or thawed; returns whether the edge is another one.
+
+        Raises:
+            UnsupportedModelError: If a parameter has another dtype or shape now.
+        """
+        moved = [i for i, param in enumerate(self.params) if param.is_moved]
+        is_other = any(fsdp2.sharded_param(self.params[i].of_torch) is not self.params[i].parameter for i in moved)
+        for i in moved:
+            param = self.params[i]
+            now = fsdp2.sharded_param(param.of_torch)
+            local = local_tensor(now)  # type: ignore[arg-type]
+            if local.dtype != self.flat.dtype or local.device != self.flat.device or local.shape != param.view.shape:
+                raise UnsupportedModelError(
+                    f"a parameter was changed from {_described(param.view)} to {_described(local)} after a compiled "
+                    "forward",
+                    where=param.name,
+                    instead="convert the model before its first compiled call",
+                )
+            fsdp2.set_shard_data(param.of_torch, _padded(local, param))
+            self.params = (*self.params[:i], self._move_in(param.of_torch, param.name, param.spec, param.first_text), *self.params[i + 1 :])
+        if is_other or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
+            self.make_edge()
+            return True
+        return False
+
+    def sharded_grads(self, flat_grad: torch.Tensor, offsets: Collection[int]) -> list[DTensor | None]:
+        """The gradients of all parameters as DTensors, views of a flat gradient; `None` but for those at `offsets`."""
+        if flat_grad.dtype != self.flat.dtype or flat_grad.device != self.flat.device:
+            flat_grad = flat_grad.to(self.flat)
+        begin = flat_grad.storage_offset()
+        return [
+            make_dtensor(flat_grad.as_strided(p.view.shape, p.view.stride(), begin + p.spec.offset), p.parameter)
+            if p.spec.offset in offsets
+            else None
+            for p in self.params
+        ]
+
+
+def _padded(local: torch.Tensor, param: Param) -> torch.Tensor:
+    padded = local.new_zeros(fsdp2.padded_shape(param.of_torch))
+    dim = param.spec.dim or 0
+    padded.narrow(dim, 0, local.size(dim) if local.numel() else 0).copy_(local)
+    return padded.view(-1)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,210 @@
+"""Taking a model over that torch's FSDP2 has sharded: from then on graphs may gather it.
+
+FSDP2's objects stay, and own parameters, hooks and state dicts. Their shards move into flat buffers, their two forward
+hooks of each unit are wrapped, and modules get classes whose reads a graph can see. It happens when a compile for this
+backend first meets the model, after FSDP2's own lazy initialization.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compile._torch import fully_shard as fsdp2
+from fsdp_compile._torch.dynamo import backend_in_callback, call_of, skip_code
+from fsdp_compile._torch.eval_frame import compiler_of_calls
+from fsdp_compile.comm.tensor_parallel import TensorParallel
+from fsdp_compile.fsdp2.casts import cast
+from fsdp_compile.fsdp2.module_class import FLAT, LAYOUTS, UNIT, ParamRead, class_of, refresh_reads, set_flat
+from fsdp_compile.fsdp2.param_group import Param, ParamGroup
+from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
+
+_models: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
+"""By root, the models that were taken over; a model lives as long as its root."""
+_backends: list[object] = []
+"""The functions that compile for this package: frames of others are Python to it."""
+
+
+def note_backend(backend: object) -> None:
+    """Makes a function known as a backend whose graphs gather units."""
+    _backends.append(backend)
+
+
+def model_of(module: nn.Module) -> Model | None:
+    """The model that a module is a part of, if it was taken over."""
+    unit = module.__dict__.get(UNIT)
+    if unit is not None:
+        return unit.model  # type: ignore[no-any-return]
+    return _models.get(module)
+
+
+def models() -> list[Model]:
+    """All models that were taken over."""
+    return list(_models.values())
+
+
+def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
+    """FSDP2's state of the outermost sharded module in a module; `None` if there is none."""
+    for each in module.modules():
+        state = fsdp2.state_of(each)
+        if state is not None:
+            return state
+    return None
+
+
+def take_over(state: fsdp2.FSDPState) -> Model:
+    """Takes over the model that one of FSDP2's states belongs to; all ranks of its meshes call it together."""
+    # The first call may be an evaluation.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        if not fsdp2.is_initialized(state):
+            fsdp2.lazy_init(state)
+        states = fsdp2.states_of_model(state)
+        root = fsdp2.modules_of(states[0])[0]
+        if root in _models:
+            return _models[root]
+        model = Model(root)
+        titles = {id(module): name for name, module in root.named_modules()}
+        names = {
+            id(parameter): f"{path}.{name}" if path else name
+            for path, module in reversed(list(root.named_modules()))
+            for name, parameter in module._parameters.items()
+        }
+        for each in states:
+            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each))
+            unit = Unit(model, each, title)
+            for of_torch in fsdp2.groups_of(each):
+                if not fsdp2.is_sharded(of_torch):
+                    fsdp2.reshard(of_torch)
+            unit.make_groups(names)
+            _wrap_hooks(unit)
+            model.units.append(unit)
+        _give_classes(model)
+        _models[root] = model
+    return model
+
+
+def _give_classes(model: Model) -> None:
+    """Gives modules the classes by which graphs read their parameters."""
+    reads: dict[nn.Module, list[tuple[str, ParamGroup, Param]]] = {}
+    for group in model.groups:
+        for param in group.params:
+            for module, name in param.refs:
+                reads.setdefault(module, []).append((name, group, param))
+    classes: dict[Unit, list[tuple[nn.Module, type, type]]] = {unit: [] for unit in model.units}
+    marks = {module: fsdp2.take_marks(module) for module in model.root.modules()}
+    for module in marks:
+        own = sorted(reads.get(module, ()), key=lambda read: read[0])
+        number = {group: i for i, group in enumerate(dict.fromkeys(g for g in model.groups if any(g is r[1] for r in own)))}
+        layouts = {name: _layout(param) for name, _, param in own if fsdp2.unsharded_spec(param.of_torch) is not None}
+        if layouts:
+            object.__setattr__(module, LAYOUTS, layouts)
+        plain = type(module)
+        made = class_of(plain, [ParamRead(n, number[g], p.spec.text, n in layouts) for n, g, p in own])
+        if own:
+            unit = own[0][1].unit
+            object.__setattr__(module, UNIT, unit)
+            classes[unit].append((module, made, class_of(plain, ())))
+        else:
+            # Its code may read parameters of its children.
+            fsdp2.set_class(module, made)
+    for unit, its in classes.items():
+        unit.set_classes(its)
+        for group in unit.groups:
+            set_flat(group)
+            refresh_reads(group)
+
+
+def _layout(param: Param) -> TensorParallel:
+    spec = fsdp2.unsharded_spec(param.of_torch)
+    return TensorParallel(spec.mesh, spec.placements, spec.tensor_meta.shape, spec.tensor_meta.stride, torch.Size(param.spec.shape))
+
+
+# FSDP2's hooks.
+
+
+class _Watched(threading.local):
+    """Whether Dynamo compiles, for this backend, the frames that the caller of a hook enters."""
+
+    value = False
+
+
+_watched = _Watched()
+
+
+def _wrap_hooks(unit: Unit) -> None:
+    policy = fsdp2.policy_of(unit.state)
+    input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    fsdp2.replace_hooks(
+        unit.state,
+        lambda hook: _pre_hook(unit, hook, input_dtype),
+        lambda hook: _post_hook(unit, hook, policy.output_dtype),
+    )
+
+
+def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsdp2.PreHook:
+    unit.pre_forward = hook
+
+    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return (args, kwargs) if dtype is None else (cast(args, dtype), cast(kwargs, dtype))
+        # Here, since Dynamo does not watch what a disabled function calls.
+        _note_watched()
+        return _begin(unit, module, args, kwargs)
+
+    skip_code(pre_forward.__code__)
+    return pre_forward
+
+
+def _post_hook(unit: Unit, hook: fsdp2.PostHook, dtype: torch.dtype | None) -> fsdp2.PostHook:
+    def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return output if dtype is None else cast(output, dtype)
+        return _end(unit, hook, module, args, output)
+
+    skip_code(post_forward.__code__)
+    return post_forward
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
+    repeats = fsdp2.training_state(unit.state) is fsdp2.TrainingState.PRE_BACKWARD
+    if _watched.value and not repeats and unit.gatherer is not Gatherer.HOOKS:
+        if unit.state is unit.model.units[0].state:
+            for each in unit.model.units:
+                each.follow()
+        unit.defer(call_of(module))
+        return fsdp2.cast_inputs(unit.state, args, kwargs)
+    if unit.gatherer is not Gatherer.HOOKS:
+        unit.begin_hooks()
+    return unit.pre_forward(module, args, kwargs)
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def _end(unit: Unit, hook: fsdp2.PostHook, module: nn.Module, args: Any, output: Any) -> Any:
+    if unit.gatherer is not Gatherer.HOOKS:
+        unit.end_deferred()
+        dtype = fsdp2.policy_of(unit.state).output_dtype
+        return output if dtype is None else cast(output, dtype)
+    output = hook(module, args, output)
+    unit.end_hooks()
+    return output
+
+
+def _note_watched() -> None:
+    compiler = compiler_of_calls()
+    _watched.value = compiler is not None and _is_ours(compiler)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_ours(compiler: Any) -> bool:
+    return backend_in_callback(compiler) in _backends
+
+
+for _function in (_note_watched, compiler_of_calls):
+    skip_code(_function.__code__)
