@@ -1,18 +1,14 @@
 """Time of our compiles, and of the passes in them, beside that of plain `torch.compile`, at 4 and at 48 layers.
 
-Each compile starts with empty caches and is the first step of a fresh model, from Dynamo to the end of backward. With
-"regions" the forward of a block is under `torch.compiler.nested_compile_region`.
+Each compile starts with empty caches and is the first step of a fresh model, from Dynamo to the end of backward.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from benchmarks import models
 from benchmarks._torch import fresh_cache
@@ -43,8 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "plain_s": _s,
         "fsdp_compile_s": _s,
         "share_code_s": _s,
-        "plain_regions_s": _s,
-        "share_code_regions_s": _s,
         "fsdp2_blocks_s": _s,
         "passes_s": _s,
         "passes_share": percent,
@@ -57,7 +51,6 @@ def run(layers: int, ranks: int, rounds: int) -> dict[str, Any]:
     """Compiles a Llama of `layers` narrow blocks in all ways, in turn."""
     task = models.llama(dataclasses.replace(models.SMOKE, layers=layers))
     plain, ours, shared, blocks, passes = Samples(), Samples(), Samples(), Samples(), Samples()
-    plain_regions, shared_regions = Samples(), Samples()
     nodes = 0
     with emulated_world(ranks, Network(Link(bytes_per_s=1e15))), recorded(ours):
         for _ in range(rounds):
@@ -65,9 +58,6 @@ def run(layers: int, ranks: int, rounds: int) -> dict[str, Any]:
             with timed_passes() as times:
                 ours.seconds.append(_cold(OURS, task))
             shared.seconds.append(_cold(OURS, task, {"share_code": True}))
-            with _blocks_are_regions(task):
-                plain_regions.seconds.append(_cold(UNSHARDED, task))
-                shared_regions.seconds.append(_cold(OURS, task, {"share_code": True}))
             blocks.seconds.append(_cold(FSDP2_COMPILED, task))
             passes.seconds.append(sum(one.seconds for one in times))
             nodes = sum(one.nodes for one in times)
@@ -79,24 +69,10 @@ def run(layers: int, ranks: int, rounds: int) -> dict[str, Any]:
         "plain_s": plain.median_s,
         "fsdp_compile_s": ours.median_s,
         "share_code_s": shared.median_s,
-        "plain_regions_s": plain_regions.median_s,
-        "share_code_regions_s": shared_regions.median_s,
         "fsdp2_blocks_s": blocks.median_s,
         "passes_s": passes.median_s,
         "passes_share": passes.median_s / plain.median_s,
     }
-
-
-@contextmanager
-def _blocks_are_regions(task: Task) -> Iterator[None]:
-    """In the block, the forward of a model's blocks is a region that is compiled once."""
-    block: Any = task.block
-    forward = block.forward
-    block.forward = torch.compiler.nested_compile_region(forward)
-    try:
-        yield
-    finally:
-        block.forward = forward
 
 
 def _cold(contender: Contender, task: Task, options: Mapping[str, Any] | None = None) -> float:

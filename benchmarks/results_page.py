@@ -260,8 +260,6 @@ SECTIONS = (
             "plain_s": ("plain `torch.compile`", _seconds),
             "fsdp_compile_s": ("`fsdp_compile`", _seconds),
             "share_code_s": ("`share_code`", _seconds),
-            "plain_regions_s": ("plain, nested regions", _seconds),
-            "share_code_regions_s": ("`share_code`, nested regions", _seconds),
             "fsdp2_blocks_s": ("FSDP2, compiled blocks", _seconds),
             "passes_s": ("passes and verifier", _seconds),
             "passes_share": ("passes / plain", percent),

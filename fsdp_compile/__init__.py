@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     )
     from fsdp_compile.state.full_params import full_params
     from fsdp_compile.state.full_tensors import full_tensors
-    from fsdp_compile.state.load_from_rank0 import load_from_rank0
     from fsdp_compile.state.optim_state import optim_state_dict, optim_state_dict_to_load
 
 __all__ = [
@@ -79,7 +78,6 @@ __all__ = [
     "full_params",
     "full_tensors",
     "fully_shard",
-    "load_from_rank0",
     "materialize",
     "no_sync",
     "optim_state_dict",
@@ -121,7 +119,6 @@ _HOMES: Final = {
     "full_params": "fsdp_compile.state.full_params",
     "full_tensors": "fsdp_compile.state.full_tensors",
     "fully_shard": "fsdp_compile.sharding.fully_shard",
-    "load_from_rank0": "fsdp_compile.state.load_from_rank0",
     "materialize": "fsdp_compile.sharding.materialize",
     "no_sync": "fsdp_compile.runtime.accumulation",
     "optim_state_dict": "fsdp_compile.state.optim_state",
@@ -136,6 +133,11 @@ _HOMES: Final = {
     "whole_step": "fsdp_compile.optim.whole_step",
 }
 """Where each public name is defined. Importing the package loads none of these: a name's first use does."""
+_REMOVED: Final = {
+    "load_from_rank0": "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
+    "options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)), with {} as state on the other ranks",
+}
+"""Public names of earlier releases, and what to write instead."""
 
 
 class _Package(ModuleType):
@@ -152,6 +154,8 @@ class _Package(ModuleType):
 
 def _load(name: str) -> Any:
     """A public name at its first use; afterwards it is an ordinary attribute."""
+    if name in _REMOVED:
+        raise _load("ConfigError")(f"{name} was removed", where=f"{__name__}.{name}", instead=_REMOVED[name])
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)

@@ -17,7 +17,6 @@ from fsdp_compile.capture.first_call import trace_again
 from fsdp_compile.capture.functions import take_reads_out
 from fsdp_compile.capture.inputs import flat_inputs
 from fsdp_compile.capture.leave_functional_call import leave_functional_call
-from fsdp_compile.capture.nested_regions import traced_once
 from fsdp_compile.capture.plain_model import (
     compare_initial_values,
     enter_assigned_forwards,
@@ -87,9 +86,7 @@ def fsdp(
         raise trace_again()
     compare_initial_values(example_inputs)
     refuse_unused_sharding(example_inputs, checked)
-    # What is recomputed, and which embeddings stay sharded, is chosen in the whole graph.
-    whole_graph = checked.may_recompute or checked.embedding == "sharded"
-    take_reads_out(gm, inlined_later=() if whole_graph else traced_once(gm.graph))
+    take_reads_out(gm)
     refuse_updates(gm, example_inputs)
     leave_functional_call(gm)
     refuse_gradient_reads(gm)

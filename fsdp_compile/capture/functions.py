@@ -9,8 +9,8 @@
 
 So every rank gathers the same parameters in the same order, whichever branch it takes and however often its loops run,
 and each parameter is gathered and reduced once. Parameters of a branch that is not taken get zeros, as in one process.
-Each call of a region under `nested_compile_region` gathers parameters of its own, so these are inlined: here, or when
-autograd has traced them (`capture/nested_regions.py`).
+A region under `nested_compile_region` that is called more than once is refused: torch 2.13 traces it for its first call
+alone, and guards on too little of what its other calls find.
 
 This is done in Dynamo's graph, before autograd traces it.
 """
@@ -18,7 +18,7 @@ This is done in Dynamo's graph, before autograd traces it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import fx
 
 from fsdp_compile._torch.tensors import HigherOrderOperator
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.ir.functions import add_attribute, calls_region, function_at, functions_of, inline
+from fsdp_compile.ir.functions import add_attribute, function_at, functions_of
 from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
@@ -35,24 +35,26 @@ _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
 """Operators that end in a tuple of operands, which are the last arguments of all of their functions."""
 
 
-def take_reads_out(gm: fx.GraphModule, *, inlined_later: Collection[fx.Node] = ()) -> None:
-    """Moves reads out of the functions of control flow, and inlines nested regions, in a Dynamo graph.
+def take_reads_out(gm: fx.GraphModule) -> None:
+    """Moves reads out of the functions of control flow in a Dynamo graph, or in a function in it.
 
-    Args:
-        gm: Dynamo's graph, or a function in it.
-        inlined_later: Calls of nested regions that stay.
+    Raises:
+        UnsupportedModelError: For a region under `torch.compiler.nested_compile_region`.
     """
     changed = False
     for call in list(gm.graph.nodes):
-        if not isinstance(call.target, HigherOrderOperator) or call in inlined_later:
+        if not isinstance(call.target, HigherOrderOperator):
             continue
+        if call.target.name() == "invoke_subgraph":
+            raise UnsupportedModelError(
+                "a block is under torch.compiler.nested_compile_region",
+                where=source_line(call),
+                instead="remove nested_compile_region; options={'share_code': True} compiles like blocks once",
+            )
         functions = [function_at(node) for node in functions_of(call)]
         for function in functions:
             take_reads_out(function)
-        if calls_region(call):
-            inline(call)
-            changed = True
-        elif call.target.name() in _CONTROL_FLOW and any(map(reads_in, functions)):
+        if call.target.name() in _CONTROL_FLOW and any(map(reads_in, functions)):
             _hoist(call)
             changed = True
     if changed:
@@ -61,13 +63,13 @@ def take_reads_out(gm: fx.GraphModule, *, inlined_later: Collection[fx.Node] = (
 
 
 def refuse_hidden_reads(gm: fx.GraphModule) -> None:
-    """Refuses a graph of AOTAutograd's in which another operator's function reads a parameter, but for nested regions.
+    """Refuses a graph of AOTAutograd's in which another operator's function reads a parameter.
 
     Raises:
         UnsupportedModelError: With the line of the model that calls the operator.
     """
     for call in gm.graph.nodes:
-        if not isinstance(call.target, HigherOrderOperator) or calls_region(call):
+        if not isinstance(call.target, HigherOrderOperator):
             continue
         if any(_hides_markers(function_at(function)) for function in functions_of(call)):
             raise UnsupportedModelError(

@@ -11,7 +11,6 @@ from torch import fx
 from fsdp_compile._torch.dynamo import index_among_inputs
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.edit import set_read_text
-from fsdp_compile.ir.functions import calls_region, operands_of, region_of
 from fsdp_compile.ir.graph import KEY, Phase, Record, Role
 from fsdp_compile.ir.queries import GRADIENTS_OF_READS, read_text
 from fsdp_compile.layout.spec import GradPlacement, UnshardSpec, parse
@@ -79,14 +78,8 @@ def name_inputs(graph: fx.Graph, flats: Mapping[int, Record]) -> None:
 
 
 def _markers(flat: fx.Node) -> Iterator[fx.Node]:
-    """The markers of reads of a flat parameter and of their gradients, in nested regions as well."""
-    for user in flat.users:
-        if user.target in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS):
-            yield user
-        elif calls_region(user):
-            arguments = zip(operands_of(user), region_of(user).graph.find_nodes(op="placeholder"), strict=True)
-            for argument in [argument for operand, argument in arguments if operand is flat]:
-                yield from _markers(argument)
+    """The markers of reads of a flat parameter and of their gradients."""
+    return (user for user in flat.users if user.target in (UNSHARD, LOOK_UP, *GRADIENTS_OF_READS))
 
 
 def _as_read(flat: fx.Node, record: Record) -> Record:

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compile._torch.distributed import collectives, resolve_group
 from fsdp_compile.errors import RankMismatchError
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows
-from fsdp_compile.layout.pairs import as_read, as_stored
 from fsdp_compile.layout.spec import UnshardSpec
 
 CHUNK_BYTES = 250 * 2**20
@@ -34,21 +33,21 @@ def gather(local: torch.Tensor, spec: UnshardSpec) -> torch.Tensor:
     piece = padded(local, spec)
     if spec.size > 1:
         piece = collectives.wait_tensor(collectives.all_gather_into_tensor(piece, spec.size, spec.group))
-    return as_read(_whole(piece, spec), local.dtype)
+    return _whole(piece, spec)
 
 
 def gather_to_first(local: torch.Tensor, spec: UnshardSpec) -> torch.Tensor | None:
     """As `gather`, but only the first rank of the shard group gets the value; the others get `None`."""
     piece = padded(local, spec)
     if spec.size == 1:
-        return as_read(_whole(piece, spec), local.dtype)
+        return _whole(piece, spec)
     group = group_named(spec.group)
     pieces = None
     if dist.get_rank(group) == 0:
         message = piece.new_empty(spec.size * spec.extent)
         pieces = list(message.chunk(spec.size))
     dist.gather(as_bytes(piece), [as_bytes(p) for p in pieces] if pieces else None, group=group, group_dst=0)
-    return None if pieces is None else as_read(_whole(message, spec), local.dtype)
+    return None if pieces is None else _whole(message, spec)
 
 
 def scatter_from_first(full: torch.Tensor | None, like: torch.Tensor, spec: UnshardSpec) -> torch.Tensor:
@@ -60,20 +59,19 @@ def scatter_from_first(full: torch.Tensor | None, like: torch.Tensor, spec: Unsh
         spec: Of the parameter.
     """
     group = group_named(spec.group) if spec.size > 1 else None
-    dtype, like = like.dtype, as_stored(like)
     rows = None
     if group is None or dist.get_rank(group) == 0:
         assert full is not None
-        rows = rows_of(as_stored(full.to(dtype)), spec)
+        rows = rows_of(full.to(like.dtype), spec)
     if group is None:
         assert rows is not None
-        return as_read(rows.reshape(-1)[: like.numel()].view(like.shape).to(like.device), dtype)
+        return rows.reshape(-1)[: like.numel()].view(like.shape).to(like.device)
     wire = wire_device(like, spec)
     piece = like.new_empty(spec.extent, device=wire)
     for chunk in _chunks(spec.extent, spec.size * like.element_size()):
         sent = None if rows is None else [as_bytes(row[chunk].to(wire)) for row in rows]
         dist.scatter(as_bytes(piece[chunk]), sent, group=group, group_src=0)
-    return as_read(piece[: like.numel()].view(like.shape).to(like.device), dtype)
+    return piece[: like.numel()].view(like.shape).to(like.device)
 
 
 def share_among_replicas(shard: torch.Tensor, spec: UnshardSpec) -> None:
@@ -143,7 +141,6 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 def padded(local: torch.Tensor, spec: UnshardSpec) -> torch.Tensor:
     """This rank's part as the `[extent]` elements that it sends, on the device that communicates."""
-    local = as_stored(local)
     piece = local.new_zeros(spec.extent, device=wire_device(local, spec))
     piece[: local.numel()].view(local.shape).copy_(local)
     return piece

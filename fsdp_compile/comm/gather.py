@@ -13,7 +13,6 @@ from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.comm import exchange
 from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.layout.pairs import as_read, as_stored
 from fsdp_compile.layout.spec import UnshardSpec
 
 MESSAGE_BYTES = 16 * 2**20
@@ -68,13 +67,6 @@ def gather_full(
     Returns:
         A tensor of the parameter's shape in memory of its own; `None` on ranks that get none.
     """
-    full = _gather_stored(as_stored(local), spec, receivers, device)
-    return None if full is None else as_read(full, local.dtype)
-
-
-def _gather_stored(
-    local: torch.Tensor, spec: UnshardSpec, receivers: Receivers, device: torch.device
-) -> torch.Tensor | None:
     if receivers is Receivers.FIRST and not exchange.is_first_replica(spec):
         return None
     full = torch.empty(spec.shape, dtype=local.dtype, device=device) if receives(spec, receivers) else None

@@ -8,7 +8,6 @@ from typing import Any
 from torch import fx
 
 from fsdp_compile._torch.dynamo import aot_autograd, functorch_config
-from fsdp_compile._torch.nested_regions import known_not_to_write
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.wrappers import Compiled
@@ -34,7 +33,7 @@ def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], region: Region) -
         partition_fn=region.partition,
         decompositions={},
     )
-    with functorch_config.patch(enable_autograd_cache=False), known_not_to_write():
+    with functorch_config.patch(enable_autograd_cache=False):
         return compiler(gm, list(inputs))
 
 

@@ -16,7 +16,6 @@ from fsdp_compile._torch.dynamo import (
     inductor_config,
 )
 from fsdp_compile._torch.lowerings import COMBO_KERNELS_UNCHECKED, compute_readers_first
-from fsdp_compile._torch.nested_regions import known_not_to_write
 from fsdp_compile._torch.stored_compiles import DO_NOT_STORE, STORE, STORE_GRAPHS_ALONE, StoredGraph, add_to_key
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import Phase
@@ -116,7 +115,7 @@ def compile_with_inductor(
 
     def compile_region() -> Any:
         stored = DO_NOT_STORE if region.key is None else STORE
-        with functorch_config.patch(stored), known_not_to_write():
+        with functorch_config.patch(stored):
             return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=patches)
 
     if region.key is None:

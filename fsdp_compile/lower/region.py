@@ -24,7 +24,6 @@ from fsdp_compile.lower.wrappers import Compiled, FlatKey, read_again
 from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.gather_messages import expand_gather_messages
-from fsdp_compile.partition.nested_regions import inline_regions, is_of_nested_region, pass_inputs_on
 from fsdp_compile.partition.partition import partition
 from fsdp_compile.partition.recompute import blocks, with_fewest
 from fsdp_compile.pipeline import without_collections
@@ -100,12 +99,9 @@ class Region:
         return self.sources is not None or any(each.surroundings.unused is not None for each in self.loaded)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Splits the joint graph and transforms both halves; nested regions that it calls come first, by themselves."""
+        """Splits the joint graph and transforms both halves."""
         with self._telling_of_refusals(), without_collections():
             refuse_hidden_reads(joint)
-            if is_of_nested_region(inputs):
-                return partition(joint, inputs, **kwargs)
-            pass_inputs_on(joint.graph)
             name_inputs(joint.graph, self.flats)
             self.steps = with_fewest(
                 lambda recomputed: self._split(joint, inputs, recomputed, kwargs),
@@ -122,8 +118,6 @@ class Region:
             say(f"region {self.number}: computing {recomputed} of {len(blocks(joint.graph))} blocks again in backward")
         self.recomputed = recomputed
         forward, backward = partition(joint, inputs, recomputed=recomputed, **kwargs)
-        for half in (forward, backward):
-            inline_regions(half)
         steps = StepGraph(forward, Phase.FORWARD), StepGraph(backward, Phase.BACKWARD)
         steps[1].beside_bytes = bytes_beside(*steps)
         self.sources = gradient_sources(steps[1])
@@ -184,7 +178,6 @@ class Region:
         """Transforms a graph that has no backward and so was never partitioned."""
         with self._telling_of_refusals(), without_collections():
             refuse_hidden_reads(gm)
-            inline_regions(gm)
             name_inputs(gm.graph, self.flats)
             cast_before_gather(gm.graph)
             expand_gather_messages(gm.graph)

@@ -139,7 +139,6 @@ def swap_class(module: nn.Module) -> None:
             n in marked,
             n in split,
             extended.get(n, GatheredBy.SPEC),
-            r.param.sharded_view.is_complex(),
         )
         for n, r in state.reads.items()
     )

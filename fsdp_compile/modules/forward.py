@@ -129,7 +129,7 @@ def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN
     """The `forward` of a sharded module's class."""
     if not torch.compiler.is_compiling():
         return run_eagerly(self, args, kwargs)
-    # Looked up in each call: the class may get another forward (a patched one, or one under `nested_compile_region`).
+    # Looked up in each call: the class may get another forward, as when it is patched.
     return _trace(self, self._fsdp_original_class.forward, (self,), args, kwargs)
 
 

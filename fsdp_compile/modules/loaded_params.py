@@ -91,9 +91,9 @@ def refuse_full_values(module: nn.Module, state_dict: Mapping[str, Any], prefix:
             raise ConfigError(
                 "the state dict holds full values, and the parameters of the model are sharded",
                 where=f"load_state_dict(), {prefix}{attribute}",
-                instead="fsdp_compile.load_from_rank0(model, state); or model.load_state_dict(state) before the model "
-                "is sharded, and inside of `with fsdp_compile.full_params(model):`; for a model that tensor "
-                "parallelism has split, torch.distributed.checkpoint.state_dict.set_model_state_dict()",
+                instead="torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
+                "options=StateDictOptions(full_state_dict=True)); or model.load_state_dict(state) before the model is "
+                "sharded, and inside of `with fsdp_compile.full_params(model):`",
             )
 
 

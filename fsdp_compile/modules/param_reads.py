@@ -55,7 +55,6 @@ class ParamRead(NamedTuple):
         has_attributes: Whether users put attributes on the parameter.
         is_tensor_parallel: Whether the gathered parameter is a DTensor.
         gathered_by: Who says how it is gathered.
-        is_complex: Whether it is a complex view of what is gathered.
     """
 
     name: str
@@ -65,7 +64,6 @@ class ParamRead(NamedTuple):
     has_attributes: bool
     is_tensor_parallel: bool = False
     gathered_by: GatheredBy = GatheredBy.SPEC
-    is_complex: bool = False
 
 
 def read_property(read_of: ParamRead) -> property:
@@ -120,7 +118,7 @@ def _noted(read_of: ParamRead, gather: Callable[[nn.Module], torch.Tensor]) -> C
 
 
 def _gather(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
-    gather = _gather_complex(read_of) if read_of.is_complex else _gather_local(read_of)
+    gather = _gather_local(read_of)
     if not read_of.is_tensor_parallel:
         return gather
     name = read_of.name
@@ -134,20 +132,6 @@ def _gather(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
     for function in (gather_dtensor, TensorParallel.gathered, SpmdParam.gathered):
         skip_code(function.__code__)
     return gather_dtensor
-
-
-def _gather_complex(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:
-    gather, name = _gather_local(read_of), read_of.name
-
-    def gather_pairs(module: nn.Module) -> torch.Tensor:
-        args, local = getattr(module, UNSHARD_ARGS), gather(module)
-        if args is not None and name in args and local is args[name]:  # put in the place of the parameter
-            return local
-        complex_view: torch.Tensor = torch.ops.fsdp_compile.as_complex(local)
-        return complex_view
-
-    skip_code(gather_pairs.__code__)
-    return gather_pairs
 
 
 def _gather_local(read_of: ParamRead) -> Callable[[nn.Module], torch.Tensor]:

@@ -1,7 +1,6 @@
 """Operators `torch.ops.fsdp_compile.*`: schemas, fakes, and kernels without state."""
 
 from fsdp_compile.ops import (
-    as_complex,
     comm_hook,
     effects,
     embedding,
@@ -13,7 +12,6 @@ from fsdp_compile.ops import (
 )
 
 __all__ = [
-    "as_complex",
     "comm_hook",
     "effects",
     "embedding",

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_mul_, foreach_norm, local_tensor
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.layout.pairs import stored_dtype
 from fsdp_compile.runtime import update_in_backward
 from fsdp_compile.runtime.replaced_params import current
 
@@ -112,8 +111,8 @@ def clip_grad_norm_(
         raise RuntimeError(f"the norm of order {p:g} of the gradients is {total.item()}, so nothing was clipped")
     coefficient = (max_norm / (total + _EPSILON)).clamp(max=1.0)
     for (device, dtype), same in by_device_and_dtype(gradients).items():
-        foreach_mul_(same, coefficient.to(device=device, dtype=stored_dtype(dtype)))
-    dtypes = {stored_dtype(g.dtype) for g in gradients} or {torch.float32}
+        foreach_mul_(same, coefficient.to(device=device, dtype=dtype))
+    dtypes = {g.dtype.to_real() for g in gradients} or {torch.float32}
     return total.to(functools.reduce(torch.promote_types, dtypes))
 
 

@@ -155,9 +155,7 @@ def neighbours(params: Sequence[tuple[FSDPParamGroup, FSDPParam]], state: State)
     run: list[FSDPParam] = []
     before: FSDPParamGroup | None = None
     for group, param in params:
-        # Places in flat parameters are counted in real numbers.
         fits = run and group is before and run[-1].spec.offset + run[-1].spec.extent == param.spec.offset
-        fits = fits and not param.sharded_view.is_complex()
         # A run has one count of steps.
         if fits and _same_numbers(state.get(run[-1].parameter, {}), state.get(param.parameter, {})):
             run.append(param)

@@ -22,7 +22,6 @@ from fsdp_compile.comm.gather import Receivers, gather_whole
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.optim.flat_step import ELEMENTWISE
 from fsdp_compile.optim.group_values import Rewound, Values, difference, values_of
-from fsdp_compile.optim.whole_lbfgs import use_full_vectors
 from fsdp_compile.runtime import loaded_state
 from fsdp_compile.runtime.extended_reads import refuse_extended
 from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
@@ -43,8 +42,6 @@ def whole_step(optimizer: Chosen, *, per_parameter: bool = False) -> Chosen:
     not sharded are updated as before. Hooks of the optimizer's step run once for each sharded parameter, and once for
     all others. All ranks step together.
 
-    LBFGS looks at all parameters together: its vectors, as long as all of them, are plain and full on every rank.
-
     Args:
         optimizer: Made before or after the model was sharded. It is changed.
         per_parameter: Asserts of an optimizer that is not torch's that its update of a parameter depends on the value,
@@ -58,15 +55,16 @@ def whole_step(optimizer: Chosen, *, per_parameter: bool = False) -> Chosen:
             it does not.
     """
     if isinstance(optimizer, optim.LBFGS):
-        use_full_vectors(optimizer)
-        setattr(optimizer, SEES_WHOLE, True)
-        return optimizer
+        raise ConfigError(
+            "LBFGS looks at all parameters together, and whole_step() shows an optimizer one at a time",
+            where="whole_step(optimizer)",
+            instead="LBFGS of the sharded parameters as it is; or torch.optim.AdamW",
+        )
     if not per_parameter and type(optimizer) not in PER_PARAMETER:
         raise ConfigError(
             f"{type(optimizer).__name__} is not known to update each parameter by itself",
             where="whole_step(optimizer)",
-            instead=f"one of {', '.join(c.__name__ for c in PER_PARAMETER)}, LBFGS; or per_parameter=True if you are "
-            "sure",
+            instead=f"one of {', '.join(c.__name__ for c in PER_PARAMETER)}; or per_parameter=True if you are sure",
         )
     if SEES_WHOLE not in vars(optimizer):
         inner = optimizer.step

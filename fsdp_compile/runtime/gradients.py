@@ -16,7 +16,6 @@ from fsdp_compile._torch.autograd import (
 )
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, views_of
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.layout.pairs import as_read
 from fsdp_compile.layout.spec import GradPlacement, Update
 from fsdp_compile.runtime import unused_params, update_in_backward
 from fsdp_compile.runtime.units import FSDPParam, FSDPParamGroup
@@ -54,7 +53,7 @@ def write_sharded_grads(group: FSDPParamGroup) -> None:
 
 def part_of(param: FSDPParam, flat: torch.Tensor) -> torch.Tensor:
     """The part of one parameter in a tensor without history that is laid out like the flat parameter."""
-    return as_read(views_of(flat, [param.place])[0], param.sharded_view.dtype)
+    return views_of(flat, [param.place])[0]
 
 
 def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offsets: Collection[int]) -> None:
@@ -71,8 +70,6 @@ def accumulate_sharded_grads(group: FSDPParamGroup, gradient: torch.Tensor, offs
         group.grads.used.difference_update(offsets)
     new = [param for param in params if param.parameter.grad is None] if zeros else []
     parts = views_of(gradient, [param.place for param in params])
-    if group.params[0].sharded_view.is_complex():
-        parts = [torch.view_as_complex(part) for part in parts]
     failure: Exception | None = None
     for param, part in zip(params, parts, strict=True):
         try:

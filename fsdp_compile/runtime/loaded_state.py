@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.runtime import closure_loss, refused_optimizers
-from fsdp_compile.runtime.refused_optimizers import SEES_WHOLE
+from fsdp_compile.runtime import refused_optimizers
 from fsdp_compile.runtime.replaced_params import is_number, update_optimizer
 from fsdp_compile.runtime.units import FSDPParam, sharded_parameters
 
@@ -37,10 +36,9 @@ def follow_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> closure_loss.Arguments | None:
+def _before_step(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
     prepare(optimizer)
     refused_optimizers.refuse(optimizer)
-    return closure_loss.average_loss(optimizer, args, kwargs)
 
 
 def prepare(optimizer: Optimizer) -> None:
@@ -63,14 +61,9 @@ def check(optimizer: Optimizer) -> None:
         if parameter in sharded and isinstance(held, dict):
             _refuse(optimizer, held, sharded[parameter])
     for parameter, held in state.items():
-        if parameter in sharded and isinstance(held, dict) and parameter.dim() == 0 and not has_full_vectors(optimizer):
+        if parameter in sharded and isinstance(held, dict) and parameter.dim() == 0:
             held.update(_as_dtensors(held, sharded[parameter]))
     setattr(optimizer, _CHECKED, state)
-
-
-def has_full_vectors(optimizer: Optimizer | None) -> bool:
-    """Whether the state of an optimizer is of all parameters together, plain and full: LBFGS with `whole_step`."""
-    return isinstance(optimizer, LBFGS) and SEES_WHOLE in vars(optimizer)
 
 
 def is_of_other_rank(value: object, parameter: DTensor) -> bool:
@@ -117,8 +110,7 @@ def _has_other_rows(value: torch.Tensor, param: FSDPParam) -> bool:
 
 def _is_full(optimizer: Optimizer, value: torch.Tensor, param: FSDPParam) -> bool:
     # Other optimizers may hold what they like: torch's hold a DTensor for each of a DTensor's states of its shape.
-    # LBFGS has no state of single parameters.
-    is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
     is_plain = not isinstance(value, DTensor) and value.dim() > 0
     return is_of_torch and is_plain and tuple(value.shape) == tuple(param.dtensor.shape) != param.sharded_size
 

@@ -21,7 +21,6 @@ from fsdp_compile._torch.autograd import (
 from fsdp_compile._torch.dynamo import skip_code
 from fsdp_compile._torch.eval_frame import calls_are_compiled
 from fsdp_compile._torch.tensors import make_dtensor
-from fsdp_compile.layout.pairs import as_stored
 from fsdp_compile.layout.profiler_ranges import Range, profiled
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.runtime import accumulation, chosen_gradients, gradients, read_order, unshard, update_in_backward
@@ -178,7 +177,7 @@ def await_late_gradient(parameter: nn.Parameter, param: FSDPParam) -> None:
             module, attribute = param.module_refs[0]
             text, group, _ = reads_of(module)[attribute]  # the text by which gradients are reduced at once
             with torch.no_grad():
-                sent = as_stored(gradient).to(param.spec.param_dtype)
+                sent = gradient.to(param.spec.param_dtype)
                 reduced = torch.ops.fsdp_compile.reduce_grad(group.flat_param, sent, text)
                 gradients.accumulate(param, make_dtensor(gradients.part_of(param, reduced), param.dtensor))
             update_in_backward.note_new_grads(group)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import optim
 
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.runtime.units import sharded_parameters
 
 SEES_WHOLE = "_fsdp_whole"
@@ -17,20 +16,15 @@ _FLAT = "fsdp_compile.flat_step(optimizer), which updates whole flat parameters"
 
 
 class _Refusal(NamedTuple):
-    """What an optimizer does that DTensors cannot, whether its settings make it do so, and for which parameters."""
+    """What an optimizer does that DTensors cannot, and whether its settings make it do so."""
 
     what: str
     instead: str
     applies: Callable[[optim.Optimizer], bool] = lambda _: True
-    concerns: Callable[[UnshardSpec], bool] = lambda _: True
 
 
 def _is_fused(optimizer: optim.Optimizer) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
-
-
-def _is_uneven(spec: UnshardSpec) -> bool:
-    return spec.dim is not None and spec.shape[spec.dim] % spec.size != 0
 
 
 _REFUSED: dict[type[optim.Optimizer], _Refusal] = {
@@ -43,12 +37,6 @@ _REFUSED: dict[type[optim.Optimizer], _Refusal] = {
         "Adafactor raises norms to powers in place, which torch cannot do on sharded parameters",
         "fsdp_compile.whole_step(optimizer), which updates one full parameter at a time",
     ),
-    optim.LBFGS: _Refusal(
-        "LBFGS joins all parameters, which torch cannot do with one whose rows do not divide over the ranks",
-        "fsdp_compile.whole_step(optimizer), whose vectors are full on every rank; sizes that divide; or "
-        "torch.optim.AdamW",
-        concerns=_is_uneven,
-    ),
 }
 
 
@@ -60,7 +48,7 @@ def refuse(optimizer: optim.Optimizer) -> None:
     sharded = sharded_parameters()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter in sharded and refusal.concerns(sharded[parameter].spec):
+            if parameter in sharded:
                 raise UnsupportedModelError(
                     refusal.what,
                     where=f"{type(optimizer).__name__}.step(), parameter {sharded[parameter].name} of shape "

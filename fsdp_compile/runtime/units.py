@@ -24,7 +24,6 @@ from fsdp_compile.comm.gather_extension import GatherExtension, is_extended
 from fsdp_compile.comm.groups import RankStore
 from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.layout.flat_layout import local_part
-from fsdp_compile.layout.pairs import stored_shape
 from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
 from fsdp_compile.ops.comm_hook import Registered
 from fsdp_compile.runtime.grad_state import GradState
@@ -95,7 +94,7 @@ class FSDPParam:
     @functools.cached_property
     def place(self) -> ViewPlace:
         """Its place in a contiguous tensor that is laid out like the flat parameter."""
-        size = stored_shape(self.sharded_size, self.sharded_view.dtype)
+        size = self.sharded_size
         return size, tuple(math.prod(size[dim + 1 :]) for dim in range(len(size))), self.spec.offset
 
 

@@ -20,7 +20,6 @@ from fsdp_compile.config.policy import compute_device, host_buffer, refuse_devic
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout import flat_layout
 from fsdp_compile.layout.flat_layout import local_part, local_shape
-from fsdp_compile.layout.pairs import as_read, stored_dtype, stored_shape
 from fsdp_compile.layout.spec import UnshardSpec
 from fsdp_compile.layout.wire_formats import ASKED, WireFormat
 from fsdp_compile.modules.classes import gather_params, rebuild_specs
@@ -157,7 +156,7 @@ def _param_group(unit: FSDPUnit, members: list[ParamToShard]) -> FSDPParamGroup:
     first = members[0].parameter
     policy = unit.policy
     dtypes = _dtypes(unit, members[0])
-    shapes = [flat_layout.ParameterShape(m.name, stored_shape(m.shape, first.dtype), m.dim) for m in members]
+    shapes = [flat_layout.ParameterShape(m.name, tuple(m.shape), m.dim) for m in members]
     planned = flat_layout.plan_layout(
         shapes,
         size=policy.size,
@@ -203,10 +202,10 @@ class _Dtypes:
 
 
 def _dtypes(unit: FSDPUnit, member: ParamToShard) -> _Dtypes:
-    """Integer and complex parameters, and those that mixed precision excludes, are sent and reduced as stored."""
+    """Integer parameters, and those that mixed precision excludes, are sent and reduced as stored."""
     policy = unit.policy
-    stored, asked = stored_dtype(member.parameter.dtype), policy.mixed_precision
-    if member.keeps_own_dtype or member.parameter.is_complex():
+    stored, asked = member.parameter.dtype, policy.mixed_precision
+    if member.keeps_own_dtype:
         return _Dtypes(stored, stored, stored)
     sent = (asked.param_dtype or stored) if stored.is_floating_point else stored
     is_quantized = stored.is_floating_point and policy.size > 1 and not member.is_extended
@@ -223,7 +222,7 @@ def _sharded(
     unit: FSDPUnit, member: ParamToShard, place: flat_layout.Slot, buffer: torch.Tensor, dtypes: _Dtypes
 ) -> FSDPParam:
     policy, parameter = unit.policy, member.parameter
-    shape = stored_shape(member.shape, parameter.dtype)
+    shape = tuple(member.shape)
     is_large = flat_layout.is_large(shape, member.dim, policy.size, dtypes.stored)
     spec = UnshardSpec(
         offset=place.offset,
@@ -242,7 +241,7 @@ def _sharded(
         hook=unit.hook.key if unit.hook is not None and parameter.requires_grad else "",
         gather_format=dtypes.wire.name if dtypes.wire and is_large else "",
         reshard=policy.mesh_placement.reshard,
-        order=member.order or _stored_order(parameter),
+        order=member.order or memory_order(parameter),
         divide=unit.divide,
         post_forward_size=policy.mesh_placement.post_forward_size,
         post_forward_group=policy.mesh_placement.post_forward_alias(),
@@ -253,8 +252,7 @@ def _sharded(
     )
     # Without padding: what the DTensor has as its local tensor.
     stored = local_shape(shape, member.dim, policy.size, policy.rank)
-    numbers = buffer[place.offset : place.offset + torch.Size(stored).numel()].view(stored)
-    view = as_read(numbers, parameter.dtype)
+    view = buffer[place.offset : place.offset + torch.Size(stored).numel()].view(stored)
     refs = ModuleRefs(member.module_refs)
     param = FSDPParam(
         *(member.name, refs, parameter, spec, policy.rank, tuple(view.shape), view),
@@ -287,11 +285,6 @@ def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
     order = sorted(range(parameter.dim()), key=parameter.stride().__getitem__, reverse=True)
     # With gaps or overlaps it has no order: its readers get a contiguous one.
     return tuple(order) if parameter.permute(order).is_contiguous() else ()
-
-
-def _stored_order(parameter: torch.Tensor) -> tuple[int, ...]:
-    order = memory_order(parameter)
-    return (*order, parameter.dim()) if order and parameter.is_complex() else order
 
 
 def bind(param: FSDPParam, parameter: nn.Parameter, policy: UnitPolicy) -> None:

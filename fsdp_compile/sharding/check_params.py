@@ -46,7 +46,7 @@ def refuse_class(name: str, parameter: torch.Tensor) -> None:
     Raises:
         ConfigError: If it has no shape yet.
         UnsupportedModelError: If it is of a class that a shard would not have, or its elements are not laid out in
-            memory one by one, or with a hook that would never be called.
+            memory one by one, or are complex, or with a hook that would never be called.
     """
     if isinstance(parameter, UninitializedParameter):
         raise ConfigError(
@@ -66,6 +66,13 @@ def refuse_class(name: str, parameter: torch.Tensor) -> None:
             f"a parameter is not dense: its layout is {parameter.layout} and its dtype {parameter.dtype}",
             where=name,
             instead="a dense parameter, or list it in ignored_params, then it is neither sharded nor averaged",
+        )
+    if parameter.is_complex():
+        raise UnsupportedModelError(
+            f"a parameter is complex ({parameter.dtype}), and gradients are averaged as real numbers",
+            where=name,
+            instead="its real and its imaginary part as two real parameters, or torch.view_as_complex() of a real "
+            "parameter in forward",
         )
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 
-from fsdp_compile._torch.region_guards import guard_each_call
 from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.comm.mesh import MeshPlacement
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy
@@ -254,7 +253,6 @@ def _install(module: nn.Module, made: list[FSDPUnit], plan: ShardingPlan, argume
     loaded_state.follow_optimizers()
     chosen_gradients.follow_backwards()
     post_backward.follow_backwards()
-    guard_each_call()
     explain_backwards()
     refuse_fsdp1_methods()
     count_optimizer_steps()

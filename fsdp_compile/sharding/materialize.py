@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.comm import exchange
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.flat_layout import local_part
-from fsdp_compile.layout.pairs import as_read, stored_dtype
 from fsdp_compile.modules import param_views
 from fsdp_compile.modules.buffers import restored_buffers
 from fsdp_compile.modules.classes import original_class, swap_back, swap_to_original_class
@@ -234,8 +233,7 @@ class _Work:
         blanks = {attribute: module._parameters[attribute] for attribute in params}
         for attribute, param in params.items():
             if param.parameter in self.unwritten:
-                stored = torch.empty(param.spec.shape, dtype=stored_dtype(param.parameter.dtype), device="meta")
-                empty = as_read(stored, param.parameter.dtype)
+                empty = torch.empty(param.spec.shape, dtype=param.parameter.dtype, device="meta")
                 module._parameters[attribute] = nn.Parameter(empty, requires_grad=param.parameter.requires_grad)
         if not self._call(module, name, valued):
             module._parameters.update(blanks)

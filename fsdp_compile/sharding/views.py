@@ -20,7 +20,6 @@ from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.comm.gather_extension import is_extended
 from fsdp_compile.config.policy import compute_device
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.layout.pairs import stored_dtype
 from fsdp_compile.modules.classes import follow_attributes, gather_params
 from fsdp_compile.modules.eager_reads import holds_value, holds_values
 from fsdp_compile.runtime import checked_groups, extended_reads, unshard
@@ -185,8 +184,7 @@ def _fits(registered: nn.Parameter, param: FSDPParam, leaf: nn.Parameter) -> boo
     local = _local(registered)
     return (
         registered.shape == param.parameter.shape
-        and stored_dtype(local.dtype) == leaf.dtype
-        and local.is_complex() == param.sharded_view.is_complex()
+        and local.dtype == leaf.dtype
         and local.device == leaf.device
         and registered.requires_grad == leaf.requires_grad
         and is_extended(local) is (param.extension is not None)

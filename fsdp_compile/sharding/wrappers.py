@@ -43,7 +43,8 @@ def in_its_place(wrapper: object) -> str:
             "the plain model, made anew, where `wrapped` is this one (without state, the second line alone):",
             f"state = {_STATE_DICT}.get_model_state_dict(wrapped, options={options})",
             f"fsdp_compile.fully_shard({', '.join(['model', *_arguments(wrapper)])})",
-            "fsdp_compile.load_from_rank0(model, state)",
+            f"options = {_STATE_DICT}.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)",
+            f"{_STATE_DICT}.set_model_state_dict(model, state, options=options)",
             "and get_optimizer_state_dict (same options), set_optimizer_state_dict for its optimizer: docs/migrate.md",
         ]
     # Composable `replicate` is DDP of a list of parameters.

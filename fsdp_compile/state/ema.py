@@ -96,8 +96,8 @@ class EMA:
         """Inside, the model's parameters and buffers have the averaged values.
 
         They are exchanged in place, so that compiled code goes on, and exchanged back bit for bit when the block ends,
-        also with an exception. What is written to the model inside (by `load_from_rank0` or `update_bn`, say) is kept
-        as the average.
+        also with an exception. What is written to the model inside (by `set_model_state_dict` or `update_bn`, say) is
+        kept as the average.
 
         Raises:
             ConfigError: Inside of another `swapped_in`, a forward, a backward or `full_params`.

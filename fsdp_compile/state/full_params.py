@@ -237,10 +237,7 @@ class FullParam:
             replaced_params.mark_replaced(self.plain, self.param)
 
 
-_FROM_NARROW_TO_WIDE = (
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.complex32, torch.complex64, torch.complex128),
-)
+_FROM_NARROW_TO_WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of gradients."""
 
 

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Adafactor, Optimizer
+from torch.optim import Adafactor, Optimizer
 
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, tree_leaves, tree_map
 from fsdp_compile.comm import exchange
 from fsdp_compile.comm.gather import Receivers
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.runtime.loaded_state import has_full_vectors, is_of_other_rank
+from fsdp_compile.runtime.loaded_state import is_of_other_rank
 from fsdp_compile.runtime.module_state import units_below
 from fsdp_compile.runtime.replaced_params import is_number
 from fsdp_compile.runtime.split_params import refuse_split
@@ -25,9 +25,6 @@ from fsdp_compile.state import optim_names
 from fsdp_compile.state.from_first_rank import from_first_rank
 from fsdp_compile.state.optim_form import Sharded
 from fsdp_compile.state.optim_names import GROUPS, STATE, Keys, NamedGroups
-
-_OTHER_SHAPES = (Adafactor, LBFGS)
-"""torch's optimizers with state that is not of its parameter's shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Target:
     def has_states_of_parameters(self) -> bool:
         """Whether all of its tensors but scalars are known to have their parameters' shapes."""
         is_of_torch = type(self.optim).__module__.startswith("torch.optim.")
-        return is_of_torch and not isinstance(self.optim, _OTHER_SHAPES)
+        return is_of_torch and not isinstance(self.optim, Adafactor)
 
     @property
     def settings(self) -> Sequence[Mapping[str, Any]]:
@@ -203,8 +200,7 @@ class Place(Protocol):
 def _mapped(state: Mapping[str, Any], place: Place, target: Target) -> dict[str, Any]:
     found = {}
     for name, held in state.items():
-        # LBFGS keeps under the first parameter what is of all of them.
-        param = None if has_full_vectors(target.optim) else target.param_of(name)
+        param = target.param_of(name)
         if isinstance(held, dict):
             found[name] = {
                 key: tree_map(functools.partial(place, param=param, key=key), value) for key, value in held.items()

@@ -98,7 +98,7 @@ class _Block(nn.Module):
 
 
 class _Regions(nn.Module):
-    """The second and the third block share a region; each has parameters of its own."""
+    """Blocks whose forwards are one region."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Regions(nn.Module):
         return x
 
 
-MODELS: list[Callable[[], nn.Module]] = [_Cond, _ReadTwice, _NestedCond, _Loop, _Scan, _Map, _Regions]
+MODELS: list[Callable[[], nn.Module]] = [_Cond, _ReadTwice, _NestedCond, _Loop, _Scan, _Map]
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -125,7 +125,7 @@ def _check(make: Callable[[], nn.Module], how: Run) -> None:
 
 
 @long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
-@long.parametrize("make", MODELS, always=[_NestedCond, _Regions])
+@long.parametrize("make", MODELS, always=[_NestedCond])
 def test_functions_read_as_in_one_process(make: Callable[[], nn.Module], how: Run) -> None:
     """Branches that are not taken give zeros, as plain `torch.compile` does, and not `None`."""
     run_ranks(_check, make, how, world_size=2)
@@ -151,7 +151,7 @@ def test_ranks_may_take_different_branches() -> None:
     run_ranks(_check_branches_of_ranks, world_size=2)
 
 
-@long.parametrize("make", [_Cond, _Scan, _Regions], always=[_Regions])
+@long.parametrize("make", [_Cond, _Scan], always=[_Scan])
 def test_functions_accumulate_without_reduction(make: Callable[[], nn.Module]) -> None:
     run_ranks(check_accumulation, make, WIDTH, world_size=2)
 
@@ -168,6 +168,11 @@ class _Bias(nn.Module):
 def test_other_functions_that_read_are_refused() -> None:
     with fake_world(2), pytest.raises(BackendCompilerFailed, match=r"higher_order\.flex_attention reads a parameter"):
         compile_eagerly(_Bias())(torch.randn(1, 2, 4, 4))
+
+
+def test_nested_regions_are_refused() -> None:
+    with fake_world(2), pytest.raises(BackendCompilerFailed, match=r"(?s)nested_compile_region.*'share_code': True"):
+        compile_eagerly(_Regions())(torch.ones(2, WIDTH))
 
 
 class _Chosen(nn.Module):

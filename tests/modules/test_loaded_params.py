@@ -190,7 +190,7 @@ def _check_full_values() -> None:
     with pytest.raises(ConfigError, match="holds full values") as raised:
         model.load_state_dict(full)
     assert "0.weight" in str(raised.value.where)
-    assert "load_from_rank0" in str(raised.value.instead)
+    assert "set_model_state_dict" in str(raised.value.instead)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value.full_tensor(), before[name], rtol=0, atol=0)
     with full_params(model):

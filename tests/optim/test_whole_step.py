@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,8 +15,6 @@ from fsdp_compile import (
     ConfigError,
     full_tensors,
     fully_shard,
-    optim_state_dict,
-    optim_state_dict_to_load,
     whole_step,
 )
 from fsdp_compile.layout.flat_layout import local_part
@@ -217,130 +214,12 @@ def test_state_is_saved_and_loaded() -> None:
     run_ranks(_check_saved)
 
 
-def _check_lbfgs(line_search: str | None, how: Run) -> None:
-    """Uneven rows, a number and a parameter without a gradient; made before sharding, saved and resumed."""
-    model, reference = _narrow(), _narrow()
-    mine, theirs = (
-        optim.LBFGS(each.parameters(), lr=0.5, max_iter=5, line_search_fn=line_search) for each in (model, reference)
-    )
-    fully_shard(model)
-    whole_step(mine)
-    called: Any = model if how is Run.EAGER else compile_eagerly(model)
-    for step in range(3):
-        if step == 2:
-            held = copy.deepcopy(mine.state_dict())
-            mine = whole_step(optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn=line_search))
-            mine.load_state_dict(held)
-        mine.step(functools.partial(_closure, called, mine))
-        theirs.step(functools.partial(_closure, reference, theirs))
-    for key, value in full_tensors(model):
-        torch.testing.assert_close(value, reference.state_dict()[key], rtol=1e-5, atol=1e-7, msg=key)
-    vectors = [v for v in mine.state[next(model.parameters())].values() if isinstance(v, torch.Tensor)]
-    assert {v.numel() for v in vectors if v.dim()} == {sum(p.numel() for p in model.parameters())}
-
-
-class _Narrow(nn.Module):
-    """Input: `[rows, 6]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 7)
-        self.down = nn.Linear(7, 5)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x))) * self.scale
-
-
-def _narrow() -> Any:
-    torch.manual_seed(0)
-    return _Narrow().double()
-
-
-def _closure(called: Any, optimizer: optim.Optimizer) -> float:
-    optimizer.zero_grad()
-    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()  # the same on all ranks
-    loss = called(batch).square().mean()
-    loss.backward()
-    return float(loss.detach())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_lbfgs_equals_one_process(world_size: int) -> None:
-    run_ranks(_check_lbfgs_all, world_size=world_size)
-
-
-def _check_lbfgs_all() -> None:
-    _check_lbfgs(None, Run.SHARDED)
-    _check_lbfgs("strong_wolfe", Run.EAGER)
-    model = _narrow()
-    optimizer = whole_step(optim.LBFGS(model.parameters()))
-    compiled = compile_eagerly(model)
-    with pytest.raises(ConfigError, match=r"in the middle of a step(.|\n)*before the first step"):
-        optimizer.step(functools.partial(_closure, compiled, optimizer))
-
-
-class _Tempered(nn.Module):
-    """A number first, under which LBFGS keeps its state. Input: `[rows, 6]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(1.5))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x) * self.temperature
-
-
-class _Vector(nn.Module):
-    """One vector, whose shape the vectors of LBFGS have. Input: `[rows, 6]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
-
-
-def _check_lbfgs_under_its_first_parameter(make: Callable[[], nn.Module]) -> None:
-    model, reference, resumed = (make().double() for _ in range(3))
-    reference.load_state_dict(model.state_dict())
-    fully_shard(model)
-    fully_shard(resumed)
-
-    def optimizer_of(each: nn.Module) -> optim.LBFGS:
-        return optim.LBFGS(each.parameters(), lr=0.1, max_iter=1)
-
-    mine, theirs, other = optimizer_of(model), optimizer_of(reference), whole_step(optimizer_of(resumed))
-    whole_step(mine)
-    for called, optimizer in [(model, mine), (reference, theirs)] * 2:
-        optimizer.step(functools.partial(_closure, called, optimizer))
-    resumed.load_state_dict(model.state_dict())
-    other.load_state_dict(optim_state_dict_to_load(resumed, other, optim_state_dict(model, mine)))
-    for called, optimizer in [(model, mine), (resumed, other), (reference, theirs)] * 2:
-        optimizer.step(functools.partial(_closure, called, optimizer))
-    found = dict(full_tensors(resumed))
-    for key, value in full_tensors(model):
-        torch.testing.assert_close(value, reference.state_dict()[key], rtol=1e-5, atol=1e-7, msg=key)
-        assert torch.equal(found[key], value), key
-
-
-def _check_lbfgs_under_its_first_parameters() -> None:
-    _check_lbfgs_under_its_first_parameter(_Tempered)
-    _check_lbfgs_under_its_first_parameter(_Vector)
-
-
-def test_lbfgs_keeps_its_vectors_under_a_first_parameter_of_their_shape() -> None:
-    run_ranks(_check_lbfgs_under_its_first_parameters)
-
-
 def test_what_is_not_known_to_update_parameters_one_by_one_is_refused() -> None:
     parameters = list(nn.Linear(2, 2).parameters())
-    with pytest.raises(ConfigError, match=r"not known to update each parameter by itself(.|\n)*Adafactor, Muon, LBFGS"):
+    with pytest.raises(ConfigError, match=r"not known to update each parameter by itself(.|\n)*Adafactor, Muon; or"):
         whole_step(_Lamb(parameters))
+    with pytest.raises(ConfigError, match=r"LBFGS looks at all parameters together(.|\n)*AdamW"):
+        whole_step(optim.LBFGS(parameters))
     with pytest.raises(ConfigError, match="not known to update each element"):
         flat_step(whole_step(optim.Adafactor(parameters)))
 

@@ -93,6 +93,11 @@ REFUSED = {
     "wrapper": (lambda m: _set(m.up, _two()), UnsupportedModelError, "Two is divided by torch.chunk() into Tensors"),
     "behaviour": (lambda m: _set(m.up, Behaving(m.up.weight.data)), UnsupportedModelError, "which has scale, scaled"),
     "sparse": (lambda m: _set(m.up, nn.Parameter(torch.eye(7, 6).to_sparse())), UnsupportedModelError, "not dense"),
+    "complex": (
+        lambda m: setattr(m, "up", nn.Linear(6, 7, dtype=torch.complex64)),
+        UnsupportedModelError,
+        "a parameter is complex (torch.complex64)",
+    ),
     "lazy": (lambda m: setattr(m, "up", nn.LazyLinear(7)), ConfigError, "no shape yet"),
 }
 

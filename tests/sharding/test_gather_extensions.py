@@ -452,7 +452,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "full_params": (_full_params, "full_params()", "what its full value is"),
     "full_tensors": (lambda: list(fsdp_compile.full_tensors(_sharded())), "full_tensors", "what its full value is"),
     "EMA": (lambda: EMA(_sharded(), decay=0.9), "EMA", "what its full value is"),
-    "load_from_rank0": (lambda: fsdp_compile.load_from_rank0(_sharded(), {}), "load_from_rank0", "its full value"),
     "materialize": (_materialize, "materialize()", "what its full value is"),
     "explain": (lambda: fsdp_compile.explain(Layers(Half), torch.ones(2, 6)), "explain(Layers), up.weight", "values"),
 }

@@ -128,7 +128,7 @@ def _out_of_fsdp1(case: str) -> dict[str, torch.dtype | None]:
         "LayerNorm": nn.LayerNorm,
     }
     lines = _lines(_refusal(wrapped, "fully_shard"))
-    assert len(lines) == 3
+    assert len(lines) == 4
     exec("\n".join(lines), names)
     # As docs/migrate.md has it.
     state = get_optimizer_state_dict(wrapped, optimizer, options=StateDictOptions(full_state_dict=True))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Replicate
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -26,7 +27,6 @@ from fsdp_compile import (
     full_params,
     full_tensors,
     fully_shard,
-    load_from_rank0,
 )
 from tests import long
 from tests.beside import compile_eagerly
@@ -176,7 +176,7 @@ def _load(folder: Path) -> None:
         assert ema.n_averaged == 3
         _assert_same(ema.full_state_dict(), full)
         followed = fully_shard(_make())
-        load_from_rank0(followed, dict(full_tensors(model)))
+        set_model_state_dict(followed, dict(full_tensors(model)), options=StateDictOptions(full_state_dict=True))
         _assert_same(_values(followed), _values(model))
 
 
@@ -222,7 +222,9 @@ def _check_layouts() -> None:
         torch.testing.assert_close(after[f"module.{name}"], expected)
     with ema.swapped_in():
         model.second.weight.requires_grad_(requires_grad=False)
-        load_from_rank0(model, {"scale": torch.tensor(7.0)}, strict=False)
+        set_model_state_dict(
+            model, {"scale": torch.tensor(7.0)}, options=StateDictOptions(full_state_dict=True, strict=False)
+        )
     _assert_same(ema.full_state_dict(), {**after, "module.scale": torch.tensor(7.0)})
 
 

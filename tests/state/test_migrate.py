@@ -29,7 +29,6 @@ from fsdp_compile import (
     ConfigError,
     full_params,
     fully_shard,
-    load_from_rank0,
     materialize,
     no_sync,
     rekey_optim_state_dict,
@@ -88,7 +87,7 @@ def _check_resumed(folder: Path) -> None:
     dist.barrier()
 
     resumed = fully_shard(_model(seed=1 + rank))
-    load_from_rank0(resumed, torch.load(folder / "model.pt") if rank == 0 else None)
+    state_dict.set_model_state_dict(resumed, torch.load(folder / "model.pt") if rank == 0 else {}, options=FROM_RANK_0)
     optimizer = _adamw(resumed)
     loaded = torch.load(folder / "optimizer.pt") if rank == 0 else {}
     state_dict.set_optimizer_state_dict(resumed, optimizer, loaded, options=FROM_RANK_0)
@@ -114,7 +113,7 @@ def _check_resumed_from_ddp(folder: Path) -> None:
         torch.save(saved[1], folder / "optimizer.pt")
 
     resumed = fully_shard(_model(seed=1 + rank))
-    load_from_rank0(resumed, saved[0] if rank == 0 else None)
+    state_dict.set_model_state_dict(resumed, saved[0] if rank == 0 else {}, options=FROM_RANK_0)
     optimizer, path = _adamw(resumed), folder / "optimizer.pt"
     state = {}
     if rank == 0:

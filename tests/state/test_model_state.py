@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_compile import ConfigError, full_tensors, load_from_rank0, optim_state_dict
+from fsdp_compile import ConfigError, full_tensors, optim_state_dict
 from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
 from tests.state.optim_models import assert_same, kinds, optimizer_of, sharded, train, whole
@@ -53,7 +53,7 @@ def _check_names() -> None:
     assert names[0] == names[1]
     assert set(names[0]) < {name for name, _ in plain.named_parameters()}
     assert list(get_optimizer_state_dict(compiled, optimizer)["state"]) == names[0]
-    load_from_rank0(compiled, plain.state_dict())
+    set_model_state_dict(compiled, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
     assert_same(_values(compiled), plain.state_dict())
 
 

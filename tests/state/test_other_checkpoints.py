@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -31,7 +32,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compile import full_tensors, fully_shard, load_from_rank0
+from fsdp_compile import full_tensors, fully_shard
 from tests.models.outlines import MixedKinds
 from tests.ranks import run_ranks
 
@@ -219,7 +220,7 @@ def _load_full(kind: type[nn.Module], folder: Path) -> dict[str, Any]:
     """From files of `torch.save` that rank 0 alone reads."""
     model, optimizer = _ours(kind, seed=1)
     is_first = dist.get_rank() == 0
-    load_from_rank0(model, torch.load(folder / "model.pt") if is_first else None)
+    set_model_state_dict(model, torch.load(folder / "model.pt") if is_first else {}, options=FROM_RANK_0)
     state = torch.load(folder / "optimizer.pt") if is_first else {}
     set_optimizer_state_dict(model, optimizer, state, options=FROM_RANK_0)
     return _values(model, optimizer)
@@ -291,7 +292,8 @@ def _through_safetensors(folder: Path) -> None:
         save_file({name: value for name, value in out.items() if name in expected}, folder / "model.safetensors")
     dist.barrier()
     first, _ = _ours(MixedKinds, seed=1)
-    load_from_rank0(first, load_file(folder / "model.safetensors") if dist.get_rank() == 0 else None)
+    state: dict[str, Any] = load_file(folder / "model.safetensors") if dist.get_rank() == 0 else {}
+    set_model_state_dict(first, state, options=FROM_RANK_0)
     into_shards, _ = _ours(MixedKinds, seed=2)
     state = {name: value for name, value in into_shards.state_dict().items() if name != "tied.weight"}
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
