@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile
 from fsdp_compile.capture.functions import take_reads_out
+from fsdp_compile.fsdp2 import plain
 from fsdp_compile.fsdp2.compiled_step import CompiledStep
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import model_of, note_backend, sharded_root, take_over
@@ -32,6 +33,8 @@ def fsdp(
 ) -> Callable[..., Any]:
     """Compiles one Dynamo graph; `torch.compile(model, backend="fsdp")` calls this."""
     checked = FSDPOptions.from_dict(options)
+    plain.refuse_plain(gm, example_inputs)
+    plain.refuse_unused_sharding(example_inputs, checked)
     take_reads_out(gm)
     region = _Region(flat_inputs(example_inputs), lambda step: transform(step, checked))
     if checked.lower == "eager":
@@ -71,7 +74,8 @@ def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
 
 
 def _take_over_what_starts(frame: FrameToCompile) -> None:
-    for module in {m: None for m in (frame.starts, *frame.held) if isinstance(m, nn.Module)}:
+    plain.shard_in_frame(frame)
+    for module in frame.modules():
         if model_of(module) is not None:
             continue
         state = sharded_root(module)
@@ -83,4 +87,5 @@ def _take_over_what_starts(frame: FrameToCompile) -> None:
 
 
 note_backend(fsdp)
+plain.watch(fsdp)
 before_each_compile(fsdp, _take_over_what_starts)
