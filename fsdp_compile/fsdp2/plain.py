@@ -105,9 +105,9 @@ class _FirstCall:
     def __deepcopy__(self, _memo: dict[int, Any]) -> _FirstCall:
         return self
 
-    def __reduce__(self) -> str:
-        """A copy of a compiled module is a plain one."""
-        return "no_hook"
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is loaded is not compiled, as with `torch.compile`, and has a hook that does nothing."""
+        return functools.partial, (no_hook,)
 
 
 def no_hook(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
@@ -182,7 +182,7 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
         return False
     if (part := next((m for m in module.modules() if m in _sharded), None)) is not None:
         raise ConfigError(
-            f"a part of the model, {type(part).__name__}, was sharded when it was called by itself",
+            f"a part of the model, {_class_name(part)}, was sharded when it was called by itself",
             where=type(module).__name__,
             instead="compile the model before its parts are called, or call fully_shard(model) first",
         )
@@ -212,6 +212,11 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
     stale.replace({old: new for old, new in successors.items() if new is not old and new is not None})
     _sharded[module] = options.sharding
     return True
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of the class that the user wrote."""
+    return next(c.__name__ for c in type(module).__mro__ if not issubclass(c, fsdp2.FSDPModule))
 
 
 def _places(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], tuple[str, nn.Parameter]]]:
@@ -326,7 +331,7 @@ def _refuse_wrapper_around(module: nn.Module, _name: str, child: nn.Module | Non
         for part in child.modules():
             inner = part._orig_mod if isinstance(part, OptimizedModule) else part
             if inner in _waiting or inner in _sharded:
-                raise _refuse_wrapper(module, f"{type(module).__name__}({type(inner).__name__})")
+                raise _refuse_wrapper(module, f"{type(module).__name__}({_class_name(inner)})")
 
 
 def _refuse_plain_rest_of_optimizer(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
