@@ -212,7 +212,7 @@ def backend_in_callback(callback: object) -> object:
 
 def backend_named(given: object) -> object:
     """The function that `torch.compile(backend=given)` compiles with."""
-    return torch._dynamo.lookup_backend(given) if isinstance(given, str) else given  # type: ignore[attr-defined]
+    return torch._dynamo.lookup_backend(given) if isinstance(given, str) else given
 
 
 def options_of(compiled: OptimizedModule) -> Mapping[str, Any] | None:

@@ -334,11 +334,17 @@ def _refuse_wrapper_around(module: nn.Module, _name: str, child: nn.Module | Non
                 raise _refuse_wrapper(module, f"{type(module).__name__}({_class_name(inner)})")
 
 
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that have stepped with gradients."""
+
+
 def _refuse_plain_rest_of_optimizer(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Refuses an optimizer of models that their first call has sharded, and of others that no rank averages."""
-    if not _sharded:
+    if not _sharded or optimizer in _checked:
         return
     trained = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    if trained:  # there are none yet before the first call of a closure
+        _checked.add(optimizer)
     by_compile = _ids_in(_sharded)
     if by_compile.isdisjoint(trained) or all(isinstance(p, DTensor) for p in trained.values()):
         return
@@ -362,8 +368,9 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
         if type(value) is stale.StaleParameter:
             raise stale.refusal(value, "compiled code")
-        is_plain = isinstance(value, nn.Parameter) and not isinstance(value, DTensor)
-        if not is_plain or not value.requires_grad or not torch.is_grad_enabled() or ParamGroup.of(value) is not None:
+        if not isinstance(value, nn.Parameter) or isinstance(value, DTensor) or ParamGroup.of(value) is not None:
+            continue
+        if not value.requires_grad or not torch.is_grad_enabled():  # each rank computes with its whole copy
             continue
         # FSDP2 registers gathered parameters, which are plain; others stay whole.
         sharded = _ids_in(fsdp2.sharded_modules()) if sharded is None else sharded

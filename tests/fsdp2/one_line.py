@@ -36,7 +36,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The block of `x`."""
-        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
 
 
 class Model(nn.Module):
@@ -53,7 +54,8 @@ class Model(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        out: torch.Tensor = self.head(x)
+        return out
 
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -71,11 +71,11 @@ def test_an_optimizer_with_state_follows(kind: str) -> None:
 
 def _lists() -> None:
     pair = Pair()
-    head = pair.model.head.weight
-    head.decay = 0.5  # type: ignore[attr-defined]
+    head: Any = pair.model.get_parameter("head.weight")
+    head.decay = 0.5
     pair.call = one_line(pair.model)
     pair.backward()
-    now = pair.model.get_parameter("head.weight")
+    now: Any = pair.model.get_parameter("head.weight")
     assert now is not head
     assert type(head) is StaleParameter
     # Attributes are those of the sharded parameter.
@@ -88,13 +88,13 @@ def _lists() -> None:
         2,
         18,
     )
-    assert head.decay == now.decay == 0.5  # type: ignore[attr-defined]
+    assert head.decay == now.decay == 0.5
     assert isinstance(head.data, DTensor)
     assert copy.deepcopy(head).shape == head.shape
     assert "StaleParameter" in repr(head)
     norm = nn.utils.clip_grad_norm_(pair.held, 0.1)
     expected = nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1)
-    torch.testing.assert_close(norm.full_tensor(), expected)  # type: ignore[attr-defined]
+    torch.testing.assert_close(norm.full_tensor(), expected)  # type: ignore[operator]
     pair.update()
     pair.compare()
     # Gradients are dropped, and parameters frozen, by the list.
@@ -114,7 +114,7 @@ def _lists() -> None:
 
     for compute in (lambda: head + 1, head.detach, lambda: head.add_(1), lambda: torch.stack([head])):
         with pytest.raises(ConfigError, match=r"(?s)sharded since you took it.*model.parameters\(\) again"):
-            compute()  # type: ignore[no-untyped-call]
+            compute()
     with pytest.raises(ConfigError, match="data = "):
         head.data = torch.zeros(3, 6)
 
@@ -163,8 +163,9 @@ def _scaler() -> None:
     for step in range(2):
         batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
         rank = torch.distributed.get_rank()
+        calls: tuple[Any, Any] = (pair.call, pair.reference)
         for scaler, optimizer, call, x in zip(
-            scalers, pair.optimizers, (pair.call, pair.reference), (batch.chunk(2)[rank], batch), strict=True
+            scalers, pair.optimizers, calls, (batch.chunk(2)[rank], batch), strict=True
         ):
             scaler.scale(call(x).square().mean()).backward()
             scaler.unscale_(optimizer)
