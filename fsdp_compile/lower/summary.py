@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from fsdp_compile.ir.graph import Phase
-from fsdp_compile.lower.agreement import Compared
 from fsdp_compile.lower.graph_text import GraphText
+from fsdp_compile.lower.shared_plan import Compared
 from fsdp_compile.lower.surroundings import Surroundings
 from fsdp_compile.lower.wrappers import Compiled
 

@@ -13,9 +13,9 @@ from fsdp_compile._torch.context_parallel import balances_tokens
 from fsdp_compile._torch.tensors import is_batched, join_batch, split_batch
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.ir.calls import natural
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.layout.spec import Update
-from fsdp_compile.lower.agreement import in_order
 from fsdp_compile.lower.failed_collective import failed_wait
 from fsdp_compile.modules.forward import in_forward
 from fsdp_compile.runtime import checked_groups, update_in_backward
@@ -110,7 +110,8 @@ def noted_order(step: StepGraph, digests: Mapping[str, int]) -> list[Noted]:
     position_of = {record: i for i, record in flats_of(step)}
     done = Done.READ if step.phase is Phase.FORWARD else Done.REDUCED
     noted = []
-    for record in in_order(position_of):
+    # The same order for all layers that share the graph, and on all ranks.
+    for record in sorted(position_of, key=lambda record: natural(record.parameters[0])):
         spec = record.specs[0]
         over_shards = sum(digests.get(alias, 0) for alias in (spec.group, spec.reduce_group, spec.post_forward_group))
         over_replicas = digests.get(spec.replicate_group)
