@@ -110,9 +110,7 @@ def leave_forward(state: FSDPState) -> None:
         state._state_ctx.iter_forward_root = None
 
 
-def replace_hooks(
-    state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]
-) -> None:
+def replace_hooks(state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]) -> None:
     """Puts what `pre` and `post` make of them in the place of FSDP2's two forward hooks, in each module of a state."""
     for module in state._modules:
         for hooks, replaced in ((module._forward_pre_hooks, pre), (module._forward_hooks, post)):
@@ -218,6 +216,16 @@ def reduces(group: TorchGroup) -> bool:
 def all_reduces(group: TorchGroup) -> bool:
     """Whether backwards sum gradients over replicas (`set_requires_all_reduce`); True without replicas."""
     return bool(group.all_reduce_grads) or not group._is_hsdp
+
+
+def reductions(group: TorchGroup) -> tuple[bool, bool]:
+    """Whether backwards reduce gradients over the shard group, and over replicas."""
+    return group.reduce_grads, group.all_reduce_grads
+
+
+def set_reductions(group: TorchGroup, flags: tuple[bool, bool]) -> None:
+    """Sets `reductions`, as `set_requires_gradient_sync` and `set_requires_all_reduce` do."""
+    group.reduce_grads, group.all_reduce_grads = flags
 
 
 def offloads(group: TorchGroup) -> bool:
