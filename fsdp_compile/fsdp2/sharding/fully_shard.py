@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compile._torch import fully_shard as private
@@ -202,6 +202,7 @@ class _Call:
             if (settings := private.settings_of(module)) is not None:
                 private.cast_inputs(module, casts=settings.cast_inputs_inside)
         self._replicate(places)
+        self._separate_reductions()
         if given.init_fn is not None:
             materialize(self._whole, given.init_fn)
         for unit in self._units:
@@ -252,10 +253,13 @@ class _Call:
             full_precision_in_eval=precision.full_precision_in_eval,
             separate_reduce_group=given.separate_reduce_group,
         )
-        first: Any = unit.modules[0]
-        private.set_settings(first, settings)
-        if given.separate_reduce_group and hasattr(first, "set_separate_reduce_scatter_group"):  # newer than torch 2.11
-            first.set_separate_reduce_scatter_group(recurse=False)
+        private.set_settings(unit.modules[0], settings)
+
+    def _separate_reductions(self) -> None:
+        for root in self._arguments.modules if self._arguments.separate_reduce_group else ():
+            # One group for the whole model. It is newer than torch 2.11.
+            if isinstance(root, FSDPModule) and hasattr(root, "set_separate_reduce_scatter_group"):
+                root.set_separate_reduce_scatter_group()
 
     def _replicate(self, places: dict[Place, nn.Module]) -> None:
         for module, name in places:

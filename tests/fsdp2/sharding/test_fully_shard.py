@@ -341,7 +341,9 @@ def test_ignored_parameters_are_neither_sharded_nor_averaged() -> None:
 def _separate() -> bool:
     ours, theirs = fully_shard(made(), separate_reduce_group=True), _by_hand(made())
     groups = [g for m in ours.modules() if isinstance(m, FSDPModule) for g in fsdp2.state(m)._fsdp_param_groups]  # type: ignore[attr-defined]
-    assert all(group.mesh_info.reduce_scatter_process_group is not None for group in groups)
+    separate = {group.mesh_info.reduce_scatter_process_group for group in groups}
+    assert len(separate) == 1
+    assert None not in separate
     return same(train(ours), train(theirs))
 
 

@@ -111,7 +111,7 @@ def test_param_init_fn_gives_what_one_process_has(init: Any) -> None:
 
 
 def test_the_first_ranks_initialization_counts() -> None:
-    assert run_ranks(_init, _to_empty, seeds=1, tied=True, offload=True) == [True, True]
+    assert run_ranks(_init, _reset, seeds=1, tied=True, offload=True) == [True, True]
 
 
 def _later() -> bool:
