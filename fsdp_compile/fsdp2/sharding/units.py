@@ -91,7 +91,8 @@ def plan_units(
 def _with_forward(module: nn.Module) -> list[nn.Module]:
     """What torch's function can be called on for a module: a container that is never called, by its children."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
-        return [part for child in module.children() for part in _with_forward(child)]
+        with_params = [child for child in module.children() if any(True for _ in child.parameters())]
+        return [part for child in with_params for part in _with_forward(child)]
     return [module]
 
 

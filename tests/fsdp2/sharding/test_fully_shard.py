@@ -9,17 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     ShardingStrategy,
 )
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_compile._torch import fully_shard as private
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
@@ -231,7 +232,7 @@ def test_parameters_that_fsdp2_cannot_split_are_refused_by_name(fake_world: Call
         with pytest.raises(UnsupportedModelError, match=r"size 6 does not divide over 4 ranks[^$]*embed\.weight"):
             fully_shard(Model(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
         model = fully_shard(nn.Linear(8, 8), shard_placement_fn=lambda p: Shard(p.dim() - 1))
-        assert [p.placements for p in model.parameters()] == [(Shard(1),), (Shard(0),)]  # type: ignore[attr-defined]
+        assert [p.placements for p in model.parameters()] == [(Shard(1),), (Shard(0),)]
 
 
 def test_strategies_are_meshes_and_reshard_after_forward(
@@ -357,3 +358,27 @@ def _device(device: Any) -> bool:
 
 def test_device_id_names_where_torch_moves_units() -> None:
     assert run_ranks(_device, "cpu") == [True, True]
+
+
+def _placements(shard: Callable[..., Any], mesh: DeviceMesh) -> list[Any]:
+    found: list[Any] = []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for mesh_of_params, given in (
+            (mesh["tp"], {"mesh": mesh["dp"]}),
+            (mesh, {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp")}),
+        ):
+            model: Any = nn.Sequential(nn.Linear(8, 8, bias=False))
+            over = (placement,) if mesh_of_params.ndim == 1 else (Replicate(), placement)
+            model[0].weight = nn.Parameter(distribute_tensor(model[0].weight, mesh_of_params, over))
+            shard(model[0], **given)
+            shard(model, **given)
+            found.append((model[0].weight.placements, model[0].weight.to_local().shape))
+    return found
+
+
+def test_dtensors_over_other_dimensions_of_the_mesh_are_torchs_matter(fake_world: Callable[..., Any]) -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ours = _placements(fully_shard, mesh)
+        assert ours == _placements(fsdp2, mesh)
+        assert len(set(ours)) >= 3

@@ -32,7 +32,7 @@ class _Module(Model):
         with torch.no_grad():
             self.scale.fill_(1.5)  # type: ignore[union-attr]
             self.count.copy_(torch.tensor([3, 4]))  # type: ignore[union-attr]
-        self.running.copy_(torch.arange(3.0))
+        self.get_buffer("running").copy_(torch.arange(3.0))
 
 
 def _values(model: nn.Module) -> list[torch.Tensor]:
