@@ -47,9 +47,9 @@ class FirstRank:
     def send(self, wanted: Container[torch.Tensor], policy: UnitPolicy) -> None:
         """Gives some tensors the first rank's values on all ranks of a mesh, and memory where they have none."""
         device = device_of(policy.mesh)
-        for tensor in self._tensors:
-            if tensor not in wanted:
-                continue
+        sent = [tensor for tensor in self._tensors if tensor in wanted]
+        self._tensors = [tensor for tensor in self._tensors if tensor not in wanted]  # their memory ends with sharding
+        for tensor in sent:
             if tensor.is_meta:
                 value: torch.Tensor = torch.empty_like(tensor, device=device)
                 if isinstance(tensor, nn.Parameter):

@@ -161,7 +161,7 @@ class _Call:
         self._replicated = {p for p in named if is_whole(p)}
         self._managed = {p: name for p, name in named.items() if p not in self._replicated}
         to_place = ((name, p) for p, name in self._managed.items())
-        self._placement_fn = placements(to_place, arguments.placement, arguments.policy)
+        self._placements = placements(to_place, arguments.placement, arguments.policy)
         self._is_split = arguments.wrap_policy is None and not self._below and not arguments.is_list
         self._policy, chosen = with_excluded(roots, arguments.policy, self._chosen())
         self._units = plan_units(roots, self._policy, chosen, self._managed)
@@ -227,17 +227,20 @@ class _Call:
 
     def _shard(self, unit: Unit) -> None:
         given, policy = self._arguments, unit.policy
+        later = self._later.pop(unit)
+        ignored = {p for p in unit.params() if p not in self._managed}.union(*later)
+        placed = {p: self._placements.pop(p) for p in unit.params() if p in self._placements}
+        for parameter in unit.params():  # or all of the model would be in memory until the end
+            self._managed.pop(parameter, None)
         arguments: dict[str, Any] = {
             "mesh": policy.mesh,
             "reshard_after_forward": policy.reshard_after_forward,
-            "shard_placement_fn": self._placement_fn,
+            "shard_placement_fn": placed.__getitem__ if placed else None,
             "mp_policy": torch_precision(unit, self._policy, is_split=self._is_split),
             "offload_policy": given.offload,
         }
         if policy.dp_mesh_dims is not None:  # newer than torch 2.11
             arguments["dp_mesh_dims"] = policy.dp_mesh_dims
-        later = self._later[unit]
-        ignored = {p for p in unit.params() if p not in self._managed}.union(*later)
         target: Any = unit.modules if len(unit.modules) > 1 else unit.modules[0]
         torch_fully_shard(target, ignored_params=ignored or None, **arguments)
         for params in later:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -51,17 +51,16 @@ def refuse_params(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 def placements(
     named: Iterable[tuple[str, nn.Parameter]], placement_fn: PlacementFn | None, policy: UnitPolicy
-) -> Callable[[nn.Parameter], Any] | None:
-    """The same choices as `placement_fn`, which is called once per parameter.
+) -> dict[nn.Parameter, Any]:
+    """What `placement_fn` returns for each parameter; nothing without one.
 
     Raises:
         ConfigError: If it returns what is no placement, or a dimension that does not exist.
         UnsupportedModelError: If a dimension other than the first does not divide over the ranks.
     """
-    if placement_fn is None:
-        return None
     results: dict[nn.Parameter, Any] = {}
-    for name, parameter in named:
+    for name, parameter in named if placement_fn is not None else ():
+        assert placement_fn is not None
         result = results[parameter] = placement_fn(parameter)
         own_mesh = chosen_mesh(result)
         placement = result if own_mesh is None else own_mesh.placement
@@ -87,4 +86,4 @@ def placements(
                 where=where,
                 instead="Shard(0), which pads, or a dimension that divides",
             )
-    return lambda parameter: results[parameter]
+    return results

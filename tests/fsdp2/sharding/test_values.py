@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError, RankMismatchError
+from fsdp_compile.fsdp2.sharding import fully_shard as front
 from fsdp_compile.fsdp2.sharding.fully_shard import fully_shard
 from fsdp_compile.fsdp2.sharding.materialize import materialize
-from tests.fsdp2.sharding.models import Model, full, made, near_one_process, same, train
+from tests.fsdp2.sharding.models import Block, Model, full, made, near_one_process, same, train
 from tests.ranks import run_ranks
 
 
@@ -205,3 +207,44 @@ def _trains_after_init() -> bool:
 
 def test_it_trains_as_a_model_that_was_never_on_meta() -> None:
     assert run_ranks(_trains_after_init) == [True, True]
+
+
+def _in_memory() -> list[nn.Parameter]:
+    gc.collect()
+    return [p for p in gc.get_objects() if type(p) is nn.Parameter and p.dim() and not p.is_meta]
+
+
+def _most_in_memory(*, on_meta: bool) -> int:
+    """The most elements of unsharded parameters in memory after a call of torch's."""
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Model()
+    earlier, most = {id(p) for p in _in_memory()}, 0
+    run = front.torch_fully_shard
+
+    def count(module: Any, **given: Any) -> Any:
+        nonlocal most
+        result = run(module, **given)
+        most = max(most, sum(p.numel() for p in _in_memory() if id(p) not in earlier))
+        return result
+
+    front.torch_fully_shard = count  # type: ignore[assignment]
+    try:
+        fully_shard(model, sync_module_states=on_meta)
+    finally:
+        front.torch_fully_shard = run
+    return most
+
+
+def _memory_of_sync() -> int:
+    return _most_in_memory(on_meta=True) if dist.get_rank() else _most_of_first()
+
+
+def _most_of_first() -> int:
+    fully_shard(Model(), sync_module_states=True)
+    return 0
+
+
+def test_one_unit_is_whole_at_a_time() -> None:
+    block = sum(p.numel() for p in Block().parameters())
+    _, second = run_ranks(_memory_of_sync)
+    assert 0 < second <= block
