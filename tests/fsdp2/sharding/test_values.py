@@ -227,7 +227,7 @@ def _most_in_memory(*, on_meta: bool) -> int:
         most = max(most, sum(p.numel() for p in _in_memory() if id(p) not in earlier))
         return result
 
-    front.torch_fully_shard = count  # type: ignore[assignment]
+    front.torch_fully_shard = count
     try:
         fully_shard(model, sync_module_states=on_meta)
     finally:
