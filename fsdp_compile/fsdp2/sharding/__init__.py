@@ -1,0 +1,1 @@
+"""`fully_shard`: units and arguments for torch's function of that name."""

@@ -1,0 +1,244 @@
+"""The arguments of one call of `fully_shard`, read and checked before anything is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
+
+from fsdp_compile._torch.fully_shard_calls import has_call
+from fsdp_compile.comm.groups import replicas_only
+from fsdp_compile.comm.mesh import mesh_placement
+from fsdp_compile.config.policy import MixedPrecision, as_mixed_precision, as_offload
+from fsdp_compile.errors import ConfigError
+
+Device = torch.device | str | int
+InitFn = Callable[[nn.Module], object]
+PlacementFn = Callable[[nn.Parameter], Any]
+"""Gives a `Shard`, torch's `ShardPlacementResult`, or `None` for `Shard(0)` over the mesh of the call."""
+Reshard = bool | int | Literal["auto"] | None
+_OVERRIDES = ("sharding_strategy", "reshard_after_forward", "mesh", "mp_policy")
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPolicy:
+    """Over which ranks a unit is sharded, and how it computes.
+
+    Attributes:
+        reshard_after_forward: FSDP2's argument.
+        auto_reshard: Whether the compiler may keep the unit after forward, where FSDP2 reshards.
+        own_dtype: If mixed precision excludes the unit: the dtype in which it computes.
+        dp_mesh_dims: FSDP2's argument.
+    """
+
+    mesh: DeviceMesh
+    reshard_after_forward: bool | int | None
+    auto_reshard: bool
+    precision: MixedPrecision
+    own_dtype: torch.dtype | None = None
+    dp_mesh_dims: Any = None
+
+    def mesh_dims(self) -> list[int]:
+        """The dimensions of the mesh over which the unit's parameters are sharded or replicated, outermost first."""
+        names = self.mesh.mesh_dim_names
+        if self.dp_mesh_dims is None or names is None:
+            return list(range(self.mesh.ndim))
+        named = {*self.dp_mesh_dims.replicate_names, *self.dp_mesh_dims.shard_names}
+        return [dim for dim, name in enumerate(names) if name in named]
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitArguments:
+    """The arguments of `fully_shard` that a unit's policy is made of."""
+
+    strategy: ShardingStrategy | None
+    mesh: DeviceMesh | None
+    reshard_after_forward: Reshard
+    precision: MixedPrecision
+    device_type: str
+    dp_mesh_dims: Any = None
+
+    def policy(self) -> UnitPolicy:
+        """The policy of a unit; raises `ConfigError` if arguments contradict each other."""
+        reshard = self.reshard_after_forward
+        if reshard not in (None, "auto") and not isinstance(reshard, int):
+            raise ConfigError(
+                f"reshard_after_forward={reshard!r} is not supported",
+                where="fully_shard(reshard_after_forward=...)",
+                instead='True (gather again in backward), False (keep for backward), "auto" (keep what there is room '
+                "for), a divisor of the shard group or None",
+            )
+        is_auto = reshard == "auto"
+        given = True if is_auto else cast("bool | int | None", reshard)
+        if self.dp_mesh_dims is not None:
+            if self.strategy is not None or self.mesh is None:
+                raise ConfigError(
+                    "dp_mesh_dims names dimensions of a mesh, and says by them what is sharded and what is replicated",
+                    where="fully_shard(dp_mesh_dims=...)",
+                    instead="a mesh with it, and no sharding_strategy",
+                )
+            return UnitPolicy(self.mesh, given, is_auto, self.precision, dp_mesh_dims=self.dp_mesh_dims)
+        placement = mesh_placement(
+            self.strategy, self.mesh, reshard_after_forward=reshard, device_type=self.device_type
+        )
+        if self.strategy is ShardingStrategy.NO_SHARD:
+            return UnitPolicy(replicas_only(placement.mesh), reshard_after_forward=False, auto_reshard=False,
+                              precision=self.precision)  # fmt: skip
+        if self.strategy is not None:
+            given = cast("bool", placement.reshard_after_forward)
+        return UnitPolicy(placement.mesh, given, is_auto, self.precision)
+
+    def overridden(self, overrides: Mapping[str, Any]) -> UnitPolicy:
+        """The policy of a unit for which a wrap policy returned `overrides`.
+
+        Raises:
+            ConfigError: For an unknown name, a value of the wrong type, or arguments that contradict each other.
+        """
+        for name in overrides:
+            if name not in _OVERRIDES:
+                near = difflib.get_close_matches(str(name), _OVERRIDES, n=1)
+                raise ConfigError(
+                    f"the wrap policy returned {name!r}, which no unit can have of its own",
+                    where="auto_wrap_policy",
+                    instead=repr(near[0]) if near else f"one of {', '.join(_OVERRIDES)}",
+                )
+        changed: dict[str, Any] = {}
+        if "mp_policy" in overrides:
+            changed["precision"] = as_mixed_precision(overrides["mp_policy"])
+        if "mesh" in overrides:
+            changed["mesh"] = overrides["mesh"]
+        if "reshard_after_forward" in overrides:
+            changed["reshard_after_forward"] = overrides["reshard_after_forward"]
+        if "sharding_strategy" in overrides:
+            # It takes the place of all that the call says about resharding after forward.
+            changed |= {"strategy": overrides["sharding_strategy"], "reshard_after_forward": None}
+            changed |= {k: overrides[k] for k in ("reshard_after_forward",) if k in overrides}
+        elif "reshard_after_forward" in overrides and self.strategy is not None:
+            own = self.policy()
+            changed |= {"strategy": None, "mesh": changed.get("mesh", own.mesh)}
+        return dataclasses.replace(self, **changed).policy()
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The checked arguments of one call of `fully_shard`.
+
+    Attributes:
+        modules: The modules of the call, none in another one of them.
+        is_list: Whether the call is on a list of modules, which become one unit.
+        policy: Of a unit without overrides.
+        ignored: Parameters that stay as they are.
+    """
+
+    modules: tuple[nn.Module, ...]
+    is_list: bool
+    unit: UnitArguments
+    policy: UnitPolicy
+    ignored: frozenset[nn.Parameter]
+    offload: OffloadPolicy
+    placement: PlacementFn | None
+    wrap_policy: Any
+    init_fn: InitFn | None
+    sync_module_states: bool
+    separate_reduce_group: bool
+
+
+def roots_of(target: object) -> tuple[nn.Module, ...]:
+    """The modules of a call of `fully_shard`: one, or those of a list that are in no other one of it."""
+    listed: Sequence[Any] = target if isinstance(target, list | tuple) else (target,)
+    if not listed:
+        raise ConfigError("the list is empty", where="fully_shard([...])", instead="modules that become one unit")
+    for each in listed:
+        if not isinstance(each, nn.Module):
+            raise ConfigError(
+                f"{type(each).__name__} is not a torch.nn.Module",
+                where="fully_shard(module)",
+                instead="pass the module whose parameters are to be sharded",
+            )
+    inside = {part for module in listed for part in module.modules() if part is not module}
+    return tuple(module for module in dict.fromkeys(listed) if module not in inside)
+
+
+def ignored_in(roots: Sequence[nn.Module], listed: object) -> frozenset[nn.Parameter]:
+    """The parameters that one call ignores; `listed` has parameters, and modules for all parameters in them."""
+    if listed is None:
+        return frozenset()
+    expected = "an iterable of parameters and modules of the model"
+    where = "fully_shard(ignored_params=...)"
+    if not isinstance(listed, Iterable) or isinstance(listed, str):
+        raise ConfigError(f"ignored_params is {listed!r}", where=where, instead=expected)
+    found: set[nn.Parameter] = set()
+    for each in listed:
+        if isinstance(each, nn.Module):
+            if each in roots or any(has_call(part) for part in each.modules()):
+                raise ConfigError(
+                    "a module to ignore is sharded already, or is the module of the call",
+                    where=f"{where}, {type(each).__name__}",
+                    instead="ignore modules in it, in the first call of fully_shard() on a module around them",
+                )
+            found.update(each.parameters())
+        elif isinstance(each, nn.Parameter):
+            found.add(each)
+        else:
+            raise ConfigError(f"it contains {each!r}, a {type(each).__name__}", where=where, instead=expected)
+    return frozenset(found)
+
+
+def torch_offload(policy: object) -> OffloadPolicy:
+    """Any of torch's offload policies as FSDP2's; raises `ConfigError` if memory cannot be pinned."""
+    offload = as_offload(policy)
+    if offload is None:
+        return OffloadPolicy()
+    if offload.pinned and not torch.accelerator.is_available():
+        raise ConfigError(
+            "memory is to be pinned for a device, and there is none",
+            where="fully_shard(offload_policy=CPUOffloadPolicy(pin_memory=True))",
+            instead="CPUOffloadPolicy(pin_memory=False)",
+        )
+    return CPUOffloadPolicy(pin_memory=offload.pinned)
+
+
+def device_type_of(roots: Sequence[nn.Module], device_id: Device | None, *, is_offloaded: bool) -> str:
+    """The device type of a new mesh: of the given device, of the parameters, or of the machine."""
+    if isinstance(device_id, str | torch.device):
+        return torch.device(device_id).type
+    # Parameters that are offloaded are on the host, whatever the mesh communicates on.
+    parameter = next((p for root in roots for p in root.parameters()), None)
+    if device_id is None and not is_offloaded and parameter is not None and not parameter.is_meta:
+        return parameter.device.type
+    # A build for CUDA names it as its accelerator on machines without a GPU, too.
+    device = torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+    return "cpu" if device is None else device.type
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where FSDP2 puts what it shards over a mesh: the current device."""
+    kind = mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def check_device(mesh: DeviceMesh, device_id: Device | None) -> None:
+    """Raises `ConfigError` for a `device_id` that is not where FSDP2 moves units to."""
+    if device_id is None:
+        return
+    device = device_of(mesh)
+    is_index = isinstance(device_id, int) and not isinstance(device_id, bool)
+    wanted = torch.device(device.type, cast("int", device_id)) if is_index else torch.device(cast("str", device_id))
+    if wanted.type != device.type or (device.type == "cpu" and is_index):
+        raise ConfigError(
+            f"device {device_id!r} is not one of the mesh, which communicates on {device.type}",
+            where="fully_shard(device_id=...)",
+            instead=f"a {device.type} device, or another mesh",
+        )
+    if wanted.index not in (None, device.index) and device.type != "cpu":
+        raise ConfigError(
+            f"device_id is {wanted}, and this process computes on {device}",
+            where="fully_shard(device_id=...)",
+            instead=f"torch.{device.type}.set_device({wanted.index}) before: FSDP2 shards on the current device",
+        )

@@ -1,0 +1,295 @@
+"""`fully_shard`: reads FSDP1's and its own arguments, chooses units, and calls torch's `fully_shard` for each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from fsdp_compile._torch import fully_shard as private
+from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.sharding import wrap
+from fsdp_compile.fsdp2.sharding.arguments import (
+    Arguments,
+    Device,
+    InitFn,
+    PlacementFn,
+    UnitArguments,
+    UnitPolicy,
+    check_device,
+    device_of,
+    device_type_of,
+    ignored_in,
+    roots_of,
+    torch_offload,
+)
+from fsdp_compile.fsdp2.sharding.first_rank import FirstRank
+from fsdp_compile.fsdp2.sharding.materialize import materialize
+from fsdp_compile.fsdp2.sharding.params import is_whole, placements, refuse_params
+from fsdp_compile.fsdp2.sharding.precision import cast_buffers, torch_precision, with_excluded
+from fsdp_compile.fsdp2.sharding.replicated import Place, ReplicatedParams
+from fsdp_compile.fsdp2.sharding.settings import ShardingSettings
+from fsdp_compile.fsdp2.sharding.units import Unit, open_modules, plan_units
+
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
+
+
+def fully_shard(  # noqa: PLR0913  FSDP's arguments
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | Literal["auto"] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: AnyPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    offload_policy: AnyOffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
+    ignored_params: Iterable[nn.Parameter | nn.Module] | None = None,
+    auto_wrap_policy: WrapPolicy | None = None,
+    param_init_fn: InitFn | None = None,
+    sharding_strategy: ShardingStrategy | None = None,
+    sync_module_states: bool = False,
+    device_id: Device | None = None,
+    separate_reduce_group: bool = False,
+    dp_mesh_dims: Any = None,
+) -> M:
+    """Shards the parameters of `module` over the ranks of `mesh`, in place, by calls of torch's `fully_shard`.
+
+    Called on a whole model, it splits it into units: repeated blocks, then embedding and head, then the rest. Called
+    bottom-up, as with FSDP2, each call makes one unit of what the calls below it left.
+
+    Parameters that FSDP2 cannot split (0-d, empty or integer) stay whole on every rank, and their gradients are
+    averaged at the end of the backward. Units that share a parameter become one.
+
+    Args:
+        module: The module. A list of modules becomes one unit, as with FSDP2.
+        mesh: 1-D to shard over, 2-D (replicate, shard) for hybrid sharding. By default the whole world, which is
+            started from torchrun's environment if need be; strategies with replicas name its dimensions "dp_replicate"
+            and "fsdp".
+        reshard_after_forward: As FSDP2's. "auto" lets the compiler keep as many units as fit into the planned memory;
+            uncompiled it is True.
+        shard_placement_fn: As FSDP2's.
+        mp_policy: Dtypes of gathered parameters, reduction, inputs and outputs: FSDP2's `MixedPrecisionPolicy`, FSDP1's
+            `MixedPrecision`, or ours, which has more options.
+        offload_policy: FSDP2's policies, or FSDP1's `CPUOffload`.
+        ignored_params: Parameters that are neither sharded nor reduced. A module stands for all parameters in it.
+        auto_wrap_policy: One of FSDP1's wrap policies, to choose the units instead of the automatic split. A
+            `CustomPolicy` may return a dict for a module: `sharding_strategy`, `reshard_after_forward`, `mesh` or
+            `mp_policy` of that unit.
+        param_init_fn: Initializes what is on the meta device in `module`, as `materialize` does. Without it, that
+            stays on meta.
+        sharding_strategy: FSDP1's name for a mesh and `reshard_after_forward`, instead of the latter. Hybrid sharding
+            without a mesh shards over the ranks of each machine.
+        sync_module_states: Gives all ranks the values of the first rank of the mesh, unit by unit. Other ranks may have
+            them on meta. What the first rank has on meta, too, is left to `param_init_fn`.
+        device_id: Where the model goes, unit by unit: the current device of the mesh's type, or its index.
+        separate_reduce_group: As FSDP2's `set_separate_reduce_scatter_group()`.
+        dp_mesh_dims: FSDP2's `DataParallelMeshDims`.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        ConfigError: If arguments contradict each other or are not supported.
+        RankMismatchError: With `sync_module_states`, if ranks have different models.
+        UnsupportedModelError: If a parameter that is not ignored is complex, is not contiguous, or cannot be split over
+            the ranks as `shard_placement_fn` says.
+    """
+    roots = roots_of(module)
+    if any(map(private.has_call, roots)):
+        torch_fully_shard(list(roots))  # raises
+    offload = torch_offload(offload_policy)
+    device_type = device_type_of(roots, device_id, is_offloaded=type(offload) is not OffloadPolicy)
+    precision = as_mixed_precision(mp_policy)
+    unit = UnitArguments(sharding_strategy, mesh, reshard_after_forward, precision, device_type, dp_mesh_dims)
+    is_list = not isinstance(module, nn.Module)
+    for name, value in (("sync_module_states", sync_module_states), ("separate_reduce_group", separate_reduce_group)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}", where=f"fully_shard({name}=...)", instead="True or False")
+    if is_list and auto_wrap_policy is not None:
+        raise ConfigError(
+            "a list of modules becomes one unit, and a wrap policy would choose others",
+            where="fully_shard([...], auto_wrap_policy=...)",
+            instead="one of the two",
+        )
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ConfigError(
+            f"param_init_fn is a {type(param_init_fn).__name__}, which cannot be called",
+            where="fully_shard(param_init_fn=...)",
+            instead="a function of one module that initializes the module's own parameters and buffers",
+        )
+    ignored = ignored_in(roots, ignored_params)
+    policy = unit.policy()
+    check_device(policy.mesh, device_id)
+    _Call(
+        Arguments(
+            roots,
+            is_list,
+            unit,
+            policy,
+            ignored,
+            offload,
+            shard_placement_fn,
+            auto_wrap_policy,
+            param_init_fn,
+            sync_module_states,
+            separate_reduce_group,
+        )
+    ).run()
+    return module
+
+
+fully_shard.state = torch_fully_shard.state  # type: ignore[attr-defined]  # as FSDP2's function has it
+
+
+class _Call:
+    """One call of `fully_shard`, planned before any change."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._arguments = arguments
+        roots = arguments.modules
+        self._whole = roots[0] if len(roots) == 1 else nn.ModuleList(roots)
+        self._below = [part for part in self._whole.modules() if private.has_call(part)]
+        own = {p for module in open_modules(roots) for p in module.parameters(recurse=False)} - arguments.ignored
+        named = {p: name for name, p in self._whole.named_parameters() if p in own}
+        refuse_params((name, p) for p, name in named.items())
+        self._replicated = {p for p in named if is_whole(p)}
+        self._managed = {p: name for p, name in named.items() if p not in self._replicated}
+        to_place = ((name, p) for p, name in self._managed.items())
+        self._placements = placements(to_place, arguments.placement, arguments.policy)
+        self._is_split = arguments.wrap_policy is None and not self._below and not arguments.is_list
+        self._policy, chosen = with_excluded(roots, arguments.policy, self._chosen())
+        self._units = plan_units(roots, self._policy, chosen, self._managed)
+        self._later = {unit: self._later_dtypes(unit) for unit in self._units}
+
+    def _chosen(self) -> dict[nn.Module, UnitPolicy]:
+        given = self._arguments
+        if given.wrap_policy is not None:
+            chosen = wrap.policy_units(self._whole, given.wrap_policy, self._managed)
+            return {m: given.unit.overridden(changes) for m, changes in chosen.items()}
+        return dict.fromkeys(wrap.automatic_units(self._whole, self._managed) if self._is_split else (), given.policy)
+
+    def _later_dtypes(self, unit: Unit) -> list[list[nn.Parameter]]:
+        """The trainable parameters of a unit of each dtype after the first: a group of FSDP2's has one."""
+        trained = [p for p in unit.params() if p in self._managed and p.requires_grad]
+        dtypes = list(dict.fromkeys(p.dtype for p in trained))[1:]
+        if dtypes and not private.has_group_lists():
+            late = next(p for p in trained if p.dtype == dtypes[0])
+            raise ConfigError(
+                f"it is of {late.dtype}, and {self._managed[trained[0]]} of {trained[0].dtype}: this torch needs one "
+                "dtype in all trainable parameters of a unit",
+                where=self._managed[late],
+                instead="torch 2.12 or newer, one dtype, or units of one dtype each: auto_wrap_policy, or more calls",
+            )
+        return [[p for p in trained if p.dtype == dtype] for dtype in dtypes]
+
+    def run(self) -> None:
+        """Shards the units, and gives parameters and buffers the values that the call asks for."""
+        given = self._arguments
+        values = FirstRank(self._named_values(), self._policy) if given.sync_module_states else None
+        _merge_splits(self._below)
+        places = self._replicated_places()
+        for unit in self._units:
+            if values is not None:
+                values.send(unit.tensors(), unit.policy)
+            self._shard(unit)
+        for module in self._below:
+            if (settings := private.settings_of(module)) is not None:
+                private.cast_inputs(module, casts=settings.cast_inputs_inside)
+        self._replicate(places)
+        self._separate_reductions()
+        if given.init_fn is not None:
+            materialize(self._whole, given.init_fn)
+        for unit in self._units:
+            dtype = unit.policy.precision.buffer_dtype
+            if dtype is not None and unit.policy.own_dtype is None:
+                cast_buffers(unit.own, dtype)
+
+    def _named_values(self) -> dict[str, torch.Tensor]:
+        """What no call has sharded or ignores, by name, each once."""
+        own = {tensor for unit in self._units for tensor in unit.tensors()} - self._arguments.ignored
+        named = itertools.chain(self._whole.named_parameters(), self._whole.named_buffers())
+        return {name: tensor for name, tensor in named if tensor in own}
+
+    def _replicated_places(self) -> dict[Place, nn.Module]:
+        return {
+            (module, name): unit.modules[0]
+            for unit in self._units
+            for module in unit.own
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+            if parameter in self._replicated
+        }
+
+    def _shard(self, unit: Unit) -> None:
+        given, policy = self._arguments, unit.policy
+        later = self._later.pop(unit)
+        ignored = {p for p in unit.params() if p not in self._managed}.union(*later)
+        placed = {p: self._placements.pop(p) for p in unit.params() if p in self._placements}
+        for parameter in unit.params():  # or all of the model would be in memory until the end
+            self._managed.pop(parameter, None)
+        arguments: dict[str, Any] = {
+            "mesh": policy.mesh,
+            "reshard_after_forward": policy.reshard_after_forward,
+            "shard_placement_fn": placed.__getitem__ if placed else None,
+            "mp_policy": torch_precision(unit, self._policy, is_split=self._is_split),
+            "offload_policy": given.offload,
+        }
+        if policy.dp_mesh_dims is not None:  # newer than torch 2.11
+            arguments["dp_mesh_dims"] = policy.dp_mesh_dims
+        target: Any = unit.modules if len(unit.modules) > 1 else unit.modules[0]
+        torch_fully_shard(target, ignored_params=ignored or None, **arguments)
+        for params in later:
+            private.add_group(unit.modules, params, **{"dp_mesh_dims": None, **arguments})
+        by_policy = not self._is_split
+        precision, is_whole_unit = policy.precision, policy.own_dtype is not None
+        settings = ShardingSettings(
+            is_split=self._is_split and not unit.is_call and not is_whole_unit,
+            cast_inputs_inside=is_whole_unit or (precision.cast_forward_inputs and (unit.is_call or by_policy)),
+            auto_reshard=policy.auto_reshard,
+            gather_dtype=None if is_whole_unit else precision.gather_dtype,
+            keep_low_precision_grads=precision.keep_low_precision_grads and not is_whole_unit,
+            full_precision_in_eval=precision.full_precision_in_eval,
+            separate_reduce_group=given.separate_reduce_group,
+        )
+        private.set_settings(unit.modules[0], settings)
+
+    def _separate_reductions(self) -> None:
+        for root in self._arguments.modules if self._arguments.separate_reduce_group else ():
+            # One group for the whole model. It is newer than torch 2.11.
+            if isinstance(root, FSDPModule) and hasattr(root, "set_separate_reduce_scatter_group"):
+                root.set_separate_reduce_scatter_group()
+
+    def _replicate(self, places: dict[Place, nn.Module]) -> None:
+        for module, name in places:
+            parameter = module._parameters[name]
+            assert parameter is not None
+            if not parameter.is_meta:
+                parameter.data = parameter.detach().to(device_of(self._policy.mesh))
+        inner = {part: note for part in self._below if (note := private.note_of(part)) is not None}
+        if not places and not inner:
+            return
+        root = self._arguments.modules[0]
+        own = ReplicatedParams(root, self._policy, places)
+        for part, note in inner.items():
+            if own.absorb(note):
+                private.set_note(part, None)
+        private.set_note(root, own)
+
+
+def _merge_splits(below: list[nn.Module]) -> None:
+    """Makes one unit of each earlier call that split its module: it was the first of a bottom-up series."""
+    for module in reversed(below):  # inner ones first
+        settings = private.settings_of(module)
+        if settings is None or settings.is_split:
+            continue
+        parts = [part for part in module.modules() if (s := private.settings_of(part)) is not None and s.is_split]
+        if parts:
+            private.merge_calls(module, parts)
+            if (note := private.note_of(module)) is not None:
+                note.move(parts, module)
+            below[:] = [part for part in below if private.has_call(part)]
