@@ -137,12 +137,8 @@ def _groups(
     )
 
 
-def kind_of_keys(state_dict: Mapping[str, Any], where: str) -> OptimStateKeyType | None:
-    """Whether a state dict calls parameters by name or by number; `None` if it has neither.
-
-    Raises:
-        ConfigError: If it is no state dict of an optimizer, or does both.
-    """
+def require_state(state_dict: Mapping[str, Any], where: str) -> None:
+    """Raises `ConfigError` for what is no state dict of an optimizer."""
     if STATE not in state_dict:
         raise ConfigError(
             f"the state dict has no {STATE!r}, but {sorted(map(str, state_dict)) or 'nothing'}",
@@ -150,6 +146,15 @@ def kind_of_keys(state_dict: Mapping[str, Any], where: str) -> OptimStateKeyType
             instead="what optim_state_dict() or optimizer.state_dict() gave; where the first rank alone has it, "
             "config=FullOptimStateDictConfig(rank0_only=True) on all ranks",
         )
+
+
+def kind_of_keys(state_dict: Mapping[str, Any], where: str) -> OptimStateKeyType | None:
+    """Whether a state dict calls parameters by name or by number; `None` if it has neither.
+
+    Raises:
+        ConfigError: If it is no state dict of an optimizer, or does both.
+    """
+    require_state(state_dict, where)
     in_groups = {type(key) for group in state_dict.get(GROUPS, ()) for key in group[PARAMS]}
     kinds = in_groups or {type(key) for key in state_dict[STATE]}
     if len(kinds) > 1:

@@ -37,7 +37,15 @@ from fsdp_compile.fsdp2.shards import (
     union,
     unwrap,
 )
-from fsdp_compile.fsdp2.state.optim_names import GROUPS, PARAMS, STATE, NamedGroups, kind_of_keys, named_groups
+from fsdp_compile.fsdp2.state.optim_names import (
+    GROUPS,
+    PARAMS,
+    STATE,
+    NamedGroups,
+    kind_of_keys,
+    named_groups,
+    require_state,
+)
 
 
 def optim_state_dict(
@@ -72,7 +80,7 @@ def optim_state_dict(
     where = "optim_state_dict()"
     target = target_of(model, optim, where, config, group=group)
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-    kind_of_keys(given, where)
+    require_state(given, where)
     named = target.named
     by_name = {named.name_of(key) or key: state for key, state in given[STATE].items()}
     unknown = [key for key in by_name if not isinstance(key, str)]
