@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_lerp_, make_dtensor
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.fsdp2.shards import full_value, is_first, local_of, meshes_of, own_part, shard_between_steps, unwrap
+from fsdp_compile.fsdp2.shards import full_value, is_first, local_of, meshes_of, shard_between_steps, shard_like, unwrap
 
 _COUNT, _PREFIX = "n_averaged", "module."
 """Names in state dicts, which are those of `torch.optim.swa_utils.AveragedModel`."""
@@ -48,7 +48,8 @@ class EMA:
         self.decay = decay
         self.n_averaged = 0
         self._is_swapped_in = False
-        self._averages = {name: local_of(value).detach().clone() for name, value in self._now("EMA(model)").items()}
+        self._averages: dict[str, torch.Tensor] = {}
+        self._averages = {name: _copy(value) for name, value in self._now("EMA(model)").items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -58,18 +59,17 @@ class EMA:
             ConfigError: Inside of `swapped_in`, a forward, a backward or `full_params`.
         """
         now = self._now("EMA.update()")
-        buffers = dict(self._model.named_buffers())
-        moving = {id(average): name for name, average in self._averages.items() if self._is_moving(name, buffers)}
-        for name in self._averages.keys() - moving.values():
-            self._averages[name].copy_(local_of(now[name]))
-        averages = [average for average in self._averages.values() if id(average) in moving]
-        for same in by_device_and_dtype(averages).values():
-            foreach_lerp_(same, [local_of(now[moving[id(each)]]).detach() for each in same], 1 - self.decay)
+        moves = {name for name, p in self._model.named_parameters() if p.is_floating_point() or p.is_complex()}
+        if not self.n_averaged:
+            moves = set()
+        pairs = {name: (local_of(self._averages[name]), local_of(value)) for name, value in now.items()}
+        for name in pairs.keys() - moves:
+            pairs[name][0].copy_(pairs[name][1])
+        averages = by_device_and_dtype(pairs[name][0] for name in now if name in moves)
+        parameters = by_device_and_dtype(pairs[name][1] for name in now if name in moves)
+        for kind, same in averages.items():
+            foreach_lerp_(same, parameters[kind], 1 - self.decay)
         self.n_averaged += 1
-
-    def _is_moving(self, name: str, buffers: Mapping[str, torch.Tensor]) -> bool:
-        dtype = self._averages[name].dtype
-        return self.n_averaged > 0 and name not in buffers and (dtype.is_floating_point or dtype.is_complex)
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -91,15 +91,12 @@ class EMA:
 
     def state_dict(self) -> dict[str, Any]:
         """The averages under `AveragedModel`'s names: DTensors, in the memory that updates write; no communication."""
+        first = {value: name for name, value in self._now("EMA.state_dict()").items()}
         state: dict[str, Any] = {_COUNT: torch.tensor(self.n_averaged)}
-        now, first = self._now("EMA.state_dict()"), self._first_names()
         for name, value in self._model.state_dict(keep_vars=True).items():
-            known = first.get(value) if isinstance(value, torch.Tensor) else None
-            if known is not None:
-                like, average = now[known], self._averages[known]
-                state[_PREFIX + name] = make_dtensor(average, like) if isinstance(like, DTensor) else average
-            elif not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
-                state[_PREFIX + name] = value  # what modules give by `get_extra_state` is the model's
+            # What modules give by `get_extra_state` is the model's.
+            is_own = isinstance(value, torch.Tensor) and value in first
+            state[_PREFIX + name] = self._averages[first[value]] if is_own else value
         return state
 
     def full_state_dict(self, *, rank0_only: bool = False, cpu_offload: bool = False) -> dict[str, Any]:
@@ -137,9 +134,10 @@ class EMA:
         self.n_averaged = int(state_dict[_COUNT])
         for name, value in own.items():
             given = state_dict[name]
+            if isinstance(value, DTensor) and not isinstance(given, DTensor):
+                given = shard_like(given, value)
             if isinstance(value, torch.Tensor) and name != _COUNT:
-                split = isinstance(value, DTensor) and not isinstance(given, DTensor)
-                local_of(value).copy_(own_part(given, value) if split else local_of(given))
+                local_of(value).copy_(local_of(given))
 
     def _now(self, where: str) -> dict[str, torch.Tensor]:
         """The model's parameters and buffers, sharded."""
@@ -147,23 +145,29 @@ class EMA:
             raise ConfigError("the averages are in the model", where=where, instead="the end of swapped_in() before it")
         shard_between_steps(self._model, where, instead="it before or after that")
         now = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        known = getattr(self, "_averages", None)
-        for name, value in now.items() if known is not None else ():
-            if name not in known or known[name].shape != local_of(value).shape:
+        for name, value in now.items() if self._averages else ():
+            if name not in self._averages or _kind(value) != _kind(self._averages[name]):
                 raise ConfigError(
-                    "it was added, or is full or has another shape now", where=f"{where}, {name}", instead="EMA(model)"
+                    "it was added, or is full or otherwise changed now", where=f"{where}, {name}", instead="EMA(model)"
                 )
         return now
-
-    def _first_names(self) -> dict[torch.Tensor, str]:
-        return {value: name for name, value in [*self._model.named_parameters(), *self._model.named_buffers()]}
 
     @torch.no_grad()
     def _exchange(self, where: str) -> None:
         for name, value in self._now(where).items():
-            kept = self._averages[name].clone()
-            self._averages[name].copy_(local_of(value))
-            local_of(value.detach()).copy_(kept)
+            average, own = local_of(self._averages[name]), local_of(value)
+            kept = average.clone()
+            average.copy_(own)
+            own.copy_(kept)
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    copied = local_of(value).detach().clone()
+    return make_dtensor(copied, value) if isinstance(value, DTensor) else copied
+
+
+def _kind(value: torch.Tensor) -> tuple[bool, torch.Size, torch.dtype]:
+    return isinstance(value, DTensor), local_of(value).shape, value.dtype
 
 
 def _fits(given: Any, own: Any) -> bool:

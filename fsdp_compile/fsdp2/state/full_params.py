@@ -100,7 +100,7 @@ Places = list[tuple[nn.Module, str]]
 def _places(module: nn.Module, *, recurse: bool) -> Iterator[tuple[DTensor, tuple[str, Places]]]:
     """The sharded parameters below a module, with a name and every place of each."""
     found: dict[DTensor, tuple[str, Places]] = {}
-    nested = [name for name, part in module.named_modules() if isinstance(part, FSDPModule) and part is not module]
+    nested = [name for name, part in module.named_modules() if name and isinstance(part, FSDPModule)]
     skipped = () if recurse else tuple(f"{name}." for name in nested)
     for prefix, part in module.named_modules():
         for attribute, parameter in part._parameters.items():
@@ -125,7 +125,7 @@ class _FullParam:
     Attributes:
         plain: The full parameter on this rank; `None` where modules keep the sharded one.
         has_gradient: Whether some rank had one at first.
-        orders: Names of the parameters of the module of each place, in order.
+        is_swapped_in: Whether it was gathered; an error may have come first.
     """
 
     name: str
@@ -133,7 +133,7 @@ class _FullParam:
     places: Places
     plain: nn.Parameter | None = None
     has_gradient: bool = False
-    orders: tuple[tuple[str, ...], ...] = ()
+    is_swapped_in: bool = False
     attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def swap_in(self, options: _Options, *, receives: bool) -> None:
@@ -142,9 +142,9 @@ class _FullParam:
         if self.has_gradient:
             gradient = self._gathered(self.own_gradient(), options)
         full = self._gathered(self.sharded, options)
-        self.orders = tuple(tuple(module._parameters) for module, _ in self.places)
         self.attributes = dict(vars(self.sharded))
         setattr(self.sharded, _INSIDE, True)
+        self.is_swapped_in = True
         if receives:
             self.plain = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
             vars(self.plain).update(self.attributes)
@@ -166,16 +166,12 @@ class _FullParam:
 
     def take_out(self) -> tuple[nn.Parameter | None, str | None]:
         """Registers the sharded parameter again; returns what was in its place, and why that cannot be kept."""
-        if not hasattr(self.sharded, _INSIDE):
-            return None, None  # an error came first
+        if not self.is_swapped_in:
+            return None, None
         delattr(self.sharded, _INSIDE)
         registered = [module._parameters.get(attribute) for module, attribute in self.places]
-        for (module, attribute), order in zip(self.places, self.orders, strict=True):
-            parameters: dict[str, Any] = module._parameters
-            parameters[attribute] = self.sharded
-            if tuple(parameters) != order:  # a parameter that was deleted is registered again last
-                for name in [name for name in order if name in parameters]:
-                    parameters[name] = parameters.pop(name)
+        for module, attribute in self.places:
+            module._parameters[attribute] = self.sharded  # type: ignore[assignment]
         if self.plain is None:
             return None, None
         # What counts is the last change, as where names are loaded one by one.
@@ -249,7 +245,7 @@ class _FullParams:
     def swap_out(self) -> list[ConfigError]:
         """Registers the sharded parameters again, and writes changes back; returns what cannot be."""
         taken = [param.take_out() for param in self.params]
-        if not self.options.writeback or any(len(param.orders) == 0 for param in self.params):
+        if not self.options.writeback or not all(param.is_swapped_in for param in self.params):
             problems = [problem for _, problem in taken] if self.options.source is None else []
         else:
             problems = self._write_back(taken)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -273,7 +274,7 @@ def to_load(
     state = {}
     for name, held in read[STATE].items():
         like = named.parameters.get(name)
-        state[keys.get(name, name)] = _mapped(held, lambda key, leaf, like=like: _placed(key, leaf, like, following))
+        state[keys.get(name, name)] = _mapped(held, functools.partial(_placed, like=like, sent=following))
     if by_name and optim is not None:
         for key, kept in optim.state_dict()[STATE].items():
             state.setdefault(key, tree_map(copy.deepcopy, kept))
@@ -291,7 +292,7 @@ def _from_first(
             read = _read(state_dict, target, optim)
             for name, held in read[STATE].items():
                 like = target.named.parameters.get(name)
-                read[STATE][name] = _mapped(held, lambda key, leaf, like=like: _outline(key, leaf, like, tensors))
+                read[STATE][name] = _mapped(held, functools.partial(_outline, like=like, tensors=tensors))
             sent = {"read": pickle.dumps(read)}
         except ConfigError as error:
             sent = {"error": str(error)}
@@ -344,9 +345,9 @@ def _problems(name: str, held: Any, target: Target, optim: Optimizer | None) -> 
     """What is wrong with the state of a parameter, in words."""
     like = target.named.parameters.get(name)
     has_shapes = type(optim).__module__.startswith("torch.optim.") and not isinstance(optim, Adafactor | LBFGS)
-    for key, leaf in _leaves(held) if like is not None else ():
+    for key, leaf in _leaves(held):
         title = f"{key!r} of {name}"
-        if not isinstance(leaf, torch.Tensor):
+        if like is None or not isinstance(leaf, torch.Tensor):
             continue
         if leaf.is_meta:
             yield f"{title} is on the meta device"

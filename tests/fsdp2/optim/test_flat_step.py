@@ -76,7 +76,7 @@ def _give_gradients(
         if parameter.requires_grad and not name.endswith(missing or "-"):
             gradient = torch.randn(local(parameter).shape)
             is_sharded = isinstance(parameter, DTensor)
-            parameter.grad = make_dtensor(gradient, parameter) if is_sharded else gradient  # type: ignore[assignment]
+            parameter.grad = make_dtensor(gradient, parameter) if is_sharded else gradient
     for layer in model.layers:
         given = [p.grad for p in layer.parameters() if p.grad is not None]
         if in_one_buffer and given:
@@ -192,7 +192,7 @@ class _Momentum(torch.optim.Optimizer):
 def test_state_of_a_parameters_shape_is_its_part_under_any_name() -> None:
     with fake_world(2):
         torch.manual_seed(0)
-        model = fully_shard(nn.Linear(6, 2))  # one element of the bias on each rank
+        model: Any = fully_shard(nn.Linear(6, 2))  # one element of the bias on each rank
         plain = [nn.Parameter(local(p).detach().clone()) for p in model.parameters()]
         mine, theirs = flat_step(_Momentum(model.parameters()), elementwise=True), _Momentum(plain)
         for _ in range(2):

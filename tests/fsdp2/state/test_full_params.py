@@ -300,7 +300,7 @@ def _check_refused() -> None:
     assert taken.numel() == 0, "what was taken inside cannot be used by mistake"
     assert late.shape == (2, 4)
     with torch.device("meta"):
-        meta = fully_shard(nn.Linear(2, 2), mesh=copy.copy(weight.device_mesh))
+        meta: Any = fully_shard(nn.Linear(2, 2), mesh=copy.copy(weight.device_mesh))
     with pytest.raises(ConfigError, match="meta device"), full_params(meta):
         pass
 

@@ -61,19 +61,20 @@ def _check_layouts() -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
-    columns = fully_shard(nn.Linear(4, 8), mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    columns: Any = fully_shard(nn.Linear(4, 8), mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
     for name, value in full_tensors(model):
         assert torch.equal(value, expected[name]), name
-    for parameter in [*model.parameters(), *columns.parameters()]:
-        full = parameter.full_tensor()  # type: ignore[attr-defined]
+    every: list[Any] = [*model.parameters(), *columns.parameters()]
+    for parameter in every:
+        full = parameter.full_tensor()
         for source in (None, 0):
-            is_first = not any(parameter.device_mesh.get_coordinate())  # type: ignore[attr-defined]
+            is_first = not any(parameter.device_mesh.get_coordinate())
             given = full if source is None or is_first else torch.zeros_like(full)
-            part = own_part(given, parameter, source=source)  # type: ignore[arg-type]
+            part = own_part(given, parameter, source=source)
             assert torch.equal(part, local(parameter)), parameter
             assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
-        assert torch.equal(shard_like(full, parameter).full_tensor(), full)  # type: ignore[arg-type]
-    whole = columns.weight.redistribute(placements=[Replicate()])  # type: ignore[attr-defined]
+        assert torch.equal(shard_like(full, parameter).full_tensor(), full)
+    whole = columns.weight.redistribute(placements=[Replicate()])
     assert torch.equal(shard_like(whole.to_local(), whole).to_local(), whole.to_local())
 
 

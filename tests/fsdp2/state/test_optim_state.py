@@ -444,7 +444,7 @@ def _renamed(state: dict[str, Any], keys: dict[Any, Any]) -> dict[str, Any]:
 
 def _check_named() -> None:
     torch.manual_seed(0)
-    model = fully_shard(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)))
+    model: Any = fully_shard(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)))
     optimizer = _Named(dict(model.named_parameters()))
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
