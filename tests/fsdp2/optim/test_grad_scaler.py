@@ -170,3 +170,13 @@ def test_without_a_process_group_it_is_torchs_own() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(parameter.detach(), torch.zeros(2))
+
+
+def _torchs_own() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        _train(torch.amp.GradScaler, "weight", ("own",))
+    return str(caught.value)
+
+
+def test_torchs_own_scaler_refuses_a_mix_which_is_why_there_is_another_one() -> None:
+    assert all("mixed torch.Tensor and DTensor" in message for message in run_ranks(_torchs_own))

@@ -325,3 +325,23 @@ def _check_between() -> None:
 
 def test_a_look_between_forward_and_backward_is_harmless() -> None:
     run_ranks(_check_between)
+
+
+def _check_several_roots() -> None:
+    """One call of `fully_shard` on several modules, whose hooks are others; hooks of the user's own still run."""
+    model, reference = made(), made()
+    fully_shard([model.first, model.last])
+    fully_shard(model, ignored_params={model.scale})
+    seen: list[str] = []
+    model.first.register_forward_hook(lambda *_: seen.append("own"))
+    model(batch()).sum().backward()
+    with full_params(model):
+        assert torch.equal(model(batch()), reference(batch()))
+        model.last.register_forward_pre_hook(lambda *_: seen.append("later"))
+    assert seen == ["own", "own"]
+    torch.testing.assert_close(model(batch()), reference(batch()))
+    assert seen == ["own", "own", "own", "later"]
+
+
+def test_hooks_of_several_modules_that_are_sharded_together_are_off_and_come_back() -> None:
+    run_ranks(_check_several_roots)

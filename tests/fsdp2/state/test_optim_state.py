@@ -30,6 +30,7 @@ from fsdp_compile.fsdp2.optim.whole_step import whole_step
 from fsdp_compile.fsdp2.state import fsdp1_optim_state
 from fsdp_compile.fsdp2.state.fsdp1_optim_state import rekey_optim_state_dict
 from fsdp_compile.fsdp2.state.optim_state import optim_state_dict, optim_state_dict_to_load
+from tests import long
 from tests.fsdp2.models import assert_same, batch, local, made, sharded, train, whole
 from tests.ranks import run_ranks
 
@@ -133,9 +134,10 @@ def _check_round_trip(name: str, shape: tuple[int, ...]) -> None:
     assert_same(_states(resumed, other), goes_on)
 
 
-@pytest.mark.parametrize(
+@long.parametrize(
     ("name", "shape"),
     [("AdamW", (2,)), ("flat AdamW", (2,)), ("whole Adafactor", (1,)), ("AdamW", (2, 2)), ("AdamW", (3,))],
+    always=[("AdamW", (2,)), ("whole Adafactor", (1,))],
 )
 def test_state_of_every_kind_comes_back_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
     run_ranks(_check_round_trip, name, shape, world_size=torch.Size(shape).numel())
@@ -158,7 +160,7 @@ def _load(name: str, shape: tuple[int, ...], saved: dict[str, Any]) -> None:
             assert not again
 
 
-@pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)])
+@long.parametrize("shape", [(1,), (3,), (2, 2)], always=[(3,)])
 def test_full_state_is_loaded_by_any_number_of_ranks(shape: tuple[int, ...]) -> None:
     saved = run_ranks(_save, "flat AdamW")[0]
     run_ranks(_load, "flat AdamW", shape, saved, world_size=torch.Size(shape).numel())
