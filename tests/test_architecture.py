@@ -24,6 +24,7 @@ FLOORS = [
     set(floor.split())
     for floor in """
         errors _torch
+        fsdp2
         layout
         ops
         config comm formats

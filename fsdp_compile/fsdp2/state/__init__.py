@@ -1,0 +1,1 @@
+"""Full values in and out."""

@@ -1,0 +1,292 @@
+"""`full_params`: inside of it, modules have plain, full parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile._torch.fsdp2_hooks import without_fsdp2_hooks
+from fsdp_compile._torch.tensors import local_tensor, make_dtensor
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.shards import (
+    full_value,
+    is_first,
+    meshes_of,
+    own_part,
+    plain_name,
+    shard_between_steps,
+    union,
+    unwrap,
+)
+
+_INSIDE = "_fsdp_is_in_full_params"
+"""Attribute of what is registered in the place of a sharded parameter, and of that one."""
+
+
+@contextlib.contextmanager
+def full_params(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Unshards parameters outside of a step: modules have plain, full parameters, in the dtype that is stored.
+
+    All ranks enter and leave together, outside of forward and backward. Inside, `named_parameters()`, `state_dict()`,
+    `load_state_dict()`, in-place writes and forwards of the plain module work as if nothing were sharded: FSDP2's hooks
+    are off. Parameters are gathered one after the other, and all of them are in memory at once. Tied ones stay tied:
+    what is put at one place is at all of them afterwards. A parameter that was taken inside is empty afterwards: make
+    optimizers outside.
+
+    Args:
+        module: The whole model, a compiled one, or a module in it. Without sharded parameters nothing happens.
+        recurse: Everything below `module`, or only what is below no further module that FSDP2 was applied to.
+        writeback: Write changes back: each rank shards its own full values, also if the block ends with an exception.
+            Otherwise all changes are dropped.
+        rank0_only: Only the first rank of the mesh has full parameters. With `writeback` all ranks get their parts of
+            its values, not the attributes that it puts on parameters.
+        offload_to_cpu: Full parameters are in the memory of the host, moved one after the other.
+        with_grads: Full parameters have full gradients. With `writeback` these are written back, too, or dropped if
+            they were set to `None`.
+
+    Raises:
+        ConfigError: Inside a forward, a backward or another `full_params` of the same parameters; if a parameter is on
+            the meta device; and when leaving, on all ranks, if on one of them a parameter was removed or changed its
+            shape, its dtype or `requires_grad`, or places of a tied one got different parameters.
+    """
+    module = unwrap(module)
+    shard_between_steps(
+        module,
+        "full_params()",
+        instead="full_params(model) before or after it; inside a forward, self.weight is the full parameter anyway",
+    )
+    options = _Options(writeback, offload_to_cpu, with_grads, source=0 if rank0_only else None)
+    held = _FullParams([_FullParam(name, p, places) for p, (name, places) in _places(module, recurse=recurse)], options)
+    problems: list[ConfigError] = []
+    with without_fsdp2_hooks(module):
+        try:
+            held.swap_in()
+            yield
+        finally:
+            problems = held.swap_out()
+    if problems:
+        raise problems[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The arguments of `full_params`; `source` is the rank that alone has full parameters, if there is one."""
+
+    writeback: bool
+    offload_to_cpu: bool
+    with_grads: bool
+    source: int | None
+
+
+Places = list[tuple[nn.Module, str]]
+
+
+def _places(module: nn.Module, *, recurse: bool) -> Iterator[tuple[DTensor, tuple[str, Places]]]:
+    """The sharded parameters below a module, with a name and every place of each."""
+    found: dict[DTensor, tuple[str, Places]] = {}
+    nested = [name for name, part in module.named_modules() if name and isinstance(part, FSDPModule)]
+    skipped = () if recurse else tuple(f"{name}." for name in nested)
+    for prefix, part in module.named_modules():
+        for attribute, parameter in part._parameters.items():
+            if parameter is None or f"{prefix}.".startswith(skipped):
+                continue
+            name = plain_name(f"{prefix}.{attribute}".removeprefix("."))
+            if hasattr(parameter, _INSIDE):
+                raise ConfigError(
+                    "it is full already", where=f"full_params(), {name}", instead="one full_params() around both blocks"
+                )
+            if isinstance(parameter, DTensor):
+                if parameter.is_meta:
+                    raise ConfigError("it is on the meta device", where=f"full_params(), {name}", instead="its values")
+                found.setdefault(parameter, (name, []))[1].append((part, attribute))
+    return iter(found.items())
+
+
+@dataclasses.dataclass
+class _FullParam:
+    """One parameter inside of `full_params`.
+
+    Attributes:
+        plain: The full parameter on this rank; `None` where modules keep the sharded one.
+        has_gradient: Whether some rank had one at first.
+        is_swapped_in: Whether it was gathered; an error may have come first.
+    """
+
+    name: str
+    sharded: DTensor
+    places: Places
+    plain: nn.Parameter | None = None
+    has_gradient: bool = False
+    is_swapped_in: bool = False
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def swap_in(self, options: _Options, *, receives: bool) -> None:
+        """Gathers the parameter and its gradient, and registers them."""
+        gradient = None
+        if self.has_gradient:
+            gradient = self._gathered(self.own_gradient(), options)
+        full = self._gathered(self.sharded, options)
+        self.attributes = dict(vars(self.sharded))
+        setattr(self.sharded, _INSIDE, True)
+        self.is_swapped_in = True
+        if receives:
+            self.plain = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
+            vars(self.plain).update(self.attributes)
+            setattr(self.plain, _INSIDE, True)
+            self.plain.grad = gradient
+            for module, attribute in self.places:
+                module._parameters[attribute] = self.plain
+
+    def _gathered(self, value: DTensor, options: _Options) -> torch.Tensor:
+        full = full_value(value)
+        return full.cpu() if options.offload_to_cpu else full
+
+    def own_gradient(self) -> DTensor:
+        """The gradient; zeros if only other ranks have one."""
+        gradient = self.sharded.grad
+        if isinstance(gradient, DTensor):
+            return gradient
+        return make_dtensor(torch.zeros_like(local_tensor(self.sharded)), self.sharded)
+
+    def take_out(self) -> tuple[nn.Parameter | None, str | None]:
+        """Registers the sharded parameter again; returns what was in its place, and why that cannot be kept."""
+        if not self.is_swapped_in:
+            return None, None
+        delattr(self.sharded, _INSIDE)
+        registered = [module._parameters.get(attribute) for module, attribute in self.places]
+        for module, attribute in self.places:
+            module._parameters[attribute] = self.sharded  # type: ignore[assignment]
+        if self.plain is None:
+            return None, None
+        # What counts is the last change, as where names are loaded one by one.
+        held = next((parameter for parameter in reversed(registered) if parameter is not self.plain), self.plain)
+        return held, self._problem(held, registered)
+
+    def _problem(self, held: nn.Parameter | None, registered: list[nn.Parameter | None]) -> str | None:
+        like = self.sharded
+        if held is None or any(parameter is None for parameter in registered):
+            return "was removed from its module: write into it, in place"
+        if isinstance(held, DTensor):
+            return "was sharded again by the forward of a module outside: run forwards of the module that was given"
+        for name in ("shape", "dtype", "is_meta", "requires_grad"):
+            inside, before = getattr(held, name), getattr(like, name)
+            if inside != before:
+                return f"has another {name}, {inside} in the place of {before}: change that outside"
+        if any(other is not self.plain and other is not held and not _is_equal(other, held) for other in registered):
+            return "is tied, and its places got different parameters: the same one for all of them"
+        return None
+
+    @torch.no_grad()
+    def write_back(self, held: nn.Parameter | None, options: _Options, *, has_gradient: bool) -> None:
+        """Keeps this rank's part of what was in place of the sharded parameter, and of its gradient."""
+        mine = local_tensor(self.sharded)
+        part = self._own_part(held, mine.dtype, options)
+        # Autograd refuses a backward through memory that was written since: do not write what is equal.
+        if not torch.equal(_as_bytes(part), _as_bytes(mine)):
+            mine.copy_(part)
+        if held is not None and options.source is None:
+            kept = {key: value for key, value in vars(held).items() if key != _INSIDE}
+            changed = {key for key in {*self.attributes, *kept} if self.attributes.get(key) is not kept.get(key)}
+            for key in changed:
+                vars(self.sharded).pop(key, None)
+            vars(self.sharded).update({key: kept[key] for key in changed if key in kept})
+        if options.with_grads:
+            gradient = (
+                self._own_part(None if held is None else held.grad, mine.dtype, options) if has_gradient else None
+            )
+            self.sharded.grad = None if gradient is None else make_dtensor(gradient, self.sharded)
+
+    def _own_part(self, full: torch.Tensor | None, dtype: torch.dtype, options: _Options) -> torch.Tensor:
+        given = torch.empty(self.sharded.shape, dtype=dtype) if full is None else full.detach()
+        return own_part(given, self.sharded, source=options.source)
+
+    def free(self) -> None:
+        """Frees the full parameter, so that it cannot be taken for the sharded one; what views it has keep theirs."""
+        if self.plain is not None:
+            self.plain.grad = None
+            self.plain.data = self.plain.data.new_empty(0)
+
+
+@dataclasses.dataclass
+class _FullParams:
+    """All parameters of one `full_params`."""
+
+    params: list[_FullParam]
+    options: _Options
+
+    def swap_in(self) -> None:
+        """Gathers and registers all parameters."""
+        meshes = meshes_of(param.sharded for param in self.params)
+        receives = self.options.source is None or is_first(meshes, "full_params(rank0_only=True)")
+        if self.options.with_grads:
+            mine = {param.name: True for param in self.params if param.sharded.grad is not None}
+            has = union(mine, meshes)
+            for param in self.params:
+                param.has_gradient = param.name in has
+        for param in self.params:
+            param.swap_in(self.options, receives=receives)
+
+    def swap_out(self) -> list[ConfigError]:
+        """Registers the sharded parameters again, and writes changes back; returns what cannot be."""
+        taken = [param.take_out() for param in self.params]
+        if not self.options.writeback or not all(param.is_swapped_in for param in self.params):
+            problems = [problem for _, problem in taken] if self.options.source is None else []
+        else:
+            problems = self._write_back(taken)
+        for param in self.params:
+            param.free()
+        return [
+            ConfigError(f"it {problem}", where=f"inside of full_params(), {param.name}")
+            for param, problem in zip(self.params, problems, strict=False)
+            if problem is not None
+        ]
+
+    def _write_back(self, taken: list[tuple[nn.Parameter | None, str | None]]) -> list[str | None]:
+        """Returns what is wrong with each parameter; those with which nothing is wrong on any rank are written."""
+        gradients: dict[str, bool] = {}
+        wrong: dict[str, str] = {}
+        for param, (held, problem) in zip(self.params, taken, strict=True):
+            if held is not None and held.grad is not None:
+                gradients[param.name] = True
+            if problem is not None:
+                wrong[param.name] = problem
+        if gradients and not self.options.with_grads:
+            warnings.warn("gradients of full parameters are dropped: with_grads=True keeps them", stacklevel=6)
+        meshes = meshes_of(param.sharded for param in self.params)
+        found = union(wrong, meshes)
+        has = union(gradients, meshes) if self.options.with_grads else {}
+        for param, (held, _) in zip(self.params, taken, strict=True):
+            if param.name not in found:
+                param.write_back(held, self.options, has_gradient=param.name in has)
+        return [wrong.get(param.name) or _elsewhere(found.get(param.name)) for param in self.params]
+
+
+def _elsewhere(problem: str | None) -> str | None:
+    return problem and f"{problem} (on another rank)"
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_equal(one: nn.Parameter | None, other: nn.Parameter) -> bool:
+    if one is None or one.is_meta or isinstance(one, DTensor):
+        return False
+    is_same_kind = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+    return is_same_kind and torch.equal(_as_bytes(one), _as_bytes(other))  # as bytes: NaN is no other value
