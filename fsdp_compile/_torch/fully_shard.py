@@ -325,7 +325,14 @@ def set_shard_data(param: TorchParam, data: torch.Tensor) -> None:
 
 def unsharded_spec(param: TorchParam) -> Any:
     """The `DTensorSpec` of the gathered parameter if that is a DTensor (tensor parallel), else `None`."""
-    return param._unsharded_dtensor_spec
+    if hasattr(param, "_unsharded_dtensor_spec"):
+        return param._unsharded_dtensor_spec
+    return getattr(param, "_tp_spec", None)  # up to torch 2.11
+
+
+def data_parallel_dims(param: TorchParam) -> frozenset[int]:
+    """The dimensions of the gathered DTensor's mesh that it is sharded and replicated over (`dp_mesh_dims`)."""
+    return getattr(param, "_dp_dim_indices", frozenset())
 
 
 def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
@@ -338,16 +345,14 @@ def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
 
 
 def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
-    """The gradient that FSDP2 has accumulated without reducing it, which it forgets."""
+    """This rank's part of the gradient that FSDP2 has accumulated without reducing it, which it forgets."""
     grad = param.unsharded_accumulated_grad
     if grad is not None:
         _set_accumulated(param, None)
-        return grad  # type: ignore[no-any-return]
-    held = getattr(param, "_unsharded_param", None)
-    if held is None:
-        return None
-    grad, held.grad = held.grad, None
-    return grad  # type: ignore[no-any-return]
+    elif hasattr(param, "_unsharded_param"):
+        gathered = param._unsharded_param
+        grad, gathered.grad = gathered.grad, None
+    return None if grad is None else param._get_grad_inner_tensor(grad)  # type: ignore[no-any-return]
 
 
 def give_unreduced_grad(param: TorchParam, grad: torch.Tensor) -> None:

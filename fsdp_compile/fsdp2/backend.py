@@ -12,7 +12,7 @@ from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile
 from fsdp_compile.capture.functions import take_reads_out
 from fsdp_compile.fsdp2.compiled_step import CompiledStep
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.fsdp2.take_over import model_of, note_backend, sharded_root, take_over
+from fsdp_compile.fsdp2.take_over import model_of, models, note_backend, sharded_root, take_over
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.lower.eager import compile_eagerly
@@ -77,7 +77,10 @@ def _take_over_what_starts(frame: FrameToCompile) -> None:
         state = sharded_root(module)
         if state is None:
             continue
+        known = models()
         model = take_over(state)
+        if model in known:  # a module without parameters of its own
+            continue
         for unit in model.units:
             unit.continue_as_deferred()
 

@@ -12,7 +12,7 @@ from fsdp_compile._torch.autograd import backward_in_progress, below_autograd
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
+from fsdp_compile.ir.graph import Phase, Role, StepGraph, role_of
 from fsdp_compile.layout.spec import GradPlacement, Update
 from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.tensors import ViewPlace, local_tensor, make_dtensor, set_local_tensor
+from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.comm.groups import alias_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
@@ -41,6 +42,7 @@ class Param:
         spec: Where it lies in the flat buffer, and how it is gathered and reduced.
         parameter: The DTensor parameter that the group's edge leads to.
         view: The view of the flat buffer that is the DTensor's local tensor; rows may be fewer than on other ranks.
+        layout: Of the gathered parameter, if that is a DTensor over further ranks (tensor parallel), too.
         first_text: Of the spec when the model was taken over: how the module's class reads it.
     """
 
@@ -49,6 +51,7 @@ class Param:
     spec: UnshardSpec
     parameter: nn.Parameter
     view: torch.Tensor
+    layout: DTensorLayout | None
     first_text: str = ""
 
     def __post_init__(self) -> None:
@@ -87,7 +90,9 @@ class ParamGroup:
     # Compiled code sees the buffer under other identities; its address tells which group it is.
     _by_address: ClassVar[weakref.WeakValueDictionary[int, ParamGroup]] = weakref.WeakValueDictionary()
 
-    def __init__(self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], names: dict[int, str]) -> None:
+    def __init__(
+        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], names: dict[int, str]
+    ) -> None:
         self._unit = weakref.ref(unit)
         self.of_torch = of_torch
         self.title = unit.title
@@ -96,7 +101,9 @@ class ParamGroup:
         stored = fsdp2.sharded_param(members[0]).dtype
         common = self._common_spec(stored, where)
         shapes = [ParameterShape("", fsdp2.shape_of(p), fsdp2.shard_dim(p)) for p in members]
-        layout = plan_layout(shapes, size=self.size, stored=stored, sent=common.param_dtype, reduced=common.reduce_dtype)
+        layout = plan_layout(
+            shapes, size=self.size, stored=stored, sent=common.param_dtype, reduced=common.reduce_dtype
+        )
         device = fsdp2.shard_data(members[0]).device
         self.flat = torch.zeros(layout.numel, dtype=stored, device=device)
         found: list[Param | None] = [None] * len(members)
@@ -150,9 +157,7 @@ class ParamGroup:
         common = self._common_spec(self.flat.dtype, where)
         for param in self.params:
             old = param.spec
-            param.spec = dataclasses.replace(
-                common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim
-            )
+            param.spec = dataclasses.replace(common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim)
 
     def _common_spec(self, stored: torch.dtype, where: fsdp2.Placement) -> UnshardSpec:
         """What all parameters of the group share."""
@@ -174,7 +179,9 @@ class ParamGroup:
             reduce_dtype=policy.reduce_dtype or sent,
             reshard=Reshard.AFTER_FORWARD if where.reshards else Reshard.AFTER_BACKWARD,
             post_forward_size=where.post_forward_size,
-            post_forward_group="" if where.post_forward_group is None else alias_of(where.post_forward_group, "post_forward"),
+            post_forward_group=""
+            if where.post_forward_group is None
+            else alias_of(where.post_forward_group, "post_forward"),
             divide=fsdp2.divide_factor(self.of_torch),
             compute=device if fsdp2.offloads(self.of_torch) and device != "cpu" else "",
         )
@@ -191,7 +198,7 @@ class ParamGroup:
         parameter.data = make_dtensor(view, parameter)
         fsdp2.set_shard_data(each, piece)
         set_local_tensor(parameter, view)  # type: ignore[arg-type]
-        return Param(each, name, spec, parameter, view, first_text)
+        return Param(each, name, spec, parameter, view, _layout(each), first_text)
 
     def make_edge(self) -> None:
         """Makes the tensor that graphs take: the buffer's memory, with a history that leads to the DTensors."""
@@ -221,7 +228,11 @@ class ParamGroup:
                     instead="convert the model before its first compiled call",
                 )
             fsdp2.set_shard_data(param.of_torch, _padded(local, param))
-            self.params = (*self.params[:i], self._move_in(param.of_torch, param.name, param.spec, param.first_text), *self.params[i + 1 :])
+            self.params = (
+                *self.params[:i],
+                self._move_in(param.of_torch, param.name, param.spec, param.first_text),
+                *self.params[i + 1 :],
+            )
         if is_other or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
             self.make_edge()
             return True
@@ -238,6 +249,13 @@ class ParamGroup:
             else None
             for p in self.params
         ]
+
+
+def _layout(param: fsdp2.TorchParam) -> DTensorLayout | None:
+    spec = fsdp2.unsharded_spec(param)
+    if spec is None:
+        return None
+    return DTensorLayout.of(spec.mesh, spec.placements, spec.shape, fsdp2.data_parallel_dims(param))
 
 
 def _padded(local: torch.Tensor, param: Param) -> torch.Tensor:

@@ -18,9 +18,8 @@ from torch import nn
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.dynamo import backend_in_callback, call_of, skip_code
 from fsdp_compile._torch.eval_frame import compiler_of_calls
-from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.fsdp2.casts import cast
-from fsdp_compile.fsdp2.module_class import FLAT, LAYOUTS, UNIT, ParamRead, class_of, refresh_reads, set_flat
+from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
 
@@ -67,6 +66,10 @@ def take_over(state: fsdp2.FSDPState) -> Model:
         root = fsdp2.modules_of(states[0])[0]
         if root in _models:
             return _models[root]
+        # The call in which this happens may have gathered some.
+        for of_torch in (group for each in states for group in fsdp2.groups_of(each)):
+            if not fsdp2.is_sharded(of_torch):
+                fsdp2.reshard(of_torch)
         model = Model(root)
         for of_torch in (group for each in states for group in fsdp2.groups_of(each)):
             if not fsdp2.is_sharded(of_torch):
@@ -99,8 +102,10 @@ def _give_classes(model: Model) -> None:
     marks = {module: fsdp2.take_marks(module) for module in model.root.modules()}
     for module in marks:
         own = sorted(reads.get(module, ()), key=lambda read: read[0])
-        number = {group: i for i, group in enumerate(dict.fromkeys(g for g in model.groups if any(g is r[1] for r in own)))}
-        layouts = {name: _layout(param) for name, _, param in own if fsdp2.unsharded_spec(param.of_torch) is not None}
+        number = {
+            group: i for i, group in enumerate(dict.fromkeys(g for g in model.groups if any(g is r[1] for r in own)))
+        }
+        layouts = {name: param.layout for name, _, param in own if param.layout is not None}
         if layouts:
             object.__setattr__(module, LAYOUTS, layouts)
         plain = type(module)
@@ -117,11 +122,6 @@ def _give_classes(model: Model) -> None:
         for group in unit.groups:
             set_flat(group)
             refresh_reads(group)
-
-
-def _layout(param: Param) -> TensorParallel:
-    spec = fsdp2.unsharded_spec(param.of_torch)
-    return TensorParallel(spec.mesh, spec.placements, spec.tensor_meta.shape, spec.tensor_meta.stride, torch.Size(param.spec.shape))
 
 
 # FSDP2's hooks.
