@@ -121,9 +121,7 @@ def compile_with_inductor(
     if region.key is None:
         return compile_region()
     add_to_key(gm, region.key)
-    compiled = compile_once("\n".join([region.key, _text(gm, inputs, patches)]), compile_region, patches)
-    region.compare_stored()
-    return compiled
+    return compile_once("\n".join([region.key, _text(gm, inputs, patches)]), compile_region, patches)
 
 
 def _refuse_partitioner(settings: Mapping[str, Any]) -> None:
