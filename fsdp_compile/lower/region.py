@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,14 +13,13 @@ from fsdp_compile.capture.functions import refuse_hidden_reads
 from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
+from fsdp_compile.fsdp2.compiled_step import Compiled, CompiledStep, read_again
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
 from fsdp_compile.lower.graph_text import GraphText
 from fsdp_compile.lower.progress import say, stage
-from fsdp_compile.lower.shared_plan import Compared, Follow, Graphs, Lines, collectives_of, digests, lines_of, read_in
+from fsdp_compile.lower.shared_plan import Compared, Follow, Graphs, Lines, collectives_of, lines_of, read_in
 from fsdp_compile.lower.summary import GraphSummary
-from fsdp_compile.lower.surroundings import Surroundings
 from fsdp_compile.lower.unused_outputs import Sources, gradient_sources
-from fsdp_compile.lower.wrappers import Compiled, FlatKey, read_again
 from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.gather_messages import expand_gather_messages
@@ -70,7 +69,7 @@ class Region:
             for the one that compiles, and all compare when they have it.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         recomputed: How many blocks they compute again.
-        again: Parameter groups that are updated in backward, and that backward reads as forward does.
+        again: Parameter groups that are updated in backward, and that both graphs read.
         read: What the program reads, in its order.
         inserted: The collectives of each graph before it was planned.
         collectives: Those of each transformed graph.
@@ -93,7 +92,7 @@ class Region:
     refuse: Callable[[FSDPCompileError], None] = _refuse_silently
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
     recomputed: int = 0
-    again: frozenset[FlatKey] = frozenset()
+    again: frozenset[Hashable] = frozenset()
     read: Lines = ()
     inserted: dict[Phase, Lines] = dataclasses.field(default_factory=dict)
     collectives: dict[Phase, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
@@ -105,7 +104,7 @@ class Region:
     @property
     def tells_unused_outputs(self) -> bool:
         """Whether backward has to know which outputs the loss does not use."""
-        return self.sources is not None or any(each.surroundings.unused is not None for each in self.loaded)
+        return self.sources is not None or any(each.step.unused is not None for each in self.loaded)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
@@ -224,23 +223,20 @@ class Region:
 
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:
         """Compiles a transformed graph and adds what has to run around it."""
-        surroundings = self.surroundings(gm, phase)
+        step = self.compiled_step(gm, phase)
         with self.lowering(phase):
             compiled = compile_graph()
-        return surroundings.around(compiled)
+        return step.around(compiled)
 
-    def surroundings(self, gm: fx.GraphModule, phase: Phase) -> Surroundings:
-        """What has to run around a transformed graph, whose markers are erased: from then on it can be lowered."""
-        step = StepGraph(gm, phase)
-        sources = self.sources if phase is Phase.BACKWARD else None
-        found = Surroundings.of(step, digests(self.collectives.get(phase, ())), self.again, sources)
+    def compiled_step(self, gm: fx.GraphModule, phase: Phase) -> CompiledStep:
+        """What runs around a transformed graph, whose markers are erased: from then on it can be lowered."""
+        found = CompiledStep.of(StepGraph(gm, phase), self.again, self.sources if phase is Phase.BACKWARD else None)
         erase_markers(gm.graph)
         return found
 
-    def summary(self, surroundings: Surroundings) -> GraphSummary:
+    def summary(self, step: CompiledStep) -> GraphSummary:
         """What is stored beside the code of a graph."""
-        phase = surroundings.phase
-        return GraphSummary(surroundings, self._compared()[phase], self.texts[phase])
+        return GraphSummary(step, self._compared()[step.phase], self.texts[step.phase])
 
     def lowering(self, phase: Phase) -> AbstractContextManager[None]:
         """Says that a graph is being lowered."""
