@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -43,6 +44,11 @@ def state_of(module: nn.Module) -> FSDPState | None:
     except (AssertionError, ValueError, AttributeError):
         return None
     return found if isinstance(found, FSDPState) else None
+
+
+def sharded_modules() -> list[nn.Module]:
+    """All modules of the process that FSDP2's `fully_shard` was called on."""
+    return [module for module in list(_module_state_mapping) if state_of(module) is not None]
 
 
 def lazy_init(state: FSDPState) -> None:

@@ -6,20 +6,18 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile
 from fsdp_compile.capture.functions import take_reads_out
-from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
+from fsdp_compile.fsdp2 import (
+    kernels,  # noqa: F401  it registers them
+    plain,
+)
 from fsdp_compile.fsdp2.compiled_step import entered
 from fsdp_compile.fsdp2.param_group import ParamGroup
-<<<<<<< HEAD
 from fsdp_compile.fsdp2.take_over import model_of, models, note_backend, sharded_root, take_over
-from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph
-=======
-from fsdp_compile.fsdp2.take_over import model_of, note_backend, sharded_root, take_over
 from fsdp_compile.ir.graph import Phase, Record, Role
->>>>>>> h8
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import compile_with_inductor
@@ -37,6 +35,8 @@ def fsdp(
 ) -> Callable[..., Any]:
     """Compiles one Dynamo graph; `torch.compile(model, backend="fsdp")` calls this."""
     checked = FSDPOptions.from_dict(options)
+    plain.refuse_plain(gm, example_inputs)
+    plain.refuse_unused_sharding(example_inputs, checked)
     take_reads_out(gm)
     flats = flat_inputs(example_inputs)
     region = Region(flats, lambda step: transform(step, checked))
@@ -73,7 +73,8 @@ def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
 
 
 def _take_over_what_starts(frame: FrameToCompile) -> None:
-    for module in {m: None for m in (frame.starts, *frame.held) if isinstance(m, nn.Module)}:
+    plain.shard_in_frame(frame)
+    for module in frame.modules():
         if model_of(module) is not None:
             continue
         state = sharded_root(module)
@@ -88,4 +89,5 @@ def _take_over_what_starts(frame: FrameToCompile) -> None:
 
 
 note_backend(fsdp)
+plain.watch(fsdp)
 before_each_compile(fsdp, _take_over_what_starts)

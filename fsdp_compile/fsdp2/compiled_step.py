@@ -19,12 +19,8 @@ from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.param_group import ParamGroup
-<<<<<<< HEAD
-from fsdp_compile.ir.graph import Phase, Role, StepGraph, role_of
-=======
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import flat_of
->>>>>>> h8
 from fsdp_compile.layout.spec import GradPlacement, Update
 from fsdp_compile.lower.failed_collective import failed_wait, waits_of
 from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs
