@@ -87,7 +87,7 @@ class ParamGroup:
     # Compiled code sees the buffer under other identities; its address tells which group it is.
     _by_address: ClassVar[weakref.WeakValueDictionary[int, ParamGroup]] = weakref.WeakValueDictionary()
 
-    def __init__(self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], names: dict[int, str]) -> None:
+    def __init__(self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], titles: dict[int, str]) -> None:
         self._unit = weakref.ref(unit)
         self.of_torch = of_torch
         self.title = unit.title
@@ -105,8 +105,7 @@ class ParamGroup:
             spec = dataclasses.replace(
                 common, offset=slot.offset, extent=slot.extent, shape=fsdp2.shape_of(each), dim=fsdp2.shard_dim(each)
             )
-            name = names.get(id(fsdp2.sharded_param(each)), fsdp2.refs_of(each)[0][1])
-            found[slot.index] = self._move_in(each, name, spec)
+            found[slot.index] = self._move_in(each, _name(each, titles), spec)
         self.params = tuple(p for p in found if p is not None)
         self.pending = PendingGrads(self)
         self.edge = self.flat
@@ -238,6 +237,13 @@ class ParamGroup:
             else None
             for p in self.params
         ]
+
+
+def _name(param: fsdp2.TorchParam, titles: dict[int, str]) -> str:
+    """The first name of a parameter, from the root; its module may have the gathered parameter registered."""
+    module, name = fsdp2.refs_of(param)[0]
+    path = titles.get(id(module), "")
+    return f"{path}.{name}" if path else name
 
 
 def _padded(local: torch.Tensor, param: Param) -> torch.Tensor:

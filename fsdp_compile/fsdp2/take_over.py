@@ -69,18 +69,13 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             return _models[root]
         model = Model(root)
         titles = {id(module): name for name, module in root.named_modules()}
-        names = {
-            id(parameter): f"{path}.{name}" if path else name
-            for path, module in reversed(list(root.named_modules()))
-            for name, parameter in module._parameters.items()
-        }
         for each in states:
             title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each))
             unit = Unit(model, each, title)
             for of_torch in fsdp2.groups_of(each):
                 if not fsdp2.is_sharded(of_torch):
                     fsdp2.reshard(of_torch)
-            unit.make_groups(names)
+            unit.make_groups(titles)
             _wrap_hooks(unit)
             model.units.append(unit)
         _give_classes(model)
