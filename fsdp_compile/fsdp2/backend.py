@@ -75,11 +75,8 @@ def _take_over_what_starts(frame: FrameToCompile) -> None:
         if model_of(module) is not None:
             continue
         state = sharded_root(module)
-        if state is None:
-            continue
-        model = take_over(state)
-        for unit in model.units:
-            unit.continue_as_deferred()
+        if state is not None:
+            take_over(state)
 
 
 note_backend(fsdp)

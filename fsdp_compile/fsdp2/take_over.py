@@ -58,7 +58,10 @@ def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
 
 
 def take_over(state: fsdp2.FSDPState) -> Model:
-    """Takes over the model that one of FSDP2's states belongs to; all ranks of its meshes call it together."""
+    """Takes over the model that one of FSDP2's states belongs to; all ranks of its meshes call it together.
+
+    In the middle of a forward, the units whose calls FSDP2's hooks have begun are left to graphs.
+    """
     # The first call may be an evaluation.
     with torch.inference_mode(mode=False), torch.no_grad():
         if not fsdp2.is_initialized(state):
@@ -80,6 +83,8 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             model.units.append(unit)
         _give_classes(model)
         _models[root] = model
+    for unit in model.units:
+        unit.continue_as_deferred()
     return model
 
 
