@@ -87,7 +87,9 @@ class ParamGroup:
     # Compiled code sees the buffer under other identities; its address tells which group it is.
     _by_address: ClassVar[weakref.WeakValueDictionary[int, ParamGroup]] = weakref.WeakValueDictionary()
 
-    def __init__(self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], titles: dict[int, str]) -> None:
+    def __init__(
+        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], titles: dict[int, str]
+    ) -> None:
         self._unit = weakref.ref(unit)
         self.of_torch = of_torch
         self.title = unit.title
@@ -96,7 +98,9 @@ class ParamGroup:
         stored = fsdp2.sharded_param(members[0]).dtype
         common = self._common_spec(stored, where)
         shapes = [ParameterShape("", fsdp2.shape_of(p), fsdp2.shard_dim(p)) for p in members]
-        layout = plan_layout(shapes, size=self.size, stored=stored, sent=common.param_dtype, reduced=common.reduce_dtype)
+        layout = plan_layout(
+            shapes, size=self.size, stored=stored, sent=common.param_dtype, reduced=common.reduce_dtype
+        )
         device = fsdp2.shard_data(members[0]).device
         self.flat = torch.zeros(layout.numel, dtype=stored, device=device)
         found: list[Param | None] = [None] * len(members)
@@ -149,9 +153,7 @@ class ParamGroup:
         common = self._common_spec(self.flat.dtype, where)
         for param in self.params:
             old = param.spec
-            param.spec = dataclasses.replace(
-                common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim
-            )
+            param.spec = dataclasses.replace(common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim)
 
     def _common_spec(self, stored: torch.dtype, where: fsdp2.Placement) -> UnshardSpec:
         """What all parameters of the group share."""
@@ -173,7 +175,9 @@ class ParamGroup:
             reduce_dtype=policy.reduce_dtype or sent,
             reshard=Reshard.AFTER_FORWARD if where.reshards else Reshard.AFTER_BACKWARD,
             post_forward_size=where.post_forward_size,
-            post_forward_group="" if where.post_forward_group is None else alias_of(where.post_forward_group, "post_forward"),
+            post_forward_group=""
+            if where.post_forward_group is None
+            else alias_of(where.post_forward_group, "post_forward"),
             divide=fsdp2.divide_factor(self.of_torch),
             compute=device if fsdp2.offloads(self.of_torch) and device != "cpu" else "",
         )
@@ -220,7 +224,11 @@ class ParamGroup:
                     instead="convert the model before its first compiled call",
                 )
             fsdp2.set_shard_data(param.of_torch, _padded(local, param))
-            self.params = (*self.params[:i], self._move_in(param.of_torch, param.name, param.spec, param.first_text), *self.params[i + 1 :])
+            self.params = (
+                *self.params[:i],
+                self._move_in(param.of_torch, param.name, param.spec, param.first_text),
+                *self.params[i + 1 :],
+            )
         if is_other or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
             self.make_edge()
             return True

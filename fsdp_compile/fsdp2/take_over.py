@@ -99,7 +99,9 @@ def _give_classes(model: Model) -> None:
     marks = {module: fsdp2.take_marks(module) for module in model.root.modules()}
     for module in marks:
         own = sorted(reads.get(module, ()), key=lambda read: read[0])
-        number = {group: i for i, group in enumerate(dict.fromkeys(g for g in model.groups if any(g is r[1] for r in own)))}
+        number = {
+            group: i for i, group in enumerate(dict.fromkeys(g for g in model.groups if any(g is r[1] for r in own)))
+        }
         layouts = {name: _layout(param) for name, _, param in own if fsdp2.unsharded_spec(param.of_torch) is not None}
         if layouts:
             object.__setattr__(module, LAYOUTS, layouts)
@@ -121,7 +123,9 @@ def _give_classes(model: Model) -> None:
 
 def _layout(param: Param) -> TensorParallel:
     spec = fsdp2.unsharded_spec(param.of_torch)
-    return TensorParallel(spec.mesh, spec.placements, spec.tensor_meta.shape, spec.tensor_meta.stride, torch.Size(param.spec.shape))
+    return TensorParallel(
+        spec.mesh, spec.placements, spec.tensor_meta.shape, spec.tensor_meta.stride, torch.Size(param.spec.shape)
+    )
 
 
 # FSDP2's hooks.
