@@ -16,7 +16,7 @@ from fsdp_compile.fsdp2 import (
 )
 from fsdp_compile.fsdp2.compiled_step import entered
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.fsdp2.take_over import model_of, models, note_backend, sharded_root, take_over
+from fsdp_compile.fsdp2.take_over import model_of, note_backend, sharded_root, take_over
 from fsdp_compile.ir.graph import Phase, Record, Role
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.lower.eager import compile_eagerly
@@ -78,14 +78,8 @@ def _take_over_what_starts(frame: FrameToCompile) -> None:
         if model_of(module) is not None:
             continue
         state = sharded_root(module)
-        if state is None:
-            continue
-        known = models()
-        model = take_over(state)
-        if model in known:  # a module without parameters of its own
-            continue
-        for unit in model.units:
-            unit.continue_as_deferred()
+        if state is not None:
+            take_over(state)
 
 
 note_backend(fsdp)

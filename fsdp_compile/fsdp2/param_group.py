@@ -93,7 +93,7 @@ class ParamGroup:
     _by_address: ClassVar[weakref.WeakValueDictionary[int, ParamGroup]] = weakref.WeakValueDictionary()
 
     def __init__(
-        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], names: dict[int, str]
+        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], titles: dict[int, str]
     ) -> None:
         self._unit = weakref.ref(unit)
         self.of_torch = of_torch
@@ -115,8 +115,7 @@ class ParamGroup:
             spec = dataclasses.replace(
                 common, offset=slot.offset, extent=slot.extent, shape=fsdp2.shape_of(each), dim=fsdp2.shard_dim(each)
             )
-            name = names.get(id(fsdp2.sharded_param(each)), fsdp2.refs_of(each)[0][1])
-            found[slot.index] = self._move_in(each, name, spec)
+            found[slot.index] = self._move_in(each, _name(each, titles), spec)
         self.params = tuple(p for p in found if p is not None)
         self.pending = PendingGrads(self)
         self.edge = self.flat
@@ -261,6 +260,13 @@ def _layout(param: fsdp2.TorchParam) -> DTensorLayout | None:
     if spec is None:
         return None
     return DTensorLayout.of(spec.mesh, spec.placements, spec.shape, fsdp2.data_parallel_dims(param))
+
+
+def _name(param: fsdp2.TorchParam, titles: dict[int, str]) -> str:
+    """The first name of a parameter, from the root; its module may have the gathered parameter registered."""
+    module, name = fsdp2.refs_of(param)[0]
+    path = titles.get(id(module), "")
+    return f"{path}.{name}" if path else name
 
 
 def _padded(local: torch.Tensor, param: Param) -> torch.Tensor:

@@ -57,7 +57,10 @@ def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
 
 
 def take_over(state: fsdp2.FSDPState) -> Model:
-    """Takes over the model that one of FSDP2's states belongs to; all ranks of its meshes call it together."""
+    """Takes over the model that one of FSDP2's states belongs to; all ranks of its meshes call it together.
+
+    In the middle of a forward, the units whose calls FSDP2's hooks have begun are left to graphs.
+    """
     # The first call may be an evaluation.
     with torch.inference_mode(mode=False), torch.no_grad():
         if not fsdp2.is_initialized(state):
@@ -71,23 +74,17 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             if not fsdp2.is_sharded(of_torch):
                 fsdp2.reshard(of_torch)
         model = Model(root)
-        for of_torch in (group for each in states for group in fsdp2.groups_of(each)):
-            if not fsdp2.is_sharded(of_torch):
-                fsdp2.reshard(of_torch)
         titles = {id(module): name for name, module in root.named_modules()}
-        names = {
-            id(parameter): f"{path}.{name}" if path else name
-            for path, module in reversed(list(root.named_modules()))
-            for name, parameter in module._parameters.items()
-        }
         for each in states:
             title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each))
             unit = Unit(model, each, title)
-            unit.make_groups(names)
+            unit.make_groups(titles)
             _wrap_hooks(unit)
             model.units.append(unit)
         _give_classes(model)
         _models[root] = model
+    for unit in model.units:
+        unit.continue_as_deferred()
     return model
 
 
