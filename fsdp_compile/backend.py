@@ -54,6 +54,7 @@ from fsdp_compile.lower.unused_outputs import tell_backward
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.follow_order import CannotFollowError
 from fsdp_compile.pipeline import keep, transform
+from fsdp_compile.runtime.units import FSDPParamGroup
 
 _plain_models = PlainModels()
 
@@ -119,7 +120,9 @@ class _Compile:
         self._settings = settings
         self._flats = flat_inputs(inputs)
         self._whole = is_whole_model(inputs)
-        self.ran = register_region(inputs, options.lower)
+        found = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
+        groups = [group for group in found if group is not None]
+        self.ran = register_region(groups, options.lower)
         try:
             refuse_budget_of_a_part(inputs, options, breaks=ends_in_graph_break(gm))
             _refuse_other_cluster(options, inputs)

@@ -15,6 +15,7 @@ from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import model_of, note_backend, sharded_root, take_over
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph
 from fsdp_compile.layout.spec import GradPlacement
+from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import compile_with_inductor
 from fsdp_compile.lower.region import Region
@@ -33,7 +34,10 @@ def fsdp(
     """Compiles one Dynamo graph; `torch.compile(model, backend="fsdp")` calls this."""
     checked = FSDPOptions.from_dict(options)
     take_reads_out(gm)
-    region = _Region(flat_inputs(example_inputs), lambda step: transform(step, checked))
+    ran = register_region([group for value in example_inputs if (group := ParamGroup.of(value))], checked.lower)
+    region = _Region(
+        flat_inputs(example_inputs), lambda step: transform(step, checked), number=ran.number, show=ran.add
+    )
     if checked.lower == "eager":
         return compile_eagerly(gm, example_inputs, region)
     return compile_with_inductor(gm, example_inputs, region, dict(checked.inductor))

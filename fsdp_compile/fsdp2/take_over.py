@@ -75,7 +75,7 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             for name, parameter in module._parameters.items()
         }
         for each in states:
-            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each))
+            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each)) or "(root)"
             unit = Unit(model, each, title)
             for of_torch in fsdp2.groups_of(each):
                 if not fsdp2.is_sharded(of_torch):
