@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.fully_shard import lazy_init_on_meta, offloads
+from fsdp_compile._torch.fully_shard import PreHook, lazy_init_on_meta, offloads
 from fsdp_compile.comm.gather_extension import is_extended
 from fsdp_compile.config.policy import AnyOffloadPolicy, as_offload
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat
+from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat, user_class
 from fsdp_compile.fsdp2.sharding.fully_shard import fully_shard
 from fsdp_compile.fsdp2.take_over import sharded_root, take_over
 from fsdp_compile.fsdp2.unit import Model
@@ -91,8 +91,23 @@ def shard_stand_in(model: nn.Module, *, offload_policy: AnyOffloadPolicy = None,
                 param.spec = dataclasses.replace(param.spec, compute="cpu")
         set_flat(group)
         refresh_reads(group)
+    for unit in taken.units:
+        unit.pre_forward = _refuse_to_gather(unit.title)
     _fill_whole_parameters(model)
     return taken
+
+
+def _refuse_to_gather(title: str) -> PreHook:
+    """What takes the place of FSDP2's pre-forward, which would gather values that there are not."""
+
+    def pre_forward(module: nn.Module, *_: object) -> None:
+        raise UnsupportedModelError(
+            "a unit is called, or its parameters are read, in code that torch does not trace, where FSDP2 gathers them",
+            where=f"explain(), unit {title}, {user_class(module).__name__}",
+            instead="explain(compiled) after the first step of the compiled model",
+        )
+
+    return pre_forward
 
 
 def _fill_whole_parameters(model: nn.Module) -> None:
