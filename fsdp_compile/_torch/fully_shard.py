@@ -56,6 +56,24 @@ def lazy_init(state: FSDPState) -> None:
     state._lazy_init()
 
 
+def lazy_init_on_meta(state: FSDPState) -> None:
+    """`lazy_init` for a model of which no value is ever read: FSDP2 refuses parameters that are on meta."""
+    for module in state._modules[0].modules():
+        inner = state_of(module)
+        for group in [] if inner is None else groups_of(inner):
+            group._validate_no_meta_params = group._validate_cpu_offload_params = _refuse_nothing
+    state._lazy_init()
+
+
+def _refuse_nothing() -> None:
+    """For checks that a model without values does not meet."""
+
+
+def class_below(made: type) -> type:
+    """The user's class, from which FSDP2 has derived one for modules that `fully_shard` was called on."""
+    return made.__bases__[1] if made.__bases__[:1] == (FSDPModule,) else made
+
+
 def states_of_model(state: FSDPState) -> list[FSDPState]:
     """The states of the initialized model that a state belongs to, in the order of their modules."""
     return list(state._state_ctx.all_states)

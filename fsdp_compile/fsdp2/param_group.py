@@ -120,8 +120,7 @@ class ParamGroup:
         self.pending = PendingGrads(self)
         self.edge = self.flat
         self.make_edge()
-        if device.type != "meta":
-            ParamGroup._by_address[self.flat.data_ptr()] = self
+        self._note_address()
 
     @property
     def unit(self) -> Unit:
@@ -137,6 +136,16 @@ class ParamGroup:
             return None
         found = ParamGroup._by_address.get(flat.data_ptr())  # type: ignore[attr-defined]
         return found if found is not None and found.flat.numel() == flat.numel() else None  # type: ignore[attr-defined]
+
+    def give_memory(self, flat: torch.Tensor) -> None:
+        """Puts a buffer with an address in the place of one on meta, where FSDP2's shards stay: for plans."""
+        self.flat = flat
+        self.make_edge()
+        self._note_address()
+
+    def _note_address(self) -> None:
+        if self.flat.device.type != "meta":
+            ParamGroup._by_address[self.flat.data_ptr()] = self
 
     @property
     def is_trainable(self) -> bool:

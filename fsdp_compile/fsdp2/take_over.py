@@ -76,7 +76,7 @@ def take_over(state: fsdp2.FSDPState) -> Model:
         model = Model(root)
         titles = {id(module): name for name, module in root.named_modules()}
         for each in states:
-            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each))
+            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each)) or "(root)"
             unit = Unit(model, each, title)
             unit.make_groups(titles)
             _wrap_hooks(unit)

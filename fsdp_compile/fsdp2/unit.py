@@ -92,10 +92,11 @@ class Unit:
 
     Attributes:
         state: FSDP2's.
-        title: Names of its modules, from the root of the model.
+        title: Names of its modules, from the root of the model, which is "(root)".
         groups: One for each FSDP2 group, dtype and trainability.
         gatherer: Who gathers it in the forward that runs.
         pre_forward: FSDP2's hook.
+        compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
     """
 
     pre_forward: fsdp2.PreHook
@@ -106,6 +107,7 @@ class Unit:
         self.title = title
         self.groups: list[ParamGroup] = []
         self.gatherer = Gatherer.GRAPH
+        self.compiled_regions: dict[tuple[int, ...], Any] = {}
         self._call: FrameType | None = None
         self._classes: list[tuple[weakref.ref[nn.Module], type, type]] = []
 
