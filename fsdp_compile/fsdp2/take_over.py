@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.dynamo import backend_in_callback, call_of, skip_code
+from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, skip_code
 from fsdp_compile._torch.eval_frame import compiler_of_calls
 from fsdp_compile.fsdp2.casts import cast
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, refresh_reads, set_flat
@@ -45,6 +45,22 @@ def model_of(module: nn.Module) -> Model | None:
 def models() -> list[Model]:
     """All models that were taken over."""
     return list(_models.values())
+
+
+def units(model: nn.Module) -> list[Unit]:
+    """The units of a sharded model, in the order of their modules; it is taken over if no compile has done that yet.
+
+    Args:
+        model: The model, or what `torch.compile` has made of it. All ranks call this together.
+
+    Returns:
+        None for a plain model.
+    """
+    module = model._orig_mod if isinstance(model, OptimizedModule) else model
+    found = model_of(module)
+    if found is None and (state := sharded_root(module)) is not None:
+        found = take_over(state)
+    return [] if found is None else list(found.units)
 
 
 def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.tensors import make_dtensor
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.fsdp2.optim.flat_step import ELEMENTWISE, flat_step
+from fsdp_compile.optim.flat_step import ELEMENTWISE, flat_step
 from tests.fake_world import fake_world
 from tests.fsdp2.models import local, put_into_one_storage, sharded, train, whole
 from tests.ranks import run_ranks

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as private
-from fsdp_compile.fsdp2.sharding.fully_shard import fully_shard
-from tests.fsdp2.sharding.models import Model, batch, made, world_batch
+from fsdp_compile.sharding.fully_shard import fully_shard
+from tests.sharding.models import Model, batch, made, world_batch
 from tests.ranks import run_ranks
 
 

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError, RankMismatchError
-from fsdp_compile.fsdp2.sharding import fully_shard as front
-from fsdp_compile.fsdp2.sharding.fully_shard import fully_shard
-from fsdp_compile.fsdp2.sharding.materialize import materialize
-from tests.fsdp2.sharding.models import Block, Model, full, made, near_one_process, same, train
+from fsdp_compile.sharding import fully_shard as front
+from fsdp_compile.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.materialize import materialize
+from tests.sharding.models import Block, Model, full, made, near_one_process, same, train
 from tests.ranks import run_ranks
 
 

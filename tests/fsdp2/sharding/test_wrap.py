@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as private
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.fsdp2.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.fake_world import fake_world
 from tests.models.outlines import Block, Transformer
 
@@ -37,7 +37,7 @@ def _layout(model: nn.Module) -> dict[str, list[str]]:
     params = {parameter: name for name, parameter in model.named_parameters()}
     found = {}
     for call in private.same_call(model.modules()):
-        groups = fsdp2.state(call[0])._fsdp_param_groups  # type: ignore[attr-defined]
+        groups = state(call[0])._fsdp_param_groups  # type: ignore[attr-defined]
         own = [params[param.sharded_param] for group in groups for param in group.fsdp_params]
         if own:
             found["+".join(names[module] for module in call)] = sorted(own)

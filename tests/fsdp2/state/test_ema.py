@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.fsdp2.state.ema import EMA
-from fsdp_compile.fsdp2.state.full_params import full_params
+from fsdp_compile.state.ema import EMA
+from fsdp_compile.state.full_params import full_params
 from tests.fsdp2.models import assert_same, batch, made, sharded, whole
 from tests.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.fsdp2.state.full_params import full_params
+from fsdp_compile.state.full_params import full_params
 from tests.fsdp2.models import batch, made, sharded, whole
 from tests.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import own_part, shard_like
-from fsdp_compile.fsdp2.state.full_tensors import full_tensors
+from fsdp_compile.state.full_tensors import full_tensors
 from tests.fsdp2.models import batch, local, made, mesh_of, sharded
 from tests.ranks import run_ranks
 

@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_compile.errors import ConfigError, RankMismatchError
-from fsdp_compile.fsdp2.optim.flat_step import flat_step
-from fsdp_compile.fsdp2.optim.whole_step import whole_step
-from fsdp_compile.fsdp2.state import fsdp1_optim_state
-from fsdp_compile.fsdp2.state.fsdp1_optim_state import rekey_optim_state_dict
-from fsdp_compile.fsdp2.state.optim_state import optim_state_dict, optim_state_dict_to_load
+from fsdp_compile.optim.flat_step import flat_step
+from fsdp_compile.optim.whole_step import whole_step
+from fsdp_compile.state import fsdp1_optim_state
+from fsdp_compile.state.fsdp1_optim_state import rekey_optim_state_dict
+from fsdp_compile.state.optim_state import optim_state_dict, optim_state_dict_to_load
 from tests import long
 from tests.fsdp2.models import assert_same, batch, local, made, sharded, train, whole
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import RankMismatchError
-from fsdp_compile.fsdp2.sharding.arguments import UnitPolicy, device_of
+from fsdp_compile.sharding.arguments import UnitPolicy, device_of
 
 
 class FirstRank:

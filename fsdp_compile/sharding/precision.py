@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile._torch.fully_shard_calls import is_closed
-from fsdp_compile.fsdp2.sharding.arguments import UnitPolicy
-from fsdp_compile.fsdp2.sharding.units import Unit
+from fsdp_compile.sharding.arguments import UnitPolicy
+from fsdp_compile.sharding.units import Unit
 
 
 def torch_precision(unit: Unit, call: UnitPolicy, *, is_split: bool) -> MixedPrecisionPolicy:

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fsdp_compile._torch.mesh_info import chosen_mesh
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.fsdp2.sharding.arguments import PlacementFn, UnitPolicy
+from fsdp_compile.sharding.arguments import PlacementFn, UnitPolicy
 
 _IGNORE = "list it in ignored_params, then it is neither sharded nor averaged"
 

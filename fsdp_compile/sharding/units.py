@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_compile._torch.fully_shard_calls import is_closed
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
-from fsdp_compile.fsdp2.sharding.arguments import UnitPolicy
+from fsdp_compile.sharding.arguments import UnitPolicy
 
 
 @dataclasses.dataclass(eq=False)

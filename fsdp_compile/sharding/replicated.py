@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile._torch.autograd import after_this_backward, backward_in_progress
 from fsdp_compile._torch.fully_shard_calls import reduction_of
-from fsdp_compile.fsdp2.sharding.arguments import UnitPolicy
+from fsdp_compile.sharding.arguments import UnitPolicy
 
 Place = tuple[nn.Module, str]
 """A module, and the name of a parameter in it: `to_empty()` and `load_state_dict()` may replace the parameter."""

@@ -1,1 +1,0 @@
-"""Optimizers and clipping of sharded parameters."""

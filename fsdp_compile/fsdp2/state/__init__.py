@@ -1,1 +1,0 @@
-"""Full values in and out."""
