@@ -56,6 +56,24 @@ def lazy_init(state: FSDPState) -> None:
     state._lazy_init()
 
 
+def lazy_init_on_meta(state: FSDPState) -> None:
+    """`lazy_init` for a model of which no value is ever read: FSDP2 refuses parameters that are on meta."""
+    for module in state._modules[0].modules():
+        inner = state_of(module)
+        for group in [] if inner is None else groups_of(inner):
+            group._validate_no_meta_params = group._validate_cpu_offload_params = _refuse_nothing
+    state._lazy_init()
+
+
+def _refuse_nothing() -> None:
+    """For checks that a model without values does not meet."""
+
+
+def class_below(made: type) -> type:
+    """The user's class, from which FSDP2 has derived one for modules that `fully_shard` was called on."""
+    return made.__bases__[1] if made.__bases__[:1] == (FSDPModule,) else made
+
+
 def states_of_model(state: FSDPState) -> list[FSDPState]:
     """The states of the initialized model that a state belongs to, in the order of their modules."""
     return list(state._state_ctx.all_states)
@@ -102,6 +120,11 @@ def training_state(state: FSDPState) -> TrainingState:
     return state._training_state
 
 
+def is_last_backward(state: FSDPState) -> bool:
+    """Whether the next backward is the last one of a step (`set_is_last_backward`)."""
+    return bool(state._state_ctx.is_last_backward)
+
+
 def is_partly_run(state: FSDPState) -> bool:
     """Whether some modules of a call on several have run in this forward, and others have not."""
     return bool(state._modules_to_run_forward)
@@ -116,9 +139,7 @@ def leave_forward(state: FSDPState) -> None:
         state._state_ctx.iter_forward_root = None
 
 
-def replace_hooks(
-    state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]
-) -> None:
+def replace_hooks(state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]) -> None:
     """Puts what `pre` and `post` make of them in the place of FSDP2's two forward hooks, in each module of a state."""
     for module in state._modules:
         for hooks, replaced in ((module._forward_pre_hooks, pre), (module._forward_hooks, post)):
@@ -226,6 +247,16 @@ def all_reduces(group: TorchGroup) -> bool:
     return bool(group.all_reduce_grads) or not group._is_hsdp
 
 
+def reductions(group: TorchGroup) -> tuple[bool, bool]:
+    """Whether backwards reduce gradients over the shard group, and over replicas."""
+    return group.reduce_grads, group.all_reduce_grads
+
+
+def set_reductions(group: TorchGroup, flags: tuple[bool, bool]) -> None:
+    """Sets `reductions`, as `set_requires_gradient_sync` and `set_requires_all_reduce` do."""
+    group.reduce_grads, group.all_reduce_grads = flags
+
+
 def offloads(group: TorchGroup) -> bool:
     """Whether shards and gradients of a group stay on the host."""
     return any(param.offload_to_cpu for param in group.fsdp_params)
@@ -323,7 +354,14 @@ def set_shard_data(param: TorchParam, data: torch.Tensor) -> None:
 
 def unsharded_spec(param: TorchParam) -> Any:
     """The `DTensorSpec` of the gathered parameter if that is a DTensor (tensor parallel), else `None`."""
-    return param._unsharded_dtensor_spec
+    if hasattr(param, "_unsharded_dtensor_spec"):
+        return param._unsharded_dtensor_spec
+    return getattr(param, "_tp_spec", None)  # up to torch 2.11
+
+
+def data_parallel_dims(param: TorchParam) -> frozenset[int]:
+    """The dimensions of the gathered DTensor's mesh that it is sharded and replicated over (`dp_mesh_dims`)."""
+    return getattr(param, "_dp_dim_indices", frozenset())
 
 
 def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
@@ -336,16 +374,14 @@ def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
 
 
 def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
-    """The gradient that FSDP2 has accumulated without reducing it, which it forgets."""
+    """This rank's part of the gradient that FSDP2 has accumulated without reducing it, which it forgets."""
     grad = param.unsharded_accumulated_grad
     if grad is not None:
         _set_accumulated(param, None)
-        return grad  # type: ignore[no-any-return]
-    held = getattr(param, "_unsharded_param", None)
-    if held is None:
-        return None
-    grad, held.grad = held.grad, None
-    return grad  # type: ignore[no-any-return]
+    elif hasattr(param, "_unsharded_param"):
+        gathered = param._unsharded_param
+        grad, gathered.grad = gathered.grad, None
+    return None if grad is None else param._get_grad_inner_tensor(grad)  # type: ignore[no-any-return]
 
 
 def give_unreduced_grad(param: TorchParam, grad: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile._torch.dynamo import skip_code
-from fsdp_compile._torch.fully_shard import MANAGED
+from fsdp_compile._torch.fully_shard import MANAGED, class_below
 from fsdp_compile._torch.tracing import is_compiling_a_frame
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.spec import GradPlacement
@@ -71,6 +71,11 @@ def class_of(base: type, reads: Sequence[ParamRead]) -> type:
 def original_class(module: nn.Module) -> type:
     """The class that the user wrote; FSDP2's over it for modules that `fully_shard` was called on."""
     return getattr(type(module), _BASE, type(module))
+
+
+def user_class(module: nn.Module) -> type:
+    """The class that the user wrote, below FSDP2's and ours."""
+    return class_below(original_class(module))
 
 
 def set_flat(group: ParamGroup) -> None:
@@ -220,4 +225,3 @@ def _traced_parameters(self, prefix, recurse, remove_duplicate):  # type: ignore
 
 for _function in (_marker, _gather_deferred, _named_parameters, _traced_parameters, _is_managed):
     skip_code(_function.__code__)
-

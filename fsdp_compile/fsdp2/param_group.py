@@ -20,12 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.tensors import ViewPlace, local_tensor, make_dtensor, set_local_tensor
+from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.comm.groups import alias_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.pending import PendingGrads
+from fsdp_compile.fsdp2.updates import Updates
 from fsdp_compile.layout.flat_layout import ParameterShape, plan_layout
-from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec
+from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
 
 if TYPE_CHECKING:
     from fsdp_compile.fsdp2.unit import Unit
@@ -41,6 +43,7 @@ class Param:
         spec: Where it lies in the flat buffer, and how it is gathered and reduced.
         parameter: The DTensor parameter that the group's edge leads to.
         view: The view of the flat buffer that is the DTensor's local tensor; rows may be fewer than on other ranks.
+        layout: Of the gathered parameter, if that is a DTensor over further ranks (tensor parallel), too.
         first_text: Of the spec when the model was taken over: how the module's class reads it.
     """
 
@@ -49,6 +52,7 @@ class Param:
     spec: UnshardSpec
     parameter: nn.Parameter
     view: torch.Tensor
+    layout: DTensorLayout | None
     first_text: str = ""
 
     def __post_init__(self) -> None:
@@ -82,21 +86,27 @@ class ParamGroup:
         edge: The same memory, with a history that leads to the DTensors.
         params: In the order of registration.
         pending: Gradients that wait for (the rest of) their reduction.
+        updates: Updates in backward.
     """
 
     # Compiled code sees the buffer under other identities; its address tells which group it is.
     _by_address: ClassVar[weakref.WeakValueDictionary[int, ParamGroup]] = weakref.WeakValueDictionary()
 
-    def __init__(self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], names: dict[int, str]) -> None:
+    def __init__(
+        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], titles: dict[int, str]
+    ) -> None:
         self._unit = weakref.ref(unit)
         self.of_torch = of_torch
         self.title = unit.title
         where = fsdp2.placement_of(of_torch)
         self.size, self.rank = where.size, where.rank
+        self.updates = Updates(self)
         stored = fsdp2.sharded_param(members[0]).dtype
-        common = self._common_spec(stored, where)
+        common = self._common_spec(stored, where, self.updates.wanted(map(fsdp2.sharded_param, members)))
         shapes = [ParameterShape("", fsdp2.shape_of(p), fsdp2.shard_dim(p)) for p in members]
-        layout = plan_layout(shapes, size=self.size, stored=stored, sent=common.param_dtype, reduced=common.reduce_dtype)
+        layout = plan_layout(
+            shapes, size=self.size, stored=stored, sent=common.param_dtype, reduced=common.reduce_dtype
+        )
         device = fsdp2.shard_data(members[0]).device
         self.flat = torch.zeros(layout.numel, dtype=stored, device=device)
         found: list[Param | None] = [None] * len(members)
@@ -105,14 +115,12 @@ class ParamGroup:
             spec = dataclasses.replace(
                 common, offset=slot.offset, extent=slot.extent, shape=fsdp2.shape_of(each), dim=fsdp2.shard_dim(each)
             )
-            name = names.get(id(fsdp2.sharded_param(each)), fsdp2.refs_of(each)[0][1])
-            found[slot.index] = self._move_in(each, name, spec)
+            found[slot.index] = self._move_in(each, _name(each, titles), spec)
         self.params = tuple(p for p in found if p is not None)
         self.pending = PendingGrads(self)
         self.edge = self.flat
         self.make_edge()
-        if device.type != "meta":
-            ParamGroup._by_address[self.flat.data_ptr()] = self
+        self._note_address()
 
     @property
     def unit(self) -> Unit:
@@ -128,6 +136,16 @@ class ParamGroup:
             return None
         found = ParamGroup._by_address.get(flat.data_ptr())  # type: ignore[attr-defined]
         return found if found is not None and found.flat.numel() == flat.numel() else None  # type: ignore[attr-defined]
+
+    def give_memory(self, flat: torch.Tensor) -> None:
+        """Puts a buffer with an address in the place of one on meta, where FSDP2's shards stay: for plans."""
+        self.flat = flat
+        self.make_edge()
+        self._note_address()
+
+    def _note_address(self) -> None:
+        if self.flat.device.type != "meta":
+            ParamGroup._by_address[self.flat.data_ptr()] = self
 
     @property
     def is_trainable(self) -> bool:
@@ -147,14 +165,13 @@ class ParamGroup:
     def refresh_specs(self) -> None:
         """Follows settings that users have changed on FSDP2's objects."""
         where = fsdp2.placement_of(self.of_torch)
-        common = self._common_spec(self.flat.dtype, where)
+        update = self.updates.wanted(param.parameter for param in self.params)
+        common = self._common_spec(self.flat.dtype, where, update)
         for param in self.params:
             old = param.spec
-            param.spec = dataclasses.replace(
-                common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim
-            )
+            param.spec = dataclasses.replace(common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim)
 
-    def _common_spec(self, stored: torch.dtype, where: fsdp2.Placement) -> UnshardSpec:
+    def _common_spec(self, stored: torch.dtype, where: fsdp2.Placement, update: Update) -> UnshardSpec:
         """What all parameters of the group share."""
         policy = self.of_torch.mp_policy
         sent = (policy.param_dtype or stored) if stored.is_floating_point else stored
@@ -174,8 +191,11 @@ class ParamGroup:
             reduce_dtype=policy.reduce_dtype or sent,
             reshard=Reshard.AFTER_FORWARD if where.reshards else Reshard.AFTER_BACKWARD,
             post_forward_size=where.post_forward_size,
-            post_forward_group="" if where.post_forward_group is None else alias_of(where.post_forward_group, "post_forward"),
+            post_forward_group=""
+            if where.post_forward_group is None
+            else alias_of(where.post_forward_group, "post_forward"),
             divide=fsdp2.divide_factor(self.of_torch),
+            update=update,
             compute=device if fsdp2.offloads(self.of_torch) and device != "cpu" else "",
         )
 
@@ -191,7 +211,7 @@ class ParamGroup:
         parameter.data = make_dtensor(view, parameter)
         fsdp2.set_shard_data(each, piece)
         set_local_tensor(parameter, view)  # type: ignore[arg-type]
-        return Param(each, name, spec, parameter, view, first_text)
+        return Param(each, name, spec, parameter, view, _layout(each), first_text)
 
     def make_edge(self) -> None:
         """Makes the tensor that graphs take: the buffer's memory, with a history that leads to the DTensors."""
@@ -221,7 +241,11 @@ class ParamGroup:
                     instead="convert the model before its first compiled call",
                 )
             fsdp2.set_shard_data(param.of_torch, _padded(local, param))
-            self.params = (*self.params[:i], self._move_in(param.of_torch, param.name, param.spec, param.first_text), *self.params[i + 1 :])
+            self.params = (
+                *self.params[:i],
+                self._move_in(param.of_torch, param.name, param.spec, param.first_text),
+                *self.params[i + 1 :],
+            )
         if is_other or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
             self.make_edge()
             return True
@@ -238,6 +262,20 @@ class ParamGroup:
             else None
             for p in self.params
         ]
+
+
+def _layout(param: fsdp2.TorchParam) -> DTensorLayout | None:
+    spec = fsdp2.unsharded_spec(param)
+    if spec is None:
+        return None
+    return DTensorLayout.of(spec.mesh, spec.placements, spec.shape, fsdp2.data_parallel_dims(param))
+
+
+def _name(param: fsdp2.TorchParam, titles: dict[int, str]) -> str:
+    """The first name of a parameter, from the root; its module may have the gathered parameter registered."""
+    module, name = fsdp2.refs_of(param)[0]
+    path = titles.get(id(module), "")
+    return f"{path}.{name}" if path else name
 
 
 def _padded(local: torch.Tensor, param: Param) -> torch.Tensor:

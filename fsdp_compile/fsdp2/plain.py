@@ -45,7 +45,7 @@ from fsdp_compile.comm.groups import default_mesh
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.fsdp2.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over
 from fsdp_compile.options import FSDPOptions
 

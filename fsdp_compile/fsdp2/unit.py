@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_compile._torch import fully_shard as fsdp2
@@ -62,6 +63,11 @@ class Model:
         """The parameter groups of all units."""
         return [group for unit in self.units for group in unit.groups]
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether any group has gradients that are not fully reduced."""
+        return bool(self._pending)
+
     def note_pending(self, group: ParamGroup) -> None:
         """Records that a group has gradients that are not fully reduced."""
         self._pending.add(group)
@@ -86,10 +92,11 @@ class Unit:
 
     Attributes:
         state: FSDP2's.
-        title: Names of its modules, from the root of the model.
+        title: Names of its modules, from the root of the model, which is "(root)".
         groups: One for each FSDP2 group, dtype and trainability.
         gatherer: Who gathers it in the forward that runs.
         pre_forward: FSDP2's hook.
+        compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
     """
 
     pre_forward: fsdp2.PreHook
@@ -100,6 +107,7 @@ class Unit:
         self.title = title
         self.groups: list[ParamGroup] = []
         self.gatherer = Gatherer.GRAPH
+        self.compiled_regions: dict[tuple[int, ...], Any] = {}
         self._call: FrameType | None = None
         self._classes: list[tuple[weakref.ref[nn.Module], type, type]] = []
 
@@ -110,14 +118,14 @@ class Unit:
         assert model is not None
         return model
 
-    def make_groups(self, names: dict[int, str]) -> None:
+    def make_groups(self, titles: dict[int, str]) -> None:
         """Moves the shards of FSDP2's groups into flat buffers."""
         for of_torch in fsdp2.groups_of(self.state):
             kinds: dict[Any, list[fsdp2.TorchParam]] = {}
             for param in fsdp2.params_of(of_torch):
                 parameter = fsdp2.sharded_param(param)
                 kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(param)
-            self.groups += [ParamGroup(self, of_torch, members, names) for members in kinds.values()]
+            self.groups += [ParamGroup(self, of_torch, members, titles) for members in kinds.values()]
             fsdp2.observe(of_torch, _Observer(self, of_torch))
 
     def set_classes(self, classes: Sequence[tuple[nn.Module, type, type]]) -> None:
@@ -156,12 +164,19 @@ class Unit:
             self.gatherer, self._call = Gatherer.GRAPH, None
         return self.gatherer is Gatherer.DEFERRED
 
+    @property
+    def is_called(self) -> bool:
+        """Whether a hook of it, or of its model, has run in Python for the forward that runs, and followed parameters."""
+        return self.is_deferred or self.model.units[0].is_deferred
+
     def begin_hooks(self) -> None:
         """Makes FSDP2's hooks gather the unit from here on."""
         self._call = None
         self.follow()
         for group in self.groups:
             group.pending.give_to_torch()
+            if torch.is_grad_enabled():
+                group.updates.begin_forward()
         self._swap(Gatherer.HOOKS)
 
     def end_hooks(self) -> None:
@@ -207,6 +222,8 @@ class _Observer:
             refresh_reads(group)
 
     def post_backward(self, run: Any) -> None:
+        for group in self._groups():
+            group.updates.begin_backward()
         run()
         of_torch = self._of_torch()
         if of_torch is not None and not fsdp2.reduces(of_torch):
