@@ -45,9 +45,9 @@ from fsdp_compile.comm.groups import default_mesh
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.sharding.fully_shard import fully_shard
 
 _WHOLE = "call fully_shard(model) first, or compile the model"
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)

@@ -11,19 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.fsdp2.backend import fsdp
-
 EAGER = {"lower": "eager"}
 
 
 def one_line(function: Any, **options: Any) -> Any:
     """The backend without Inductor."""
-    return torch.compile(function, backend=fsdp, options={**EAGER, **options})
+    return torch.compile(function, backend="fsdp", options={**EAGER, **options})
 
 
 def in_place(module: nn.Module, **options: Any) -> nn.Module:
     """As `one_line`, by `module.compile`."""
-    module.compile(backend=fsdp, options={**EAGER, **options})
+    module.compile(backend="fsdp", options={**EAGER, **options})
     return module
 
 
