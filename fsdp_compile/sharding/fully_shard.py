@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_compile._torch import fully_shard as private
+from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.sharding import wrap

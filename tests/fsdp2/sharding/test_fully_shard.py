@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_compile._torch import fully_shard as private
+from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_compile._torch import fully_shard as private
+from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.config.policy import MixedPrecision
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.settings import ShardingSettings

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch import fully_shard as private
+from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.ranks import run_ranks
 from tests.sharding.models import Model, batch, made, world_batch

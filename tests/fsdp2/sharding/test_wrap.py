@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch import fully_shard as private
+from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.fake_world import fake_world
