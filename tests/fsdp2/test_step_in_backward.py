@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2.backend import fsdp
-from fsdp_compile.fsdp2.updates import refuse_whole_gradients
 from fsdp_compile.optim.step_in_backward import step_in_backward
+from fsdp_compile.fsdp2.updates import refuse_whole_gradients
 from tests.models.kinds import WIDTH, Slim
 from tests.numerics.one_process.pair import loss_of
 from tests.ranks import run_ranks
@@ -88,11 +88,11 @@ class BrokenTwice(Twice):
         return self.head(self.blocks[0](x))
 
 
-def _plain(model: Any, call: Call, step: int) -> None:
+def _plain(model: Any, call: Call, step: int) -> None:  # noqa: ARG001
     loss_of(call(_input(step))).backward()
 
 
-def _two_forwards(model: Any, call: Call, step: int) -> None:
+def _two_forwards(model: Any, call: Call, step: int) -> None:  # noqa: ARG001
     (loss_of(call(_input(step))) + loss_of(call(_input(step + 50)))).backward()
 
 
@@ -114,7 +114,7 @@ def _not_last(model: Any, call: Call, step: int) -> None:
     loss_of(call(_input(step + 50))).backward()
 
 
-def _evaluated(model: Any, call: Call, step: int) -> None:
+def _evaluated(model: Any, call: Call, step: int) -> None:  # noqa: ARG001
     call(_input(step + 50))  # a forward without a backward: the update waits for the end of this one
     loss_of(call(_input(step))).backward()
 
@@ -190,17 +190,14 @@ def _train(name: str, *, in_backward: bool) -> tuple[nn.Module, optim.Optimizer]
 def _bits(name: str) -> list[str]:
     (mine, stepped), (theirs, after) = _train(name, in_backward=True), _train(name, in_backward=False)
     differing = [
-        n
-        for (n, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True)
+        n for (n, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True)
         if not torch.equal(_local(p), _local(q))
     ]
     one, other = stepped.state_dict(), after.state_dict()
     assert one["param_groups"] == other["param_groups"]
     for index, state in other["state"].items():
         assert one["state"][index].keys() == state.keys()
-        differing += [
-            f"{index} {key}" for key, v in state.items() if not torch.equal(_local(one["state"][index][key]), _local(v))
-        ]
+        differing += [f"{index} {key}" for key, v in state.items() if not torch.equal(_local(one["state"][index][key]), _local(v))]
     return differing
 
 
@@ -281,10 +278,8 @@ def _some() -> None:
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert (p.grad is None) == (p.dim() > 1)
         expected = _local(q.grad)
-        assert (
-            torch.equal(_local(p.grad), expected)
-            if p.grad is not None
-            else torch.equal(_local(p), _local(q).add(expected, alpha=-0.1))
+        assert torch.equal(_local(p.grad), expected) if p.grad is not None else torch.equal(
+            _local(p), _local(q).add(expected, alpha=-0.1)
         )
 
 
