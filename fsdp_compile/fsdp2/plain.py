@@ -44,6 +44,7 @@ from fsdp_compile.comm.exchange import as_bytes
 from fsdp_compile.comm.groups import default_mesh
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2 import stale
+from fsdp_compile.fsdp2.accumulation import follow_no_sync
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over
 from fsdp_compile.options import FSDPOptions
@@ -208,6 +209,7 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
         state = sharded_root(module)
         assert state is not None
         take_over(state)
+        follow_no_sync(module)
     successors = {old: owner._parameters[attribute] for (owner, attribute), (_, old) in places.items()}
     stale.replace({old: new for old, new in successors.items() if new is not old and new is not None})
     _sharded[module] = options.sharding

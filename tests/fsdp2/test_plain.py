@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_compile import no_sync
 from fsdp_compile.errors import ConfigError, RankMismatchError, UnsupportedModelError
 from tests.fsdp2.one_line import Block, Model, Pair, in_place, one_line
 from tests.ranks import run_ranks
@@ -44,8 +45,8 @@ class Tied(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        first, second = self.blocks
-        second.up.weight = first.up.weight
+        first, second = (self.get_submodule(f"blocks.{i}.up") for i in (0, 1))
+        second.weight = first.weight
 
 
 MODELS: list[Callable[[], nn.Module]] = [Model, Breaks, _layers, Tied]
@@ -93,6 +94,23 @@ def _first_calls() -> None:
 
 def test_first_called_in_an_evaluation_or_twice() -> None:
     run_ranks(_first_calls)
+
+
+def _accumulates() -> None:
+    for compile_model in (one_line, in_place):
+        pair = Pair()
+        pair.call = compile_model(pair.model)
+        for _ in range(2):
+            with no_sync(pair.model):
+                pair.backward()
+            assert all(p.grad is None for p in pair.model.parameters())
+            pair.backward()
+            pair.update()
+            pair.compare()
+
+
+def test_first_called_under_no_sync() -> None:
+    run_ranks(_accumulates)
 
 
 def _casts() -> None:
