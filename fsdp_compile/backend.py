@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,23 +32,13 @@ from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_
 from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, StepGraph
-from fsdp_compile.layout.spec import Reshard
-from fsdp_compile.lower.agreement import (
-    Collectives,
-    Order,
-    OtherPlanError,
-    Settings,
-    agree,
-    inserted_in,
-    refuse,
-    telling_all,
-)
 from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.region_key import region_key
+from fsdp_compile.lower.shared_plan import Graphs, Lines, Settings, inserted_in, refuse, settle
 from fsdp_compile.lower.unused_outputs import tell_backward
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.follow_order import CannotFollowError
@@ -95,21 +84,11 @@ def fsdp(
         shard_lookups(gm)
 
     returned = returned_reads(gm)
-    job = _Compile(gm, example_inputs, checked, settings)
-    try:
-        compiled = job.run()
-    except OtherPlanError as error:
-        say(f"region {job.ran.number}: planning again, since ranks with batches of other sizes planned another order")
-        compiled = job.follow(error)
-    return give_parameters(compiled, returned)
+    return give_parameters(_Compile(gm, example_inputs, checked, settings).run(), returned)
 
 
 class _Compile:
-    """One compile of a Dynamo graph whose reads are taken out.
-
-    Attributes:
-        ran: The region that it is for.
-    """
+    """One compile of a Dynamo graph whose reads are taken out."""
 
     def __init__(
         self, gm: fx.GraphModule, inputs: Sequence[Any], options: FSDPOptions, settings: Mapping[str, Any]
@@ -121,8 +100,8 @@ class _Compile:
         self._flats = flat_inputs(inputs)
         self._whole = is_whole_model(inputs)
         found = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
-        groups = [group for group in found if group is not None]
-        self.ran = register_region(groups, options.lower)
+        self._ran = register_region([group for group in found if group is not None], options.lower)
+        self._of_plans = Settings.of(options, self._flats.values())
         try:
             refuse_budget_of_a_part(inputs, options, breaks=ends_in_graph_break(gm))
             _refuse_other_cluster(options, inputs)
@@ -130,43 +109,47 @@ class _Compile:
             self._tell(error)
             raise
 
-    def follow(self, error: OtherPlanError) -> Any:
-        """Compiles in the orders that the ranks have agreed on."""
-        if not error.is_known:
-            with telling_all():  # the others go on, and would wait in their first collective
-                return self.run(error.orders)
-        try:
-            return self.run(error.orders)
-        except CannotFollowError:  # another program, which reads alike: its ranks compare it by itself
-            return self.run(can_follow=False)
+    def run(self) -> Any:
+        """Compiles; where a compile is stored, ranks compare it once they have it."""
+        region, compiled = self._compile()
+        if region.key is not None:
 
-    def run(self, orders: Mapping[Phase, Order] = MappingProxyType({}), *, can_follow: bool = True) -> Any:
-        """Compiles; `orders` are those of collectives that graphs have to keep.
+            def follow(plan: Lines) -> Graphs:
+                nonlocal region, compiled
+                shown, self._ran.graphs = self._ran.graphs, []
+                try:
+                    region, compiled = self._compile(plan)
+                except CannotFollowError:
+                    self._ran.graphs = shown
+                    raise
+                return region.stored()
 
-        Raises:
-            OtherPlanError: If the ranks have agreed on other orders, and `can_follow`.
-            CannotFollowError: If a graph cannot keep its order.
-        """
+            region.settle_stored(follow)
+        return tell_backward(compiled) if region.tells_unused_outputs else compiled
+
+    def _compile(self, plan: Lines = ()) -> tuple[Region, Any]:
+        """Compiles by the plan of this rank, or by another one."""
         options, inputs = self._options, self._inputs
-        self.ran.graphs.clear()  # those of a plan that was not followed
-        inserted: dict[Phase, Collectives] = {}
+        inserted: dict[Phase, Lines] = {}
 
         def note_inserted(step: StepGraph) -> None:
             inserted[step.phase] = inserted_in(step)
 
-        def run_passes(step: StepGraph) -> StepGraph:
-            return transform(step, options, note_inserted, orders.get(step.phase))
+        def run_passes(step: StepGraph, lines: Lines | None = None) -> StepGraph:
+            return transform(step, options, note_inserted, lines)
 
         region = Region(
             self._flats,
             run_passes,
             functools.partial(keep, options=options, whole=self._whole),
-            self.ran.number,
+            self._ran.number,
             options.may_recompute,
             options.share_code,
-            region_key(self._gm, self._flats, inputs, options, orders, whole=self._whole),
-            functools.partial(agree, settings=self._settings_of_plans(can_follow=can_follow and self._can_follow)),
-            self.ran.add,
+            region_key(self._gm, self._flats, inputs, options, plan, whole=self._whole),
+            functools.partial(settle, settings=self._of_plans),
+            self._of_plans.can_follow,
+            plan,
+            self._ran.add,
             self._tell,
             inserted=inserted,
         )
@@ -178,24 +161,7 @@ class _Compile:
             exact = {} if options.memory_budget_gb is None else FREE_AT_LAST_USE
             settings = {**exact, **self._settings, **options.inductor}
             compiled = compile_with_inductor(self._gm, inputs, region, settings)
-        return tell_backward(compiled) if region.tells_unused_outputs else compiled
-
-    def _settings_of_plans(self, *, can_follow: bool) -> Settings:
-        options = self._options
-        shared = {name: repr(getattr(options, name)) for name in _OF_PLANS}
-        shared["memory_budget_gb"] = "None" if options.memory_budget_gb is None else "a budget"
-        budget = (options.memory_budget_gb, options.activations)
-        own = repr([options.lower, options.stop_after, options.planned_for, budget, torch.is_grad_enabled()])
-        return Settings(shared, own, _measured(options), can_follow)
-
-    @property
-    def _can_follow(self) -> bool:
-        """Whether this rank plans for its own sizes, and nothing was asked of the plan that another order breaks."""
-        options = self._options
-        specs = (spec for record in self._flats.values() for spec in record.specs)
-        promises = options.memory_budget_gb is not None
-        asks = any(s.reshard is Reshard.AUTO or s.forward_prefetch or s.backward_prefetch for s in specs)
-        return options.prefetch == "auto" and not promises and not asks
+        return region, compiled
 
     def _tell(self, error: FSDPCompileError) -> None:
         refuse(self._flats.values(), error)
@@ -227,16 +193,6 @@ def _refuse_other_cluster(options: FSDPOptions, example_inputs: Sequence[Any]) -
     devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     refuse_elsewhere(options.planned_for, "cpu" if devices <= {"cpu"} else "cuda", ranks)
-
-
-_OF_PLANS: Final = ("prefetch", "reduce_layout", "bucket_mb", "embedding")
-"""Options on which all ranks' collectives depend alike."""
-
-
-def _measured(options: FSDPOptions) -> str:
-    """What stands for the measured times that plans are made with; empty where nothing is measured."""
-    cluster = options.planned_for.cluster if options.planned_for is not None else None
-    return "" if cluster is None else cluster.digest
 
 
 watch_compiles(fsdp, _plain_models)

@@ -114,6 +114,11 @@ def training_state(state: FSDPState) -> TrainingState:
     return state._training_state
 
 
+def is_last_backward(state: FSDPState) -> bool:
+    """Whether the next backward is the last one of a step (`set_is_last_backward`)."""
+    return bool(state._state_ctx.is_last_backward)
+
+
 def is_partly_run(state: FSDPState) -> bool:
     """Whether some modules of a call on several have run in this forward, and others have not."""
     return bool(state._modules_to_run_forward)

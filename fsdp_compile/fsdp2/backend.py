@@ -10,16 +10,16 @@ from torch import fx, nn
 
 from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile
 from fsdp_compile.capture.functions import take_reads_out
-from fsdp_compile.fsdp2.compiled_step import CompiledStep
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
+from fsdp_compile.fsdp2.compiled_step import entered
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import model_of, note_backend, sharded_root, take_over
-from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph
+from fsdp_compile.ir.graph import Phase, Record, Role
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import compile_with_inductor
 from fsdp_compile.lower.region import Region
-from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import transform
 
@@ -34,20 +34,15 @@ def fsdp(
     """Compiles one Dynamo graph; `torch.compile(model, backend="fsdp")` calls this."""
     checked = FSDPOptions.from_dict(options)
     take_reads_out(gm)
+    flats = flat_inputs(example_inputs)
     ran = register_region([group for value in example_inputs if (group := ParamGroup.of(value))], checked.lower)
-    region = _Region(
-        flat_inputs(example_inputs), lambda step: transform(step, checked), number=ran.number, show=ran.add
-    )
+    region = Region(flats, lambda step: transform(step, checked), number=ran.number, show=ran.add)
     if checked.lower == "eager":
-        return compile_eagerly(gm, example_inputs, region)
-    return compile_with_inductor(gm, example_inputs, region, dict(checked.inductor))
-
-
-class _Region(Region):
-    def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Any]) -> Any:
-        made = CompiledStep.around(StepGraph(gm, phase))
-        erase_markers(gm.graph)
-        return made(compile_graph())
+        compiled = compile_eagerly(gm, example_inputs, region)
+    else:
+        compiled = compile_with_inductor(gm, example_inputs, region, dict(checked.inductor))
+    positions = [i for i, record in flats.items() if record.role is Role.FLAT]
+    return entered(compiled, positions, tells_unused=region.tells_unused_outputs)
 
 
 def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:

@@ -24,8 +24,9 @@ from fsdp_compile.comm.groups import alias_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.pending import PendingGrads
+from fsdp_compile.fsdp2.updates import Updates
 from fsdp_compile.layout.flat_layout import ParameterShape, plan_layout
-from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec
+from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
 
 if TYPE_CHECKING:
     from fsdp_compile.fsdp2.unit import Unit
@@ -82,21 +83,27 @@ class ParamGroup:
         edge: The same memory, with a history that leads to the DTensors.
         params: In the order of registration.
         pending: Gradients that wait for (the rest of) their reduction.
+        updates: Updates in backward.
     """
 
     # Compiled code sees the buffer under other identities; its address tells which group it is.
     _by_address: ClassVar[weakref.WeakValueDictionary[int, ParamGroup]] = weakref.WeakValueDictionary()
 
-    def __init__(self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], names: dict[int, str]) -> None:
+    def __init__(
+        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], names: dict[int, str]
+    ) -> None:
         self._unit = weakref.ref(unit)
         self.of_torch = of_torch
         self.title = unit.title
         where = fsdp2.placement_of(of_torch)
         self.size, self.rank = where.size, where.rank
+        self.updates = Updates(self)
         stored = fsdp2.sharded_param(members[0]).dtype
-        common = self._common_spec(stored, where)
+        common = self._common_spec(stored, where, self.updates.wanted(map(fsdp2.sharded_param, members)))
         shapes = [ParameterShape("", fsdp2.shape_of(p), fsdp2.shard_dim(p)) for p in members]
-        layout = plan_layout(shapes, size=self.size, stored=stored, sent=common.param_dtype, reduced=common.reduce_dtype)
+        layout = plan_layout(
+            shapes, size=self.size, stored=stored, sent=common.param_dtype, reduced=common.reduce_dtype
+        )
         device = fsdp2.shard_data(members[0]).device
         self.flat = torch.zeros(layout.numel, dtype=stored, device=device)
         found: list[Param | None] = [None] * len(members)
@@ -156,14 +163,13 @@ class ParamGroup:
     def refresh_specs(self) -> None:
         """Follows settings that users have changed on FSDP2's objects."""
         where = fsdp2.placement_of(self.of_torch)
-        common = self._common_spec(self.flat.dtype, where)
+        update = self.updates.wanted(param.parameter for param in self.params)
+        common = self._common_spec(self.flat.dtype, where, update)
         for param in self.params:
             old = param.spec
-            param.spec = dataclasses.replace(
-                common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim
-            )
+            param.spec = dataclasses.replace(common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim)
 
-    def _common_spec(self, stored: torch.dtype, where: fsdp2.Placement) -> UnshardSpec:
+    def _common_spec(self, stored: torch.dtype, where: fsdp2.Placement, update: Update) -> UnshardSpec:
         """What all parameters of the group share."""
         policy = self.of_torch.mp_policy
         sent = (policy.param_dtype or stored) if stored.is_floating_point else stored
@@ -183,8 +189,11 @@ class ParamGroup:
             reduce_dtype=policy.reduce_dtype or sent,
             reshard=Reshard.AFTER_FORWARD if where.reshards else Reshard.AFTER_BACKWARD,
             post_forward_size=where.post_forward_size,
-            post_forward_group="" if where.post_forward_group is None else alias_of(where.post_forward_group, "post_forward"),
+            post_forward_group=""
+            if where.post_forward_group is None
+            else alias_of(where.post_forward_group, "post_forward"),
             divide=fsdp2.divide_factor(self.of_torch),
+            update=update,
             compute=device if fsdp2.offloads(self.of_torch) and device != "cpu" else "",
         )
 
@@ -230,7 +239,11 @@ class ParamGroup:
                     instead="convert the model before its first compiled call",
                 )
             fsdp2.set_shard_data(param.of_torch, _padded(local, param))
-            self.params = (*self.params[:i], self._move_in(param.of_torch, param.name, param.spec, param.first_text), *self.params[i + 1 :])
+            self.params = (
+                *self.params[:i],
+                self._move_in(param.of_torch, param.name, param.spec, param.first_text),
+                *self.params[i + 1 :],
+            )
         if is_other or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
             self.make_edge()
             return True

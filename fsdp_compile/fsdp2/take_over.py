@@ -68,6 +68,9 @@ def take_over(state: fsdp2.FSDPState) -> Model:
         if root in _models:
             return _models[root]
         model = Model(root)
+        for of_torch in (group for each in states for group in fsdp2.groups_of(each)):
+            if not fsdp2.is_sharded(of_torch):
+                fsdp2.reshard(of_torch)
         titles = {id(module): name for name, module in root.named_modules()}
         names = {
             id(parameter): f"{path}.{name}" if path else name
@@ -77,9 +80,6 @@ def take_over(state: fsdp2.FSDPState) -> Model:
         for each in states:
             title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each)) or "(root)"
             unit = Unit(model, each, title)
-            for of_torch in fsdp2.groups_of(each):
-                if not fsdp2.is_sharded(of_torch):
-                    fsdp2.reshard(of_torch)
             unit.make_groups(names)
             _wrap_hooks(unit)
             model.units.append(unit)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_compile._torch import fully_shard as fsdp2
@@ -61,6 +62,11 @@ class Model:
     def groups(self) -> list[ParamGroup]:
         """The parameter groups of all units."""
         return [group for unit in self.units for group in unit.groups]
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether any group has gradients that are not fully reduced."""
+        return bool(self._pending)
 
     def note_pending(self, group: ParamGroup) -> None:
         """Records that a group has gradients that are not fully reduced."""
@@ -158,12 +164,19 @@ class Unit:
             self.gatherer, self._call = Gatherer.GRAPH, None
         return self.gatherer is Gatherer.DEFERRED
 
+    @property
+    def is_called(self) -> bool:
+        """Whether a hook of it, or of its model, has run in Python for the forward that runs, and followed parameters."""
+        return self.is_deferred or self.model.units[0].is_deferred
+
     def begin_hooks(self) -> None:
         """Makes FSDP2's hooks gather the unit from here on."""
         self._call = None
         self.follow()
         for group in self.groups:
             group.pending.give_to_torch()
+            if torch.is_grad_enabled():
+                group.updates.begin_forward()
         self._swap(Gatherer.HOOKS)
 
     def end_hooks(self) -> None:
@@ -209,6 +222,8 @@ class _Observer:
             refresh_reads(group)
 
     def post_backward(self, run: Any) -> None:
+        for group in self._groups():
+            group.updates.begin_backward()
         run()
         of_torch = self._of_torch()
         if of_torch is not None and not fsdp2.reduces(of_torch):
