@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -43,6 +44,11 @@ def state_of(module: nn.Module) -> FSDPState | None:
     except (AssertionError, ValueError, AttributeError):
         return None
     return found if isinstance(found, FSDPState) else None
+
+
+def sharded_modules() -> list[nn.Module]:
+    """All modules of the process that FSDP2's `fully_shard` was called on."""
+    return [module for module in list(_module_state_mapping) if state_of(module) is not None]
 
 
 def lazy_init(state: FSDPState) -> None:
@@ -133,9 +139,7 @@ def leave_forward(state: FSDPState) -> None:
         state._state_ctx.iter_forward_root = None
 
 
-def replace_hooks(
-    state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]
-) -> None:
+def replace_hooks(state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]) -> None:
     """Puts what `pre` and `post` make of them in the place of FSDP2's two forward hooks, in each module of a state."""
     for module in state._modules:
         for hooks, replaced in ((module._forward_pre_hooks, pre), (module._forward_hooks, post)):
@@ -243,6 +247,16 @@ def all_reduces(group: TorchGroup) -> bool:
     return bool(group.all_reduce_grads) or not group._is_hsdp
 
 
+def reductions(group: TorchGroup) -> tuple[bool, bool]:
+    """Whether backwards reduce gradients over the shard group, and over replicas."""
+    return group.reduce_grads, group.all_reduce_grads
+
+
+def set_reductions(group: TorchGroup, flags: tuple[bool, bool]) -> None:
+    """Sets `reductions`, as `set_requires_gradient_sync` and `set_requires_all_reduce` do."""
+    group.reduce_grads, group.all_reduce_grads = flags
+
+
 def offloads(group: TorchGroup) -> bool:
     """Whether shards and gradients of a group stay on the host."""
     return any(param.offload_to_cpu for param in group.fsdp_params)
@@ -340,7 +354,14 @@ def set_shard_data(param: TorchParam, data: torch.Tensor) -> None:
 
 def unsharded_spec(param: TorchParam) -> Any:
     """The `DTensorSpec` of the gathered parameter if that is a DTensor (tensor parallel), else `None`."""
-    return param._unsharded_dtensor_spec
+    if hasattr(param, "_unsharded_dtensor_spec"):
+        return param._unsharded_dtensor_spec
+    return getattr(param, "_tp_spec", None)  # up to torch 2.11
+
+
+def data_parallel_dims(param: TorchParam) -> frozenset[int]:
+    """The dimensions of the gathered DTensor's mesh that it is sharded and replicated over (`dp_mesh_dims`)."""
+    return getattr(param, "_dp_dim_indices", frozenset())
 
 
 def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
@@ -353,16 +374,14 @@ def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
 
 
 def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
-    """The gradient that FSDP2 has accumulated without reducing it, which it forgets."""
+    """This rank's part of the gradient that FSDP2 has accumulated without reducing it, which it forgets."""
     grad = param.unsharded_accumulated_grad
     if grad is not None:
         _set_accumulated(param, None)
-        return grad  # type: ignore[no-any-return]
-    held = getattr(param, "_unsharded_param", None)
-    if held is None:
-        return None
-    grad, held.grad = held.grad, None
-    return grad  # type: ignore[no-any-return]
+    elif hasattr(param, "_unsharded_param"):
+        gathered = param._unsharded_param
+        grad, gathered.grad = gathered.grad, None
+    return None if grad is None else param._get_grad_inner_tensor(grad)  # type: ignore[no-any-return]
 
 
 def give_unreduced_grad(param: TorchParam, grad: torch.Tensor) -> None:

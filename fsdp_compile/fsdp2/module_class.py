@@ -225,4 +225,3 @@ def _traced_parameters(self, prefix, recurse, remove_duplicate):  # type: ignore
 
 for _function in (_marker, _gather_deferred, _named_parameters, _traced_parameters, _is_managed):
     skip_code(_function.__code__)
-

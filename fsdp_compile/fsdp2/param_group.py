@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.tensors import ViewPlace, local_tensor, make_dtensor, set_local_tensor
+from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.comm.groups import alias_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
@@ -42,6 +43,7 @@ class Param:
         spec: Where it lies in the flat buffer, and how it is gathered and reduced.
         parameter: The DTensor parameter that the group's edge leads to.
         view: The view of the flat buffer that is the DTensor's local tensor; rows may be fewer than on other ranks.
+        layout: Of the gathered parameter, if that is a DTensor over further ranks (tensor parallel), too.
         first_text: Of the spec when the model was taken over: how the module's class reads it.
     """
 
@@ -50,6 +52,7 @@ class Param:
     spec: UnshardSpec
     parameter: nn.Parameter
     view: torch.Tensor
+    layout: DTensorLayout | None
     first_text: str = ""
 
     def __post_init__(self) -> None:
@@ -90,7 +93,7 @@ class ParamGroup:
     _by_address: ClassVar[weakref.WeakValueDictionary[int, ParamGroup]] = weakref.WeakValueDictionary()
 
     def __init__(
-        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], names: dict[int, str]
+        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], titles: dict[int, str]
     ) -> None:
         self._unit = weakref.ref(unit)
         self.of_torch = of_torch
@@ -112,8 +115,7 @@ class ParamGroup:
             spec = dataclasses.replace(
                 common, offset=slot.offset, extent=slot.extent, shape=fsdp2.shape_of(each), dim=fsdp2.shard_dim(each)
             )
-            name = names.get(id(fsdp2.sharded_param(each)), fsdp2.refs_of(each)[0][1])
-            found[slot.index] = self._move_in(each, name, spec)
+            found[slot.index] = self._move_in(each, _name(each, titles), spec)
         self.params = tuple(p for p in found if p is not None)
         self.pending = PendingGrads(self)
         self.edge = self.flat
@@ -209,7 +211,7 @@ class ParamGroup:
         parameter.data = make_dtensor(view, parameter)
         fsdp2.set_shard_data(each, piece)
         set_local_tensor(parameter, view)  # type: ignore[arg-type]
-        return Param(each, name, spec, parameter, view, first_text)
+        return Param(each, name, spec, parameter, view, _layout(each), first_text)
 
     def make_edge(self) -> None:
         """Makes the tensor that graphs take: the buffer's memory, with a history that leads to the DTensors."""
@@ -260,6 +262,20 @@ class ParamGroup:
             else None
             for p in self.params
         ]
+
+
+def _layout(param: fsdp2.TorchParam) -> DTensorLayout | None:
+    spec = fsdp2.unsharded_spec(param)
+    if spec is None:
+        return None
+    return DTensorLayout.of(spec.mesh, spec.placements, spec.shape, fsdp2.data_parallel_dims(param))
+
+
+def _name(param: fsdp2.TorchParam, titles: dict[int, str]) -> str:
+    """The first name of a parameter, from the root; its module may have the gathered parameter registered."""
+    module, name = fsdp2.refs_of(param)[0]
+    path = titles.get(id(module), "")
+    return f"{path}.{name}" if path else name
 
 
 def _padded(local: torch.Tensor, param: Param) -> torch.Tensor:

@@ -171,7 +171,11 @@ class PendingGrads:
             for param in self.group.params_at(unreduced.offsets):
                 rows = self._rows(unreduced.value, param).reshape(-1)
                 full = full_parameter(_EAGER, rows, param.spec, start=0, span=param.spec.extent)
-                fsdp2.give_unreduced_grad(param.of_torch, full.clone())
+                # FSDP2 adds to it in place.
+                full = full.clone()
+                fsdp2.give_unreduced_grad(
+                    param.of_torch, full if param.layout is None else param.layout.unreduced(full)
+                )
 
     def take_from_torch(self) -> None:
         """Takes unreduced gradients from FSDP2, after its post-backward."""

@@ -118,14 +118,14 @@ class Unit:
         assert model is not None
         return model
 
-    def make_groups(self, names: dict[int, str]) -> None:
+    def make_groups(self, titles: dict[int, str]) -> None:
         """Moves the shards of FSDP2's groups into flat buffers."""
         for of_torch in fsdp2.groups_of(self.state):
             kinds: dict[Any, list[fsdp2.TorchParam]] = {}
             for param in fsdp2.params_of(of_torch):
                 parameter = fsdp2.sharded_param(param)
                 kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(param)
-            self.groups += [ParamGroup(self, of_torch, members, names) for members in kinds.values()]
+            self.groups += [ParamGroup(self, of_torch, members, titles) for members in kinds.values()]
             fsdp2.observe(of_torch, _Observer(self, of_torch))
 
     def set_classes(self, classes: Sequence[tuple[nn.Module, type, type]]) -> None:

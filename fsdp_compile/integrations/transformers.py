@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState, Trainin
 
 from fsdp_compile._torch.checkpoint import SafePlanner, SafeReader
 from fsdp_compile.errors import CheckpointError, ConfigError
-from fsdp_compile.fsdp2.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.state.full_params import full_params
 
 _STATE = "fsdp_state"

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.comm.groups import mesh_of_shape
-from fsdp_compile.fsdp2.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.training.config import MixedPrecision, Schedule, TrainConfig
 from fsdp_compile.training.data import Batches, Corpus
 from fsdp_compile.training.model import Llama, ModelShape

@@ -10,7 +10,7 @@ import torch
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.fsdp2.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.fake_world import fake_world
 from tests.models.round_sizes import WIDTH, Stack
 
