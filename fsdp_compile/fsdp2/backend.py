@@ -10,8 +10,10 @@ from torch import fx, nn
 
 from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile
 from fsdp_compile.capture.functions import take_reads_out
+from fsdp_compile.capture.leave_functional_call import leave_functional_call
 from fsdp_compile.fsdp2.compiled_step import CompiledStep
 from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.reject_writes import refuse_writes
 from fsdp_compile.fsdp2.take_over import model_of, note_backend, sharded_root, take_over
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph
 from fsdp_compile.layout.spec import GradPlacement
@@ -32,6 +34,8 @@ def fsdp(
 ) -> Callable[..., Any]:
     """Compiles one Dynamo graph; `torch.compile(model, backend="fsdp")` calls this."""
     checked = FSDPOptions.from_dict(options)
+    leave_functional_call(gm)
+    refuse_writes(gm)
     take_reads_out(gm)
     region = _Region(flat_inputs(example_inputs), lambda step: transform(step, checked))
     if checked.lower == "eager":
@@ -60,6 +64,11 @@ def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
             Role.FLAT, title, tuple(p.name for p in group.params), tuple(p.spec for p in group.params), Phase.FORWARD
         )
         found[i] = record
+        for param in group.params:
+            if param.spec.offset in group.gathered:
+                extra[id(group.gathered[param.spec.offset])] = dataclasses.replace(
+                    record, role=Role.UNSHARDED_PARAM, parameters=(param.name,), specs=(param.spec,)
+                )
         for role, placement in (
             (Role.UNREDUCED_GRAD, GradPlacement.UNREDUCED),
             (Role.PARTIAL_GRAD, GradPlacement.REDUCE_SCATTERED),

@@ -12,7 +12,7 @@ from fsdp_compile._torch.autograd import backward_in_progress, below_autograd
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
+from fsdp_compile.ir.graph import Phase, Role, StepGraph, role_of
 from fsdp_compile.layout.spec import GradPlacement, Update
 from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs
 
@@ -57,6 +57,9 @@ class CompiledStep:
     def before(self, args: list[Any]) -> dict[int, ParamGroup]:
         """Puts pending gradients in the place of what stands for them; returns the groups by position."""
         found = {at: group for at in self.flats if (group := ParamGroup.of(args[at])) is not None}
+        if self.phase is Phase.FORWARD:
+            for unit in {group.unit for group in found.values()}:
+                unit.begin_graph()
         for each in self.grads:
             group = found.get(each.flat)
             if group is None and not each.covers_all:

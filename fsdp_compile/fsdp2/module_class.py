@@ -98,8 +98,9 @@ def refresh_reads(group: ParamGroup) -> None:
         partial = pending.blank(GradPlacement.REDUCE_SCATTERED)
     for param in group.params:
         text = dataclasses.replace(param.spec, grad_placement=placement).text
+        gathered = group.gathered.get(param.spec.offset)
         is_default = leaf is None and unreduced is None and partial is None and text == param.first_text
-        arguments = None if is_default else (text, None, leaf, unreduced, partial)
+        arguments = None if is_default and gathered is None else (text, gathered, leaf, unreduced, partial)
         for module, name in param.refs:
             every = {**(module.__dict__.get(ARGUMENTS) or {}), name: arguments}
             present = {n: a for n, a in every.items() if a is not None}
@@ -165,10 +166,13 @@ def _property(read: ParamRead) -> property:
 
 def _marker(module: nn.Module, name: str, flat: str, text: str) -> torch.Tensor:
     arguments = getattr(module, ARGUMENTS)
-    # Without gradients nothing accumulates: evaluations need no graph for each state.
-    if arguments is None or name not in arguments or not torch.is_grad_enabled():
+    if arguments is None or name not in arguments:
         read: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), text)
         return read
+    # Without gradients nothing accumulates: evaluations need no graph for each state.
+    if not torch.is_grad_enabled():
+        kept: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), text, arguments[name][1])
+        return kept
     marked: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), *arguments[name])
     return marked
 

@@ -82,6 +82,7 @@ class ParamGroup:
         edge: The same memory, with a history that leads to the DTensors.
         params: In the order of registration.
         pending: Gradients that wait for (the rest of) their reduction.
+        gathered: By offset, full parameters that the user has gathered before the next compiled forward.
     """
 
     # Compiled code sees the buffer under other identities; its address tells which group it is.
@@ -112,6 +113,7 @@ class ParamGroup:
             found[slot.index] = self._move_in(each, _name(each, titles), spec)
         self.params = tuple(p for p in found if p is not None)
         self.pending = PendingGrads(self)
+        self.gathered: dict[int, torch.Tensor] = {}
         self.edge = self.flat
         self.make_edge()
         if device.type != "meta":
@@ -211,7 +213,6 @@ class ParamGroup:
             UnsupportedModelError: If a parameter has another dtype or shape now.
         """
         moved = [i for i, param in enumerate(self.params) if param.is_moved]
-        is_other = any(fsdp2.sharded_param(self.params[i].of_torch) is not self.params[i].parameter for i in moved)
         for i in moved:
             param = self.params[i]
             now = fsdp2.sharded_param(param.of_torch)
@@ -229,7 +230,8 @@ class ParamGroup:
                 self._move_in(param.of_torch, param.name, param.spec, param.first_text),
                 *self.params[i + 1 :],
             )
-        if is_other or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
+        # After `swap_tensors` a parameter is the same object, and the edge leads to what was in it.
+        if moved or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
             self.make_edge()
             return True
         return False

@@ -20,7 +20,7 @@ from fsdp_compile._torch.dynamo import backend_in_callback, call_of, skip_code
 from fsdp_compile._torch.eval_frame import compiler_of_calls
 from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.fsdp2.casts import cast
-from fsdp_compile.fsdp2.module_class import FLAT, LAYOUTS, UNIT, ParamRead, class_of, refresh_reads, set_flat
+from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
 
@@ -151,7 +151,7 @@ def _wrap_hooks(unit: Unit) -> None:
 
 
 def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsdp2.PreHook:
-    unit.pre_forward = hook
+    unit.pre_hook = hook
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -165,6 +165,8 @@ def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsd
 
 
 def _post_hook(unit: Unit, hook: fsdp2.PostHook, dtype: torch.dtype | None) -> fsdp2.PostHook:
+    unit.post_hook = hook
+
     def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
             return output if dtype is None else cast(output, dtype)
@@ -182,8 +184,11 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if unit.state is unit.model.units[0].state:
             for each in unit.model.units:
                 each.follow()
-        unit.defer(call_of(module))
-        return fsdp2.cast_inputs(unit.state, args, kwargs)
+        for each in unit.inner_units:
+            each.gather_given()
+        if not unit.given_values():
+            unit.defer(call_of(module))
+            return fsdp2.cast_inputs(unit.state, args, kwargs)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.begin_hooks()
     return unit.pre_forward(module, args, kwargs)
@@ -191,6 +196,8 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
 def _end(unit: Unit, hook: fsdp2.PostHook, module: nn.Module, args: Any, output: Any) -> Any:
+    for each in unit.inner_units:
+        output = each.end_given(output)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.end_deferred()
         dtype = fsdp2.policy_of(unit.state).output_dtype
