@@ -241,13 +241,20 @@ def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
 
 
 def is_registered_by_torch(param: TorchParam, value: object) -> bool:
-    """Whether FSDP2 registers this value for a parameter: the sharded or the gathered one, or the part kept for backward."""
+    """Whether FSDP2 itself registers this value for a parameter: sharded, gathered, or the part kept for backward."""
     own = (
         param.sharded_param,
         getattr(param, "_unsharded_param", None),
         getattr(param, "_sharded_post_forward_param", None),
     )
     return any(value is each for each in own)
+
+
+def follow_dtypes(group: TorchGroup) -> None:
+    """Makes FSDP2 gather and reduce the parameters of a group in dtypes that fit those which they have now."""
+    for param in group.fsdp_params:
+        forget_gathered(param)
+    group._init_mp_dtypes()
 
 
 def forget_gathered(param: TorchParam) -> None:

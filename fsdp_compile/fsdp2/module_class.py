@@ -151,7 +151,7 @@ def _property(read: ParamRead) -> property:
             return getattr(module, LAYOUTS)[name].gathered(value)
         return value
 
-    def put(module: nn.Module, value: object) -> None:
+    def put(module: nn.Module, _: object) -> None:
         raise UnsupportedModelError(
             "a sharded parameter is replaced by an attribute of another kind",
             where=f"{type(module).__name__}.{name}",
@@ -177,7 +177,7 @@ def _marker(module: nn.Module, name: str, flat: str, text: str) -> torch.Tensor:
     return marked
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def _gather_late(unit: Unit, module: nn.Module) -> None:
     unit.gather_late(module)
 
@@ -188,8 +188,8 @@ def _gather_deferred(unit: Unit, module: nn.Module) -> None:
         _gather_late(unit, module)
 
 
-def _is_managed(self: nn.Module) -> bool:
-    """FSDP2's mark, for code that asks for it. Not for Dynamo itself, which guards marked modules in a way of its own."""
+def _is_managed(_: nn.Module) -> bool:
+    """FSDP2's mark, for code that asks for it. Not for Dynamo, which guards marked modules in its own way."""
     return True if torch.compiler.is_dynamo_compiling() else not is_compiling_a_frame()
 
 

@@ -1,14 +1,14 @@
 """Units: who gathers the parameters of one call of FSDP2's `fully_shard` in a forward.
 
     forward                             who gathers           registered in the modules     classes of the modules
-    traced into a graph                 the graph             DTensors                      properties: `unshard` markers
+    traced into a graph                 the graph             DTensors                      properties: markers
     in Python, Dynamo watches           nobody yet: DEFERRED  DTensors                      properties
       ... and Python reads a parameter  FSDP2's pre-forward   full parameters               the user's own
     in Python, Dynamo does not watch    FSDP2's pre-forward   full parameters               the user's own
 
-Dynamo runs the hooks of the compiled root, and of a unit that is called behind a graph break, in Python, and then traces
-their forwards; until it has, nobody can tell whether a graph will gather the unit. The class is what tells Dynamo who
-gathers: it guards on the type of each module anyway.
+Dynamo runs the hooks of the compiled root, and of a unit that is called behind a graph break, in Python, and then
+traces their forwards; until it has, nobody can tell whether a graph will gather the unit. The class is what tells Dynamo
+who gathers: it guards on the type of each module anyway.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Model:
         self._pending.add(group)
 
     def at_end_of_backward(self, task: int) -> None:
-        """Reduces, when a backward ends that reduces gradients, those that earlier ones have left and it did not take."""
+        """Reduces, when a backward ends that reduces gradients, those that are left of earlier ones."""
         if self._pending and task not in self._ends_with:
             self._ends_with.add(task)
             after_this_backward(lambda: self._end_backward(task))
@@ -108,6 +108,7 @@ class Unit:
         self.gatherer = Gatherer.GRAPH
         self._call: FrameType | None = None
         self._holds_given = False
+        self._follows_hook = False
         self._classes: list[tuple[weakref.ref[nn.Module], type, type]] = []
 
     @functools.cached_property
@@ -133,6 +134,32 @@ class Unit:
             self.groups += [ParamGroup(self, of_torch, members, titles) for members in kinds.values()]
             fsdp2.observe(of_torch, _Observer(self, of_torch))
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether its parameters have another dtype, or are on another device, since the last forward."""
+        return any(group.is_converted for group in self.groups)
+
+    def remake_groups(self, titles: dict[int, str]) -> None:
+        """Moves converted shards into flat buffers of their own dtype and device.
+
+        Raises:
+            UnsupportedModelError: If gradients wait for their reduction.
+        """
+        for group in self.groups:
+            if group.pending:
+                raise UnsupportedModelError(
+                    "parameters are converted while gradients of microbatches wait for their reduction",
+                    where=f"unit {self.title}",
+                    instead="convert the model between steps",
+                )
+            for param in group.params:
+                if param.is_moved:
+                    param.update_shard_data()
+        for of_torch in fsdp2.groups_of(self.state):
+            fsdp2.follow_dtypes(of_torch)
+        self.groups = []
+        self.make_groups(titles)
+
     def set_classes(self, classes: Sequence[tuple[nn.Module, type, type]]) -> None:
         """Sets, for each module that reads its parameters, the class while graphs gather, and while hooks do."""
         self._classes = [(weakref.ref(module), traced, plain) for module, traced, plain in classes]
@@ -152,7 +179,7 @@ class Unit:
         self.follow()
 
     def continue_as_deferred(self) -> None:
-        """After the model was taken over in the middle of a forward: leaves a call that FSDP2's hook has begun to graphs."""
+        """After the model was taken over in the middle of a forward: leaves a call that a hook has begun to graphs."""
         if fsdp2.training_state(self.state) is fsdp2.TrainingState.FORWARD:
             fsdp2.leave_forward(self.state)
             self.defer(next((call for m in fsdp2.modules_of(self.state) if (call := call_of(m)) is not None), None))
@@ -238,7 +265,7 @@ class Unit:
         self.gatherer, self._call = Gatherer.GRAPH, None
 
     def gather_late(self, module: nn.Module) -> None:
-        """Runs FSDP2's pre-forward for a unit of which Python reads a parameter in a forward that Dynamo was to compile."""
+        """Runs FSDP2's pre-forward for a unit that Python reads in a forward which Dynamo was to compile."""
         if self.is_deferred:
             self.begin_hooks()
             self.pre_forward(module, (), {})
@@ -251,6 +278,7 @@ class Unit:
         Args:
             by_hooks: Whether FSDP2's hooks are about to gather the unit.
         """
+        self._follows_hook = True
         if self.gatherer is not Gatherer.HOOKS:
             self._follow_gathered(by_hooks=by_hooks)
         for group in self.groups:
@@ -261,7 +289,7 @@ class Unit:
     def _follow_gathered(self, *, by_hooks: bool) -> None:
         for of_torch in fsdp2.groups_of(self.state):
             if not fsdp2.is_gathered_by_user(of_torch):
-                # FSDP2 leaves units that it does not free after forward gathered, if no backward followed (an evaluation).
+                # FSDP2 leaves units gathered that it does not free after forward, if no backward followed.
                 if not fsdp2.is_sharded(of_torch):
                     fsdp2.reshard(of_torch)
             elif not by_hooks:
@@ -279,10 +307,19 @@ class Unit:
         A compiled function calls no hook before it.
         """
         self.forget_gathered()
-        if self.gatherer is not Gatherer.HOOKS:
-            for of_torch in fsdp2.groups_of(self.state):
-                if not fsdp2.is_sharded(of_torch):
-                    fsdp2.reshard(of_torch)
+        if self._follows_hook or self.gatherer is Gatherer.HOOKS:
+            self._follows_hook = False
+            return
+        for of_torch in fsdp2.groups_of(self.state):
+            if not fsdp2.is_sharded(of_torch):
+                fsdp2.reshard(of_torch)
+        if any(group.is_changed for group in self.groups):
+            raise UnsupportedModelError(
+                "parameters were converted, replaced, frozen or thawed since the last call of a compiled function",
+                where=f"unit {self.title}",
+                instead="torch.compile(model) in the place of a compiled function, or one uncompiled forward of the "
+                "model after the change",
+            )
 
     def forget_gathered(self) -> None:
         """Frees full parameters that the user has gathered for the forward that ran."""

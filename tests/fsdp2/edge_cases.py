@@ -37,6 +37,7 @@ from tests.fsdp2.pair import (
     adamw,
     batch,
     cross_entropy,
+    gathered_by_hooks,
     shard,
 )
 
@@ -293,16 +294,16 @@ def into_gathered_parameters() -> None:
             torch.mul(weight, 2, out=weight)
         return weight
 
+    class Writes(Block):
+        write = staticmethod(normalized)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(torch.relu(F.linear(self.n(x), self.write(self.a.weight))))
+
     for write in (normalized, assigned, of_data, augmented, out):
-
-        class Writes(Block):
-            write = staticmethod(write)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return x + self.b(torch.relu(F.linear(self.n(x), self.write(self.a.weight))))
-
         torch.compiler.reset()
-        pair = Pair.of(type("Model", (Decoder,), {"block": Writes}))
+        block = type("Writing", (Writes,), {"write": staticmethod(write)})
+        pair = Pair.of(type("Model", (Decoder,), {"block": block}))
         with pytest.raises(BackendCompilerFailed, match=r"in place[^$]*edge_cases.py") as caught:
             cross_entropy(pair.compiled(), batch(0)).backward()
         assert isinstance(caught.value.inner_exception, UnsupportedModelError)
@@ -399,15 +400,30 @@ def another_dtype() -> None:
     converted.train(pair.model, loss=_double_loss, start=2)
 
 
+@case("changes")
+def before_a_compiled_function_again() -> None:
+    pair = Pair.of()
+    model = pair.model
+    step = torch.compile(lambda i: cross_entropy(model, i), backend=fsdp, options=OPTIONS, fullgraph=True)
+
+    def loss(each: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return step(tokens) if each is model else cross_entropy(each, tokens)
+
+    pair.train(model, steps=1, loss=loss)
+    for each in pair:
+        each.blocks[0].requires_grad_(requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match="compiled function"):
+        step(batch(0))
+    pair.backward(model)
+    pair.zero_grad()
+    pair.train(model, start=1, loss=loss)
+
+
 def _double_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
 # Structures.
-
-
-class _Chain(nn.Sequential):
-    pass
 
 
 def _make_sequential() -> nn.Module:
@@ -422,11 +438,13 @@ def _shard_sequential(model: Any) -> None:
 
 @case("structures")
 def containers_of_torch() -> None:
-    pair = Pair.of(_make_sequential, sharded=_shard_sequential)
-    pair.train(torch.compile(pair.model, backend=fsdp, options=OPTIONS))
-    pair = Pair.of(_make_sequential, sharded=_shard_sequential)
-    pair.model.compile(backend=fsdp, options=OPTIONS)
-    pair.train(pair.model)
+    for in_place in (False, True):
+        pair = Pair.of(_make_sequential, sharded=_shard_sequential)
+        pair.model.compile(backend=fsdp, options=OPTIONS)
+        with forward_graphs() as graphs, gathered_by_hooks() as hooked:
+            pair.train(pair.model if in_place else torch.compile(pair.model, backend=fsdp, options=OPTIONS))
+        assert graphs
+        assert not [title for title in hooked if title], (in_place, hooked)
 
 
 @case("structures")
