@@ -151,13 +151,6 @@ def _follow_conversions(model: Model) -> None:
         _give_classes(model)
 
 
-def _layout(param: Param) -> TensorParallel:
-    spec = fsdp2.unsharded_spec(param.of_torch)
-    return TensorParallel(
-        spec.mesh, spec.placements, spec.tensor_meta.shape, spec.tensor_meta.stride, torch.Size(param.spec.shape)
-    )
-
-
 # FSDP2's hooks.
 
 
