@@ -28,7 +28,7 @@ def _waits_for_all(how: Run) -> None:
         loss_of(pair.compiled(torch.ones(2, 6))).backward()
 
 
-@long.parametrize("how", [Run.PLAIN, Run.EAGER], always=[Run.PLAIN], ids=lambda how: how.value)
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.PLAIN], ids=lambda how: how.value)
 def test_a_hook_that_waits_for_all_gradients_is_refused(how: Run) -> None:
     run_ranks(_waits_for_all, how)
 
@@ -58,6 +58,6 @@ def _waits_for_any(how: Run) -> None:
     assert called == dict.fromkeys(map(id, pair.both()), 2)
 
 
-@long.parametrize("how", [Run.PLAIN, Run.EAGER], always=[Run.EAGER], ids=lambda how: how.value)
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
 def test_a_hook_for_the_first_gradient_is_called_once_in_each_backward(how: Run) -> None:
     run_ranks(_waits_for_any, how)

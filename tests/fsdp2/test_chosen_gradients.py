@@ -17,7 +17,7 @@ from tests.beside import Beside, Run, close, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
 
-HOW: Final = long.parametrize("how", [Run.PLAIN, Run.EAGER], always=[Run.PLAIN, Run.EAGER], ids=lambda how: how.value)
+HOW: Final = long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
 Gradients = tuple[torch.Tensor | None, ...]
 
 
