@@ -30,7 +30,6 @@ def fsdp(
     example_inputs: Sequence[Any],
     *,
     options: Mapping[str, Any] | FSDPOptions | None = None,
-    mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compiles one Dynamo graph; `torch.compile(model, backend="fsdp")` calls this."""
     checked = FSDPOptions.from_dict(options)
