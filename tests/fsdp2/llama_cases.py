@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def _loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 def trains_in_one_graph() -> None:
     for ties in (False, True):
-        pair = Pair.of(lambda ties=ties: _make(ties=ties), sharded=_shard)
+        pair = Pair.of(functools.partial(_make, ties=ties), sharded=_shard)
         with gathered_by_hooks() as hooked:
             # Eager code computes attention's gradients in another order than AOTAutograd's graphs.
             pair.train(pair.compiled(), torch.compile(pair.reference, backend="aot_eager"), loss=_loss)
