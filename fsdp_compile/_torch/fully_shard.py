@@ -144,7 +144,7 @@ def replace_hooks(state: FSDPState, pre: Callable[[PreHook], PreHook], post: Cal
     """Puts what `pre` and `post` make of them in the place of FSDP2's two forward hooks, in each module of a state."""
     for module in state._modules:
         for hooks, replaced in ((module._forward_pre_hooks, pre), (module._forward_hooks, post)):
-            every: dict[int, Any] = hooks  # type: ignore[assignment]
+            every: dict[int, Any] = hooks
             for key in [key for key, hook in every.items() if _belongs_to(hook, state)]:
                 every[key] = replaced(every[key])
 

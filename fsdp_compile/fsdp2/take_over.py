@@ -38,7 +38,7 @@ def model_of(module: nn.Module) -> Model | None:
     """The model that a module is a part of, if it was taken over."""
     unit = module.__dict__.get(UNIT)
     if unit is not None:
-        return unit.model  # type: ignore[no-any-return]
+        return unit.model
     return _models.get(module)
 
 

@@ -21,7 +21,7 @@ from fsdp_compile.fsdp2.unit import Unit
 
 WIDTH = 16
 VOCABULARY = 50
-OPTIONS = {"lower": "eager"}
+OPTIONS: dict[str, Any] = {"lower": "eager"}
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 Optimizers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
 
