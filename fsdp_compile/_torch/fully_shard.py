@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 
 __all__ = ["FSDPModule", "FSDPState", "TrainingState", "fully_shard"]
 
@@ -194,6 +195,18 @@ class _ObservedGroup(FSDPParamGroup):
     """A group of FSDP2 that tells an observer. Users and frameworks change settings in many ways, all of them here."""
 
     _fsdp_compile_observer: GroupObserver
+    _fsdp_compile_asked: bool
+
+    @torch._dynamo.disable
+    def unshard(self, async_op: bool = False) -> None:  # noqa: FBT001, FBT002  torch's
+        # FSDP2 itself gathers in a forward or a backward, also when it prefetches.
+        if self._training_state is TrainingState.IDLE:
+            self._fsdp_compile_asked = True
+        super().unshard(async_op)
+
+    def _to_sharded(self) -> None:
+        self._fsdp_compile_asked = False
+        super()._to_sharded()
 
     def __setattr__(self, name: str, value: Any) -> None:
         changes = name in _SETTINGS and getattr(self, name) is not value
@@ -211,6 +224,7 @@ class _ObservedGroup(FSDPParamGroup):
 def observe(group: TorchGroup, observer: GroupObserver) -> None:
     """Tells an observer of changes of a group, from now on."""
     group._fsdp_compile_observer = observer
+    group._fsdp_compile_asked = False
     group.__class__ = _ObservedGroup
 
 
@@ -229,7 +243,54 @@ def is_sharded(group: TorchGroup) -> bool:
 
 def reshard(group: TorchGroup) -> None:
     """Registers the sharded parameters of a group again, and frees the gathered ones."""
+    group.wait_for_unshard()
     group._to_sharded()
+
+
+def is_gathered_by_user(group: TorchGroup) -> bool:
+    """Whether the user has called `unshard()`, and nothing has used or freed its result yet."""
+    return bool(group._fsdp_compile_asked)
+
+
+def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
+    """Takes the gathered parameters of a group away from FSDP2, which then has the sharded ones registered.
+
+    Returns:
+        By `id` of the parameter's object. None of an all-gather extension, whose result is the extension's own.
+    """
+    group.wait_for_unshard()
+    taken = {}
+    for param in group.fsdp_params:
+        if not param._unsharded_inner_tensors:
+            whole = param._unsharded_param.detach()
+            taken[id(param)] = whole._local_tensor if isinstance(whole, DTensor) else whole
+            forget_gathered(param)
+    group._to_sharded()
+    return taken
+
+
+def is_registered_by_torch(param: TorchParam, value: object) -> bool:
+    """Whether FSDP2 itself registers this value for a parameter: sharded, gathered, or the part kept for backward."""
+    own = (
+        param.sharded_param,
+        getattr(param, "_unsharded_param", None),
+        getattr(param, "_sharded_post_forward_param", None),
+    )
+    return any(value is each for each in own)
+
+
+def follow_dtypes(group: TorchGroup) -> None:
+    """Makes FSDP2 gather and reduce the parameters of a group in dtypes that fit those which they have now."""
+    for param in group.fsdp_params:
+        forget_gathered(param)
+    group._init_mp_dtypes()
+
+
+def forget_gathered(param: TorchParam) -> None:
+    """Makes FSDP2 use new memory for a parameter when it next gathers it."""
+    param.all_gather_outputs = []
+    if hasattr(param, "_unsharded_param"):
+        del param._unsharded_param
 
 
 def divide_factor(group: TorchGroup) -> float | None:

@@ -116,6 +116,9 @@ class CompiledStep:
             The parameter groups, and the offsets of the parameters of each of `grads` that get gradients.
         """
         groups = {at: group for at in self.flats if (group := ParamGroup.of(args[at])) is not None}
+        if self.phase is Phase.FORWARD:
+            for unit in {group.unit for group in groups.values()}:
+                unit.begin_graph()
         if self.balanced is not None and balances_tokens() is not self.balanced:
             raise _other_balance(was_balanced=self.balanced)
         for at in self.counted:
@@ -250,10 +253,9 @@ def entered(compiled: Callable[..., Any], flats: Sequence[int], *, tells_unused:
     """
 
     def run(*args: Any) -> Any:
-        for at in flats:
-            group = ParamGroup.of(args[at])
-            if group is not None and not group.unit.is_called:
-                args = (*args[:at], _followed(group, args[at]), *args[at + 1 :])
+        groups = {at: group for at in flats if (group := ParamGroup.of(args[at])) is not None}
+        if not all(group.unit.is_called for group in groups.values()):
+            args = _followed(args, groups)
         outputs = compiled(*args)
         if tells_unused:
             leave_unused_undefined(args, outputs)
@@ -262,12 +264,15 @@ def entered(compiled: Callable[..., Any], flats: Sequence[int], *, tells_unused:
     return run if flats else compiled
 
 
-def _followed(group: ParamGroup, old: torch.Tensor) -> torch.Tensor:
-    group.unit.follow()
-    if group.edge.requires_grad and not old.requires_grad and torch.is_grad_enabled():
+def _followed(args: tuple[Any, ...], groups: Groups) -> tuple[Any, ...]:
+    """The arguments with the edges to the parameters that there are now."""
+    for group in groups.values():
+        group.unit.follow()
+    thawed = [group for at, group in groups.items() if group.edge.requires_grad and not args[at].requires_grad]
+    if thawed and torch.is_grad_enabled():
         raise UnsupportedModelError(
             "parameters that were all frozen are trained now, and a compiled function has no gradients of them",
-            where=f"unit {group.title}",
+            where=f"unit {thawed[0].title}",
             instead="calling the compiled model, or the function once more, which compiles it again",
         )
-    return group.edge
+    return tuple(groups[at].edge if at in groups else value for at, value in enumerate(args))

@@ -1,7 +1,7 @@
 """The edge of autograd from the DTensor parameters of a group to the flat tensor that compiled graphs take.
 
 The users' DTensors are the leaves: their hooks, `autograd.grad`, `backward(inputs=)`, frozen and unused parameters are
-autograd's own business. The edge is made once; a node that has saved no tensor may be differentiated any number of times.
+autograd's own business. The edge is made once; a node without saved tensors may run any number of times.
 """
 
 from __future__ import annotations

@@ -25,6 +25,11 @@ def flat_inputs(inputs: Sequence[object]) -> dict[int, Record]:
             Role.FLAT, title, tuple(p.name for p in group.params), tuple(p.spec for p in group.params), Phase.FORWARD
         )
         found[i] = record
+        for param in group.params:
+            if param.spec.offset in group.gathered:
+                extra[id(group.gathered[param.spec.offset])] = dataclasses.replace(
+                    record, role=Role.UNSHARDED_PARAM, parameters=(param.name,), specs=(param.spec,)
+                )
         for role, placement in (
             (Role.UNREDUCED_GRAD, GradPlacement.UNREDUCED),
             (Role.PARTIAL_GRAD, GradPlacement.REDUCE_SCATTERED),

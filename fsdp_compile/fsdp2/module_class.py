@@ -103,8 +103,9 @@ def refresh_reads(group: ParamGroup) -> None:
         partial = pending.blank(GradPlacement.REDUCE_SCATTERED)
     for param in group.params:
         text = dataclasses.replace(param.spec, grad_placement=placement).text
+        gathered = group.gathered.get(param.spec.offset)
         is_default = leaf is None and unreduced is None and partial is None and text == param.first_text
-        arguments = None if is_default else (text, None, leaf, unreduced, partial)
+        arguments = None if is_default and gathered is None else (text, gathered, leaf, unreduced, partial)
         for module, name in param.refs:
             every = {**(module.__dict__.get(ARGUMENTS) or {}), name: arguments}
             present = {n: a for n, a in every.items() if a is not None}
@@ -155,7 +156,7 @@ def _property(read: ParamRead) -> property:
             return getattr(module, LAYOUTS)[name].gathered(value)
         return value
 
-    def put(module: nn.Module, value: object) -> None:
+    def put(module: nn.Module, _: object) -> None:
         raise UnsupportedModelError(
             "a sharded parameter is replaced by an attribute of another kind",
             where=f"{type(module).__name__}.{name}",
@@ -170,15 +171,18 @@ def _property(read: ParamRead) -> property:
 
 def _marker(module: nn.Module, name: str, flat: str, text: str) -> torch.Tensor:
     arguments = getattr(module, ARGUMENTS)
-    # Without gradients nothing accumulates: evaluations need no graph for each state.
-    if arguments is None or name not in arguments or not torch.is_grad_enabled():
+    if arguments is None or name not in arguments:
         read: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), text)
         return read
+    # Without gradients nothing accumulates: evaluations need no graph for each state.
+    if not torch.is_grad_enabled():
+        kept: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), text, arguments[name][1])
+        return kept
     marked: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), *arguments[name])
     return marked
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def _gather_late(unit: Unit, module: nn.Module) -> None:
     unit.gather_late(module)
 
@@ -189,8 +193,8 @@ def _gather_deferred(unit: Unit, module: nn.Module) -> None:
         _gather_late(unit, module)
 
 
-def _is_managed(self: nn.Module) -> bool:
-    """FSDP2's mark, for code that asks for it. Not for Dynamo itself, which guards marked modules in a way of its own."""
+def _is_managed(_: nn.Module) -> bool:
+    """FSDP2's mark, for code that asks for it. Not for Dynamo, which guards marked modules in its own way."""
     return True if torch.compiler.is_dynamo_compiling() else not is_compiling_a_frame()
 
 

@@ -74,6 +74,14 @@ class Param:
         now = fsdp2.sharded_param(self.of_torch)
         return now is not self.parameter or local_tensor(now) is not self.view  # type: ignore[arg-type]
 
+    def update_shard_data(self) -> None:
+        """Makes FSDP2 use the values of a DTensor that is no longer the view of the flat buffer."""
+        local = local_tensor(fsdp2.sharded_param(self.of_torch))  # type: ignore[arg-type]
+        padded = local.new_zeros(fsdp2.padded_shape(self.of_torch))
+        dim = self.spec.dim or 0
+        padded.narrow(dim, 0, local.size(dim) if local.numel() else 0).copy_(local)
+        fsdp2.set_shard_data(self.of_torch, padded.view(-1))
+
 
 class ParamGroup:
     """The parameters of one FSDP2 group that share a dtype and were trainable, or frozen, together.
@@ -87,6 +95,7 @@ class ParamGroup:
         params: In the order of registration.
         pending: Gradients that wait for (the rest of) their reduction.
         updates: Updates in backward.
+        gathered: By offset, full parameters that the user has gathered before the next compiled forward.
     """
 
     # Compiled code sees the buffer under other identities; its address tells which group it is.
@@ -118,6 +127,7 @@ class ParamGroup:
             found[slot.index] = self._move_in(each, _name(each, titles), spec)
         self.params = tuple(p for p in found if p is not None)
         self.pending = PendingGrads(self)
+        self.gathered: dict[int, torch.Tensor] = {}
         self.edge = self.flat
         self.make_edge()
         self._note_address()
@@ -221,32 +231,41 @@ class ParamGroup:
             param.parameter = parameter
         self._requires_grad = [p.requires_grad for p in parameters]
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether parameters have another dtype, or are on another device, since the group was made."""
+        moved = [local_tensor(fsdp2.sharded_param(p.of_torch)) for p in self.params if p.is_moved]
+        return any((local.dtype, local.device) != (self.flat.dtype, self.flat.device) for local in moved)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether `follow_parameters` has something to follow."""
+        if any(param.is_moved for param in self.params):
+            return True
+        return [p.parameter.requires_grad for p in self.params] != self._requires_grad
+
     def follow_parameters(self) -> bool:
-        """Follows parameters that were converted, replaced, frozen or thawed; returns whether the edge is another one.
+        """Follows parameters that were replaced, frozen or thawed; returns whether the edge is another one.
 
         Raises:
-            UnsupportedModelError: If a parameter has another dtype or shape now.
+            UnsupportedModelError: If a parameter has another shape now.
         """
         moved = [i for i, param in enumerate(self.params) if param.is_moved]
-        is_other = any(fsdp2.sharded_param(self.params[i].of_torch) is not self.params[i].parameter for i in moved)
         for i in moved:
             param = self.params[i]
-            now = fsdp2.sharded_param(param.of_torch)
-            local = local_tensor(now)  # type: ignore[arg-type]
-            if local.dtype != self.flat.dtype or local.device != self.flat.device or local.shape != param.view.shape:
+            local = local_tensor(fsdp2.sharded_param(param.of_torch))  # type: ignore[arg-type]
+            if local.shape != param.view.shape:
                 raise UnsupportedModelError(
-                    f"a parameter was changed from {_described(param.view)} to {_described(local)} after a compiled "
-                    "forward",
+                    f"a sharded parameter was replaced by one of another shape: {list(local.shape)} on this rank, "
+                    f"not {list(param.view.shape)}",
                     where=param.name,
-                    instead="convert the model before its first compiled call",
+                    instead="change shapes before fully_shard()",
                 )
-            fsdp2.set_shard_data(param.of_torch, _padded(local, param))
-            self.params = (
-                *self.params[:i],
-                self._move_in(param.of_torch, param.name, param.spec, param.first_text),
-                *self.params[i + 1 :],
-            )
-        if is_other or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
+            param.update_shard_data()
+            again = self._move_in(param.of_torch, param.name, param.spec, param.first_text)
+            self.params = (*self.params[:i], again, *self.params[i + 1 :])
+        # After `swap_tensors` a parameter is the same object, and the edge leads to what was in it.
+        if moved or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
             self.make_edge()
             return True
         return False
@@ -276,14 +295,3 @@ def _name(param: fsdp2.TorchParam, titles: dict[int, str]) -> str:
     module, name = fsdp2.refs_of(param)[0]
     path = titles.get(id(module), "")
     return f"{path}.{name}" if path else name
-
-
-def _padded(local: torch.Tensor, param: Param) -> torch.Tensor:
-    padded = local.new_zeros(fsdp2.padded_shape(param.of_torch))
-    dim = param.spec.dim or 0
-    padded.narrow(dim, 0, local.size(dim) if local.numel() else 0).copy_(local)
-    return padded.view(-1)
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"

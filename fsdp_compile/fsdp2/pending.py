@@ -1,14 +1,14 @@
 """Gradients that wait for (the rest of) their reduction: those of microbatches, until the last one.
 
-They have one home at a time: here, as one tensor of a group, while graphs gather its unit; in FSDP2's objects, one of each
-parameter, from before FSDP2's pre-forward until after its post-backward.
+They have one home at a time: here, as one tensor of a group, while graphs gather its unit; in FSDP2's objects, one of
+each parameter, from before FSDP2's pre-forward until after its post-backward.
 
     no_sync         backward graph -> accumulator leaf -> `unreduced` [size * numel]
     last one        backward graph takes `unreduced`, adds its own gradients, reduces the sum
     left over       at the end of that backward, for parameters that it made no gradient of
 
-Graphs do not take the pending tensor itself, whose presence and identity Dynamo would guard on, but a tensor of its shape
-without memory; the compiled step puts the pending one, or zeros, in its place.
+Graphs do not take the pending tensor itself, whose presence and identity Dynamo would guard on, but a tensor of its
+shape without memory; the compiled step puts the pending one, or zeros, in its place.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class PendingGrads:
         return set() if known is None else set(known.offsets)
 
     def take(self, placement: GradPlacement, offsets: Collection[int]) -> torch.Tensor:
-        """The sum, for a graph that adds to it the gradients of the parameters at some offsets; zeros if there is none."""
+        """The sum, or zeros, for a graph that adds to it the gradients of the parameters at some offsets."""
         known = self._sums.get(placement)
         if known is None or known.offsets.isdisjoint(offsets):
             return torch.zeros(self.numel(placement), dtype=self.dtype(), device=self.device())

@@ -56,7 +56,7 @@ class StaleParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy of the successor."""
-        return copy.deepcopy(self.successor, memo)  # type: ignore[no-any-return]
+        return copy.deepcopy(self.successor, memo)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

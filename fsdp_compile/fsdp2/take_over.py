@@ -19,7 +19,7 @@ from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, skip_code
 from fsdp_compile._torch.eval_frame import compiler_of_calls
 from fsdp_compile.fsdp2.casts import cast
-from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, refresh_reads, set_flat
+from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
 
@@ -137,6 +137,20 @@ def _give_classes(model: Model) -> None:
             refresh_reads(group)
 
 
+def _follow_conversions(model: Model) -> None:
+    """After `.double()` or `.to()`: flat buffers of the new dtype, and classes whose reads say so."""
+    converted = [unit for unit in model.units if unit.is_converted]
+    if not converted:
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        titles = {id(module): name for name, module in model.root.named_modules()}
+        for module in model.root.modules():
+            fsdp2.set_class(module, original_class(module))
+        for unit in converted:
+            unit.remake_groups(titles)
+        _give_classes(model)
+
+
 # FSDP2's hooks.
 
 
@@ -160,7 +174,7 @@ def _wrap_hooks(unit: Unit) -> None:
 
 
 def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsdp2.PreHook:
-    unit.pre_forward = hook
+    unit.pre_hook = hook
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -174,6 +188,8 @@ def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsd
 
 
 def _post_hook(unit: Unit, hook: fsdp2.PostHook, dtype: torch.dtype | None) -> fsdp2.PostHook:
+    unit.post_hook = hook
+
     def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
             return output if dtype is None else cast(output, dtype)
@@ -183,23 +199,28 @@ def _post_hook(unit: Unit, hook: fsdp2.PostHook, dtype: torch.dtype | None) -> f
     return post_forward
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
     repeats = fsdp2.training_state(unit.state) is fsdp2.TrainingState.PRE_BACKWARD
+    if unit is unit.model.units[0] and unit.gatherer is not Gatherer.HOOKS:
+        _follow_conversions(unit.model)
     if _watched.value and not repeats and unit.gatherer is not Gatherer.HOOKS:
-        if unit.state is unit.model.units[0].state:
-            for each in unit.model.units:
-                each.follow()
-        unit.defer(call_of(module))
-        return fsdp2.cast_inputs(unit.state, args, kwargs)
+        for each in unit.inner_units:
+            each.follow()
+            each.gather_given()
+        if not unit.given_values():
+            unit.defer(call_of(module))
+            return fsdp2.cast_inputs(unit.state, args, kwargs)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.begin_hooks()
     return unit.pre_forward(module, args, kwargs)
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def _end(unit: Unit, hook: fsdp2.PostHook, module: nn.Module, args: Any, output: Any) -> Any:
+    for each in unit.inner_units:
+        output = each.end_given(output)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.end_deferred()
         dtype = fsdp2.policy_of(unit.state).output_dtype

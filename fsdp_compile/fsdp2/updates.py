@@ -126,20 +126,10 @@ class Updates:
         return Update.IN_BACKWARD if hooks else Update.AFTER_BACKWARD
 
     def begin_forward(self) -> None:
-        """Counts a forward that reads the group, and that autograd records.
-
-        Raises:
-            UnsupportedModelError: If it runs again in a backward that has updated the group.
-        """
-        self._open_forwards = max(0, self._open_forwards) + 1
-        if backward_in_progress() == -1:
+        """Counts a forward that reads the group, and that autograd records."""
+        if backward_in_progress() == -1:  # else it runs again
+            self._open_forwards = max(0, self._open_forwards) + 1
             self._is_updated = False
-        elif self._is_updated:
-            raise UnsupportedModelError(
-                "a forward that runs again in backward reads parameters which this backward has updated already",
-                where=f"step_in_backward(), unit {self.group.title}",
-                instead="checkpoint(..., use_reentrant=False) around modules that are called more than once",
-            )
 
     def begin_backward(self) -> None:
         """Counts a backward of such a forward, which is about to run."""
@@ -152,8 +142,13 @@ class Updates:
         params = group.params_at(trained)
         if not params:
             return  # `torch.autograd.grad` asks for other gradients
-        is_last = self._is_last()
-        if not is_last or any(self._outlives_update(param.parameter) for param in params):
+        if any(param.parameter._backward_hooks for param in params):
+            raise UnsupportedModelError(
+                "a parameter that is updated in backward has a hook on its gradient",
+                where=f"Tensor.register_hook(), step_in_backward(), unit {group.title}",
+                instead="register_post_accumulate_grad_hook()",
+            )
+        if not self._is_last() or any(self._outlives_update(param.parameter) for param in params):
             gradient = gradient.clone()
         for param, grad in zip(group.params, group.sharded_grads(gradient, trained), strict=True):
             if grad is not None:
@@ -209,4 +204,4 @@ class Updates:
     def _outlives_update(parameter: nn.Parameter) -> bool:
         """Whether a gradient outlives the update: for a hook, or for an optimizer that steps later."""
         hooks = [hook for hook in _hooks_of(parameter) if not isinstance(hook, UpdateHook)]
-        return updater_of(parameter) is None or bool(hooks) or bool(parameter._backward_hooks)
+        return updater_of(parameter) is None or bool(hooks)

@@ -25,6 +25,7 @@ from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.partition import partition
 from fsdp_compile.partition.recompute import blocks, with_fewest
+from fsdp_compile.passes.update_in_backward import claim_gradients, release_gradients
 from fsdp_compile.pipeline import without_collections
 
 Transform = Callable[..., StepGraph]
@@ -118,6 +119,7 @@ class Region:
             )
             self._settle_now()
         self.again = read_again(*self.steps)
+        claim_gradients(*self.steps)
         return self.steps[0].gm, self.steps[1].gm
 
     def _split(self, joint: fx.GraphModule, inputs: Any, recomputed: int, kwargs: Mapping[str, Any]) -> list[StepGraph]:
@@ -230,7 +232,10 @@ class Region:
 
     def compiled_step(self, gm: fx.GraphModule, phase: Phase) -> CompiledStep:
         """What runs around a transformed graph, whose markers are erased: from then on it can be lowered."""
-        found = CompiledStep.of(StepGraph(gm, phase), self.again, self.sources if phase is Phase.BACKWARD else None)
+        step = StepGraph(gm, phase)
+        if phase is Phase.BACKWARD:
+            release_gradients(step)
+        found = CompiledStep.of(step, self.again, self.sources if phase is Phase.BACKWARD else None)
         erase_markers(gm.graph)
         return found
 

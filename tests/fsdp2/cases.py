@@ -79,8 +79,9 @@ def in_place() -> None:
 @case("compiled")
 def function_of_a_model() -> None:
     pair = Pair.of()
-    step = torch.compile(lambda i: cross_entropy(pair.model, i), backend=fsdp, options=OPTIONS, fullgraph=True)
-    pair.train(pair.model, loss=lambda model, i: step(i) if model is pair.model else cross_entropy(model, i))
+    model = pair.model
+    step = torch.compile(lambda i: cross_entropy(model, i), backend=fsdp, options=OPTIONS, fullgraph=True)
+    pair.train(model, loss=lambda each, i: step(i) if each is model else cross_entropy(each, i))
 
 
 @case("compiled")
@@ -376,7 +377,8 @@ def of_several_forwards() -> None:
 @case("gradients")
 def of_a_penalty_on_parameters() -> None:
     def penalty(model: nn.Module) -> torch.Tensor:
-        return torch.stack([p.full_tensor().square().sum() for p in model.parameters() if isinstance(p, DTensor)]).sum()
+        full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+        return torch.stack([p.square().sum() for p in full]).sum()
 
     pair = Pair.of()
     compiled = pair.compiled()

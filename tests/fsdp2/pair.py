@@ -119,7 +119,7 @@ class Pair:
         exact: bool = True,
     ) -> Optimizers:
         """Some steps of both; losses and gradients are compared in each, parameters after the last."""
-        theirs, loss = theirs or self.reference, loss or cross_entropy
+        theirs, loss = self.reference if theirs is None else theirs, loss or cross_entropy
         mine, other = optimizers or (adamw(self.model), adamw(self.reference))
         for step in range(start, start + steps):
             a, b = loss(ours, batch(step)), loss(theirs, batch(step))
@@ -150,7 +150,7 @@ class Pair:
 
     def backward(self, ours: Any, theirs: Any = None, step: int = 0) -> None:
         cross_entropy(ours, batch(step)).backward()
-        cross_entropy(theirs or self.reference, batch(step)).backward()
+        cross_entropy(self.reference if theirs is None else theirs, batch(step)).backward()
 
     def zero_grad(self) -> None:
         for each in self:
