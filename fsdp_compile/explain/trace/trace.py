@@ -100,9 +100,8 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
     """
     runs: list[Run] = []
     try:
-        called = torch.compile(
-            _caller(), backend=_record, dynamic=False, options={"inputs": inputs, "options": options, "runs": runs}
-        )
+        given: dict[str, Any] = {"inputs": inputs, "options": options, "runs": runs}
+        called = torch.compile(_caller(), backend=_record, dynamic=False, options=given)
         called(model, *inputs.args, **inputs.kwargs)
     except FSDPCompileError:
         raise
