@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_compile.runtime import gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, flat_step, fully_shard, units
 from fsdp_compile._torch.tensors import views_of
 from fsdp_compile.optim.flat_step import ELEMENTWISE
-from fsdp_compile.runtime import gradients
 from tests.fake_world import fake_world
 
 STEPS = 4

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_compile.runtime.units import sharded_parameters
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +20,6 @@ from fsdp_compile import (
 )
 from fsdp_compile.layout.flat_layout import local_part
 from fsdp_compile.optim.flat_step import flat_step
-from fsdp_compile.runtime.units import sharded_parameters
 from tests import long
 from tests.beside import Run, compile_eagerly
 from tests.ranks import run_ranks

@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_compile.runtime.group_state import ReduceGroup
+from fsdp_compile.sharding.allocate import allocate_flat_params
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -26,8 +28,6 @@ import fsdp_compile
 from fsdp_compile import ConfigError, FSDPCompileError, ShardedModule, fully_shard, units
 from fsdp_compile._torch import fsdp2 as torch_fsdp2
 from fsdp_compile.layout.spec import Reshard
-from fsdp_compile.runtime.group_state import ReduceGroup
-from fsdp_compile.sharding.allocate import allocate_flat_params
 from tests import long
 from tests.beside import compile_eagerly
 from tests.fake_world import fake_world

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fsdp_compile.sharding.blanks import Blanks
 from torch import nn
 
 from fsdp_compile import ConfigError, fully_shard
-from fsdp_compile.sharding.blanks import Blanks
 from tests.ranks import run_ranks
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_compile.sharding.initial_values import hash_of
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import RankMismatchError, fully_shard
-from fsdp_compile.sharding.initial_values import hash_of
 from tests import long
 from tests.beside import compile_eagerly
 from tests.models.extended import Half

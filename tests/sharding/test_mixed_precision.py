@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_compile.modules.casts import cast
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
@@ -21,7 +22,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from fsdp_compile import ConfigError, MixedPrecision, fully_shard, materialize, units
 from fsdp_compile.config.policy import as_mixed_precision, as_offload
 from fsdp_compile.ir.graph import Role
-from fsdp_compile.modules.casts import cast
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Block, Stack
 from tests.numerics.one_process.test_mixed_precision import Normed

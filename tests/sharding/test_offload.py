@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_compile.runtime import post_backward
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
@@ -19,7 +20,6 @@ from fsdp_compile import ConfigError, fully_shard
 from fsdp_compile.config.policy import Offload, as_offload, compute_device, host_buffer, refuse_device
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
-from fsdp_compile.runtime import post_backward
 from fsdp_compile.sharding import allocate
 from tests.delayed_copies import ON_SUCH_A_HOST, delayed_copies
 from tests.fake_world import fake_world
