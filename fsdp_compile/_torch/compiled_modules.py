@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
+from torch._dynamo.backends import registry
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_in, calls_under_way
@@ -53,7 +53,11 @@ def after_each_compile_of_a_module(
 
 def backend_named(given: object) -> object:
     """The function that `torch.compile(backend=given)` compiles with."""
-    return torch._dynamo.lookup_backend(given) if isinstance(given, str) else given
+    if not isinstance(given, str):
+        return given
+    entry_point = registry._BACKENDS.get(given)
+    # `lookup_backend` registers what an entry point loads, which may import this package, and be under way.
+    return registry.lookup_backend(given) if entry_point is None else entry_point.load()
 
 
 def _context_of(compiled: OptimizedModule) -> object:
