@@ -51,13 +51,13 @@ def after_each_compile_of_a_module(
         in_place(variables["self"], variables["kwargs"])
 
 
-def backend_named(given: object) -> object:
-    """The function that `torch.compile(backend=given)` compiles with."""
-    if not isinstance(given, str):
-        return given
-    entry_point = registry._BACKENDS.get(given)
-    # `lookup_backend` registers what an entry point loads, which may import this package, and be under way.
-    return registry.lookup_backend(given) if entry_point is None else entry_point.load()
+def is_backend(given: object, backend: Callable[..., Any]) -> bool:
+    """Whether `torch.compile(backend=given)` compiles with a backend, which has its own name.
+
+    The first compile by name may import the backend, and is then about to register it: nothing is looked up here.
+    """
+    found = registry._COMPILER_FNS.get(backend.__name__, backend) if given == backend.__name__ else given
+    return found is backend
 
 
 def _context_of(compiled: OptimizedModule) -> object:
