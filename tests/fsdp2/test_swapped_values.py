@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.func import functional_call
 
-from fsdp_compile import ConfigError, UnsupportedModelError, fully_shard
 from tests import long
-from tests.beside import Beside, Run, close, compile_eagerly, loss_of
-from tests.fake_world import fake_world
+from tests.beside import Beside, Run
 from tests.ranks import run_ranks
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
