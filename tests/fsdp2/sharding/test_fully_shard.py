@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.fully_shard import fully_shard
-from tests.ranks import run_ranks
 from tests.sharding.models import Block, Model, batch, full, made, near_one_process, same, train
+from tests.ranks import run_ranks
 
 
 def _names(model: nn.Module) -> list[str]:

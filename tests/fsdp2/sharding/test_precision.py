@@ -17,8 +17,8 @@ from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.config.policy import MixedPrecision
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.settings import ShardingSettings
-from tests.ranks import run_ranks
 from tests.sharding.models import Block, Model, made, same, train
+from tests.ranks import run_ranks
 
 
 class _Normed(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
