@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 
-from fsdp_compile import UnsupportedModelError, fully_shard
+from fsdp_compile import fully_shard
 from tests import long
 from tests.beside import Beside, Run, compile_eagerly
 from tests.fake_world import fake_world
@@ -77,10 +76,8 @@ QUESTIONS: dict[str, Callable[[_Asks], int]] = {
     "names": lambda m: sum(len(name) for name, _ in m.named_parameters(prefix="prefix")) % 5 + 1,
     "after a graph break": _after_a_break,
     "between graphs": _between_graphs,
+    "type": lambda m: 2 if type(m.own) is nn.Parameter else 1,
 }
-COMPILED = {"type": lambda m: 2 if type(m.own) is nn.Parameter else 1}
-"""Uncompiled, a gathered parameter has a subclass of the type."""
-QUESTIONS |= COMPILED
 
 
 def _check_answers(names: list[str], how: Run) -> None:
@@ -107,25 +104,6 @@ def _check_frozen_between() -> None:
 
 def test_parameters_are_frozen_and_thawed_that_a_forward_iterates_over() -> None:
     run_ranks(_check_frozen_between)
-
-
-class _ReadsTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        reads = [self.layer.weight, self.layer.bias, self.layer.weight]
-        return self.layer(x) * len(set(reads))
-
-
-def test_two_reads_that_become_keys_are_refused_in_uncompiled_code() -> None:
-    with fake_world(2), pytest.raises(UnsupportedModelError, match=r"(?s)two reads.*weight of Linear.*read it once"):
-        fully_shard(_ReadsTwice())(torch.ones(2, WIDTH))
-
-
-def test_questions_of_uncompiled_code_are_answered_as_in_one_process() -> None:
-    run_ranks(_check_answers, [name for name in QUESTIONS if name not in COMPILED], Run.EAGER)
 
 
 class _Returns(nn.Module):
@@ -162,26 +140,3 @@ def test_compiled_code_takes_a_gathered_parameter() -> None:
                 _compiled_elsewhere(*call(torch.ones(2, WIDTH))).backward()
             assert model.own.grad is not None
             model.zero_grad()
-
-
-class _Registry(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.layer._parameters["weight"].T  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("how", [Run.PLAIN, Run.SHARDED, Run.EAGER])
-def test_stored_shards_are_refused_by_name(how: Run) -> None:
-    with fake_world(2):
-        model = _Registry()
-        if how is not Run.PLAIN:
-            fully_shard(model)
-        call = model if how is Run.EAGER else compile_eagerly(model)
-        with pytest.raises(Exception, match="stored shards") as caught:
-            call(torch.ones(2, WIDTH))
-        error = getattr(caught.value, "inner_exception", caught.value)
-        assert isinstance(error, UnsupportedModelError)
-        assert "test_asked_of_parameters.py" in (error.where or "")

@@ -99,7 +99,7 @@ def _put_there_later(how: Run) -> None:
     pair.step()
 
 
-@long.parametrize("how", [Run.PLAIN, Run.SHARDED, Run.EAGER], always=[Run.EAGER], ids=lambda how: how.value)
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
 @long.parametrize("check", [_there_from_the_start, _put_there_later], always=[_put_there_later])
 def test_a_forward_that_reads_attributes_trains_as_in_one_process(check: Callable[[Run], None], how: Run) -> None:
     run_ranks(check, how)

@@ -49,6 +49,6 @@ def _check(how: Run) -> None:
         each.step()
 
 
-@long.parametrize("how", [Run.PLAIN, Run.SHARDED, Run.EAGER], always=[Run.EAGER])
+@long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED])
 def test_reads_of_an_assigned_forward_gather(how: Run) -> None:
     run_ranks(_check, how)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import pytest
@@ -11,13 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import UnsupportedModelError, no_sync, step_in_backward
 from tests import long
 from tests.beside import Beside, Run, close, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
 
-HOW: Final = long.parametrize("how", [Run.PLAIN, Run.EAGER], always=[Run.PLAIN, Run.EAGER], ids=lambda how: how.value)
+HOW: Final = long.parametrize("how", [Run.PLAIN, Run.SHARDED], always=[Run.SHARDED], ids=lambda how: how.value)
 Gradients = tuple[torch.Tensor | None, ...]
 
 
@@ -96,53 +94,6 @@ def _with_inputs_of_the_model(how: Run) -> None:
 @HOW
 def test_inputs_of_the_model_may_be_among_them(how: Run) -> None:
     run_ranks(_with_inputs_of_the_model, how)
-
-
-def _refused(pair: Beside, ask: Callable[[torch.Tensor], object], loss: torch.Tensor, match: str) -> None:
-    before = [None if p.grad is None else p.grad.full_tensor() for p in pair.model.parameters()]  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedModelError, match=rf"(?s)some sharded parameters alone.*{match}.*p\.grad = None"):
-        ask(loss)
-    for parameter, was in zip(pair.model.parameters(), before, strict=True):
-        assert (parameter.grad is None) == (was is None)
-        if was is not None:
-            assert torch.equal(parameter.grad.full_tensor(), was)  # type: ignore[union-attr]
-
-
-def _refusals(how: Run) -> None:
-    pair = Beside(Small, how)
-    pair.compiled(torch.ones(2, 6))
-    chosen = _chosen(pair.model)
-    x = torch.ones(2, 6)
-    several = torch.ones(2, 2, 3)
-    batched = lambda out: torch.autograd.grad(out, chosen, several, is_grads_batched=True)  # noqa: E731
-    _refused(pair, batched, pair.compiled(x), "is_grads_batched")
-    with no_sync(pair.model):
-        loss = loss_of(pair.compiled(x))
-        _refused(pair, lambda loss: loss.backward(inputs=chosen), loss, "no_sync")
-    _refused(pair, lambda loss: loss.backward(inputs=chosen), loss, "no_sync")
-    with no_sync(pair.model):
-        loss = loss_of(pair.compiled(x))
-    _refused(pair, lambda loss: torch.autograd.grad(loss, chosen), loss, "no_sync")
-    with no_sync(pair.model):
-        loss_of(pair.compiled(x)).backward()
-    _refused(pair, lambda loss: torch.autograd.grad(loss, chosen), loss_of(pair.compiled(x)), "no_sync")
-
-
-@HOW
-def test_what_is_not_reduced_by_parameter_is_refused(how: Run) -> None:
-    run_ranks(_refusals, how)
-
-
-def _updated_in_backward() -> None:
-    pair = Beside(Small, Run.PLAIN)
-    pair.compiled(torch.ones(2, 6))
-    step_in_backward(torch.optim.SGD(pair.model.parameters(), lr=0.1))
-    loss = loss_of(pair.compiled(torch.ones(2, 6)))
-    _refused(pair, lambda loss: loss.backward(inputs=_chosen(pair.model)), loss, "step_in_backward")
-
-
-def test_updates_in_backward_are_refused() -> None:
-    run_ranks(_updated_in_backward)
 
 
 def _penalty(model: nn.Module) -> torch.Tensor:

@@ -13,10 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from fsdp_compile.errors import ConfigError
 from tests.beside import Beside, Run
 from tests.models.outlines import Odd, Transformer
 from tests.ranks import run_ranks
@@ -109,22 +108,6 @@ def _check_resharding(folder: str) -> None:
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     _assert_equal(model.state_dict(), reference)
-
-
-def _check_full_values_are_refused() -> None:
-    """As with FSDP2: a full tensor is no value for a DTensor."""
-    model, reference = _pair()
-    with pytest.raises(ConfigError, match=r"(?s)holds full values.*load_state_dict\(\), frozen"):
-        model.load_state_dict(reference.state_dict())
-    parameter = model.get_parameter("uneven.weight")
-    assert isinstance(parameter, DTensor)
-    value = distribute_tensor(torch.ones(13, 10), parameter.device_mesh, parameter.placements)
-    model.load_state_dict({"uneven.weight": value}, strict=False)
-    assert torch.equal(parameter.full_tensor(), torch.ones(13, 10))
-
-
-def test_loading_in_place() -> None:
-    run_ranks(_check_full_values_are_refused)
 
 
 class _WithBuffer(Transformer):

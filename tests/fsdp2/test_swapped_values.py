@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.func import functional_call
 
-from fsdp_compile import ConfigError, UnsupportedModelError, fully_shard
 from tests import long
-from tests.beside import Beside, Run, close, compile_eagerly, loss_of
-from tests.fake_world import fake_world
+from tests.beside import Beside, Run
 from tests.ranks import run_ranks
 
 
@@ -109,13 +105,6 @@ def _check(make: Callable[[], nn.Module], how: Run) -> None:
 
 
 @long.parametrize(
-    "make", [_FastWeights, _Learner, _Broken, _Generated, _PutBack, _Tied], always=[_Broken, _Generated, _PutBack]
-)
-def test_values_are_read_in_the_place_of_parameters(make: Callable[[], nn.Module]) -> None:
-    run_ranks(_check, make, Run.EAGER)
-
-
-@long.parametrize(
     "make", [_FastWeights, _Learner, _Broken, _Generated, _Tied], always=[_FastWeights, _Learner, _Generated]
 )
 def test_compiled_code_reads_values_that_are_swapped_around_it(make: Callable[[], nn.Module]) -> None:
@@ -125,71 +114,3 @@ def test_compiled_code_reads_values_that_are_swapped_around_it(make: Callable[[]
 @pytest.mark.long
 def test_a_plain_model_with_functional_calls_is_sharded_and_left_to_python() -> None:
     run_ranks(_check, _FastWeights, Run.PLAIN)
-
-
-@pytest.mark.parametrize("make", [_FastWeights, _Tied])
-def test_functional_calls_in_one_graph_are_refused(make: Callable[[], nn.Module]) -> None:
-    with fake_world(2):
-        model: Any = fully_shard(make())
-        called = torch.compile(model, backend="fsdp", options={"lower": "eager"}, fullgraph=True)
-        with pytest.raises(BackendCompilerFailed, match="the given values would be ignored") as caught:
-            called(torch.ones(2, 6))
-        error = caught.value.inner_exception
-        assert isinstance(error, UnsupportedModelError)
-        assert "in forward" in (error.where or "")
-
-
-def _check_around(how: Run) -> None:
-    """Values for a whole model, from outside of it; gradients go to the values."""
-    pair = Beside(_FastWeights if how is Run.EAGER else _Plain, how)
-    pair.step()
-    called: Any = pair.compiled
-    prefix = "" if how is Run.EAGER else "_orig_mod."
-    rank = torch.arange(4.0 * dist.get_world_size()).sin().chunk(dist.get_world_size())[dist.get_rank()]
-    x = rank[:, None].expand(-1, 6) + torch.arange(6.0)
-    for scale in (1.0, 2.0, 2.0):
-        values = {
-            name: (scale * torch.arange(p.numel()).cos().reshape(p.shape)).requires_grad_()
-            for name, p in pair.reference.named_parameters()
-        }
-        copies = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
-        given = {f"{prefix}{name}": value for name, value in values.items()}
-        mine = loss_of(functional_call(called, given, (x,)))
-        theirs = loss_of(functional_call(pair.reference, copies, (x,)))
-        close(mine.detach(), theirs, "loss")
-        mine.backward()
-        theirs.backward()
-        for name, value in values.items():
-            assert value.grad is not None, name
-            close(value.grad, copies[name].grad, name)
-    pair.compare()
-    pair.optimize(lambda p: torch.optim.SGD(p, lr=0.1))
-    pair.step()
-
-
-def test_values_that_a_compiled_function_cannot_notice_are_refused() -> None:
-    with fake_world(2):
-        model = _Plain()
-
-        def call(x: torch.Tensor) -> torch.Tensor:
-            return model(x)
-
-        compiled = compile_eagerly(call)
-        compiled(torch.ones(2, 6))
-        values = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
-        with (
-            pytest.raises(ConfigError, match=r"a value stands in the place[\s\S]*where: 0.weight"),
-            torch.nn.utils.stateless._reparametrize_module(model, values),
-        ):
-            compiled(torch.ones(2, 6))
-        compiled(torch.ones(2, 6)).sum().backward()
-
-
-class _Plain(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
-@long.parametrize("how", [Run.EAGER, Run.SHARDED], always=[Run.EAGER])
-def test_values_for_a_whole_model(how: Run) -> None:
-    run_ranks(_check_around, how)

@@ -1,13 +1,11 @@
-"""Optimizer state that was saved by one rank or in full, that of 0-d parameters, and optimizers that are refused."""
+"""Full optimizer state of 0-d parameters, and optimizers of torch's own on shards."""
 
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
@@ -18,16 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, UnsupportedModelError, flat_step, fully_shard, step_in_backward
+from fsdp_compile import flat_step, fully_shard
 from tests import long
-from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
-
-STEPPERS: dict[str, Callable[[optim.Optimizer], object]] = {
-    "own": lambda optimizer: optimizer,
-    "flat": flat_step,
-    "in backward": lambda optimizer: step_in_backward(flat_step(optimizer)),
-}
 
 
 class _Scaled(nn.Module):
@@ -69,49 +60,6 @@ def _assert_equal(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(mine.full_tensor(), theirs, msg=name)
 
 
-def _check_saved_by_rank_0(stepper: str) -> None:
-    model, _ = _pair()
-    optimizer = _adamw(model)
-    _train(model, optimizer)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    box = [file.getvalue()]
-    dist.broadcast_object_list(box, 0)
-    resumed = _adamw(model)
-    resumed.load_state_dict(torch.load(io.BytesIO(box[0]), weights_only=False))
-    STEPPERS[stepper](resumed)
-    before = [parameter.to_local().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    if dist.get_rank() == 0:
-        return
-    with pytest.raises(ConfigError, match=r"saved by another rank(.|\n)*get_optimizer_state_dict"):
-        resumed.step()
-    for parameter, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter.to_local(), value)  # type: ignore[attr-defined]
-
-
-@long.parametrize("stepper", ["own", "flat"], always=["flat"])
-def test_state_that_rank_0_alone_has_saved_is_refused_on_others(stepper: str) -> None:
-    run_ranks(_check_saved_by_rank_0, stepper)
-
-
-def _check_full(stepper: str) -> None:
-    model, reference = _pair()
-    theirs = _adamw(reference)
-    _train(reference, theirs)
-    optimizer = _adamw(model)
-    optimizer.load_state_dict(theirs.state_dict())
-    STEPPERS[stepper](optimizer)
-    with pytest.raises(ConfigError, match=r"is a full tensor(.|\n)*set_optimizer_state_dict"):
-        _train(model, optimizer)
-
-
-@long.parametrize("stepper", STEPPERS, always=["flat"])
-def test_full_state_that_was_not_sharded_is_refused(stepper: str) -> None:
-    run_ranks(_check_full, stepper)
-
-
 def _check_full_dict(*, from_rank_0: bool) -> None:
     model, reference = _pair()
     optimizer, theirs = _adamw(model), _adamw(reference)
@@ -138,12 +86,8 @@ def test_a_full_dict_resumes_0_d_parameters(*, from_rank_0: bool) -> None:
 
 
 _Make = Callable[[Any], optim.Optimizer]
-REFUSED: dict[str, tuple[_Make, int, str]] = {
-    "Rprop": (optim.Rprop, 8, "flat_step"),
-    "fused SGD": (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True), 8, "flat_step"),
-    "fused Adagrad": (lambda p: optim.Adagrad(p, fused=True), 8, "flat_step"),
-    "Adafactor": (optim.Adafactor, 8, "whole_step"),
-}
+
+
 RIGHT: dict[str, tuple[_Make, int]] = {
     "Rprop, flat": (lambda p: flat_step(optim.Rprop(p)), 7),
     "fused SGD, flat": (lambda p: flat_step(optim.SGD(p, lr=0.1, momentum=0.9, fused=True)), 7),
@@ -165,43 +109,8 @@ def _step_with_closure(model: nn.Module, optimizer: optim.Optimizer) -> None:
         loss.backward()
         return loss
 
-    if isinstance(optimizer, optim.LBFGS):
-        optimizer.step(closure)
-    else:
-        closure()
-        optimizer.step()
-
-
-def _check_refused(name: str) -> None:
-    make, width, instead = REFUSED[name]
-    model = fully_shard(_mlp(width))
-    before = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedModelError, match=instead):
-        _step_with_closure(model, make(model.parameters()))
-    for parameter, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter.full_tensor(), value)  # type: ignore[attr-defined]
-
-
-@long.parametrize("name", REFUSED, always=["fused SGD", "Adafactor"])
-def test_optimizers_that_torch_cannot_run_on_shards_are_refused_by_name(name: str) -> None:
-    run_ranks(_check_refused, name)
-
-
-def _check_refused_after_the_first_call() -> None:
-    """The optimizer is made of a plain model, whose first compiled call shards it."""
-    make, width, instead = REFUSED["Adafactor"]
-    model, reference = _mlp(width), _mlp(width)
-    optimizer = make(model.parameters())
-    compiled = compile_eagerly(model)
-    compiled(_batch()).square().mean().backward()
-    with pytest.raises(UnsupportedModelError, match=instead):
-        _step_with_closure(compiled, optimizer)
-    _assert_equal(model, reference)
-
-
-@pytest.mark.long
-def test_optimizers_made_before_the_first_compiled_call_are_refused_by_name() -> None:
-    run_ranks(_check_refused_after_the_first_call)
+    closure()
+    optimizer.step()
 
 
 def _check_right(name: str) -> None:
@@ -217,23 +126,6 @@ def _check_right(name: str) -> None:
 @long.parametrize("name", RIGHT, always=["fused AdamW", "ASGD"])
 def test_optimizers_equal_one_process(name: str) -> None:
     run_ranks(_check_right, name)
-
-
-def _check_sharded_in_a_step() -> None:
-    for width in (7, 8):
-        plain, reference = _mlp(width), _mlp(width)
-        optimizer = optim.LBFGS(plain.parameters(), lr=0.1)
-        compiled = compile_eagerly(plain)
-        with pytest.raises(ConfigError, match=r"in the middle of a step(.|\n)*before the first step"):
-            _step_with_closure(compiled, optimizer)
-        assert not any(isinstance(parameter, DTensor) for parameter in plain.parameters())
-        compiled(_batch())
-        _assert_equal(plain, reference)
-
-
-@pytest.mark.long
-def test_a_first_call_in_a_step_of_lbfgs_is_refused() -> None:
-    run_ranks(_check_sharded_in_a_step)
 
 
 def _orthogonalized(gradient: torch.Tensor) -> torch.Tensor:
