@@ -19,6 +19,7 @@ from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.fsdp2 import (
     kernels,  # noqa: F401  it registers them
     plain,
+    unaveraged,
 )
 from fsdp_compile.fsdp2.compiled_step import entered
 from fsdp_compile.fsdp2.flat_inputs import flat_inputs
@@ -60,7 +61,7 @@ def fsdp(
     """
     checked = FSDPOptions.from_dict(options)
     settings = _settings_of(checked, mode)
-    plain.refuse_plain(gm, example_inputs)
+    unaveraged.refuse_plain(gm, example_inputs)
     plain.refuse_unused_sharding(example_inputs, checked)
     leave_functional_call(gm)
     refuse_writes(gm)
@@ -182,7 +183,7 @@ def _refuse_other_cluster(options: FSDPOptions, example_inputs: Sequence[Any]) -
 def _before_compile(frame: FrameToCompile) -> None:
     """Takes over models that torch's FSDP2 has sharded, before Dynamo traces a frame that may read them."""
     plain.shard_in_frame(frame)
-    for module in frame.modules():
+    for module in plain.modules_of(frame):
         state = None if model_of(module) is not None else sharded_root(module)
         if state is not None:
             take_over(state)
