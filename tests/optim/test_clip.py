@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.optim.clip import clip_grad_norm_
 from fsdp_compile.fsdp2.shards import local_of
+from fsdp_compile.optim.clip import clip_grad_norm_
 from tests import long
 from tests.fsdp2.models import whole
 from tests.ranks import run_ranks

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile.fsdp2.shards import local_of
 from fsdp_compile.optim.clip import clip_grad_norm_
 from fsdp_compile.optim.flat_step import flat_step
 from fsdp_compile.optim.grad_scaler import GradScaler
-from fsdp_compile.fsdp2.shards import local_of
 from tests import long
 from tests.ranks import run_ranks
 

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.shards import shard_like
 from fsdp_compile.optim.flat_step import flat_step
 from fsdp_compile.optim.whole_step import whole_step
-from fsdp_compile.fsdp2.shards import shard_like
 from fsdp_compile.state.full_tensors import full_tensors
 from tests import long
 from tests.fsdp2.models import mesh_of

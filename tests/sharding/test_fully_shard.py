@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.fully_shard import fully_shard
-from tests.sharding.models import Block, Model, batch, full, made, near_one_process, same, train
 from tests.ranks import run_ranks
+from tests.sharding.models import Block, Model, batch, full, made, near_one_process, same, train
 
 
 def _names(model: nn.Module) -> list[str]:
@@ -201,7 +201,7 @@ class _TwoDtypes(nn.Module):
 
 def _two_dtypes() -> tuple[bool, int]:
     model = fully_shard(made(_TwoDtypes))
-    return near_one_process(model, made(_TwoDtypes), atol=0.02), len(state(model)._fsdp_param_groups)  # type: ignore[attr-defined]
+    return near_one_process(model, made(_TwoDtypes), atol=0.02), len(fsdp2.state(model)._fsdp_param_groups)  # type: ignore[attr-defined]
 
 
 def test_a_second_dtype_is_a_second_group() -> None:
@@ -252,7 +252,7 @@ def test_strategies_are_meshes_and_reshard_after_forward(
             weight = model.blocks[0].mlp[0].weight
             assert tuple(weight.device_mesh.mesh.shape) == shape
             assert weight.placements == (Replicate(), Shard(0))[2 - len(shape) :]
-            group = state(model.blocks[0])._fsdp_param_groups[0]  # type: ignore[attr-defined]
+            group = fsdp2.state(model.blocks[0])._fsdp_param_groups[0]  # type: ignore[attr-defined]
             assert group._reshard_after_forward is reshards
 
 
@@ -277,7 +277,7 @@ def test_reshard_after_forward_is_torchs(fake_world: Callable[..., Any], reshard
         ours: Any = fully_shard(Model(), reshard_after_forward=reshard)
         theirs = _by_hand(Model(), reshard_after_forward=True if reshard == "auto" else reshard)
         for a, b in ((ours, theirs), (ours.blocks[0], theirs.blocks[0])):
-            (own,), (other,) = (state(m)._fsdp_param_groups for m in (a, b))  # type: ignore[attr-defined]
+            (own,), (other,) = (fsdp2.state(m)._fsdp_param_groups for m in (a, b))  # type: ignore[attr-defined]
             assert own.post_forward_mesh_info == other.post_forward_mesh_info
             assert private.settings_of(a).auto_reshard is (reshard == "auto")
 
@@ -305,7 +305,7 @@ def test_wrap_policies_choose_units_and_override(fake_world: Callable[..., Any])
         assert len(_names(model)) == 8
         assert model.embed.weight.device_mesh.mesh.shape == (4, 1)
         assert model.head.weight.device_mesh.mesh.shape == (4,)
-        inner = state(model.blocks[0].mlp)  # type: ignore[attr-defined]
+        inner = fsdp2.state(model.blocks[0].mlp)  # type: ignore[attr-defined]
         assert inner._mp_policy.output_dtype is torch.float64
         assert inner._fsdp_param_groups[0].post_forward_mesh_info is None
 
@@ -341,7 +341,7 @@ def test_ignored_parameters_are_neither_sharded_nor_averaged() -> None:
 
 def _separate() -> bool:
     ours, theirs = fully_shard(made(), separate_reduce_group=True), _by_hand(made())
-    groups = [g for m in ours.modules() if isinstance(m, FSDPModule) for g in state(m)._fsdp_param_groups]  # type: ignore[attr-defined]
+    groups = [g for m in ours.modules() if isinstance(m, FSDPModule) for g in fsdp2.state(m)._fsdp_param_groups]  # type: ignore[attr-defined]
     separate = {group.mesh_info.reduce_scatter_process_group for group in groups}
     assert len(separate) == 1
     assert None not in separate

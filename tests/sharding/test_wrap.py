@@ -37,7 +37,7 @@ def _layout(model: nn.Module) -> dict[str, list[str]]:
     params = {parameter: name for name, parameter in model.named_parameters()}
     found = {}
     for call in private.same_call(model.modules()):
-        groups = state(call[0])._fsdp_param_groups  # type: ignore[attr-defined]
+        groups = fsdp2.state(call[0])._fsdp_param_groups  # type: ignore[attr-defined]
         own = [params[param.sharded_param] for group in groups for param in group.fsdp_params]
         if own:
             found["+".join(names[module] for module in call)] = sorted(own)

@@ -18,7 +18,7 @@ from fsdp_compile import (
     optim_state_dict_to_load,
 )
 from tests.ranks import run_ranks
-from tests.sharding.test_sync_states import mesh_of
+from tests.fsdp2.models import mesh_of
 
 
 def _made(seed: int) -> Any:
