@@ -17,10 +17,16 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+import fsdp_compile
+from fsdp_compile import explain
+from fsdp_compile.cost.memory import Holder
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2.backend import fsdp
 from fsdp_compile.fsdp2.updates import refuse_whole_gradients
 from fsdp_compile.optim.step_in_backward import step_in_backward
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.pipeline import passes
+from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Slim
 from tests.numerics.one_process.pair import loss_of
 from tests.ranks import run_ranks
@@ -394,3 +400,89 @@ def _state() -> None:
 
 def test_state_is_that_of_the_plain_optimizer_and_loads_again() -> None:
     run_ranks(_state)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    with fake_world(1):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_settings_are_read_when_a_unit_is_updated() -> None:
+    model = _sharded()
+    optimizer, call = step_in_backward(MOMENTUM(model.parameters())), _compiled(model)
+    loss_of(call(_input())).backward()
+    before = _values(model)
+    optimizer.param_groups[0].update(lr=0.0)
+    loss_of(call(_input())).backward()
+    assert _equal(before, _values(model))
+
+
+def _trained_twice(**options: Any) -> list[torch.Tensor]:
+    model = _sharded()
+    step_in_backward(MOMENTUM(model.parameters()))
+    call = torch.compile(model, backend="fsdp", options={"lower": "eager", **options})
+    for _ in range(2):
+        loss_of(call(_input())).backward()
+    torch._dynamo.reset()
+    return _values(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_pipeline_that_is_cut_off_still_updates_after_the_last_read() -> None:
+    assert "order-updates" in [one.name for one in passes(FSDPOptions())]
+    assert _equal(_trained_twice(stop_after="schedule-auto"), _trained_twice())
+
+
+@pytest.mark.long
+@pytest.mark.inductor
+@pytest.mark.usefixtures("one_rank")
+def test_inductor_keeps_updates_in_their_place() -> None:
+    for mine, theirs in zip(_trained_twice(lower="inductor"), _trained_twice(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
+
+
+def test_joined_units_that_divide_by_a_number_of_their_own_are_updated() -> None:
+    with fake_world(2):
+        ends = []
+        for bucket_mb in (0, 1):
+            torch.manual_seed(0)
+            model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model).set_gradient_divide_factor(3.0)
+            step_in_backward(optim.SGD(model.parameters(), lr=0.1))
+            options = {"lower": "eager", "bucket_mb": bucket_mb}
+            loss_of(torch.compile(model, backend="fsdp", options=options)(_input())).backward()
+            ends.append(_values(model))
+            torch._dynamo.reset()
+        assert _equal(*ends)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_needs_all_gradients_is_refused() -> None:
+    model = _sharded()
+    optimizer, call = step_in_backward(MOMENTUM(model.parameters())), _compiled(model)
+    with pytest.raises(ConfigError, match="unit by unit"):
+        fsdp_compile.clip_grad_norm_(model, 1.0)
+    loss = loss_of(call(_input()))
+    torchs = torch.amp.GradScaler("cpu")
+    torchs.scale(loss).backward()
+    with pytest.raises(AssertionError, match="No inf checks"):  # torch's own: it finds no gradient
+        torchs.step(optimizer)
+
+
+def test_a_plan_knows_that_gradients_are_freed() -> None:
+    found = []
+    for in_backward in (False, True):
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+        if in_backward:
+            step_in_backward(optim.SGD(model.parameters()))
+        plan = explain(model, torch.randn(2, 512), world_size=2, options={"lower": "eager", "bucket_mb": 0})
+        backward = plan.graphs[-1].memory
+        found.append((plan.peak_bytes, backward.at_peak.get(Holder.SHARD_GRADIENT, 0)))
+    (after, all_at_once), (during, left) = found
+    assert during < after
+    assert left < all_at_once

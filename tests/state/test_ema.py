@@ -16,6 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import fsdp_compile
+from fsdp_compile import MixedPrecision
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.state.ema import EMA
 from fsdp_compile.state.full_params import full_params
@@ -140,6 +142,25 @@ def _check_resumed() -> None:
 
 def test_resumed_training_goes_on_bit_for_bit() -> None:
     run_ranks(_check_resumed)
+
+
+def _check_cast_buffers() -> None:
+    model: Any = nn.Linear(4, 4)
+    shift = torch.randn(4)
+    model.register_buffer("shift", shift.clone())
+    fsdp_compile.fully_shard(model, mp_policy=MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16))
+    ema = EMA(model, decay=0.9)
+    assert model.shift.dtype is torch.bfloat16
+    ema.update()
+    with ema.swapped_in():
+        assert torch.equal(model.state_dict()["shift"], shift)
+        model.shift.add_(1)
+    assert torch.equal(model.state_dict()["shift"], shift), "in full precision"
+    assert not torch.equal(ema.state_dict()["module.shift"], shift)
+
+
+def test_buffers_that_are_cast_keep_their_precision() -> None:
+    run_ranks(_check_cast_buffers)
 
 
 class WithExtraState(nn.Linear):

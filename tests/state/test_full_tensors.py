@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import own_part, shard_like
@@ -80,6 +82,52 @@ def _check_layouts() -> None:
 
 def test_parts_of_full_values_are_those_that_fsdp2_has() -> None:
     run_ranks(_check_layouts, world_size=4)
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of memory that was made under it and is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if type(tensor) is torch.Tensor:
+                self._note(tensor.untyped_storage())
+        return made
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._alive:
+            self._alive[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self._alive.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self._alive.values()))
+
+
+def _check_memory(count: int) -> dict[bool, int]:
+    model = fully_shard(nn.Sequential(*(nn.Linear(255, 257, bias=False) for _ in range(count))))
+    peaks = {}
+    for rank0_only in (False, True):
+        with _Alive() as alive:
+            for _, value in full_tensors(model, rank0_only=rank0_only):
+                assert value.shape == (257, 255)
+                del value
+        peaks[rank0_only] = alive.peak
+    return peaks
+
+
+def test_one_full_value_is_in_memory_at_a_time() -> None:
+    """Rows are uneven: what arrives is padded, and the value is a copy of it."""
+    one = 255 * 257 * 4
+    for peaks in run_ranks(_check_memory, 6):
+        assert all(one < peak < 4 * one for peak in peaks.values())
+
+
+def test_a_plain_model_gives_what_it_has() -> None:
+    model = made()
+    _assert_is_state_dict(dict(full_tensors(model, rank0_only=True)), model)
 
 
 def _check_refused() -> None:
