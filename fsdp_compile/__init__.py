@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from fsdp_compile.explain.api import explain
+    from fsdp_compile.fsdp2.accumulation import no_sync
+    from fsdp_compile.fsdp2.take_over import units
     from fsdp_compile.optim.clip import clip_grad_norm_
     from fsdp_compile.optim.flat_step import flat_step
     from fsdp_compile.optim.grad_scaler import GradScaler
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from fsdp_compile.optim.whole_step import whole_step
     from fsdp_compile.options import FSDPOptions
     from fsdp_compile.parity.api import check_parity
-    from fsdp_compile.fsdp2.accumulation import no_sync
-    from fsdp_compile.fsdp2.take_over import units
     from fsdp_compile.sharding.comm_hook import register_comm_hook
     from fsdp_compile.sharding.fully_shard import fully_shard
     from fsdp_compile.sharding.materialize import materialize

@@ -24,13 +24,12 @@ FLOORS = [
     set(floor.split())
     for floor in """
         errors _torch
-        fsdp2
         layout
         ops
         config comm formats
-        ir runtime
-        cost modules
-        planner verify sharding fsdp2
+        ir fsdp2
+        cost sharding
+        planner verify
         options
         partition passes state optim
         artifacts
@@ -46,7 +45,7 @@ FLOORS = [
 ]
 """Folders and files of the package, lowest first; those of one floor do not see each other."""
 GRAPHS = {"ir", "cost", "planner", "verify", "options", "partition", "passes", "artifacts", "pipeline"}
-TRAINING = {"runtime", "modules", "sharding", "state", "optim"}
+TRAINING = {"fsdp2", "sharding", "state", "optim"}
 SHARED_BY_A_PROCESS = {
     "_torch/autograd.py": {"_running_backwards", "outer_backwards"},  # a backward may run on several threads
     "backend.py": {"_plain_models"},  # Dynamo watches compiles of the process

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 import fsdp_compile
 from benchmarks._torch import forget_meshes
-from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
 

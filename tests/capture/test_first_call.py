@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_compile.modules.forward import in_forward
 from torch import fx, nn
 from torch._dynamo import convert_frame, symbolic_convert
 
 from fsdp_compile._torch import dynamo
 from fsdp_compile.capture import first_call
-from fsdp_compile.modules.forward import in_forward
 
 pytestmark = pytest.mark.core
 

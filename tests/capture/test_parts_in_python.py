@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_compile.modules import forward
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_compile.modules import forward
 from tests.fake_world import fake_world
 
 

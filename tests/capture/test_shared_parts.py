@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_compile.capture.shared_parts import shared_parts
 from torch import nn
 
 from fsdp_compile import ConfigError, units
-from fsdp_compile.capture.shared_parts import shared_parts
 from tests import long
 from tests.beside import close, compile_eagerly, loss_of
 from tests.fake_world import fake_world

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
-
 from fsdp_compile.capture.written import written_nodes
+from torch import fx
 
 
 def _call(function: Callable[..., Any], *rest: Any, **kwargs: Any) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_compile.runtime.units import FSDPUnit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
@@ -19,7 +20,6 @@ from fsdp_compile.comm import mesh as mesh_module
 from fsdp_compile.comm.mesh import MeshPlacement
 from fsdp_compile.layout.hosts import GroupRanks
 from fsdp_compile.layout.spec import Reshard, parse
-from fsdp_compile.runtime.units import FSDPUnit
 from tests.fake_world import fake_world
 from tests.models.outlines import Block, Small, Transformer
 

@@ -17,6 +17,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from fsdp_compile.runtime.module_state import units
+from fsdp_compile.runtime.post_backward import install_grad_accumulators
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -24,8 +26,6 @@ import fsdp_compile.lower.inductor
 from fsdp_compile import fully_shard
 from fsdp_compile.explain.trace.stand_in import hollow, hollow_flats
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
-from fsdp_compile.runtime.module_state import units
-from fsdp_compile.runtime.post_backward import install_grad_accumulators
 from tests.cuda.llama import SMALL, Llama, Sizes
 from tests.cuda.pretended_gpu import SM_90, Architecture, pretended_gpu
 from tests.fake_world import fake_world

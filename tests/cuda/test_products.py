@@ -15,11 +15,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 pytest.importorskip("triton", reason="pip install -e '.[cuda-code]' brings Triton, which compiles the kernels")
 
+from fsdp_compile.runtime.module_state import units
+
 from fsdp_compile import MixedPrecision, step_in_backward
 from fsdp_compile.config.policy import planned
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.lower import recorded_parts
-from fsdp_compile.runtime.module_state import units
 from tests.cuda import checks
 from tests.cuda.generate import Case, generate
 from tests.cuda.llama import SMALL, Sizes

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fsdp_compile.modules.eager_reads import GatheredParameter
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import UnsupportedModelError, fully_shard
-from fsdp_compile.modules.eager_reads import GatheredParameter
 from tests import long
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.models.outlines import WIDTH, Block, Odd, Small, Transformer

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fsdp_compile.modules.eager_reads import GatheredParameter, reads
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +31,6 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, ShardedModule, UnsupportedModelError, fully_shard, units
-from fsdp_compile.modules.eager_reads import GatheredParameter, reads
 from tests import long
 from tests.beside import close, compile_eagerly
 from tests.fake_world import fake_world

@@ -13,15 +13,15 @@ from unittest import mock
 
 import pytest
 import torch
+from fsdp_compile.lower.wrappers import Compiled
+from fsdp_compile.runtime.module_state import units
+from fsdp_compile.runtime.units import FSDPParamGroup
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import fully_shard
 from fsdp_compile.ir.graph import Role, require, role_of
 from fsdp_compile.lower import eager
-from fsdp_compile.lower.wrappers import Compiled
-from fsdp_compile.runtime.module_state import units
-from fsdp_compile.runtime.units import FSDPParamGroup
 from tests import long
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH, Stack

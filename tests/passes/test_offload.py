@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+from fsdp_compile.lower.wrappers import host_copies_from, wait_for_host_copies
 from torch import fx
 
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
 from fsdp_compile.ir.text.parser import parse_graph
-from fsdp_compile.lower.wrappers import host_copies_from, wait_for_host_copies
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.pipeline import passes
 from fsdp_compile.verify.check import check, complaints

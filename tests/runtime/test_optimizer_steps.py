@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_compile.runtime import unshard
+from fsdp_compile.runtime.module_state import units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import flat_step, fully_shard, whole_step
-from fsdp_compile.runtime import unshard
-from fsdp_compile.runtime.module_state import units
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
 

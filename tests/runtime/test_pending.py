@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_compile.runtime.units import FSDPParamGroup
 from torch import nn
 
 import fsdp_compile
-from fsdp_compile.runtime.units import FSDPParamGroup
 from tests.fake_world import fake_world
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard
-from fsdp_compile.runtime.replaced_params import ReplacedParameter
 from tests import long
 from tests.beside import Beside, Run, close, compile_eagerly, loss_of
 from tests.models.outlines import Small

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fsdp_compile.runtime.module_state import units
+from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from torch import fx, nn
 
 from fsdp_compile.ir.graph import KEY, Role, StepGraph, require, role_of
-from fsdp_compile.runtime.module_state import units
-from fsdp_compile.runtime.unshard_args import refresh_unshard_args
 from fsdp_compile.verify.check import complaints
 from fsdp_compile.verify.collective import Kind, collectives_of
 from tests.models.graphs import MODELS

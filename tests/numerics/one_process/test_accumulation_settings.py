@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_compile.runtime.units import FSDPUnit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -18,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, register_comm_hook, units
 from fsdp_compile.ir.graph import Role
 from fsdp_compile.lower.compiled_regions import regions_of
-from fsdp_compile.runtime.units import FSDPUnit
 from tests import long
 from tests.models.kinds import Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of

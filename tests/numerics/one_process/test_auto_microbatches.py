@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsdp_compile.runtime.module_state import units
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -18,7 +19,6 @@ from fsdp_compile import explain, fully_shard
 from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.errors import BudgetTooSmallError
-from fsdp_compile.runtime.module_state import units
 from tests.models.kinds import Slim
 from tests.models.round_sizes import WIDTH, Stack
 from tests.numerics.one_process.pair import batches, loss_of

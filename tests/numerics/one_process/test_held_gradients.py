@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_compile.runtime import unshard
+from fsdp_compile.runtime.module_state import units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, fully_shard, no_sync
-from fsdp_compile.runtime import unshard
-from fsdp_compile.runtime.module_state import units
 from tests import long
 from tests.beside import Beside, Run
 from tests.models.kinds import Block, GraphBreaks, Slim, Stack

@@ -33,15 +33,7 @@ from fsdp_compile._torch.dynamo import (
     skip_code,
 )
 from fsdp_compile._torch.tensors import local_tensor
-from fsdp_compile.comm import alike
-from fsdp_compile.comm.exchange import as_bytes
-from fsdp_compile.comm.groups import default_mesh
-from fsdp_compile.errors import ConfigError
-from fsdp_compile.fsdp2 import stale
-from fsdp_compile.fsdp2.accumulation import follow_no_sync
-from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over
-from fsdp_compile.fsdp2.unaveraged import (
+from fsdp_compile.capture.unaveraged import (
     class_name,
     ids_in,
     places_of,
@@ -51,6 +43,14 @@ from fsdp_compile.fsdp2.unaveraged import (
     sharded,
     waiting,
 )
+from fsdp_compile.comm import alike
+from fsdp_compile.comm.exchange import as_bytes
+from fsdp_compile.comm.groups import default_mesh
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2 import stale
+from fsdp_compile.fsdp2.accumulation import follow_no_sync
+from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.fully_shard import fully_shard
 
