@@ -264,7 +264,7 @@ def test_gradients_are_freed_unit_by_unit() -> None:
 
 def _hooks(name: str) -> None:
     model = _sharded()
-    getattr(model.head.weight, name)(lambda value: None)
+    getattr(model.head.weight, name)(lambda _: None)
     step_in_backward(optim.SGD(model.parameters(), lr=0.1))
     loss = loss_of(_compiled(model)(_input()))
     with _refused(UnsupportedModelError, "has a hook on its gradient"):
