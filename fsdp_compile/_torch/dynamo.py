@@ -393,5 +393,5 @@ def source_prefixes(placeholder: fx.Node) -> list[str]:
 
 
 def keep_address(tensor: torch.Tensor) -> None:
-    """Tells compilers that a tensor stays where it is, so that CUDA graphs need not copy it; Dynamo does not guard it."""
+    """Tells compilers that a tensor stays where it is: CUDA graphs need not copy it, and Dynamo does not guard it."""
     torch._dynamo.mark_static_address(tensor, guard=False)  # type: ignore[no-untyped-call, unused-ignore]

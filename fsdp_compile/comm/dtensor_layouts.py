@@ -69,7 +69,7 @@ class DTensorLayout:
         return gathered_dtensor(local, self.key)
 
     def unreduced(self, local: torch.Tensor) -> DTensor:
-        """The gradient of which this rank's part, with the sums over data-parallel ranks still to be made, is `local`."""
+        """The gradient of which this rank's part is `local`, with sums over data-parallel ranks still to be made."""
         placements = tuple(Partial() if i in self.data_parallel else p for i, p in enumerate(self.placements))
         return new_dtensor(local, self.mesh, placements, self.shape)
 
