@@ -23,11 +23,25 @@ from fsdp_compile.fsdp2.casts import cast
 from fsdp_compile.ir.graph import Role
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH
-from tests.numerics.one_process.test_mixed_precision import Normed
 from tests.ranks import run_ranks
 from tests.verify.captured import World, capture
 
 BF16 = torch.bfloat16
+
+
+class Normed(nn.Module):
+    """Linear layers, a batch norm between them, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.down = nn.Linear(WIDTH, 5)
+        self.register_buffer("scale", torch.linspace(0.9, 1.1, 5))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.norm(self.up(x)))) * self.get_buffer("scale")
 
 
 @pytest.fixture
