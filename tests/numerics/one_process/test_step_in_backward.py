@@ -39,7 +39,7 @@ class Case:
         strategy: Name in `STRATEGIES`.
         precision: Name in `PRECISIONS`.
         microbatches: Backwards per step, all but the last under `no_sync`.
-        options: Of the compile; `None` does not compile.
+        options: Of the compile.
         offload: As in `fully_shard`.
     """
 
@@ -48,7 +48,7 @@ class Case:
     strategy: str = "full"
     precision: str = "fp32"
     microbatches: int = 1
-    options: dict[str, Any] | None = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     offload: OffloadPolicy | Offload = dataclasses.field(default_factory=OffloadPolicy)
 
 
@@ -76,9 +76,7 @@ def _train(case: Case, *, in_backward: bool) -> Trained:
     if in_backward:
         step_in_backward(optimizer)
     fully_shard(model, mp_policy=PRECISIONS[case.precision], offload_policy=case.offload, **STRATEGIES[case.strategy]())
-    run: Callable[..., Any] = model
-    if case.options is not None:
-        run = torch.compile(model, backend="fsdp", options={"lower": "eager", **case.options})
+    run = torch.compile(model, backend="fsdp", options={"lower": "eager", **case.options})
     trained, is_backward = Trained(model), [False]
 
     def note(*_: Any) -> None:
@@ -155,7 +153,6 @@ REPLICAS = "replicas, mixed precision"
 NUMBERS = {
     "used twice": Case(KINDS["repeated"]),
     "partly eager": Case(KINDS["uncompiled"], kind=MOMENTUM),
-    "eager": Case(options=None, microbatches=2),
     "recomputed, kept": Case(KINDS["checkpointed"], kind=MOMENTUM, strategy="grad-op"),
     "tied, nothing ahead": Case(KINDS["tied"], kind=MOMENTUM, options={"prefetch": 0}),
     "replicas alone": Case(kind=MOMENTUM, strategy="no-shard"),
