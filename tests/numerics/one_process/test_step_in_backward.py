@@ -16,7 +16,6 @@ from torch import nn, optim
 from torch.distributed.fsdp import OffloadPolicy
 
 from fsdp_compile import fully_shard, no_sync, step_in_backward
-from fsdp_compile.config.policy import Offload
 from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST, delayed_copies
 from tests.models.kinds import KINDS, Slim
@@ -49,7 +48,7 @@ class Case:
     precision: str = "fp32"
     microbatches: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    offload: OffloadPolicy | Offload = dataclasses.field(default_factory=OffloadPolicy)
+    offload: OffloadPolicy = dataclasses.field(default_factory=OffloadPolicy)
 
 
 @dataclasses.dataclass
