@@ -109,9 +109,9 @@ def capture(
     with fake_world(world.size, rank=world.rank):
         torch.manual_seed(0)
         model = make()
+        world.shard(model)
         if world.update is Update.IN_BACKWARD:
             step_in_backward(torch.optim.SGD(model.parameters()))
-        world.shard(model)
         with torch.set_grad_enabled(training):
             torch.compile(model, backend=backend, fullgraph=True)(*inputs)
     (steps,) = captured

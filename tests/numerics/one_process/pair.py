@@ -72,10 +72,11 @@ def train_pair(
     torch.manual_seed(0)
     model = make()
     reference = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
-    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE, eps=EPS)
     if prepare is not None:
         prepare(model)
+    # Of a plain model: it gets the sharded parameters at the first call.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
+    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE, eps=EPS)
     compiled = torch.compile(model, backend="fsdp", options={"lower": lower, **(options or {})})
     world, rank = dist.get_world_size(), dist.get_rank()
     found = Differences()

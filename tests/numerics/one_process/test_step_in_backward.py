@@ -71,10 +71,10 @@ def _train(case: Case, *, in_backward: bool) -> Trained:
     torch._dynamo.reset()  # all cases compile the same code
     torch.manual_seed(0)
     model = case.make()
+    fully_shard(model, mp_policy=PRECISIONS[case.precision], offload_policy=case.offload, **STRATEGIES[case.strategy]())
     optimizer = _optimizer(case, model)
     if in_backward:
         step_in_backward(optimizer)
-    fully_shard(model, mp_policy=PRECISIONS[case.precision], offload_policy=case.offload, **STRATEGIES[case.strategy]())
     run = torch.compile(model, backend="fsdp", options={"lower": "eager", **case.options})
     trained, is_backward = Trained(model), [False]
 
@@ -188,6 +188,7 @@ def _losses_added() -> float:
     torch.manual_seed(0)
     model = Slim()
     alone = copy.deepcopy(model)
+    fully_shard(model)
     optimizers = step_in_backward(MOMENTUM(model.parameters(), lr=RATE)), MOMENTUM(alone.parameters(), lr=RATE)
     run = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     world, rank = dist.get_world_size(), dist.get_rank()
