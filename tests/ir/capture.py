@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.ir.graph import Phase, Record, StepGraph, record_of
 from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.lower.eager import compile_eagerly
