@@ -11,8 +11,8 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 
-from fsdp_compile import fully_shard, step_in_backward
-from fsdp_compile.capture.inputs import flat_inputs
+from fsdp_compile import fully_shard, step_in_backward, units
+from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.config.prefetch import FSDPPrefetch
 from fsdp_compile.cost.fusion import Fusion
@@ -112,6 +112,7 @@ def capture(
         if world.update is Update.IN_BACKWARD:
             step_in_backward(torch.optim.SGD(model.parameters()))
         world.shard(model)
+        assert units(model)  # taken over, as a compile by the package does
         with torch.set_grad_enabled(training):
             torch.compile(model, backend=backend, fullgraph=True)(*inputs)
     (steps,) = captured
