@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
-from fsdp_compile._torch.compiled_modules import after_each_compile_of_a_module, backend_named
+from fsdp_compile._torch.compiled_modules import after_each_compile_of_a_module, is_backend
 from fsdp_compile._torch.dynamo import (
     FrameToCompile,
     OptimizedModule,
@@ -55,7 +55,7 @@ from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.fully_shard import fully_shard
 
 
-def watch(backend: object) -> None:
+def watch(backend: Callable[..., Any]) -> None:
     """Shards what is compiled for a backend at its first call; the backend's module calls this when it is imported."""
 
     def wrapped(compiled: OptimizedModule, module: nn.Module) -> None:
@@ -64,7 +64,7 @@ def watch(backend: object) -> None:
     def in_place(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         _remove_hooks(module)
         waiting.pop(module, None)
-        if backend_named(arguments.get("backend")) is backend and not arguments.get("disable"):
+        if is_backend(arguments.get("backend"), backend) and not arguments.get("disable"):
             options = arguments.get("options")
             _FirstCall(module, module, lambda: options)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_compile import units
 from fsdp_compile.capture.flat_inputs import flat_inputs
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
 from fsdp_compile.ir.graph import Phase, Record, StepGraph, record_of
 from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.lower.eager import compile_eagerly

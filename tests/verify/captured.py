@@ -17,6 +17,7 @@ from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.config.prefetch import FSDPPrefetch
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
 from fsdp_compile.ir.graph import Stage, StepGraph
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.lower.eager import compile_eagerly
