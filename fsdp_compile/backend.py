@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile, ends_in_graph_break, list_mode_options
-from fsdp_compile.capture import plain
+from fsdp_compile.capture import plain, unaveraged
 from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.capture.functions import take_reads_out
 from fsdp_compile.capture.leave_functional_call import leave_functional_call
