@@ -34,7 +34,7 @@ class World:
 
     size: int
     replicas: int = 1
-    reshard_after_forward: bool | int | Literal["auto"] | None = None
+    reshard_after_forward: bool | int | Literal["auto"] = True
     policy: MixedPrecisionPolicy = dataclasses.field(default_factory=MixedPrecisionPolicy)
     strategy: ShardingStrategy | None = None
     rank: int = 0
@@ -54,7 +54,7 @@ class World:
             fully_shard(
                 module,
                 mesh=mesh,
-                reshard_after_forward=self.reshard_after_forward,
+                reshard_after_forward=None if self.strategy is not None else self.reshard_after_forward,
                 mp_policy=self.policy,
                 sharding_strategy=self.strategy,
             )
