@@ -18,8 +18,8 @@ from fsdp_compile.errors import ConfigError, RankMismatchError
 from fsdp_compile.sharding import fully_shard as front
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.materialize import materialize
-from tests.sharding.models import Block, Model, full, made, near_one_process, same, train
 from tests.ranks import run_ranks
+from tests.sharding.models import Block, Model, full, made, near_one_process, same, train
 
 
 class _Module(Model):

@@ -17,8 +17,8 @@ from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.config.policy import MixedPrecision
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.settings import ShardingSettings
-from tests.sharding.models import Block, Model, made, same, train
 from tests.ranks import run_ranks
+from tests.sharding.models import Block, Model, made, same, train
 
 
 class _Normed(nn.Module):
@@ -64,20 +64,20 @@ def test_fsdp2s_policy_excludes_nothing(fake_world: Callable[..., Any]) -> None:
         model = fully_shard(_Normed(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
         assert not isinstance(model.bn, FSDPModule)
         excluded = fully_shard(nn.BatchNorm1d(4), mp_policy=MixedPrecision(torch.bfloat16))
-        assert state(excluded)._mp_policy.param_dtype is torch.float32  # type: ignore[attr-defined]
+        assert fsdp2.state(excluded)._mp_policy.param_dtype is torch.float32  # type: ignore[attr-defined]
         assert not isinstance(fully_shard(_Normed(), mp_policy=MixedPrecision()).bn, FSDPModule)
 
 
 def test_where_inputs_are_cast(fake_world: Callable[..., Any]) -> None:
     def casts(model: Any, name: str) -> bool:
-        state = state(model.get_submodule(name))  # type: ignore[attr-defined]
-        return bool(state._mp_policy.cast_forward_inputs)
+        found = fsdp2.state(model.get_submodule(name))  # type: ignore[attr-defined]
+        return bool(found._mp_policy.cast_forward_inputs)
 
     low = torch.bfloat16
     with fake_world(2):
         split = fully_shard(Model(), mp_policy=MixedPrecisionPolicy(low, output_dtype=torch.float32))
         assert [casts(split, name) for name in ("", "blocks.0")] == [True, False]
-        outputs = [state(m)._mp_policy.output_dtype for m in (split, split.blocks[0])]  # type: ignore[attr-defined]
+        outputs = [fsdp2.state(m)._mp_policy.output_dtype for m in (split, split.blocks[0])]  # type: ignore[attr-defined]
         assert outputs == [torch.float32, None]
         fsdp1 = FSDP1MixedPrecision(low)  # casts inputs of the root alone
         wrapped = fully_shard(Model(), mp_policy=fsdp1, auto_wrap_policy=ModuleWrapPolicy({Block}))

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.sharding.fully_shard import fully_shard
-from tests.sharding.models import Model, batch, made, world_batch
 from tests.ranks import run_ranks
+from tests.sharding.models import Model, batch, made, world_batch
 
 
 def _scaled() -> Any:
