@@ -84,4 +84,4 @@ class CompiledStep:
             if group is not None and each.update is Update.AFTER_BACKWARD:
                 edge.mark_produced(group, each.offsets)
                 if each.grad_placement is not GradPlacement.UNREDUCED:
-                    group.unit.model.at_end_of_backward(backward_in_progress())
+                    group.unit.model.at_end_of_backward(backward_in_progress(), group)

@@ -66,9 +66,9 @@ class Model:
         """Records that a group has gradients that are not fully reduced."""
         self._pending.add(group)
 
-    def at_end_of_backward(self, task: int) -> None:
-        """Reduces, when a backward ends that reduces gradients, those that earlier ones have left and it did not take."""
-        if self._pending and task not in self._ends_with:
+    def at_end_of_backward(self, task: int, group: ParamGroup) -> None:
+        """When a backward ends that reduces gradients: reduces those that earlier ones have left and it did not take."""
+        if (self._pending or group.ends_backward) and task not in self._ends_with:
             self._ends_with.add(task)
             after_this_backward(lambda: self._end_backward(task))
 
@@ -79,6 +79,8 @@ class Model:
                 group.pending.reduce_rest()
                 if not group.pending:
                     self._pending.discard(group)
+            if group.ends_backward:
+                group.end_backward()
 
 
 class Unit:
@@ -89,6 +91,7 @@ class Unit:
         title: Names of its modules, from the root of the model.
         groups: One for each FSDP2 group, dtype and trainability.
         gatherer: Who gathers it in the forward that runs.
+        only_hooks: What has been set on it that FSDP2's hooks can do alone: they gather it in all forwards. Or empty.
         pre_forward: FSDP2's hook.
     """
 
@@ -100,6 +103,7 @@ class Unit:
         self.title = title
         self.groups: list[ParamGroup] = []
         self.gatherer = Gatherer.GRAPH
+        self.only_hooks = self._only_hooks()
         self._call: FrameType | None = None
         self._classes: list[tuple[weakref.ref[nn.Module], type, type]] = []
 
@@ -110,15 +114,32 @@ class Unit:
         assert model is not None
         return model
 
+    def _only_hooks(self) -> str:
+        return next((why for group in fsdp2.groups_of(self.state) if (why := fsdp2.only_for_hooks(group))), "")
+
     def make_groups(self, names: dict[int, str]) -> None:
-        """Moves the shards of FSDP2's groups into flat buffers."""
+        """Moves the shards of FSDP2's groups into flat buffers, but for tensors whose class says how they are sent."""
         for of_torch in fsdp2.groups_of(self.state):
+            fsdp2.observe(of_torch, _Observer(self, of_torch))
+            if fsdp2.has_extensions(of_torch):
+                continue
             kinds: dict[Any, list[fsdp2.TorchParam]] = {}
             for param in fsdp2.params_of(of_torch):
                 parameter = fsdp2.sharded_param(param)
                 kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(param)
             self.groups += [ParamGroup(self, of_torch, members, names) for members in kinds.values()]
-            fsdp2.observe(of_torch, _Observer(self, of_torch))
+
+    def settings_changed(self) -> None:
+        """Follows settings that users have changed on FSDP2's objects."""
+        self.only_hooks = self._only_hooks()
+        self._swap(self.gatherer)
+        self.refresh_specs()
+
+    def refresh_specs(self) -> None:
+        """Makes the next graphs read parameters as settings are now."""
+        for group in self.groups:
+            group.refresh_specs()
+            refresh_reads(group)
 
     def set_classes(self, classes: Sequence[tuple[nn.Module, type, type]]) -> None:
         """Sets, for each module that reads its parameters, the class while graphs gather, and while hooks do."""
@@ -130,7 +151,7 @@ class Unit:
         for reference, traced, plain in self._classes:
             module = reference()
             if module is not None:
-                fsdp2.set_class(module, plain if gatherer is Gatherer.HOOKS else traced)
+                fsdp2.set_class(module, plain if gatherer is Gatherer.HOOKS or self.only_hooks else traced)
 
     def defer(self, call: FrameType | None) -> None:
         """Begins a call that Dynamo watches: a graph gathers the unit, or the first read in Python does."""
@@ -202,9 +223,9 @@ class _Observer:
         return [] if unit is None else [group for group in unit.groups if group.of_torch is of_torch]
 
     def settings_changed(self) -> None:
-        for group in self._groups():
-            group.refresh_specs()
-            refresh_reads(group)
+        unit = self._unit()
+        if unit is not None:
+            unit.settings_changed()
 
     def post_backward(self, run: Any) -> None:
         run()
