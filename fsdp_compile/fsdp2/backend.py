@@ -82,7 +82,7 @@ def _take_over_what_starts(frame: FrameToCompile) -> None:
         if model in known:  # a module without parameters of its own
             continue
         for unit in model.units:
-            unit.continue_as_deferred()
+            unit.continue_forward()
 
 
 note_backend(fsdp)

@@ -159,10 +159,15 @@ class Unit:
         self._call = call
         self.follow()
 
-    def continue_as_deferred(self) -> None:
-        """After the model was taken over in the middle of a forward: leaves a call that FSDP2's hook has begun to graphs."""
-        if fsdp2.training_state(self.state) is fsdp2.TrainingState.FORWARD:
-            fsdp2.leave_forward(self.state)
+    def continue_forward(self) -> None:
+        """After the model was taken over in the middle of a forward: leaves a call that FSDP2 has begun to graphs."""
+        if fsdp2.training_state(self.state) is not fsdp2.TrainingState.FORWARD:
+            return
+        fsdp2.leave_forward(self.state)
+        if self.only_hooks:
+            self.begin_hooks()
+            self.pre_forward(fsdp2.modules_of(self.state)[0], (), {})
+        else:
             self.defer(next((call for m in fsdp2.modules_of(self.state) if (call := call_of(m)) is not None), None))
 
     @property

@@ -162,3 +162,22 @@ def _in_one_graph() -> str:
 
 def test_one_graph_is_refused_by_name() -> None:
     assert "fsdp_pre_all_gather" in run_ranks(_in_one_graph)[0]
+
+
+def _one_unit() -> list[int]:
+    """The outermost module reads such parameters itself, in the call in which the model is taken over."""
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = Layers(Half)
+        fully_shard(model)
+        call = torch.compile(model, backend=fsdp, fullgraph=True, options={"lower": "eager"}) if is_compiled else model
+        losses = [call(torch.ones(4, 6)).square().sum() for _ in range(STEPS)]
+        torch.stack(losses).sum().backward()
+        found.append([*losses, *(_local(p.grad) for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == STEPS + 6
+    return [i for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)]
+
+
+def test_the_outermost_unit() -> None:
+    assert run_ranks(_one_unit) == [[], []]
