@@ -285,6 +285,11 @@ def all_reduces(group: TorchGroup) -> bool:
     return bool(group.all_reduce_grads) or not group._is_hsdp
 
 
+def has_partial_gradients(group: TorchGroup) -> bool:
+    """Whether gradients of FSDP2's wait for their sum over replicas."""
+    return group._partial_reduce_output is not None
+
+
 def offloads(group: TorchGroup) -> bool:
     """Whether shards and gradients of a group stay on the host."""
     return any(param.offload_to_cpu for param in group.fsdp_params)

@@ -81,6 +81,9 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each))
             unit = Unit(model, each, title)
             unit.make_groups(names)
+            for group in unit.groups:
+                group.pending.take_from_torch()
+                group.pending.refuse_partial_of_torch()
             _wrap_hooks(unit)
             model.units.append(unit)
         _give_classes(model)

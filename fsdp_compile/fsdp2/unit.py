@@ -185,7 +185,7 @@ class Unit:
     def begin_hooks(self) -> None:
         """Makes FSDP2's hooks gather the unit from here on."""
         self._call = None
-        self.follow()
+        self._follow_parameters()
         for group in self.groups:
             group.pending.give_to_torch()
         self._swap(Gatherer.HOOKS)
@@ -206,11 +206,17 @@ class Unit:
             self.pre_forward(module, (), {})
 
     def follow(self) -> None:
-        """Before a forward: follows parameters that were converted, replaced, frozen or thawed since the last one."""
-        for group in self.groups:
+        """Before a forward in which graphs may gather it: follows what happened to its parameters since the last one."""
+        for group in self.groups if self.gatherer is not Gatherer.HOOKS and not self.only_hooks else ():
             # FSDP2 leaves units that it does not free after forward gathered, if no backward followed (an evaluation).
-            if self.gatherer is not Gatherer.HOOKS and not fsdp2.is_sharded(group.of_torch):
+            if not fsdp2.is_sharded(group.of_torch):
                 fsdp2.reshard(group.of_torch)
+            group.pending.refuse_partial_of_torch()
+        self._follow_parameters()
+
+    def _follow_parameters(self) -> None:
+        """Follows parameters that were converted, replaced, frozen or thawed."""
+        for group in self.groups:
             if group.follow_parameters():
                 set_flat(group)
                 refresh_reads(group)
