@@ -422,7 +422,7 @@ def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
     elif hasattr(param, "_unsharded_param"):
         gathered = param._unsharded_param
         grad, gathered.grad = gathered.grad, None
-    return None if grad is None else param._get_grad_inner_tensor(grad)  # type: ignore[no-any-return]
+    return None if grad is None else param._get_grad_inner_tensor(grad)
 
 
 def give_unreduced_grad(param: TorchParam, grad: torch.Tensor) -> None:

@@ -67,7 +67,7 @@ class Model:
         self._pending.add(group)
 
     def at_end_of_backward(self, task: int, group: ParamGroup) -> None:
-        """When a backward ends that reduces gradients: reduces those that earlier ones have left and it did not take."""
+        """When a backward that reduces ends: reduces gradients that earlier ones have left and it did not take."""
         if (self._pending or group.ends_backward) and task not in self._ends_with:
             self._ends_with.add(task)
             after_this_backward(lambda: self._end_backward(task))
@@ -206,7 +206,7 @@ class Unit:
             self.pre_forward(module, (), {})
 
     def follow(self) -> None:
-        """Before a forward in which graphs may gather it: follows what happened to its parameters since the last one."""
+        """Before a forward in which graphs may gather it: follows what happened to its parameters since."""
         for group in self.groups if self.gatherer is not Gatherer.HOOKS and not self.only_hooks else ():
             # FSDP2 leaves units that it does not free after forward gathered, if no backward followed (an evaluation).
             if not fsdp2.is_sharded(group.of_torch):

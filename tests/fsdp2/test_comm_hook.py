@@ -26,7 +26,7 @@ def _average(state: _Count, gradient: torch.Tensor, output: torch.Tensor) -> Non
     output /= dist.get_world_size()
 
 
-def _compare(is_own: bool, micro_batches: int) -> list[int]:
+def _compare(*, is_own: bool, micro_batches: int) -> list[int]:
     """A hook that averages, and torch's for bfloat16, which is as FSDP2's `reduce_dtype`."""
     policy = MixedPrecisionPolicy() if is_own else MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     count = _Count()
@@ -54,7 +54,7 @@ def _compare(is_own: bool, micro_batches: int) -> list[int]:
 
 @pytest.mark.parametrize(("is_own", "micro_batches"), [(True, 1), (True, 2), (False, 1), (False, 2)])
 def test_compiled(*, is_own: bool, micro_batches: int) -> None:
-    assert run_ranks(_compare, is_own, micro_batches) == [[], []]
+    assert run_ranks(_compare, is_own=is_own, micro_batches=micro_batches) == [[], []]
 
 
 def _after_a_step() -> int:
@@ -78,7 +78,7 @@ def _refused() -> None:
         register_comm_hook(torch.nn.Linear(2, 2), _average)
     model = sharded()
     with pytest.raises(ConfigError, match="cannot be called with 3 arguments"):
-        register_comm_hook(model, lambda state, gradient: None)
+        register_comm_hook(model, lambda _state, _gradient: None)
     model.set_gradient_divide_factor(2.0)
     with pytest.raises(ConfigError, match="divide factor"):
         register_comm_hook(model, _average)

@@ -53,7 +53,7 @@ def _divides(model: Any, _: int) -> None:
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES = {
     "unused": _Case(lambda model, _: model.set_reduce_scatter_unused_params(True)),
-    "sums alone": _Case(lambda model, _: _each(model, "set_force_sum_reduction_for_comms", True)),
+    "sums alone": _Case(lambda model, _: _each(model, "set_force_sum_reduction_for_comms", True)),  # noqa: FBT003  torch's
     "divided": _Case(_divides),
     "kept between microbatches": _Case(_keeps, micro_batches=2, is_kept=True),
     "kept, bf16": _Case(_keeps, micro_batches=2, is_kept=True, arguments={"mp_policy": BF16}),
