@@ -4,58 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from fsdp_compile._torch.dynamo import ends_in_graph_break, list_mode_options
-from fsdp_compile.capture.beside import watch_wrappers_and_optimizers
-from fsdp_compile.capture.first_call import trace_again
+from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile, ends_in_graph_break, list_mode_options
 from fsdp_compile.capture.functions import take_reads_out
-from fsdp_compile.capture.inputs import flat_inputs
 from fsdp_compile.capture.leave_functional_call import leave_functional_call
-from fsdp_compile.capture.plain_model import (
-    compare_initial_values,
-    enter_assigned_forwards,
-    refuse_unused_sharding,
-    shard_plain_models,
-)
-from fsdp_compile.capture.reject_gradient_reads import refuse_gradient_reads
-from fsdp_compile.capture.reject_mutation import refuse_updates
-from fsdp_compile.capture.returned_reads import give_parameters, returned_reads
 from fsdp_compile.capture.shard_embeddings import shard_lookups
-from fsdp_compile.capture.unreached import PlainModels
-from fsdp_compile.capture.watch_compiles import watch_compiles
-from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
 from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError, FSDPCompileError
-from fsdp_compile.ir.graph import Phase, StepGraph
-from fsdp_compile.layout.spec import Reshard
-from fsdp_compile.lower.agreement import (
-    Collectives,
-    Order,
-    OtherPlanError,
-    Settings,
-    agree,
-    inserted_in,
-    refuse,
-    telling_all,
+from fsdp_compile.fsdp2 import (
+    kernels,  # noqa: F401  it registers them
+    plain,
 )
+from fsdp_compile.fsdp2.compiled_step import entered
+from fsdp_compile.fsdp2.flat_inputs import flat_inputs
+from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.reject_writes import refuse_writes
+from fsdp_compile.fsdp2.take_over import model_of, note_backend, sharded_root, take_over
+from fsdp_compile.fsdp2.whole_model import is_whole_model, refuse_budget_of_a_part
+from fsdp_compile.ir.graph import Phase, Role, StepGraph
 from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.progress import say
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.region_key import region_key
-from fsdp_compile.lower.unused_outputs import tell_backward
+from fsdp_compile.lower.shared_plan import Graphs, Lines, Settings, inserted_in, refuse, settle
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.passes.follow_order import CannotFollowError
 from fsdp_compile.pipeline import keep, transform
-
-_plain_models = PlainModels()
 
 
 def fsdp(
@@ -74,41 +55,23 @@ def fsdp(
         mode: As for `torch.compile`: a set of Inductor settings by name.
 
     Raises:
-        ConfigError: For a wrong option, meta parameters, or no process group.
-        UnsupportedModelError: For a model that cannot be sharded.
+        ConfigError: For a wrong option, or a function over a plain model.
+        UnsupportedModelError: For a model that cannot be compiled.
     """
     checked = FSDPOptions.from_dict(options)
     settings = _settings_of(checked, mode)
-    # This graph reads plain parameters; the frame's next trace reads the flat ones.
-    if shard_plain_models(gm, example_inputs, checked, _plain_models):
-        raise trace_again()
-    if enter_assigned_forwards(example_inputs):
-        raise trace_again()
-    compare_initial_values(example_inputs)
-    refuse_unused_sharding(example_inputs, checked)
-    take_reads_out(gm)
-    refuse_updates(gm, example_inputs)
+    plain.refuse_plain(gm, example_inputs)
+    plain.refuse_unused_sharding(example_inputs, checked)
     leave_functional_call(gm)
-    refuse_gradient_reads(gm)
+    refuse_writes(gm)
+    take_reads_out(gm)
     if checked.embedding == "sharded":
         shard_lookups(gm)
-
-    returned = returned_reads(gm)
-    job = _Compile(gm, example_inputs, checked, settings)
-    try:
-        compiled = job.run()
-    except OtherPlanError as error:
-        say(f"region {job.ran.number}: planning again, since ranks with batches of other sizes planned another order")
-        compiled = job.follow(error)
-    return give_parameters(compiled, returned)
+    return _Compile(gm, example_inputs, checked, settings).run()
 
 
 class _Compile:
-    """One compile of a Dynamo graph whose reads are taken out.
-
-    Attributes:
-        ran: The region that it is for.
-    """
+    """One compile of a Dynamo graph whose reads are taken out."""
 
     def __init__(
         self, gm: fx.GraphModule, inputs: Sequence[Any], options: FSDPOptions, settings: Mapping[str, Any]
@@ -119,7 +82,9 @@ class _Compile:
         self._settings = settings
         self._flats = flat_inputs(inputs)
         self._whole = is_whole_model(inputs)
-        self.ran = register_region(inputs, options.lower)
+        self._groups = [group for value in inputs if (group := ParamGroup.of(value)) is not None]
+        self._ran = register_region(self._groups, options.lower)
+        self._of_plans = Settings.of(options, self._flats.values())
         try:
             refuse_budget_of_a_part(inputs, options, breaks=ends_in_graph_break(gm))
             _refuse_other_cluster(options, inputs)
@@ -127,43 +92,48 @@ class _Compile:
             self._tell(error)
             raise
 
-    def follow(self, error: OtherPlanError) -> Any:
-        """Compiles in the orders that the ranks have agreed on."""
-        if not error.is_known:
-            with telling_all():  # the others go on, and would wait in their first collective
-                return self.run(error.orders)
-        try:
-            return self.run(error.orders)
-        except CannotFollowError:  # another program, which reads alike: its ranks compare it by itself
-            return self.run(can_follow=False)
+    def run(self) -> Any:
+        """Compiles; where a compile is stored, ranks compare it once they have it."""
+        region, compiled = self._compile()
+        if region.key is not None:
 
-    def run(self, orders: Mapping[Phase, Order] = MappingProxyType({}), *, can_follow: bool = True) -> Any:
-        """Compiles; `orders` are those of collectives that graphs have to keep.
+            def follow(plan: Lines) -> Graphs:
+                nonlocal region, compiled
+                shown, self._ran.graphs = self._ran.graphs, []
+                try:
+                    region, compiled = self._compile(plan)
+                except CannotFollowError:
+                    self._ran.graphs = shown
+                    raise
+                return region.stored()
 
-        Raises:
-            OtherPlanError: If the ranks have agreed on other orders, and `can_follow`.
-            CannotFollowError: If a graph cannot keep its order.
-        """
+            region.settle_stored(follow)
+        positions = [i for i, record in self._flats.items() if record.role is Role.FLAT]
+        return entered(compiled, positions, tells_unused=region.tells_unused_outputs)
+
+    def _compile(self, plan: Lines = ()) -> tuple[Region, Any]:
+        """Compiles by the plan of this rank, or by another one."""
         options, inputs = self._options, self._inputs
-        self.ran.graphs.clear()  # those of a plan that was not followed
-        inserted: dict[Phase, Collectives] = {}
+        inserted: dict[Phase, Lines] = {}
 
         def note_inserted(step: StepGraph) -> None:
             inserted[step.phase] = inserted_in(step)
 
-        def run_passes(step: StepGraph) -> StepGraph:
-            return transform(step, options, note_inserted, orders.get(step.phase))
+        def run_passes(step: StepGraph, lines: Lines | None = None) -> StepGraph:
+            return transform(step, options, note_inserted, lines)
 
         region = Region(
             self._flats,
             run_passes,
             functools.partial(keep, options=options, whole=self._whole),
-            self.ran.number,
+            self._ran.number,
             options.may_recompute,
             options.share_code,
-            region_key(self._gm, self._flats, inputs, options, orders, whole=self._whole),
-            functools.partial(agree, settings=self._settings_of_plans(can_follow=can_follow and self._can_follow)),
-            self.ran.add,
+            region_key(self._gm, self._flats, inputs, options, plan, whole=self._whole),
+            functools.partial(settle, settings=self._of_plans),
+            self._of_plans.can_follow,
+            plan,
+            self._ran.add,
             self._tell,
             inserted=inserted,
         )
@@ -175,24 +145,7 @@ class _Compile:
             exact = {} if options.memory_budget_gb is None else FREE_AT_LAST_USE
             settings = {**exact, **self._settings, **options.inductor}
             compiled = compile_with_inductor(self._gm, inputs, region, settings)
-        return tell_backward(compiled) if region.tells_unused_outputs else compiled
-
-    def _settings_of_plans(self, *, can_follow: bool) -> Settings:
-        options = self._options
-        shared = {name: repr(getattr(options, name)) for name in _OF_PLANS}
-        shared["memory_budget_gb"] = "None" if options.memory_budget_gb is None else "a budget"
-        budget = (options.memory_budget_gb, options.activations)
-        own = repr([options.lower, options.stop_after, options.planned_for, budget, torch.is_grad_enabled()])
-        return Settings(shared, own, _measured(options), can_follow)
-
-    @property
-    def _can_follow(self) -> bool:
-        """Whether this rank plans for its own sizes, and nothing was asked of the plan that another order breaks."""
-        options = self._options
-        specs = (spec for record in self._flats.values() for spec in record.specs)
-        promises = options.memory_budget_gb is not None
-        asks = any(s.reshard is Reshard.AUTO or s.forward_prefetch or s.backward_prefetch for s in specs)
-        return options.prefetch == "auto" and not promises and not asks
+        return region, compiled
 
     def _tell(self, error: FSDPCompileError) -> None:
         refuse(self._flats.values(), error)
@@ -226,15 +179,15 @@ def _refuse_other_cluster(options: FSDPOptions, example_inputs: Sequence[Any]) -
     refuse_elsewhere(options.planned_for, "cpu" if devices <= {"cpu"} else "cuda", ranks)
 
 
-_OF_PLANS: Final = ("prefetch", "reduce_layout", "bucket_mb", "embedding")
-"""Options on which all ranks' collectives depend alike."""
+def _before_compile(frame: FrameToCompile) -> None:
+    """Takes over models that torch's FSDP2 has sharded, before Dynamo traces a frame that may read them."""
+    plain.shard_in_frame(frame)
+    for module in frame.modules():
+        state = None if model_of(module) is not None else sharded_root(module)
+        if state is not None:
+            take_over(state)
 
 
-def _measured(options: FSDPOptions) -> str:
-    """What stands for the measured times that plans are made with; empty where nothing is measured."""
-    cluster = options.planned_for.cluster if options.planned_for is not None else None
-    return "" if cluster is None else cluster.digest
-
-
-watch_compiles(fsdp, _plain_models)
-watch_wrappers_and_optimizers(fsdp, _plain_models)
+note_backend(fsdp)
+plain.watch(fsdp)
+before_each_compile(fsdp, _before_compile)

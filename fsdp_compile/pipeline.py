@@ -173,12 +173,12 @@ def _transform(
 
 def _with_order(selected: tuple[GraphPass[Any], ...], follow: Sequence[str]) -> tuple[GraphPass[Any], ...]:
     """The passes, so that they send and order messages as another rank's plan does."""
-    lines = tuple(follow)
+    order = FollowOrder(tuple(follow))
     found: list[GraphPass[Any]] = []
     for one in selected:
         if isinstance(one, ScheduleReshard):  # collectives have their last place before it
-            found.append(FollowOrder(lines))
-        found.append(dataclasses.replace(one, follow=lines) if isinstance(one, BucketCollectives) else one)
+            found.append(order)
+        found.append(dataclasses.replace(one, follow=order) if isinstance(one, BucketCollectives) else one)
     return tuple(found)
 
 

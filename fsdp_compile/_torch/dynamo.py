@@ -211,6 +211,11 @@ def backend_in_callback(callback: object) -> object:
     return _given_backend(callback).function
 
 
+def backend_named(given: object) -> object:
+    """The function that `torch.compile(backend=given)` compiles with."""
+    return torch._dynamo.lookup_backend(given) if isinstance(given, str) else given
+
+
 def options_of(compiled: OptimizedModule) -> Mapping[str, Any] | None:
     """The options that were given to `torch.compile` for the backend."""
     return _given_backend(getattr(compiled.dynamo_ctx, "callback", None)).options
@@ -251,6 +256,16 @@ class FrameToCompile:
     names: frozenset[str]
     held: tuple[object, ...]
     limit: str
+
+    def modules(self) -> list[nn.Module]:
+        """The modules in `held`, in containers there, and in attributes of other objects there that the code names."""
+        held = [value.__self__ if isinstance(value, types.MethodType) else value for value in self.held]
+        owners = [value for value in held if not isinstance(value, nn.Module) and hasattr(value, "__dict__")]
+        found: list[object] = [self.starts]
+        for value in (*held, *(vars(owner)[name] for owner in owners for name in self.names & vars(owner).keys())):
+            inside = value.values() if isinstance(value, dict) else value
+            found += inside if isinstance(value, dict | list | tuple) else [value]
+        return list(dict.fromkeys(value for value in found if isinstance(value, nn.Module)))
 
 
 def before_each_compile(backend: object, call: Callable[[FrameToCompile], None]) -> None:

@@ -16,12 +16,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 
 __all__ = ["FSDPModule", "FSDPState", "TrainingState", "fully_shard"]
 
@@ -46,9 +48,32 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return found if isinstance(found, FSDPState) else None
 
 
+def sharded_modules() -> list[nn.Module]:
+    """All modules of the process that FSDP2's `fully_shard` was called on."""
+    return [module for module in list(_module_state_mapping) if state_of(module) is not None]
+
+
 def lazy_init(state: FSDPState) -> None:
     """Finishes FSDP2's initialization of the model whose root has this state, as its first forward does."""
     state._lazy_init()
+
+
+def lazy_init_on_meta(state: FSDPState) -> None:
+    """`lazy_init` for a model of which no value is ever read: FSDP2 refuses parameters that are on meta."""
+    for module in state._modules[0].modules():
+        inner = state_of(module)
+        for group in [] if inner is None else groups_of(inner):
+            group._validate_no_meta_params = group._validate_cpu_offload_params = _refuse_nothing
+    state._lazy_init()
+
+
+def _refuse_nothing() -> None:
+    """For checks that a model without values does not meet."""
+
+
+def class_below(made: type) -> type:
+    """The user's class, from which FSDP2 has derived one for modules that `fully_shard` was called on."""
+    return made.__bases__[1] if made.__bases__[:1] == (FSDPModule,) else made
 
 
 def states_of_model(state: FSDPState) -> list[FSDPState]:
@@ -119,6 +144,11 @@ def cast_inputs(state: FSDPState, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def training_state(state: FSDPState) -> TrainingState:
     """Where a state is in its step."""
     return state._training_state
+
+
+def is_last_backward(state: FSDPState) -> bool:
+    """Whether the next backward is the last one of a step (`set_is_last_backward`)."""
+    return bool(state._state_ctx.is_last_backward)
 
 
 def is_partly_run(state: FSDPState) -> bool:
@@ -202,6 +232,18 @@ class _ObservedGroup(FSDPParamGroup):
     """A group of FSDP2 that tells an observer. Users and frameworks change settings in many ways, all of them here."""
 
     _fsdp_compile_observer: GroupObserver
+    _fsdp_compile_asked: bool
+
+    @torch._dynamo.disable
+    def unshard(self, async_op: bool = False) -> None:  # noqa: FBT001, FBT002  torch's
+        # FSDP2 itself gathers in a forward or a backward, also when it prefetches.
+        if self._training_state is TrainingState.IDLE:
+            self._fsdp_compile_asked = True
+        super().unshard(async_op)
+
+    def _to_sharded(self) -> None:
+        self._fsdp_compile_asked = False
+        super()._to_sharded()
 
     def __setattr__(self, name: str, value: Any) -> None:
         changes = name in _SETTINGS and getattr(self, name) is not value
@@ -223,6 +265,7 @@ class _ObservedGroup(FSDPParamGroup):
 def observe(group: TorchGroup, observer: GroupObserver) -> None:
     """Tells an observer of changes of a group, from now on."""
     group._fsdp_compile_observer = observer
+    group._fsdp_compile_asked = False
     group.__class__ = _ObservedGroup
 
 
@@ -241,7 +284,54 @@ def is_sharded(group: TorchGroup) -> bool:
 
 def reshard(group: TorchGroup) -> None:
     """Registers the sharded parameters of a group again, and frees the gathered ones."""
+    group.wait_for_unshard()
     group._to_sharded()
+
+
+def is_gathered_by_user(group: TorchGroup) -> bool:
+    """Whether the user has called `unshard()`, and nothing has used or freed its result yet."""
+    return bool(group._fsdp_compile_asked)
+
+
+def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
+    """Takes the gathered parameters of a group away from FSDP2, which then has the sharded ones registered.
+
+    Returns:
+        By `id` of the parameter's object. None of an all-gather extension, whose result is the extension's own.
+    """
+    group.wait_for_unshard()
+    taken = {}
+    for param in group.fsdp_params:
+        if not param._unsharded_inner_tensors:
+            whole = param._unsharded_param.detach()
+            taken[id(param)] = whole._local_tensor if isinstance(whole, DTensor) else whole
+            forget_gathered(param)
+    group._to_sharded()
+    return taken
+
+
+def is_registered_by_torch(param: TorchParam, value: object) -> bool:
+    """Whether FSDP2 itself registers this value for a parameter: sharded, gathered, or the part kept for backward."""
+    own = (
+        param.sharded_param,
+        getattr(param, "_unsharded_param", None),
+        getattr(param, "_sharded_post_forward_param", None),
+    )
+    return any(value is each for each in own)
+
+
+def follow_dtypes(group: TorchGroup) -> None:
+    """Makes FSDP2 gather and reduce the parameters of a group in dtypes that fit those which they have now."""
+    for param in group.fsdp_params:
+        forget_gathered(param)
+    group._init_mp_dtypes()
+
+
+def forget_gathered(param: TorchParam) -> None:
+    """Makes FSDP2 use new memory for a parameter when it next gathers it."""
+    param.all_gather_outputs = []
+    if hasattr(param, "_unsharded_param"):
+        del param._unsharded_param
 
 
 def divide_factor(group: TorchGroup) -> float | None:
@@ -288,6 +378,16 @@ def all_reduces(group: TorchGroup) -> bool:
 def has_partial_gradients(group: TorchGroup) -> bool:
     """Whether gradients of FSDP2's wait for their sum over replicas."""
     return group._partial_reduce_output is not None
+
+
+def reductions(group: TorchGroup) -> tuple[bool, bool]:
+    """Whether backwards reduce gradients over the shard group, and over replicas."""
+    return group.reduce_grads, group.all_reduce_grads
+
+
+def set_reductions(group: TorchGroup, flags: tuple[bool, bool]) -> None:
+    """Sets `reductions`, as `set_requires_gradient_sync` and `set_requires_all_reduce` do."""
+    group.reduce_grads, group.all_reduce_grads = flags
 
 
 def offloads(group: TorchGroup) -> bool:

@@ -1,13 +1,13 @@
 """The edge of autograd from the DTensor parameters of a group to the flat tensor that compiled graphs take.
 
 The users' DTensors are the leaves: their hooks, `autograd.grad`, `backward(inputs=)`, frozen and unused parameters are
-autograd's own business. The edge is made once; a node that has saved no tensor may be differentiated any number of times.
+autograd's own business. The edge is made once; a node without saved tensors may run any number of times.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +37,17 @@ def of_group(group: ParamGroup, parameters: Sequence[nn.Parameter]) -> torch.Ten
     return made
 
 
-def mark_produced(group: ParamGroup, offsets: Sequence[int]) -> None:
+def accumulated(group: ParamGroup) -> set[int]:
+    """Offsets of the parameters into whose `.grad` the backward that runs puts what arrives at the edge.
+
+    None in `torch.autograd.grad`, and those alone that `backward(inputs=)` names.
+    """
+    node = group.edge.grad_fn
+    leaves = node.next_functions if node is not None else ()
+    return {p.spec.offset for p, (leaf, _) in zip(group.params, leaves, strict=False) if will_accumulate(leaf)}
+
+
+def mark_produced(group: ParamGroup, offsets: Collection[int]) -> None:
     """Records of which parameters a graph has made gradients, which autograd is about to send through the edge."""
     task = backward_in_progress()
     if task not in _produced:

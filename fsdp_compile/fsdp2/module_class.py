@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile._torch.dynamo import skip_code
-from fsdp_compile._torch.fully_shard import MANAGED
+from fsdp_compile._torch.fully_shard import MANAGED, class_below
 from fsdp_compile._torch.tracing import is_compiling_a_frame
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.spec import GradPlacement
@@ -75,6 +75,11 @@ def original_class(module: nn.Module) -> type:
     return getattr(type(module), _BASE, type(module))
 
 
+def user_class(module: nn.Module) -> type:
+    """The class that the user wrote, below FSDP2's and ours."""
+    return class_below(original_class(module))
+
+
 def set_flat(group: ParamGroup) -> None:
     """Gives each module that reads from a group its flat tensor."""
     for module in {module: None for param in group.params for module, _ in param.refs}:
@@ -99,12 +104,16 @@ def refresh_reads(group: ParamGroup) -> None:
     if is_reduced and GradPlacement.REDUCE_SCATTERED in known:
         partial = pending.blank(GradPlacement.REDUCE_SCATTERED)
     for param in group.params:
-        texts = [dataclasses.replace(param.spec, grad_placement=placement).text]
+        text = dataclasses.replace(param.spec, grad_placement=placement).text
+        gathered = group.gathered.get(param.spec.offset)
+        is_default = leaf is None and unreduced is None and partial is None and text == param.first_text
+        is_default = is_default and gathered is None
+        arguments = [None if is_default else (text, gathered, leaf, unreduced, partial)]
         in_eval = group.eval_spec(param)
         if in_eval is not None:
-            texts.append(dataclasses.replace(in_eval, grad_placement=placement).text)
-        is_default = leaf is None and unreduced is None and partial is None and texts[0] == param.first_text
-        arguments = [None if is_default else (text, None, leaf, unreduced, partial) for text in texts]
+            # What the user has gathered has the dtype of training.
+            text = dataclasses.replace(in_eval, grad_placement=placement).text
+            arguments.append(None if is_default else (text, None, leaf, unreduced, partial))
         for module, name in param.refs:
             every = {
                 **(module.__dict__.get(ARGUMENTS) or {}),
@@ -162,7 +171,7 @@ def _property(read: ParamRead) -> property:
             return getattr(module, LAYOUTS)[name].gathered(value)
         return value
 
-    def put(module: nn.Module, value: object) -> None:
+    def put(module: nn.Module, _: object) -> None:
         raise UnsupportedModelError(
             "a sharded parameter is replaced by an attribute of another kind",
             where=f"{type(module).__name__}.{name}",
@@ -182,15 +191,18 @@ def _name_in_eval(name: str) -> str:
 
 def _marker(module: nn.Module, name: str, flat: str, text: str) -> torch.Tensor:
     arguments = getattr(module, ARGUMENTS)
-    # Without gradients nothing accumulates: evaluations need no graph for each state.
-    if arguments is None or name not in arguments or not torch.is_grad_enabled():
+    if arguments is None or name not in arguments:
         read: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), text)
         return read
+    # Without gradients nothing accumulates: evaluations need no graph for each state.
+    if not torch.is_grad_enabled():
+        kept: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), text, arguments[name][1])
+        return kept
     marked: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), *arguments[name])
     return marked
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def _gather_late(unit: Unit, module: nn.Module) -> None:
     unit.gather_late(module)
 
@@ -201,8 +213,8 @@ def _gather_deferred(unit: Unit, module: nn.Module) -> None:
         _gather_late(unit, module)
 
 
-def _is_managed(self: nn.Module) -> bool:
-    """FSDP2's mark, for code that asks for it. Not for Dynamo itself, which guards marked modules in a way of its own."""
+def _is_managed(_: nn.Module) -> bool:
+    """FSDP2's mark, for code that asks for it. Not for Dynamo, which guards marked modules in its own way."""
     return True if torch.compiler.is_dynamo_compiling() else not is_compiling_a_frame()
 
 

@@ -26,8 +26,9 @@ from fsdp_compile.comm.groups import alias_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.pending import PendingGrads
+from fsdp_compile.fsdp2.updates import Updates
 from fsdp_compile.layout.flat_layout import ParameterShape, is_large, plan_layout
-from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec
+from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
 from fsdp_compile.layout.wire_formats import ASKED, WireFormat
 from fsdp_compile.ops.comm_hook import Registered
 
@@ -76,6 +77,14 @@ class Param:
         now = fsdp2.sharded_param(self.of_torch)
         return now is not self.parameter or local_tensor(now) is not self.view  # type: ignore[arg-type]
 
+    def update_shard_data(self) -> None:
+        """Makes FSDP2 use the values of a DTensor that is no longer the view of the flat buffer."""
+        local = local_tensor(fsdp2.sharded_param(self.of_torch))  # type: ignore[arg-type]
+        padded = local.new_zeros(fsdp2.padded_shape(self.of_torch))
+        dim = self.spec.dim or 0
+        padded.narrow(dim, 0, local.size(dim) if local.numel() else 0).copy_(local)
+        fsdp2.set_shard_data(self.of_torch, padded.view(-1))
+
 
 class ParamGroup:
     """The parameters of one FSDP2 group that share a dtype and were trainable, or frozen, together.
@@ -88,21 +97,24 @@ class ParamGroup:
         edge: The same memory, with a history that leads to the DTensors.
         params: In the order of registration.
         pending: Gradients that wait for (the rest of) their reduction.
+        updates: Updates in backward.
+        gathered: By offset, full parameters that the user has gathered before the next compiled forward.
     """
 
     # Compiled code sees the buffer under other identities; its address tells which group it is.
     _by_address: ClassVar[weakref.WeakValueDictionary[int, ParamGroup]] = weakref.WeakValueDictionary()
 
     def __init__(
-        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], names: dict[int, str]
+        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], titles: dict[int, str]
     ) -> None:
         self._unit = weakref.ref(unit)
         self.of_torch = of_torch
         self.title = unit.title
         where = fsdp2.placement_of(of_torch)
         self.size, self.rank = where.size, where.rank
+        self.updates = Updates(self)
         stored = fsdp2.sharded_param(members[0]).dtype
-        common = self._common_spec(stored, where)
+        common = self._common_spec(stored, where, self.updates.wanted(map(fsdp2.sharded_param, members)))
         shapes = [ParameterShape("", fsdp2.shape_of(p), fsdp2.shard_dim(p)) for p in members]
         wire = self._wire_format(stored)
         layout = plan_layout(
@@ -122,14 +134,13 @@ class ParamGroup:
             place = dataclasses.replace(
                 common, offset=slot.offset, extent=slot.extent, shape=fsdp2.shape_of(each), dim=fsdp2.shard_dim(each)
             )
-            name = names.get(id(fsdp2.sharded_param(each)), fsdp2.refs_of(each)[0][1])
-            found[slot.index] = self._move_in(each, name, self._in_format(place))
+            found[slot.index] = self._move_in(each, _name(each, titles), self._in_format(place))
         self.params = tuple(p for p in found if p is not None)
         self.pending = PendingGrads(self)
+        self.gathered: dict[int, torch.Tensor] = {}
         self.edge = self.flat
         self.make_edge()
-        if device.type != "meta":
-            ParamGroup._by_address[self.flat.data_ptr()] = self
+        self._note_address()
 
     @property
     def unit(self) -> Unit:
@@ -145,6 +156,16 @@ class ParamGroup:
             return None
         found = ParamGroup._by_address.get(flat.data_ptr())  # type: ignore[attr-defined]
         return found if found is not None and found.flat.numel() == flat.numel() else None  # type: ignore[attr-defined]
+
+    def give_memory(self, flat: torch.Tensor) -> None:
+        """Puts a buffer with an address in the place of one on meta, where FSDP2's shards stay: for plans."""
+        self.flat = flat
+        self.make_edge()
+        self._note_address()
+
+    def _note_address(self) -> None:
+        if self.flat.device.type != "meta":
+            ParamGroup._by_address[self.flat.data_ptr()] = self
 
     @property
     def is_trainable(self) -> bool:
@@ -164,7 +185,8 @@ class ParamGroup:
     def refresh_specs(self) -> None:
         """Follows settings that users have changed on FSDP2's objects."""
         where = fsdp2.placement_of(self.of_torch)
-        common = self._common_spec(self.flat.dtype, where)
+        update = self.updates.wanted(param.parameter for param in self.params)
+        common = self._common_spec(self.flat.dtype, where, update)
         for param in self.params:
             old = param.spec
             place = dataclasses.replace(common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim)
@@ -189,7 +211,7 @@ class ParamGroup:
         found = dataclasses.replace(param.spec, param_dtype=self.flat.dtype, gather_format="")
         return None if found == param.spec else found
 
-    def _common_spec(self, stored: torch.dtype, where: fsdp2.Placement) -> UnshardSpec:
+    def _common_spec(self, stored: torch.dtype, where: fsdp2.Placement, update: Update) -> UnshardSpec:
         """What all parameters of the group share."""
         policy, state = self.of_torch.mp_policy, self.unit.state
         sent = (policy.param_dtype or stored) if stored.is_floating_point else stored
@@ -222,6 +244,7 @@ class ParamGroup:
             post_forward_size=where.post_forward_size,
             post_forward_group="" if after is None else alias_of(after, "post_forward"),
             divide=fsdp2.divide_factor(self.of_torch),
+            update=update,
             compute=device if fsdp2.offloads(self.of_torch) and device != "cpu" else "",
             reduce_group=alias_of(where.group, "reduce")
             if apart and where.group is not None and where.size > 1
@@ -272,32 +295,41 @@ class ParamGroup:
             param.parameter = parameter
         self._requires_grad = [p.requires_grad for p in parameters]
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether parameters have another dtype, or are on another device, since the group was made."""
+        moved = [local_tensor(fsdp2.sharded_param(p.of_torch)) for p in self.params if p.is_moved]
+        return any((local.dtype, local.device) != (self.flat.dtype, self.flat.device) for local in moved)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether `follow_parameters` has something to follow."""
+        if any(param.is_moved for param in self.params):
+            return True
+        return [p.parameter.requires_grad for p in self.params] != self._requires_grad
+
     def follow_parameters(self) -> bool:
-        """Follows parameters that were converted, replaced, frozen or thawed; returns whether the edge is another one.
+        """Follows parameters that were replaced, frozen or thawed; returns whether the edge is another one.
 
         Raises:
-            UnsupportedModelError: If a parameter has another dtype or shape now.
+            UnsupportedModelError: If a parameter has another shape now.
         """
         moved = [i for i, param in enumerate(self.params) if param.is_moved]
-        is_other = any(fsdp2.sharded_param(self.params[i].of_torch) is not self.params[i].parameter for i in moved)
         for i in moved:
             param = self.params[i]
-            now = fsdp2.sharded_param(param.of_torch)
-            local = local_tensor(now)  # type: ignore[arg-type]
-            if local.dtype != self.flat.dtype or local.device != self.flat.device or local.shape != param.view.shape:
+            local = local_tensor(fsdp2.sharded_param(param.of_torch))  # type: ignore[arg-type]
+            if local.shape != param.view.shape:
                 raise UnsupportedModelError(
-                    f"a parameter was changed from {_described(param.view)} to {_described(local)} after a compiled "
-                    "forward",
+                    f"a sharded parameter was replaced by one of another shape: {list(local.shape)} on this rank, "
+                    f"not {list(param.view.shape)}",
                     where=param.name,
-                    instead="convert the model before its first compiled call",
+                    instead="change shapes before fully_shard()",
                 )
-            fsdp2.set_shard_data(param.of_torch, _padded(local, param))
-            self.params = (
-                *self.params[:i],
-                self._move_in(param.of_torch, param.name, param.spec, param.first_text),
-                *self.params[i + 1 :],
-            )
-        if is_other or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
+            param.update_shard_data()
+            again = self._move_in(param.of_torch, param.name, param.spec, param.first_text)
+            self.params = (*self.params[:i], again, *self.params[i + 1 :])
+        # After `swap_tensors` a parameter is the same object, and the edge leads to what was in it.
+        if moved or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
             self.make_edge()
             return True
         return False
@@ -322,12 +354,8 @@ def _layout(param: fsdp2.TorchParam) -> DTensorLayout | None:
     return DTensorLayout.of(spec.mesh, spec.placements, spec.shape, fsdp2.data_parallel_dims(param))
 
 
-def _padded(local: torch.Tensor, param: Param) -> torch.Tensor:
-    padded = local.new_zeros(fsdp2.padded_shape(param.of_torch))
-    dim = param.spec.dim or 0
-    padded.narrow(dim, 0, local.size(dim) if local.numel() else 0).copy_(local)
-    return padded.view(-1)
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+def _name(param: fsdp2.TorchParam, titles: dict[int, str]) -> str:
+    """The first name of a parameter, from the root; its module may have the gathered parameter registered."""
+    module, name = fsdp2.refs_of(param)[0]
+    path = titles.get(id(module), "")
+    return f"{path}.{name}" if path else name

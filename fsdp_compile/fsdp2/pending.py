@@ -1,14 +1,14 @@
 """Gradients that wait for (the rest of) their reduction: those of microbatches, until the last one.
 
-They have one home at a time: here, as one tensor of a group, while graphs gather its unit; in FSDP2's objects, one of each
-parameter, from before FSDP2's pre-forward until after its post-backward.
+They have one home at a time: here, as one tensor of a group, while graphs gather its unit; in FSDP2's objects, one of
+each parameter, from before FSDP2's pre-forward until after its post-backward.
 
     no_sync         backward graph -> accumulator leaf -> `unreduced` [size * numel]
     last one        backward graph takes `unreduced`, adds its own gradients, reduces the sum
     left over       at the end of that backward, for parameters that it made no gradient of
 
-Graphs do not take the pending tensor itself, whose presence and identity Dynamo would guard on, but a tensor of its shape
-without memory; the compiled step puts the pending one, or zeros, in its place.
+Graphs do not take the pending tensor itself, whose presence and identity Dynamo would guard on, but a tensor of its
+shape without memory; the compiled step puts the pending one, or zeros, in its place.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.dynamo import keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
+from fsdp_compile.fsdp2.updates import deliver
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.ops.unshard import sum_over_replicas, sum_over_shards
@@ -113,15 +114,26 @@ class PendingGrads:
             known.value = known.value + grad
             known.offsets.update(offsets)
 
+    def offsets(self, placement: GradPlacement) -> set[int]:
+        """Offsets of the parameters of which there are sums."""
+        known = self._sums.get(placement)
+        return set() if known is None else set(known.offsets)
+
     def take(self, placement: GradPlacement, offsets: Collection[int]) -> torch.Tensor:
-        """The sum, for a graph that adds to it the gradients of the parameters at some offsets; zeros if there is none."""
+        """The sum, or zeros, for a graph that adds to it the gradients of the parameters at some offsets."""
         known = self._sums.get(placement)
         if known is None or known.offsets.isdisjoint(offsets):
             return torch.zeros(self.numel(placement), dtype=self.dtype(), device=self.device())
-        known.offsets.difference_update(offsets)
-        if not known.offsets:
+        taken = known.value
+        if known.offsets.issubset(offsets):
             del self._sums[placement]
-        return known.value
+            return taken
+        # Another graph takes the rest, and must not add once more what this one adds.
+        known.value = taken.clone()
+        for param in self.group.params_at(known.offsets.intersection(offsets)):
+            self._slot(known.value, placement, param).zero_()
+        known.offsets.difference_update(offsets)
+        return taken
 
     def reduce_rest(self) -> None:
         """Reduces what is left as far as the next forward is asked to, and adds it to `.grad`; all ranks call it."""
@@ -145,9 +157,8 @@ class PendingGrads:
             whole[slot] = sum_over_replicas(scattered.value[slot].to(param.spec.reduce_dtype), param.spec)
         for param, grad in zip(group.params, group.sharded_grads(whole, scattered.offsets), strict=True):
             if grad is not None:
-                with torch.no_grad():
-                    known = param.parameter.grad
-                    param.parameter.grad = grad if known is None else known + grad
+                deliver(param.parameter, grad)
+        group.updates.note(group.params_at(scattered.offsets))
 
     def give_to_torch(self) -> None:
         """Hands unreduced gradients to FSDP2, whose hooks run the next forward of the unit.
@@ -196,10 +207,14 @@ class PendingGrads:
         if placement not in self._sums:
             blank = torch.zeros(self.numel(placement), dtype=self.dtype(), device=self.device())
             self.add(placement, blank, ())
-        known, spec = self._sums[placement], param.spec
-        parts = self.group.size if placement is GradPlacement.UNREDUCED else 1
-        known.value.view(parts, -1)[:, spec.offset : spec.offset + spec.extent] += rows.view(parts, -1).to(self.dtype())
-        known.offsets.add(spec.offset)
+        known = self._sums[placement]
+        slot = self._slot(known.value, placement, param)
+        slot += rows.view(slot.shape[0], -1).to(self.dtype())
+        known.offsets.add(param.spec.offset)
+
+    def _slot(self, value: torch.Tensor, placement: GradPlacement, param: Param) -> torch.Tensor:
+        parts, spec = self.group.size if placement is GradPlacement.UNREDUCED else 1, param.spec
+        return value.view(parts, -1)[:, spec.offset : spec.offset + spec.extent]
 
 
 class _Collect:
@@ -211,5 +226,6 @@ class _Collect:
     def __call__(self, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         group = self._group()
-        if group is not None and grad is not None:
-            group.pending.add(self._placement, grad, edge.take_produced(group))
+        offsets = set() if group is None else edge.take_produced(group)
+        if group is not None and grad is not None and offsets:
+            group.pending.add(self._placement, grad, offsets)

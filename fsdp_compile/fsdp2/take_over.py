@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.dynamo import backend_in_callback, call_of, graph_break, skip_code
+from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, graph_break, skip_code
 from fsdp_compile._torch.eval_frame import compiler_of_calls
 from fsdp_compile.fsdp2.casts import cast
-from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, refresh_reads, set_flat
+from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
 
@@ -47,6 +47,22 @@ def models() -> list[Model]:
     return list(_models.values())
 
 
+def units(model: nn.Module) -> list[Unit]:
+    """The units of a sharded model, in the order of their modules; it is taken over if no compile has done that yet.
+
+    Args:
+        model: The model, or what `torch.compile` has made of it. All ranks call this together.
+
+    Returns:
+        None for a plain model.
+    """
+    module = model._orig_mod if isinstance(model, OptimizedModule) else model
+    found = model_of(module)
+    if found is None and (state := sharded_root(module)) is not None:
+        found = take_over(state)
+    return [] if found is None else list(found.units)
+
+
 def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
     """FSDP2's state of the outermost sharded module in a module; `None` if there is none."""
     for each in module.modules():
@@ -57,7 +73,10 @@ def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
 
 
 def take_over(state: fsdp2.FSDPState) -> Model:
-    """Takes over the model that one of FSDP2's states belongs to; all ranks of its meshes call it together."""
+    """Takes over the model that one of FSDP2's states belongs to; all ranks of its meshes call it together.
+
+    In the middle of a forward, the units whose calls FSDP2's hooks have begun are left to graphs.
+    """
     # The first call may be an evaluation.
     with torch.inference_mode(mode=False), torch.no_grad():
         if not fsdp2.is_initialized(state):
@@ -72,15 +91,10 @@ def take_over(state: fsdp2.FSDPState) -> Model:
                 fsdp2.reshard(of_torch)
         model = Model(root)
         titles = {id(module): name for name, module in root.named_modules()}
-        names = {
-            id(parameter): f"{path}.{name}" if path else name
-            for path, module in reversed(list(root.named_modules()))
-            for name, parameter in module._parameters.items()
-        }
         for each in states:
-            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each))
+            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each)) or "(root)"
             unit = Unit(model, each, title)
-            unit.make_groups(names)
+            unit.make_groups(titles)
             for group in unit.groups:
                 group.pending.take_from_torch()
                 group.pending.refuse_partial_of_torch()
@@ -88,6 +102,8 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             model.units.append(unit)
         _give_classes(model)
         _models[root] = model
+    for unit in model.units:
+        unit.continue_forward()
     return model
 
 
@@ -129,6 +145,20 @@ def _read(name: str, flat: int, group: ParamGroup, param: Param) -> ParamRead:
     return ParamRead(name, flat, param.spec.text, param.layout is not None, "" if in_eval is None else in_eval.text)
 
 
+def _follow_conversions(model: Model) -> None:
+    """After `.double()` or `.to()`: flat buffers of the new dtype, and classes whose reads say so."""
+    converted = [unit for unit in model.units if unit.is_converted]
+    if not converted:
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        titles = {id(module): name for name, module in model.root.named_modules()}
+        for module in model.root.modules():
+            fsdp2.set_class(module, original_class(module))
+        for unit in converted:
+            unit.remake_groups(titles)
+        _give_classes(model)
+
+
 # FSDP2's hooks.
 
 
@@ -152,7 +182,7 @@ def _wrap_hooks(unit: Unit) -> None:
 
 
 def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsdp2.PreHook:
-    unit.pre_forward = hook
+    unit.pre_hook = hook
     full_in_eval = fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False)
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -171,6 +201,8 @@ def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsd
 
 
 def _post_hook(unit: Unit, hook: fsdp2.PostHook, dtype: torch.dtype | None) -> fsdp2.PostHook:
+    unit.post_hook = hook
+
     def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
             return output if dtype is None else cast(output, dtype)
@@ -180,25 +212,30 @@ def _post_hook(unit: Unit, hook: fsdp2.PostHook, dtype: torch.dtype | None) -> f
     return post_forward
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
     repeats = fsdp2.training_state(unit.state) is fsdp2.TrainingState.PRE_BACKWARD
+    if unit is unit.model.units[0] and unit.gatherer is not Gatherer.HOOKS:
+        _follow_conversions(unit.model)
     if _watched.value and not repeats and not unit.only_hooks and unit.gatherer is not Gatherer.HOOKS:
-        if unit.state is unit.model.units[0].state:
-            for each in unit.model.units:
-                each.follow()
-        unit.defer(call_of(module))
-        if not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False):
-            return args, kwargs
-        return fsdp2.cast_inputs(unit.state, args, kwargs)
+        for each in unit.inner_units:
+            each.follow()
+            each.gather_given()
+        if not unit.given_values():
+            unit.defer(call_of(module))
+            if not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False):
+                return args, kwargs
+            return fsdp2.cast_inputs(unit.state, args, kwargs)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.begin_hooks()
     return unit.pre_forward(module, args, kwargs)
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def _end(unit: Unit, hook: fsdp2.PostHook, module: nn.Module, args: Any, output: Any) -> Any:
+    for each in unit.inner_units:
+        output = each.end_given(output)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.end_deferred()
         dtype = fsdp2.policy_of(unit.state).output_dtype

@@ -18,6 +18,7 @@ from fsdp_compile._torch.dynamo import (
 from fsdp_compile._torch.lowerings import COMBO_KERNELS_UNCHECKED, compute_readers_first
 from fsdp_compile._torch.stored_compiles import DO_NOT_STORE, STORE, STORE_GRAPHS_ALONE, StoredGraph, add_to_key
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.compiled_step import Compiled
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.lower.keep_matmuls import keep_matmuls
 from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
@@ -26,7 +27,6 @@ from fsdp_compile.lower.open_dequantize import open_dequantize
 from fsdp_compile.lower.region import Region
 from fsdp_compile.lower.share_code import can_share_code, compile_segments
 from fsdp_compile.lower.summary import GraphSummary
-from fsdp_compile.lower.wrappers import Compiled
 from fsdp_compile.lower.write_before_waits import write_before_waits
 from fsdp_compile.lower.written_order import compare, planned_calls
 from fsdp_compile.ops.effects import UPDATE
@@ -104,10 +104,10 @@ def compile_with_inductor(
 
         if region.key is None:
             return region.finish(gm, phase, compile_graph)
-        surroundings = region.surroundings(gm, phase)
+        step = region.compiled_step(gm, phase)
         with region.lowering(phase):
             code = compile_graph()
-        return StoredGraph(code, region.summary(surroundings))
+        return StoredGraph(code, region.summary(step))
 
     for operator in (UPDATE, POISON, CHECK_MESSAGE):
         compute_readers_first(operator)
@@ -121,9 +121,7 @@ def compile_with_inductor(
     if region.key is None:
         return compile_region()
     add_to_key(gm, region.key)
-    compiled = compile_once("\n".join([region.key, _text(gm, inputs, patches)]), compile_region, patches)
-    region.compare_stored()
-    return compiled
+    return compile_once("\n".join([region.key, _text(gm, inputs, patches)]), compile_region, patches)
 
 
 def _refuse_partitioner(settings: Mapping[str, Any]) -> None:

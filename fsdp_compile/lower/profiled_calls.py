@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
-import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,8 +19,6 @@ from fsdp_compile._torch.autograd import profiler_runs
 from fsdp_compile._torch.tensors import OpOverload
 from fsdp_compile.ir.graph import Role, StepGraph, record_of
 from fsdp_compile.layout.profiler_ranges import Range, profiled
-from fsdp_compile.lower.wrappers import Compiled, flats_of
-from fsdp_compile.runtime.units import FSDPParamGroup
 
 _RANGES: Final = {
     Role.GATHER: Range.ALL_GATHER,
@@ -47,41 +45,19 @@ class ProfiledCall:
     units: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class ProfiledCalls:
-    """All calls of a graph that communicate.
+def profiled_calls(step: StepGraph) -> tuple[ProfiledCall, ...]:
+    """All calls of a transformed graph that communicate, in their order."""
+    return tuple(call for node in step.graph.nodes if (call := _call(node)) is not None)
 
-    Attributes:
-        calls: In their order.
-        titles: The title in the graph of the unit of each flat parameter, by its position among the inputs.
+
+def ranges(calls: Sequence[ProfiledCall], names: Mapping[str, str]) -> AbstractContextManager[object]:
+    """A context for one run of a graph: its calls have ranges if a profiler runs.
+
+    Args:
+        calls: Of the graph.
+        names: The name of each unit by its title in the graph, which layers of one shape share.
     """
-
-    calls: tuple[ProfiledCall, ...]
-    titles: Mapping[int, str]
-
-    @staticmethod
-    def of(step: StepGraph) -> ProfiledCalls:
-        """Those of a transformed graph."""
-        calls = tuple(call for node in step.graph.nodes if (call := _call(node)) is not None)
-        return ProfiledCalls(calls, {position: record.unit for position, record in flats_of(step)})
-
-    def around(self, compiled: Compiled) -> Compiled:
-        """Wraps the compiled graph so that its calls have ranges while a profiler runs."""
-
-        def run(args: list[Any]) -> Any:
-            if not profiler_runs():
-                return compiled(args)
-            with _Ranges(self.calls, self._names(args)):
-                return compiled(args)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    def _names(self, args: Sequence[object]) -> dict[str, str]:
-        """The name of each unit by its title in the graph, which layers of one shape share."""
-        flats = [(title, args[position]) for position, title in self.titles.items()]
-        groups = [(title, FSDPParamGroup.of(flat)) for title, flat in flats if isinstance(flat, torch.Tensor)]
-        return {title: group.unit.name for title, group in groups if group is not None}
+    return _Ranges(calls, names) if calls and profiler_runs() else nullcontext()
 
 
 def _call(node: fx.Node) -> ProfiledCall | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,22 +13,23 @@ from fsdp_compile.capture.functions import refuse_hidden_reads
 from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
+from fsdp_compile.fsdp2.compiled_step import Compiled, CompiledStep, read_again
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
-from fsdp_compile.lower.agreement import Collectives, Compared, collectives_of, digests
 from fsdp_compile.lower.graph_text import GraphText
 from fsdp_compile.lower.progress import say, stage
+from fsdp_compile.lower.shared_plan import Compared, Follow, Graphs, Lines, collectives_of, lines_of, read_in
 from fsdp_compile.lower.summary import GraphSummary
-from fsdp_compile.lower.surroundings import Surroundings
 from fsdp_compile.lower.unused_outputs import Sources, gradient_sources
-from fsdp_compile.lower.wrappers import Compiled, FlatKey, read_again
 from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.partition import partition
 from fsdp_compile.partition.recompute import blocks, with_fewest
+from fsdp_compile.passes.update_in_backward import claim_gradients, release_gradients
 from fsdp_compile.pipeline import without_collections
 
-Transform = Callable[[StepGraph], StepGraph]
+Transform = Callable[..., StepGraph]
+"""Runs the passes on a graph; a second argument, if any, are the collectives of the plan that it has to follow."""
 Keep = Callable[[StepGraph, StepGraph], object]
 
 
@@ -36,7 +37,7 @@ def keep_nothing(forward: StepGraph, backward: StepGraph) -> None:
     """Leaves forward and backward as the partition made them."""
 
 
-def _compare_nothing(graphs: Mapping[Phase, Compared]) -> None:
+def _compare_nothing(graphs: Graphs, follow: Follow) -> None:
     """For graphs that no other rank compiles."""
 
 
@@ -55,7 +56,10 @@ class Region:
     Attributes:
         flats: Records of Dynamo's inputs that are parameter groups, or belong to one.
         transform: Runs the passes on one graph.
-        compare: Called with the collectives of all graphs once these are transformed: ranks compare them.
+        settle: Called with what ranks compare of all graphs once these are transformed, and with what transforms them
+            again by the plan of another rank.
+        may_follow: Whether that may happen.
+        plan: The collectives of a plan that the graphs have to follow from the first; empty for their own.
         show: Called with each transformed graph, or its text where the compile was loaded, for reports.
         refuse: Called with the error if there will be no such graphs.
         keep: Chooses what stays unsharded from forward to backward where that was left open.
@@ -66,7 +70,8 @@ class Region:
             for the one that compiles, and all compare when they have it.
         steps: The transformed graphs, forward first; empty until AOTAutograd has traced.
         recomputed: How many blocks they compute again.
-        again: Parameter groups that are updated in backward, and that backward reads as forward does.
+        again: Parameter groups that are updated in backward, and that both graphs read.
+        read: What the program reads, in its order.
         inserted: The collectives of each graph before it was planned.
         collectives: Those of each transformed graph.
         texts: The text of each transformed graph, if the compile is stored.
@@ -81,34 +86,40 @@ class Region:
     may_recompute: bool = False
     shares_code: bool = False
     key: str | None = None
-    compare: Callable[[Mapping[Phase, Compared]], None] = _compare_nothing
+    settle: Callable[[Graphs, Follow], None] = _compare_nothing
+    may_follow: bool = False
+    plan: Lines = ()
     show: Callable[[StepGraph | GraphText], None] = _show_nothing
     refuse: Callable[[FSDPCompileError], None] = _refuse_silently
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
     recomputed: int = 0
-    again: frozenset[FlatKey] = frozenset()
-    inserted: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)
-    collectives: dict[Phase, Collectives] = dataclasses.field(default_factory=dict)
+    again: frozenset[Hashable] = frozenset()
+    read: Lines = ()
+    inserted: dict[Phase, Lines] = dataclasses.field(default_factory=dict)
+    collectives: dict[Phase, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     texts: dict[Phase, GraphText] = dataclasses.field(default_factory=dict)
     loaded: list[GraphSummary] = dataclasses.field(default_factory=list)
     sources: Sources | None = None
+    _before: list[StepGraph] = dataclasses.field(default_factory=list)
 
     @property
     def tells_unused_outputs(self) -> bool:
         """Whether backward has to know which outputs the loss does not use."""
-        return self.sources is not None or any(each.surroundings.unused is not None for each in self.loaded)
+        return self.sources is not None or any(each.step.unused is not None for each in self.loaded)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Splits the joint graph and transforms both halves."""
         with self._telling_of_refusals(), without_collections():
             refuse_hidden_reads(joint)
             name_inputs(joint.graph, self.flats)
+            self.read = read_in(joint.graph)
             self.steps = with_fewest(
                 lambda recomputed: self._split(joint, inputs, recomputed, kwargs),
                 lambda: len(blocks(joint.graph)) if self.may_recompute else 0,
             )
-            self._compare_now()
+            self._settle_now()
         self.again = read_again(*self.steps)
+        claim_gradients(*self.steps)
         return self.steps[0].gm, self.steps[1].gm
 
     def _split(self, joint: fx.GraphModule, inputs: Any, recomputed: int, kwargs: Mapping[str, Any]) -> list[StepGraph]:
@@ -122,7 +133,12 @@ class Region:
         steps[1].beside_bytes = bytes_beside(*steps)
         self.sources = gradient_sources(steps[1])
         self.keep(*steps)
-        return self._both(steps)
+        self._remember(steps)
+        return self._both(steps, self.plan)
+
+    def _remember(self, halves: Iterable[StepGraph]) -> None:
+        if self.may_follow and self.key is None:
+            self._before = [half.copy() for half in halves]
 
     @contextmanager
     def _telling_of_refusals(self) -> Iterator[None]:
@@ -132,7 +148,7 @@ class Region:
             self.refuse(error)
             raise
 
-    def _both(self, halves: Sequence[StepGraph]) -> list[StepGraph]:
+    def _both(self, halves: Sequence[StepGraph], plan: Lines = ()) -> list[StepGraph]:
         """Transforms forward and backward; if they exceed their budget, the error names the larger need."""
         steps: list[StepGraph] = []
         refused: list[BudgetTooSmallError] = []
@@ -140,51 +156,68 @@ class Region:
         for half in halves:
             try:
                 with stage(self._said("passes over", half.phase, len(halves))):
-                    steps.append(self.transform(half))
+                    steps.append(self.transform(half, *([lines_of(half.phase, plan)] if plan else [])))
             except BudgetTooSmallError as error:
                 refused.append(error)
         if refused:
             raise max(refused, key=lambda error: error.least_bytes)
         return steps
 
-    def _compare_now(self) -> None:
+    def _settle_now(self) -> None:
         # Only when all are transformed: a rank whose second graph is refused must not have announced the first.
-        for step in self.steps:
-            self.collectives[step.phase] = collectives_of(step)
-            if self.key is not None:
-                self.texts[step.phase] = GraphText.of(step)
+        graphs = self._described()
         if self.key is None:
-            self.compare(self._compared())
+            self.settle(graphs, self._follow)
+        else:
+            self.texts = {step.phase: GraphText.of(step) for step in self.steps}
         for step in self.steps:
             self.show(step)
 
+    def _follow(self, plan: Lines) -> Graphs:
+        """Transforms the graphs again, so that they follow a plan."""
+        self.steps = self._both([half.copy() for half in self._before], plan)
+        return self._described()
+
+    def _described(self) -> Graphs:
+        self.collectives = {step.phase: collectives_of(step) for step in self.steps}
+        return self._compared()
+
     def _compared(self) -> dict[Phase, Compared]:
         # A pipeline that was told to stop early has inserted nothing, and has nothing to plan.
-        nothing: Collectives = []
-        return {phase: Compared(self.inserted.get(phase, nothing), it) for phase, it in self.collectives.items()}
+        read = {Phase.FORWARD: self.read}
+        inserted = self.inserted
+        return {p: Compared(read.get(p, ()), inserted.get(p, ()), it) for p, it in self.collectives.items()}
 
-    def compare_stored(self) -> None:
+    def settle_stored(self, follow: Follow) -> None:
         """Compares a compile that is stored with those of other ranks, once it is compiled or loaded.
 
         Not before: a rank of this host may wait for this one to compile, and would not answer.
         """
-        is_loaded = not self.steps  # else what was loaded was not complete, and was compiled
         with self._telling_of_refusals():
-            self.compare({each.phase: each.compared for each in self.loaded} if is_loaded else self._compared())
-        for summary in self.loaded if is_loaded else ():
+            self.settle(self.stored(), follow)
+
+    def stored(self) -> Graphs:
+        """What ranks compare of a compile that is stored, now that it is compiled or loaded."""
+        if self.steps:  # else what was loaded was not complete, and was compiled
+            return self._compared()
+        for summary in self.loaded:
             self.show(summary.graph)
+        return {each.phase: each.compared for each in self.loaded}
 
     def inference(self, gm: fx.GraphModule) -> None:
         """Transforms a graph that has no backward and so was never partitioned."""
         with self._telling_of_refusals(), without_collections():
             refuse_hidden_reads(gm)
             name_inputs(gm.graph, self.flats)
+            self.read = read_in(gm.graph)
             cast_before_gather(gm.graph)
             expand_gather_messages(gm.graph)
-            with stage(self._said("passes over", Phase.FORWARD, 1)):
-                step = self.transform(StepGraph(gm, Phase.FORWARD))
-            self.steps = [step]
-            self._compare_now()
+            step = StepGraph(gm, Phase.FORWARD)
+            self._remember([step])
+            self.steps = self._both([step], self.plan)
+            self._settle_now()
+            if self.steps[0].gm is not gm:
+                gm.graph = self.steps[0].graph
 
     def _said(self, doing: str, phase: Phase, graphs: int) -> str:
         place = 1 if phase is Phase.FORWARD else 2
@@ -192,23 +225,23 @@ class Region:
 
     def finish(self, gm: fx.GraphModule, phase: Phase, compile_graph: Callable[[], Compiled]) -> Compiled:
         """Compiles a transformed graph and adds what has to run around it."""
-        surroundings = self.surroundings(gm, phase)
+        step = self.compiled_step(gm, phase)
         with self.lowering(phase):
             compiled = compile_graph()
-        return surroundings.around(compiled)
+        return step.around(compiled)
 
-    def surroundings(self, gm: fx.GraphModule, phase: Phase) -> Surroundings:
-        """What has to run around a transformed graph, whose markers are erased: from then on it can be lowered."""
+    def compiled_step(self, gm: fx.GraphModule, phase: Phase) -> CompiledStep:
+        """What runs around a transformed graph, whose markers are erased: from then on it can be lowered."""
         step = StepGraph(gm, phase)
-        sources = self.sources if phase is Phase.BACKWARD else None
-        found = Surroundings.of(step, digests(self.collectives.get(phase, [])), self.again, sources)
+        if phase is Phase.BACKWARD:
+            release_gradients(step)
+        found = CompiledStep.of(step, self.again, self.sources if phase is Phase.BACKWARD else None)
         erase_markers(gm.graph)
         return found
 
-    def summary(self, surroundings: Surroundings) -> GraphSummary:
+    def summary(self, step: CompiledStep) -> GraphSummary:
         """What is stored beside the code of a graph."""
-        phase = surroundings.phase
-        return GraphSummary(surroundings, self._compared()[phase], self.texts[phase])
+        return GraphSummary(step, self._compared()[step.phase], self.texts[step.phase])
 
     def lowering(self, phase: Phase) -> AbstractContextManager[None]:
         """Says that a graph is being lowered."""

@@ -21,7 +21,7 @@ from fsdp_compile._torch.stored_compiles import CAN_STORE, settings_beside_key
 from fsdp_compile._torch.tensors import OpOverload, OpOverloadPacket, is_wrapper, tree_leaves
 from fsdp_compile.comm import groups
 from fsdp_compile.cost.hardware import Hardware
-from fsdp_compile.ir.graph import Phase, Record
+from fsdp_compile.ir.graph import Record
 from fsdp_compile.layout.hosts import ranks_per_host
 from fsdp_compile.layout.spec import UnshardSpec, Update, parse
 from fsdp_compile.ops.embedding import LOOK_UP
@@ -39,7 +39,7 @@ def region_key(
     flats: Mapping[int, Record],
     inputs: Sequence[object],
     options: FSDPOptions,
-    orders: Mapping[Phase, Sequence[str]],
+    plan: Sequence[str],
     *,
     whole: bool,
 ) -> str | None:
@@ -50,7 +50,7 @@ def region_key(
         flats: Records of Dynamo's inputs that are parameter groups, or belong to one.
         inputs: Its inputs.
         options: Of the compile.
-        orders: Of collectives, that its graphs keep.
+        plan: The collectives of a plan that its graphs follow.
         whole: Whether the graph is all of the model.
     """
     if not (CAN_STORE and looks_into_cache(options.inductor) and _allow_storing(options)):
@@ -70,7 +70,7 @@ def region_key(
         _package_digest(),
         sorted(flats.items()),
         chosen,
-        sorted((phase.value, order) for phase, order in orders.items()),
+        plan,
         whole,
         [(alias, groups.rank_store(alias) is not None) for alias in aliases if alias],
         _hardware(options.planned_for),

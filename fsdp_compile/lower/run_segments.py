@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from fsdp_compile.fsdp2.compiled_step import Compiled
 from fsdp_compile.lower.segments import Segment
-from fsdp_compile.lower.wrappers import Compiled
 
 
 @dataclasses.dataclass(frozen=True)

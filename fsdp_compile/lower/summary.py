@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from fsdp_compile.fsdp2.compiled_step import Compiled, CompiledStep
 from fsdp_compile.ir.graph import Phase
-from fsdp_compile.lower.agreement import Compared
 from fsdp_compile.lower.graph_text import GraphText
-from fsdp_compile.lower.surroundings import Surroundings
-from fsdp_compile.lower.wrappers import Compiled
+from fsdp_compile.lower.shared_plan import Compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,20 +15,20 @@ class GraphSummary:
     """One graph of a compiled region.
 
     Attributes:
-        surroundings: What runs around its code.
+        step: What runs before and after its code.
         compared: What ranks compare.
         graph: For reports.
     """
 
-    surroundings: Surroundings
+    step: CompiledStep
     compared: Compared
     graph: GraphText
 
     @property
     def phase(self) -> Phase:
         """Which graph it is."""
-        return self.surroundings.phase
+        return self.step.phase
 
     def around(self, compiled: Compiled) -> Compiled:
         """The code with what runs around it."""
-        return self.surroundings.around(compiled)
+        return self.step.around(compiled)

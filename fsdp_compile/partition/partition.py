@@ -23,6 +23,7 @@ from fsdp_compile.ops.gather_message import GATHER_MESSAGE
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
+from fsdp_compile.partition.empty_values import counted, restore
 from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.post_forward import shard_post_forward
 from fsdp_compile.partition.recompute import blocks, recompute
@@ -58,7 +59,10 @@ def partition(
     mark_reads(joint.graph)
     kwargs.setdefault("compiler", "inductor")
     results = joint.graph.output_node().meta.get("desc")
-    forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    with counted(joint.graph) as stand_ins:
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        for half in (forward, backward):
+            restore(half.graph.nodes, stand_ins)
     if results is not None:
         _describe_results(forward.graph.output_node(), results[: kwargs["num_fwd_outputs"]])
     save_copies_of_updated_inputs(forward.graph, backward.graph, kwargs["num_fwd_outputs"])

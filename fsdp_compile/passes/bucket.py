@@ -28,21 +28,22 @@ from fsdp_compile.layout.messages import narrow, view
 from fsdp_compile.passes.bucketing.cast_once import cast_together
 from fsdp_compile.passes.bucketing.choose_layout import cheapest_bucket
 from fsdp_compile.passes.bucketing.copy_out import copy_together
-from fsdp_compile.passes.bucketing.follow_lines import OtherSplits
 from fsdp_compile.passes.bucketing.fsdp2_layout import Reduced, write_packed_reduction
 from fsdp_compile.passes.bucketing.join_small import join_gathers, join_reductions
 from fsdp_compile.passes.bucketing.messages import (
     Bucket,
     Message,
     ParamCollective,
+    by_offset,
     by_unit,
     joint_record,
     start_grouped,
 )
-from fsdp_compile.passes.bucketing.split_edges import edges_of
+from fsdp_compile.passes.bucketing.split_edges import Groups, edges_of
 from fsdp_compile.passes.emit import all_gather
 from fsdp_compile.passes.emit.all_gather import full_node, post_forward_part
 from fsdp_compile.passes.emit.reduce import ON_THE_WAY, STARTS, add_partial, scale_after, stages
+from fsdp_compile.passes.follow_order import FollowOrder
 from fsdp_compile.passes.insert_collectives import join_pieces
 
 aten = torch.ops.aten
@@ -64,37 +65,50 @@ class BucketCollectives:
         hardware: If given, units that by its times cannot be hidden at the edges of the graph are split.
         reduce_layout: Of the messages of reductions; FSDP2's is neither split nor joined.
         join_bytes: Units share collectives up to this many bytes of full parameters, or of full gradients; 0 for none.
-        follow: If given, the collectives of a plan of another rank, whose splits are taken.
+        follow: If given, which parameters share a collective is as in another rank's plan.
     """
 
     hardware: Hardware | None = None
     reduce_layout: ReduceLayout = ReduceLayout.ALIGNED
     join_bytes: int = 0
-    follow: tuple[str, ...] | None = None
+    follow: FollowOrder | None = None
     name = "bucket"
     stage = Stage.BUCKETED
 
     def plan(self, step: StepGraph) -> BucketPlan:
         """One bucket per unit, groups and dtype of the message; several at the edges, one for several tiny units."""
         flats, partials = InputsByFlat(step.graph, Role.FLAT), InputsByFlat(step.graph, Role.PARTIAL_GRAD)
-        gathers = by_unit(_gather_single(node) for node in step.nodes(Role.GATHER))
-        reductions = by_unit(_reduce_single(node, flats) for node in step.nodes(*STARTS) if _sends_a_gradient(node))
-        gathers = join_gathers(gathers, self.join_bytes, partials)
-        if self.reduce_layout is ReduceLayout.ALIGNED:
-            reductions = join_reductions(reductions, self.join_bytes, step.order(), partials)
+        gathered = [_gather_single(node) for node in step.nodes(Role.GATHER)]
+        reduced = [_reduce_single(node, flats) for node in step.nodes(*STARTS) if _sends_a_gradient(node)]
         if self.follow is not None:
-            splits = OtherSplits(step, self.follow)
-            gathers, reductions = splits.split(gathers), splits.split(reductions)
-        elif self.hardware is not None:
-            edges = edges_of(step, self.hardware)
-            gathers = edges.split_gathers(gathers)
-            if self.reduce_layout is ReduceLayout.ALIGNED:
-                reductions = edges.split_reductions(reductions)
+            gathers, reductions = self.follow.group(step, gathered), self.follow.group(step, reduced)
+        else:
+            gathers, reductions = self._grouped(step, gathered, reduced, partials)
         for_reductions = self.hardware if self.reduce_layout is ReduceLayout.ALIGNED else None
         return BucketPlan(
             tuple(cheapest_bucket(group, self.hardware, partials) for group in gathers),
             tuple(cheapest_bucket(group, for_reductions, partials) for group in reductions),
         )
+
+    def _grouped(
+        self,
+        step: StepGraph,
+        gathered: Sequence[ParamCollective],
+        reduced: Sequence[ParamCollective],
+        partials: InputsByFlat,
+    ) -> tuple[Groups, Groups]:
+        """By this graph's own sizes."""
+        is_aligned = self.reduce_layout is ReduceLayout.ALIGNED
+        gathers = join_gathers(by_unit(gathered), self.join_bytes, partials)
+        reductions = by_unit(reduced)
+        if is_aligned:
+            reductions = join_reductions(reductions, self.join_bytes, step.order(), partials)
+        if self.hardware is not None:
+            edges = edges_of(step, self.hardware)
+            gathers = edges.split_gathers(gathers)
+            if is_aligned:
+                reductions = edges.split_reductions(reductions)
+        return [by_offset(group) for group in gathers], [by_offset(group) for group in reductions]
 
     def apply(self, step: StepGraph, plan: BucketPlan) -> None:
         """Writes the grouped collectives and erases the single ones."""

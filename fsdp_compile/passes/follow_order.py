@@ -4,24 +4,25 @@
              -> gather 0, compute 0, gather 1, reduce 0
 
 Nodes keep their order, except that what has to start before a collective comes before it, with all that it needs. That
-is always possible: data flows in both graphs alike, and the other rank's is an order in which it can. Which parameters
-share a collective follows from the same lines (`passes/bucketing/follow_lines.py`).
+is possible where data flows in both graphs alike. Which parameters share a collective follows from the same lines.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from torch import fx
 
 from fsdp_compile.cost.own_collectives import is_own
 from fsdp_compile.errors import RankMismatchError
-from fsdp_compile.ir.calls import line_of, numbered, starts_of
+from fsdp_compile.ir.calls import line_of, names_in, numbered, operator_in, starts_of
 from fsdp_compile.ir.graph import Stage, StepGraph, role_of
 from fsdp_compile.ir.queries import is_known_to_repeat
 from fsdp_compile.ir.writes import tied_to_writes
+from fsdp_compile.passes.bucketing.messages import ParamCollective
 from fsdp_compile.passes.sort_nodes import neighbours, sort_nodes
 
 
@@ -47,6 +48,28 @@ class FollowOrder:
     lines: tuple[str, ...]
     name = "follow-order"
     stage = Stage.BUCKETED
+
+    def group(self, step: StepGraph, singles: Iterable[ParamCollective]) -> list[list[ParamCollective]]:
+        """The parameters of each collective, in the order of its messages.
+
+        Args:
+            step: A graph that has one collective for each parameter.
+            singles: Those to group.
+
+        Raises:
+            CannotFollowError: If the lines have no place for one of them.
+        """
+        keys_of = enumerate(_keys(self.lines))
+        places = {key: (line, place) for line, keys in keys_of for place, key in enumerate(keys)}
+        starts = list(starts_of(step))
+        own = _keys(numbered([line_of(start) for start in starts]))
+        place_of = {start: places.get(keys[0]) for start, keys in zip(starts, own, strict=True)}
+        found: dict[int, list[tuple[int, ParamCollective]]] = {}
+        for single in singles:
+            if (at := place_of[single.start]) is None:
+                raise _cannot_follow(step)
+            found.setdefault(at[0], []).append((at[1], single))
+        return [[single for _, single in sorted(group, key=lambda at: at[0])] for group in found.values()]
 
     def plan(self, step: StepGraph) -> FollowPlan:
         """Orders the graph anew.
@@ -76,6 +99,18 @@ class FollowOrder:
         if len(wanted) != len(self.lines) or len(wanted) != len(starts):
             raise _cannot_follow(step)
         return wanted
+
+
+def _keys(lines: Sequence[str]) -> Iterator[list[tuple[str, str, int]]]:
+    """For each line its parameters: operator, name, and which one of that name, which two models may have."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for line in lines:
+        operator = operator_in(line).removesuffix("_coalesced")
+        keys = []
+        for name in names_in(line):
+            seen[operator, name] += 1  # one by one: a message may have two parameters of one name
+            keys.append((operator, name, seen[operator, name]))
+        yield keys
 
 
 def _in_place(step: StepGraph) -> list[fx.Node]:

@@ -7,8 +7,7 @@ The order in which collectives start has such pairs: waits, reads and gradients 
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from torch import fx
@@ -58,41 +57,21 @@ def sort_nodes(nodes: Sequence[fx.Node], pairs: Iterable[tuple[fx.Node, fx.Node]
     Returns:
         The order; `None` if there is none, since pairs and data flow contradict one another.
     """
-    before: dict[fx.Node, list[fx.Node]] = {}
-    for first, later in pairs:
-        before.setdefault(later, []).append(first)
     order = {node: place for place, node in enumerate(nodes)}
+    before: dict[fx.Node, list[fx.Node]] = {node: list(node.all_input_nodes) for node in nodes}
+    for first, later in pairs:
+        before[later].append(first)
     done: dict[fx.Node, None] = {}
-    for node in nodes:
-        needs = _needs(node, before, done)
-        missing = {one: len(others) for one, others in needs.items()}
-        needed_by: dict[fx.Node, list[fx.Node]] = {}
-        for one, others in needs.items():
-            for other in others:
-                needed_by.setdefault(other, []).append(one)
-        ready = [(order[one], one) for one, count in missing.items() if not count]
-        heapq.heapify(ready)
-        while ready:
-            _, one = heapq.heappop(ready)
-            done[one] = None
-            for user in needed_by.get(one, ()):
-                missing[user] -= 1
-                if not missing[user]:
-                    heapq.heappush(ready, (order[user], user))
-        if any(missing.values()):
-            return None
-    return list(done)
-
-
-def _needs(
-    node: fx.Node, before: Mapping[fx.Node, Sequence[fx.Node]], done: Container[fx.Node]
-) -> dict[fx.Node, list[fx.Node]]:
-    """A node and all that has to come before it and is not done, each with what it waits for."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    todo = [] if node in done else [node]
+    begun: set[fx.Node] = set()
+    todo = list(reversed(nodes))
     while todo:
-        one = todo.pop()
-        if one not in found:
-            found[one] = [n for n in dict.fromkeys((*one.all_input_nodes, *before.get(one, ()))) if n not in done]
-            todo += found[one]
-    return found
+        node = todo[-1]
+        missing = sorted((one for one in {*before[node]} if one not in done), key=order.__getitem__, reverse=True)
+        if node in done or not missing:
+            done[todo.pop()] = None
+        elif node in begun:
+            return None  # it is needed for what it needs
+        else:
+            begun.add(node)
+            todo += missing
+    return list(done)

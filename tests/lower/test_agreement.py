@@ -7,17 +7,20 @@ import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import RankMismatchError, fully_shard
 from fsdp_compile.comm.groups import rank_store
 from fsdp_compile.ir.calls import group_of, line_of, starts_of
 from fsdp_compile.lower.compiled_regions import regions_of
+from fsdp_compile.passes.follow_order import CannotFollowError, FollowOrder
 from fsdp_compile.runtime.module_state import units
 from tests import long
 from tests.models.kinds import Slim
@@ -428,3 +431,98 @@ def test_an_expert_without_rows_is_called_with_none_or_the_error_says_so() -> No
     for difference, message in run_ranks(_mixture, timeout_s=100):
         assert difference < 1e-6
         assert "called there all the same, with an empty tensor" in message
+
+
+class _Steps(nn.Module):
+    """A state that begins as a parameter: where its read comes in a graph depends on the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = nn.Parameter(torch.randn(1, 6))
+        self.x, self.state = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state, found = self.begin.expand(x.shape[0], 6), []
+        for step in range(x.shape[1]):
+            state = torch.tanh(self.x(x[:, step]) + self.state(state))
+            found.append(state)
+        return torch.stack(found, 1)
+
+
+def _reads_in_another_order_later() -> tuple[float, bool]:
+    """Rank 0 has no rows; rank 1 has three, and compiles again for three steps."""
+    torch.manual_seed(0)
+    model = _Steps()
+    reference = copy.deepcopy(model)
+    for part in (model.x, model.state, model):
+        fully_shard(part)
+    compiled = torch.compile(model, backend="fsdp", dynamic=True, options={"lower": "eager", "bucket_mb": 0})
+    worst, orders = 0.0, []
+    for steps in (4, 3):
+        every = [torch.randn(rows, steps, 6) for rows in (0, 3)]
+        (compiled(every[dist.get_rank()]).square().sum()).backward()
+        (sum(reference(batch).square().sum() for batch in every) / 2).backward()
+        worst = max(worst, gradient_difference(model, reference))
+        (region,) = regions_of(units(model))
+        orders.append([line_of(node) for node in starts_of(region.steps[0])])
+    return worst, orders[0] == orders[1]
+
+
+@pytest.mark.core
+def test_a_rank_that_compiles_again_and_reads_in_another_order_follows_the_plan_that_all_have() -> None:
+    for difference, same_order in run_ranks(_reads_in_another_order_later, timeout_s=60):
+        assert difference < 1e-5
+        assert same_order
+
+
+def _cannot_follow_on_one() -> str:
+    def refuse(self: FollowOrder, _step: object) -> None:
+        raise CannotFollowError("no such order", where="here", instead="another one")
+
+    model = _Wide()
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager", "bucket_mb": 0})
+    with (
+        mock.patch.object(FollowOrder, "plan", refuse),
+        pytest.raises(Exception, match="compile different collectives") as caught,
+    ):
+        compiled(torch.ones((4, 256)[dist.get_rank()], 2048))
+    return str(caught.value)
+
+
+@pytest.mark.core
+def test_a_rank_that_cannot_follow_ends_all_by_name() -> None:
+    """Rank 0 has nothing to follow, and would go on to its first collective."""
+    for message in run_ranks(_cannot_follow_on_one, timeout_s=60):
+        assert "rank 0 and rank 1 compile different collectives" in message
+        assert "options={'prefetch': 1}" in message
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.c(checkpoint(self.b, self.a(x), use_reentrant=False))
+        return y
+
+
+def _without_rows(*steps: tuple[int, int]) -> float:
+    """Trains with the rows of each rank in each step."""
+    torch.manual_seed(0)
+    model = _Checkpointed()
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    worst = 0.0
+    for rows in steps:
+        every = [torch.randn(count, 3, 3) for count in rows]
+        compiled(every[dist.get_rank()]).square().sum().backward()
+        torch.stack([reference(batch).square().sum() for batch in every]).mean().backward()
+        worst = max(worst, gradient_difference(model, reference))
+    return worst
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("steps", [[(0, 3)], [(3, 0)], [(2, 2), (2, 0), (0, 2)]], ids=str)
+def test_a_rank_without_rows_computes_again_what_the_others_do(steps: list[tuple[int, int]]) -> None:
+    assert max(run_ranks(_without_rows, *steps, timeout_s=60)) < 1e-5

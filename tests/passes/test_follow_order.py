@@ -17,6 +17,7 @@ from fsdp_compile import FSDPOptions, RankMismatchError, explain
 from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.ir.calls import line_of, names_in, numbered, starts_of
 from fsdp_compile.ir.graph import KEY, StepGraph, record_of
+from fsdp_compile.passes.follow_order import _keys
 from fsdp_compile.pipeline import transform
 from tests.models.round_sizes import WIDTH, Block, Stack
 
@@ -130,3 +131,10 @@ def test_parameters_of_one_name_in_two_models_are_not_taken_for_each_other() -> 
     for step in map(with_own_names, captured(Two)):
         order = order_of(planned(step, 1.0))
         assert order_of(planned(step, 1.0, order)) == order
+
+
+def test_parameters_of_one_name_in_one_message_have_the_keys_of_single_ones() -> None:
+    (joined,) = _keys(["forward: all_gather_into_tensor of 0, 0 (128 float32)"])
+    first, second = _keys(["forward: all_gather_into_tensor of 0 (64 float32)"] * 2)
+    assert joined == [*first, *second]
+    assert first != second

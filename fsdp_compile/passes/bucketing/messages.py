@@ -156,20 +156,24 @@ def collective_of(single: ParamCollective) -> Hashable:
     return over, single.sent.meta["val"].dtype, spec.grad_placement, spec.divide
 
 
+def by_offset(singles: Sequence[ParamCollective]) -> list[ParamCollective]:
+    """Parameters flat parameter by flat parameter, by offset: neighbours come one after the other."""
+    places = {flat: place for place, flat in enumerate(dict.fromkeys(single.flat for single in singles))}
+    return sorted(singles, key=lambda s: (places[s.flat], s.spec.offset))
+
+
 def make_bucket(singles: Sequence[ParamCollective], packing: Packing = Packing.APART) -> Bucket:
-    """The parameters as one bucket."""
+    """The parameters, in the order of their messages, as one bucket."""
     return Bucket(tuple(_pieces(singles, packing)))
 
 
 def _pieces(singles: Sequence[ParamCollective], packing: Packing) -> list[Message]:
-    """Neighbours joined as `packing` says; flat parameter by flat parameter, by offset."""
-    places = {flat: place for place, flat in enumerate(dict.fromkeys(single.flat for single in singles))}
-    ordered = sorted(singles, key=lambda s: (places[s.flat], s.spec.offset))
+    """Neighbours joined as `packing` says."""
     if len({require(single.start).unit for single in singles}) > 1:
-        small = tuple(filter(is_small, ordered))
-        return [Message(small)] * bool(small) + [Message((single,)) for single in ordered if not is_small(single)]
+        small = tuple(filter(is_small, singles))
+        return [Message(small)] * bool(small) + [Message((single,)) for single in singles if not is_small(single)]
     pieces: list[list[ParamCollective]] = []
-    for single in ordered:
+    for single in singles:
         last = pieces[-1][-1] if pieces else None
         joins = packing is Packing.PACKED or (is_small(single) and last is not None and is_small(last))
         if last is not None and joins and _adjacent(last, single):

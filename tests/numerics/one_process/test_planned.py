@@ -222,13 +222,13 @@ def test_a_refused_forward_is_announced_to_no_rank() -> None:
         return step
 
     halves = [Sketch(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
-    region = Region({}, refuse, compare=announced.append)
+    region = Region({}, refuse, settle=lambda graphs, _follow: announced.append(graphs))
     with pytest.raises(BudgetTooSmallError):
         region._both([s.done(s.input("x", 4)) for s in halves])
     assert announced == []
     region.transform = lambda step: step
     region.steps = region._both([s.done(s.input("x", 4)) for s in map(Sketch, Phase)])
-    region._compare_now()
+    region._settle_now()
     assert list(announced[0]) == [step.phase for step in region.steps] == list(Phase)
     assert len(announced) == 1
 

@@ -1,0 +1,326 @@
+"""One plan for all ranks: that of the first rank, which the others follow where their own is another one.
+
+    compiled for the first time      all compare what they read, and what they plan; if plans differ, the first rank's
+                                     is followed, and compared once more
+    compiled again, for other sizes  nobody waits: the rank follows the plan that was noted for these reads
+
+Ranks have to read and reduce the same parameters: else all get an error. Plans may differ where they are made with
+times, since each rank estimates them for the sizes of its own batch. A rank that compiles again for a size that the
+others have not met has to run the collectives of the graphs that they have. So a process notes each plan under what its
+program reads and reduces, and takes the first one that a later graph with the same reads can follow: the n-th
+comparison has to be of the same graphs on every rank of a group. The order in which the program reads has to be the
+same; that in which its graphs do need not be, since AOTAutograd may order them by sizes.
+
+On a mesh of replicas and shards, ranks compare in one dimension after the other: the plan is that of the mesh's first
+rank. A rank that refuses to compile (its batch is larger, and does not fit a budget) reports that in place of the first
+comparison, since the others would wait for it. Later it may be the only one that compiles, and go on with a graph that
+it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import fx
+
+from fsdp_compile.comm import groups
+from fsdp_compile.comm.groups import RankStore
+from fsdp_compile.comm.rendezvous import RefusedElsewhereError, digest_of
+from fsdp_compile.errors import FSDPCompileError, RankFailedError, RankMismatchError
+from fsdp_compile.ir.calls import group_of, line_of, natural, numbered, starts_of
+from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, record_of, require
+from fsdp_compile.ir.queries import TEXT_POSITION, read_text
+from fsdp_compile.layout.spec import Reshard, parse
+from fsdp_compile.options import FSDPOptions
+from fsdp_compile.passes.follow_order import CannotFollowError
+
+_OPTIONS = ("prefetch", "reduce_layout", "bucket_mb", "embedding")
+"""Options on which all ranks' collectives depend alike."""
+_SETTINGS = (
+    *("offset", "extent", "dim", "replicas", "param_dtype", "gather_format", "reduce_dtype", "reshard"),
+    *("post_forward_size", "divide", "grad_placement", "forward_prefetch", "backward_prefetch"),
+)
+"""What decides of a read which messages a rank sends, and when; names of groups and hooks are a rank's own."""
+_OTHER_SIZES = "; or, if batches have other sizes, options={'prefetch': 1}, whose plan does not depend on them"
+
+Lines = tuple[str, ...]
+"""The collectives of forward and backward, as `ir.calls.line_of` writes them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """What ranks compare of one graph.
+
+    Attributes:
+        read: What the program reads, in its order, if the graph is a forward.
+        inserted: Its collectives as the program reads: one for each parameter, before any plan.
+        planned: Its collectives as they will run: the alias of the process group, and the line of each.
+    """
+
+    read: Lines
+    inserted: Lines
+    planned: tuple[tuple[str, str], ...]
+
+
+Graphs = Mapping[Phase, Compared]
+Follow = Callable[[Lines], Graphs]
+"""Transforms the graphs again, so that their collectives are some lines; nothing changes if it raises."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What else plans depend on.
+
+    Attributes:
+        shared: Options by name, that have to be the same on all ranks.
+        own: Stands for what may differ between ranks: graphs that read alike have a plan for each.
+        can_follow: Whether graphs are planned for the sizes of this rank, and nothing is promised that another order
+            breaks.
+    """
+
+    shared: Mapping[str, str]
+    own: str
+    can_follow: bool
+
+    @classmethod
+    def of(cls, options: FSDPOptions, records: Iterable[Record]) -> Settings:
+        """Those of a compile that reads the parameter groups of some records."""
+        shared = {name: repr(getattr(options, name)) for name in _OPTIONS}
+        shared["memory_budget_gb"] = "None" if options.memory_budget_gb is None else "a budget"
+        cluster = options.planned_for.cluster if options.planned_for is not None else None
+        shared["hardware"] = "" if cluster is None else f"measured times {cluster.digest[:16]}"
+        budget = (options.memory_budget_gb, options.activations)
+        own = repr([options.lower, options.stop_after, options.planned_for, budget, torch.is_grad_enabled()])
+        specs = (spec for record in records for spec in record.specs)
+        asks = any(s.reshard is Reshard.AUTO or s.forward_prefetch or s.backward_prefetch for s in specs)
+        promises = options.memory_budget_gb is not None
+        return cls(shared, own, options.prefetch == "auto" and not promises and not asks)
+
+
+def settle(graphs: Graphs, follow: Follow, settings: Settings) -> None:
+    """Makes the transformed graphs of a compile those that the other ranks run.
+
+    Args:
+        graphs: By this rank's own plan.
+        follow: Called if the graphs have to follow another plan.
+        settings: Of the compile.
+
+    Raises:
+        RankMismatchError: On every rank of a group, if two of them read otherwise, or one cannot follow.
+        RefusedElsewhereError: If a rank has refused to compile as many graphs; all may try again.
+        RankFailedError: If a rank does not compile as many graphs in time, or the store fails.
+    """
+    places = _places(alias for graph in graphs.values() for alias, _ in graph.planned)
+    if not places:
+        return
+    shown = _Shown(
+        settings.shared,
+        tuple(line for graph in graphs.values() for line in graph.read),
+        tuple(line for graph in graphs.values() for line in graph.inserted),
+        _planned(graphs),
+    )
+    key = digest_of(json.dumps([settings.own, shown.needs]))
+    known = places[0].plans.get(key, [])
+    if _takes_known(known, shown.planned, follow if settings.can_follow else None):
+        return
+    with telling_all():
+        agreed = _exchange(places, shown, follow if settings.can_follow else None)
+    for place in places:
+        place.plans.setdefault(key, []).append(_numbered(agreed))
+
+
+def _takes_known(known: Sequence[Lines], mine: Lines, follow: Follow | None) -> bool:
+    """Follows the first known plan that the graphs can follow; of another program that reads alike, they cannot."""
+    if follow is None:
+        return _numbered(mine) in known
+    for plan in known:
+        if plan == _numbered(mine):
+            return True
+        try:
+            follow(plan)
+        except CannotFollowError:
+            continue
+        return True
+    return False
+
+
+def _exchange(places: Iterable[RankStore], mine: _Shown, follow: Follow | None) -> Lines:
+    """Takes the plan of the first rank of each group in turn, and compares it once more where plans have differed."""
+    shown = mine
+    differing: list[tuple[RankStore, int, _Shown]] = []
+    for place in places:
+        number = next(place.compiles)
+        found = place.rendezvous().compare(number, shown.digest, shown.text)
+        if found is None:
+            continue
+        first, second = _Shown.of_text(found.first), _Shown.of_text(found.second)
+        # Of many ranks, the two in the difference need not be those that read something else.
+        for rank, other in ((found.other, second), (place.rank, shown)):
+            if other.needs != first.needs or follow is None:
+                raise _mismatch(place.ranks, first, rank, other)
+        differing.append((place, number, first))
+        shown = dataclasses.replace(mine, planned=first.planned)
+    if follow is not None and _numbered(shown.planned) != _numbered(mine.planned):
+        try:
+            shown = dataclasses.replace(mine, planned=_planned(follow(_numbered(shown.planned))))
+        except CannotFollowError as error:
+            place, _, first = differing[-1]
+            raise _mismatch(place.ranks, first, place.rank, mine) from error
+    for place, number, _ in differing:
+        found = place.rendezvous().compare(f"{number}/followed", shown.digest, shown.text)
+        if found is not None:
+            raise _mismatch(place.ranks, _Shown.of_text(found.first), found.other, _Shown.of_text(found.second))
+        place.rendezvous().forget(number)
+    return shown.planned
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shown:
+    """What a rank shows the others."""
+
+    shared: Mapping[str, str]
+    read: Lines
+    inserted: Lines
+    planned: Lines
+
+    @property
+    def needs(self) -> tuple[Mapping[str, str], Lines, list[str]]:
+        """What has to be the same on all ranks."""
+        return self.shared, _numbered(self.read), sorted(_numbered(self.inserted))
+
+    @property
+    def digest(self) -> str:
+        return digest_of(json.dumps([self.needs, _numbered(self.planned)]))
+
+    @property
+    def text(self) -> str:
+        return json.dumps(dataclasses.astuple(self))
+
+    @classmethod
+    def of_text(cls, text: str) -> _Shown:
+        shared, *lines = json.loads(text)
+        return cls(shared, *map(tuple, lines))
+
+
+def _mismatch(ranks: tuple[int, ...], one: _Shown, rank: int, other: _Shown) -> RankMismatchError:
+    """Names what the first rank of a group and another one, by its number in the group, have differently."""
+    first, second = ranks[0], ranks[rank]
+    names = [name for name in {**one.shared, **other.shared} if one.shared.get(name) != other.shared.get(name)]
+    if names:
+        on_first, on_other = (", ".join(f"{name}={each.shared.get(name)}" for name in names) for each in (one, other))
+        return RankMismatchError(
+            f"rank {first} and rank {second} compile with different options",
+            where=f"options: {on_first} on rank {first}, {on_other} on rank {second}",
+            instead="the same options of torch.compile() on every rank; one file of measured times for all hosts",
+        )
+    sizes_differ = one.needs == other.needs
+    of_reads = (one.read, other.read) if one.inserted == other.inserted else (one.inserted, other.inserted)
+    mine, others = (one.planned, other.planned) if sizes_differ else of_reads
+    pairs = zip(_numbered(mine), _numbered(others), strict=False)
+    number = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(others)))
+    return RankMismatchError(
+        f"rank {first} and rank {second} compile different collectives",
+        where=f"collective {number + 1}: {_at(mine, number)} on rank {first}, {_at(others, number)} on rank {second}",
+        instead="the same control flow on every rank: which parameters are read, and in which order, must not depend "
+        "on a rank's number or data; a module that has no rows on a rank is called there all the same, with an empty "
+        "tensor" + (_OTHER_SIZES if sizes_differ else ""),
+    )
+
+
+def _at(lines: Lines, number: int) -> str:
+    return f"[{lines[number]}]" if number < len(lines) else "nothing more"
+
+
+def _planned(graphs: Graphs) -> Lines:
+    return tuple(line for graph in graphs.values() for _, line in graph.planned)
+
+
+def _numbered(lines: Lines) -> Lines:
+    """The lines of each phase with numbers for names: layers that share a graph have the names of one of them."""
+    return tuple(line for _, of_phase in itertools.groupby(lines, _phase) for line in numbered(list(of_phase)))
+
+
+def _phase(line: str) -> str:
+    return line.partition(":")[0]
+
+
+def lines_of(phase: Phase, lines: Lines) -> Lines:
+    """Those of one graph."""
+    return tuple(line for line in lines if _phase(line) == phase.value)
+
+
+def _places(aliases: Iterable[str]) -> list[RankStore]:
+    """Where the ranks of some groups meet, without groups that are a part of another one."""
+    found: dict[tuple[int, ...], RankStore] = {}
+    for alias in sorted({*aliases}, reverse=True):  # groups of shards come before those of replicas
+        if (place := groups.rank_store(alias)) is not None:
+            found.setdefault(place.ranks, place)
+    return [place for ranks, place in found.items() if not any({*ranks} < {*other} for other in found)]
+
+
+def digests(planned: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """For each group on which a transformed graph communicates, a number that stands for its collectives on it."""
+    by_alias: dict[str, list[str]] = {}
+    for alias, line in planned:
+        by_alias.setdefault(alias, []).append(line)
+    with_ranks = {alias: lines for alias, lines in by_alias.items() if groups.rank_store(alias) is not None}
+    return {alias: int(digest_of("\n".join(numbered(lines)))[:14], 16) for alias, lines in with_ranks.items()}
+
+
+def collectives_of(step: StepGraph) -> tuple[tuple[str, str], ...]:
+    """The collectives of a graph: the alias of the process group, and the line of each."""
+    return tuple((group_of(node), line_of(node)) for node in starts_of(step))
+
+
+def read_in(graph: fx.Graph) -> Lines:
+    """What a graph of AOTAutograd's reads, which nothing has ordered yet: each parameter where it is read first."""
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        record = record_of(node.all_input_nodes[0]) if node.target in TEXT_POSITION else None
+        if record is not None and record.role is Role.FLAT:
+            spec = parse(read_text(node))
+            name = record.parameters[[each.offset for each in record.specs].index(spec.offset)]
+            found[f"{Phase.FORWARD.value}: read of {name} ({'x'.join(map(str, spec.shape))})"] = None
+    return tuple(found)
+
+
+def inserted_in(step: StepGraph) -> Lines:
+    """The collectives of a graph that has one for each parameter, with all that plans without times depend on."""
+    units = sorted({require(node).unit for node in starts_of(step)}, key=natural)
+    found = []
+    for node in starts_of(step):
+        settings = (f"{name}={getattr(spec, name)}" for spec in require(node).specs for name in _SETTINGS)
+        found.append(f"{line_of(node)} of unit {units.index(require(node).unit)} with {' '.join(settings)}")
+    return tuple(found)
+
+
+def refuse(flats: Iterable[Record], error: FSDPCompileError) -> None:
+    """Tells the ranks that compile the same as this one that it does not, or that another one does not."""
+    if isinstance(error, RankMismatchError | RankFailedError) and not isinstance(error, RefusedElsewhereError):
+        return  # all ranks know already
+    specs = [spec for record in flats for spec in record.specs]
+    for place in _places(a for s in specs for a in (s.group, s.replicate_group, s.post_forward_group, s.reduce_group)):
+        if isinstance(error, RefusedElsewhereError) and error.heard_in == place.prefix:
+            continue
+        # Only ranks that have noted no plan yet all have to compile. A refusal counts as a round: ranks that compile
+        # nothing would find it in their next round, in which this rank takes no part.
+        if not place.plans:
+            place.rendezvous().refuse(next(place.compiles), error)
+
+
+@contextmanager
+def telling_all() -> Iterator[None]:
+    """An error ends the comparisons of all groups of this rank, and so on: no rank waits for one that has failed."""
+    try:
+        yield
+    except RefusedElsewhereError:
+        raise
+    except FSDPCompileError as error:
+        for each in groups.rank_stores():
+            each.rendezvous().tell(error)
+        raise

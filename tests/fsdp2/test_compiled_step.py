@@ -1,0 +1,205 @@
+"""What runs around compiled graphs: compiled functions, pending gradients, modes and profilers, named errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_compile.errors import RankFailedError, UnsupportedModelError
+from fsdp_compile.fsdp2 import compiled_step
+from fsdp_compile.fsdp2.backend import fsdp
+from fsdp_compile.fsdp2.compiled_step import CompiledStep
+from tests.models.kinds import WIDTH, Slim
+from tests.numerics.one_process.pair import loss_of
+from tests.ranks import run_ranks
+
+EAGER: dict[str, Any] = {"lower": "eager"}
+
+
+def _sharded(*, frozen: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = Slim().requires_grad_(not frozen)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def _input(seed: int = 1) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _same(model: nn.Module, reference: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        mine, theirs = _local(p.grad), _local(q.grad)
+        assert (mine is None) == (theirs is None), name
+        assert mine is None or torch.equal(mine, theirs), name  # type: ignore[arg-type]
+
+
+def test_nothing_of_the_old_half_is_imported() -> None:
+    code = "import fsdp_compile.fsdp2.backend, sys; print(*(m for m in sys.modules if m.startswith('fsdp_compile.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    folders = {module.split(".")[1] for module in done.stdout.split()}
+    assert "lower" in folders
+    assert folders & {"runtime", "modules", "sharding"} == set()
+
+
+def _moved() -> None:
+    model, reference = _sharded(), _sharded()
+    function = torch.compile(lambda x: loss_of(model(x)), backend=fsdp, options=EAGER, fullgraph=True)
+    for step in range(4):
+        for each in (model, reference):
+            each.zero_grad()
+            if step == 1:
+                each.load_state_dict({k: v.clone() * 2 for k, v in each.state_dict().items()}, assign=True)
+            if step == 2:
+                each.head.weight.requires_grad_(requires_grad=False)
+        loss, expected = function(_input(step)), loss_of(reference(_input(step)))
+        assert torch.equal(loss, expected), step
+        loss.backward()
+        expected.backward()
+        _same(model, reference)
+
+
+def test_a_compiled_function_follows_parameters_that_were_replaced() -> None:
+    run_ranks(_moved)
+
+
+def _thawed() -> None:
+    model = _sharded(frozen=True)
+    x = _input().requires_grad_()
+    function = torch.compile(lambda x: loss_of(model(x)), backend=fsdp, options=EAGER, fullgraph=True)
+    function(x).backward()
+    model.requires_grad_()
+    with pytest.raises(UnsupportedModelError, match="all frozen"):
+        function(x)
+    function(x).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_compiled_function_whose_parameters_are_trained_later_says_so() -> None:
+    run_ranks(_thawed)
+
+
+def _pending() -> None:
+    model, reference = _sharded(), _sharded()
+    compiled = torch.compile(model, backend=fsdp, options=EAGER)
+    for _ in range(2):
+        x = _input(2).requires_grad_()
+        for each, call in ((model, compiled), (reference, reference)):
+            each.zero_grad()
+            each.set_requires_gradient_sync(False)
+            loss_of(call(_input())).backward()
+            if each is model:  # FSDP2 itself reduces what is left, whatever was asked for
+                each.set_requires_gradient_sync(True)
+                torch.autograd.grad(loss_of(call(x)), x)
+                assert all(p.grad is None for p in model.parameters())
+                loss_of(call(x)).backward(inputs=[x])
+                assert all(p.grad is None for p in model.parameters())
+                each.set_requires_gradient_sync(False)
+                loss = loss_of(call(_input()))
+                torch.autograd.grad(loss, [model.head.weight])
+            each.set_requires_gradient_sync(True)
+            loss_of(call(_input(3))).backward()
+        _same(model, reference)
+
+
+def test_gradients_of_inputs_leave_pending_gradients_where_they_are() -> None:
+    run_ranks(_pending)
+
+
+def _batched() -> None:
+    model = _sharded()
+    compiled = torch.compile(model, backend=fsdp, options=EAGER)
+    x = _input().requires_grad_()
+    output = compiled(x)
+    several = torch.eye(output.numel()).reshape(-1, *output.shape)
+    (batched,) = torch.autograd.grad(output, x, several, is_grads_batched=True, retain_graph=True)
+    for gradient, expected in zip(several, batched, strict=True):
+        (one,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
+        assert torch.equal(one, expected)
+
+
+def test_a_batch_of_gradients_goes_one_by_one() -> None:
+    run_ranks(_batched)
+
+
+def _profiled(lower: str) -> set[str]:
+    model = _sharded()
+    compiled = torch.compile(model, backend=fsdp, options={"lower": lower})
+    loss_of(compiled(_input())).backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss_of(compiled(_input())).backward()
+    return {event.key for event in profiler.key_averages() if event.key.startswith("FSDP::")}
+
+
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_collectives_have_ranges_in_a_profile(lower: str) -> None:
+    for names in run_ranks(_profiled, lower):
+        assert any("all_gather" in name and "blocks.0" in name for name in names), names
+        assert any("reduce" in name and "blocks.1" in name for name in names), names
+
+
+def _failed() -> None:
+    def fail(args: list[Any]) -> None:  # noqa: ARG001
+        raise dist.DistNetworkError("connection closed by peer")
+
+    around = CompiledStep.around
+    CompiledStep.around = lambda step, run: around(step, fail)  # type: ignore[method-assign]  # noqa: ARG005
+    try:
+        torch.compile(_sharded(), backend=fsdp, options=EAGER)(_input())
+    finally:
+        CompiledStep.around = around  # type: ignore[method-assign]
+
+
+def test_a_collective_that_fails_names_the_units() -> None:
+    with pytest.raises(RankFailedError, match=r"in a compiled forward of unit blocks\.0, blocks\.1, \(root\)"):
+        run_ranks(_failed)
+
+
+def _stored() -> None:
+    seen: list[CompiledStep] = []
+    around = CompiledStep.around
+    CompiledStep.around = lambda step, run: seen.append(step) or around(step, run)  # type: ignore[method-assign]
+    try:
+        loss_of(torch.compile(_sharded(), backend=fsdp, options=EAGER)(_input())).backward()
+    finally:
+        CompiledStep.around = around  # type: ignore[method-assign]
+    assert len(seen) == 2
+    assert [pickle.loads(pickle.dumps(step)) for step in seen] == seen
+
+
+def test_it_is_plain_data() -> None:
+    run_ranks(_stored)
+    assert dataclasses.is_dataclass(compiled_step.CompiledStep)
+
+
+def _trained() -> None:
+    model, reference = _sharded(), _sharded()
+    compiled = torch.compile(model, backend=fsdp, options=EAGER)
+    optimizers = [optim.AdamW(each.parameters()) for each in (model, reference)]
+    for step in range(3):
+        loss_of(compiled(_input(step))).backward()
+        loss_of(reference(_input(step))).backward()
+        _same(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_three_steps_have_the_bits_of_fsdp2() -> None:
+    run_ranks(_trained)
