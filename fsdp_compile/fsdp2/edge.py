@@ -52,7 +52,7 @@ def mark_produced(group: ParamGroup, offsets: Collection[int]) -> None:
     task = backward_in_progress()
     if task not in _produced:
         _produced[task] = {}
-        after_this_backward(lambda: _produced.pop(task, None))
+        after_this_backward(lambda: _produced.__delitem__(task))
     _produced[task].setdefault(id(group), set()).update(offsets)
 
 

@@ -170,8 +170,9 @@ def _train(name: str, *, in_backward: bool) -> tuple[nn.Module, optim.Optimizer]
     torch._dynamo.reset()
     model = _sharded(make)
     parameters = list(model.parameters())
-    decayed = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1}
-    optimizer = optim.AdamW([decayed, {"params": [p for p in parameters if p.dim() <= 1]}], lr=0.1)
+    decayed: dict[str, Any] = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1}
+    plain: dict[str, Any] = {"params": [p for p in parameters if p.dim() <= 1]}
+    optimizer = optim.AdamW([decayed, plain], lr=0.1)
     if in_backward:
         step_in_backward(optimizer)
     schedule = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -258,7 +259,7 @@ def test_gradients_are_freed_unit_by_unit() -> None:
 
 def _hooks(name: str) -> None:
     model = _sharded()
-    getattr(model.head.weight, name)(lambda value: None)
+    getattr(model.head.weight, name)(lambda _: None)
     step_in_backward(optim.SGD(model.parameters(), lr=0.1))
     loss = loss_of(_compiled(model)(_input()))
     with _refused(UnsupportedModelError, "has a hook on its gradient"):
