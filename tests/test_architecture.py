@@ -24,12 +24,13 @@ FLOORS = [
     set(floor.split())
     for floor in """
         errors _torch
+        fsdp2
         layout
         ops
         config comm formats
         ir runtime
         cost modules
-        planner verify sharding
+        planner verify sharding fsdp2
         options
         partition passes state optim
         artifacts
@@ -69,6 +70,7 @@ TRICKS = {
     r"__class__ = ": {
         "__init__.py",
         "_torch/fsdp2.py",
+        "_torch/fully_shard.py",
         "modules/classes.py",
         "runtime/replaced_params.py",
     },

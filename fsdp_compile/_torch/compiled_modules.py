@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -48,6 +49,11 @@ def after_each_compile_of_a_module(
     # The first compile of a process may import this package, and is under way then.
     for variables in calls_under_way(original.__code__):
         in_place(variables["self"], variables["kwargs"])
+
+
+def backend_named(given: object) -> object:
+    """The function that `torch.compile(backend=given)` compiles with."""
+    return torch._dynamo.lookup_backend(given) if isinstance(given, str) else given
 
 
 def _context_of(compiled: OptimizedModule) -> object:

@@ -16,11 +16,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 
 __all__ = ["FSDPModule", "FSDPState", "TrainingState", "fully_shard"]
 
@@ -45,9 +47,32 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return found if isinstance(found, FSDPState) else None
 
 
+def sharded_modules() -> list[nn.Module]:
+    """All modules of the process that FSDP2's `fully_shard` was called on."""
+    return [module for module in list(_module_state_mapping) if state_of(module) is not None]
+
+
 def lazy_init(state: FSDPState) -> None:
     """Finishes FSDP2's initialization of the model whose root has this state, as its first forward does."""
     state._lazy_init()
+
+
+def lazy_init_on_meta(state: FSDPState) -> None:
+    """`lazy_init` for a model of which no value is ever read: FSDP2 refuses parameters that are on meta."""
+    for module in state._modules[0].modules():
+        inner = state_of(module)
+        for group in [] if inner is None else groups_of(inner):
+            group._validate_no_meta_params = group._validate_cpu_offload_params = _refuse_nothing
+    state._lazy_init()
+
+
+def _refuse_nothing() -> None:
+    """For checks that a model without values does not meet."""
+
+
+def class_below(made: type) -> type:
+    """The user's class, from which FSDP2 has derived one for modules that `fully_shard` was called on."""
+    return made.__bases__[1] if made.__bases__[:1] == (FSDPModule,) else made
 
 
 def states_of_model(state: FSDPState) -> list[FSDPState]:
@@ -115,13 +140,11 @@ def leave_forward(state: FSDPState) -> None:
         state._state_ctx.iter_forward_root = None
 
 
-def replace_hooks(
-    state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]
-) -> None:
+def replace_hooks(state: FSDPState, pre: Callable[[PreHook], PreHook], post: Callable[[PostHook], PostHook]) -> None:
     """Puts what `pre` and `post` make of them in the place of FSDP2's two forward hooks, in each module of a state."""
     for module in state._modules:
         for hooks, replaced in ((module._forward_pre_hooks, pre), (module._forward_hooks, post)):
-            every: dict[int, Any] = hooks  # type: ignore[assignment]
+            every: dict[int, Any] = hooks
             for key in [key for key, hook in every.items() if _belongs_to(hook, state)]:
                 every[key] = replaced(every[key])
 
@@ -172,6 +195,18 @@ class _ObservedGroup(FSDPParamGroup):
     """A group of FSDP2 that tells an observer. Users and frameworks change settings in many ways, all of them here."""
 
     _fsdp_compile_observer: GroupObserver
+    _fsdp_compile_asked: bool
+
+    @torch._dynamo.disable
+    def unshard(self, async_op: bool = False) -> None:  # noqa: FBT001, FBT002  torch's
+        # FSDP2 itself gathers in a forward or a backward, also when it prefetches.
+        if self._training_state is TrainingState.IDLE:
+            self._fsdp_compile_asked = True
+        super().unshard(async_op)
+
+    def _to_sharded(self) -> None:
+        self._fsdp_compile_asked = False
+        super()._to_sharded()
 
     def __setattr__(self, name: str, value: Any) -> None:
         changes = name in _SETTINGS and getattr(self, name) is not value
@@ -189,6 +224,7 @@ class _ObservedGroup(FSDPParamGroup):
 def observe(group: TorchGroup, observer: GroupObserver) -> None:
     """Tells an observer of changes of a group, from now on."""
     group._fsdp_compile_observer = observer
+    group._fsdp_compile_asked = False
     group.__class__ = _ObservedGroup
 
 
@@ -207,7 +243,54 @@ def is_sharded(group: TorchGroup) -> bool:
 
 def reshard(group: TorchGroup) -> None:
     """Registers the sharded parameters of a group again, and frees the gathered ones."""
+    group.wait_for_unshard()
     group._to_sharded()
+
+
+def is_gathered_by_user(group: TorchGroup) -> bool:
+    """Whether the user has called `unshard()`, and nothing has used or freed its result yet."""
+    return bool(group._fsdp_compile_asked)
+
+
+def take_gathered(group: TorchGroup) -> dict[int, torch.Tensor]:
+    """Takes the gathered parameters of a group away from FSDP2, which then has the sharded ones registered.
+
+    Returns:
+        By `id` of the parameter's object. None of an all-gather extension, whose result is the extension's own.
+    """
+    group.wait_for_unshard()
+    taken = {}
+    for param in group.fsdp_params:
+        if not param._unsharded_inner_tensors:
+            whole = param._unsharded_param.detach()
+            taken[id(param)] = whole._local_tensor if isinstance(whole, DTensor) else whole
+            forget_gathered(param)
+    group._to_sharded()
+    return taken
+
+
+def is_registered_by_torch(param: TorchParam, value: object) -> bool:
+    """Whether FSDP2 itself registers this value for a parameter: sharded, gathered, or the part kept for backward."""
+    own = (
+        param.sharded_param,
+        getattr(param, "_unsharded_param", None),
+        getattr(param, "_sharded_post_forward_param", None),
+    )
+    return any(value is each for each in own)
+
+
+def follow_dtypes(group: TorchGroup) -> None:
+    """Makes FSDP2 gather and reduce the parameters of a group in dtypes that fit those which they have now."""
+    for param in group.fsdp_params:
+        forget_gathered(param)
+    group._init_mp_dtypes()
+
+
+def forget_gathered(param: TorchParam) -> None:
+    """Makes FSDP2 use new memory for a parameter when it next gathers it."""
+    param.all_gather_outputs = []
+    if hasattr(param, "_unsharded_param"):
+        del param._unsharded_param
 
 
 def divide_factor(group: TorchGroup) -> float | None:
@@ -223,6 +306,16 @@ def reduces(group: TorchGroup) -> bool:
 def all_reduces(group: TorchGroup) -> bool:
     """Whether backwards sum gradients over replicas (`set_requires_all_reduce`); True without replicas."""
     return bool(group.all_reduce_grads) or not group._is_hsdp
+
+
+def reductions(group: TorchGroup) -> tuple[bool, bool]:
+    """Whether backwards reduce gradients over the shard group, and over replicas."""
+    return group.reduce_grads, group.all_reduce_grads
+
+
+def set_reductions(group: TorchGroup, flags: tuple[bool, bool]) -> None:
+    """Sets `reductions`, as `set_requires_gradient_sync` and `set_requires_all_reduce` do."""
+    group.reduce_grads, group.all_reduce_grads = flags
 
 
 def offloads(group: TorchGroup) -> bool:
@@ -322,7 +415,14 @@ def set_shard_data(param: TorchParam, data: torch.Tensor) -> None:
 
 def unsharded_spec(param: TorchParam) -> Any:
     """The `DTensorSpec` of the gathered parameter if that is a DTensor (tensor parallel), else `None`."""
-    return param._unsharded_dtensor_spec
+    if hasattr(param, "_unsharded_dtensor_spec"):
+        return param._unsharded_dtensor_spec
+    return getattr(param, "_tp_spec", None)  # up to torch 2.11
+
+
+def data_parallel_dims(param: TorchParam) -> frozenset[int]:
+    """The dimensions of the gathered DTensor's mesh that it is sharded and replicated over (`dp_mesh_dims`)."""
+    return getattr(param, "_dp_dim_indices", frozenset())
 
 
 def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
@@ -335,16 +435,14 @@ def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
 
 
 def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
-    """The gradient that FSDP2 has accumulated without reducing it, which it forgets."""
+    """This rank's part of the gradient that FSDP2 has accumulated without reducing it, which it forgets."""
     grad = param.unsharded_accumulated_grad
     if grad is not None:
         _set_accumulated(param, None)
-        return grad  # type: ignore[no-any-return]
-    held = getattr(param, "_unsharded_param", None)
-    if held is None:
-        return None
-    grad, held.grad = held.grad, None
-    return grad  # type: ignore[no-any-return]
+    elif hasattr(param, "_unsharded_param"):
+        gathered = param._unsharded_param
+        grad, gathered.grad = gathered.grad, None
+    return None if grad is None else param._get_grad_inner_tensor(grad)  # type: ignore[no-any-return]
 
 
 def give_unreduced_grad(param: TorchParam, grad: torch.Tensor) -> None:

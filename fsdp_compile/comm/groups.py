@@ -252,6 +252,13 @@ def mesh_of_shape(device_type: str, shape: tuple[int, int]) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("dp_replicate", "fsdp"))
 
 
+def replicas_only(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh (replicate, shard) of the ranks of a 1-D one, each of which has all of a parameter."""
+    groups = [mesh.get_group(), _mesh_group("shards", (dist.get_rank(),))]
+    ranks = mesh.mesh.view(-1, 1)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("dp_replicate", "fsdp"))
+
+
 def _mesh_group(dim: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None

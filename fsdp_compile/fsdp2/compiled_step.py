@@ -116,6 +116,9 @@ class CompiledStep:
             The parameter groups, and the offsets of the parameters of each of `grads` that get gradients.
         """
         groups = {at: group for at in self.flats if (group := ParamGroup.of(args[at])) is not None}
+        if self.phase is Phase.FORWARD:
+            for unit in {group.unit for group in groups.values()}:
+                unit.begin_graph()
         if self.balanced is not None and balances_tokens() is not self.balanced:
             raise _other_balance(was_balanced=self.balanced)
         for at in self.counted:

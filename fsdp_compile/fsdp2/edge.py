@@ -1,7 +1,7 @@
 """The edge of autograd from the DTensor parameters of a group to the flat tensor that compiled graphs take.
 
 The users' DTensors are the leaves: their hooks, `autograd.grad`, `backward(inputs=)`, frozen and unused parameters are
-autograd's own business. The edge is made once; a node that has saved no tensor may be differentiated any number of times.
+autograd's own business. The edge is made once; a node without saved tensors may run any number of times.
 """
 
 from __future__ import annotations
@@ -52,8 +52,12 @@ def mark_produced(group: ParamGroup, offsets: Collection[int]) -> None:
     task = backward_in_progress()
     if task not in _produced:
         _produced[task] = {}
-        after_this_backward(lambda: _produced.__delitem__(task))
+        after_this_backward(lambda: _forget(task))
     _produced[task].setdefault(id(group), set()).update(offsets)
+
+
+def _forget(task: int) -> None:
+    _produced.pop(task, None)
 
 
 def take_produced(group: ParamGroup) -> set[int]:
@@ -72,7 +76,7 @@ class _Edge(torch.autograd.Function):
         return owner.flat.detach()
 
     @staticmethod
-    def backward(ctx: Any, flat_grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, flat_grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         group: ParamGroup | None = ctx.group()
         if flat_grad is None or group is None:
             return (None,) * (1 + len(ctx.next_functions))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile._torch.dynamo import skip_code
-from fsdp_compile._torch.fully_shard import MANAGED
+from fsdp_compile._torch.fully_shard import MANAGED, class_below
 from fsdp_compile._torch.tracing import is_compiling_a_frame
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.spec import GradPlacement
@@ -73,6 +73,11 @@ def original_class(module: nn.Module) -> type:
     return getattr(type(module), _BASE, type(module))
 
 
+def user_class(module: nn.Module) -> type:
+    """The class that the user wrote, below FSDP2's and ours."""
+    return class_below(original_class(module))
+
+
 def set_flat(group: ParamGroup) -> None:
     """Gives each module that reads from a group its flat tensor."""
     for module in {module: None for param in group.params for module, _ in param.refs}:
@@ -98,8 +103,9 @@ def refresh_reads(group: ParamGroup) -> None:
         partial = pending.blank(GradPlacement.REDUCE_SCATTERED)
     for param in group.params:
         text = dataclasses.replace(param.spec, grad_placement=placement).text
+        gathered = group.gathered.get(param.spec.offset)
         is_default = leaf is None and unreduced is None and partial is None and text == param.first_text
-        arguments = None if is_default else (text, None, leaf, unreduced, partial)
+        arguments = None if is_default and gathered is None else (text, gathered, leaf, unreduced, partial)
         for module, name in param.refs:
             every = {**(module.__dict__.get(ARGUMENTS) or {}), name: arguments}
             present = {n: a for n, a in every.items() if a is not None}
@@ -150,7 +156,7 @@ def _property(read: ParamRead) -> property:
             return getattr(module, LAYOUTS)[name].gathered(value)
         return value
 
-    def put(module: nn.Module, value: object) -> None:
+    def put(module: nn.Module, _: object) -> None:
         raise UnsupportedModelError(
             "a sharded parameter is replaced by an attribute of another kind",
             where=f"{type(module).__name__}.{name}",
@@ -165,15 +171,18 @@ def _property(read: ParamRead) -> property:
 
 def _marker(module: nn.Module, name: str, flat: str, text: str) -> torch.Tensor:
     arguments = getattr(module, ARGUMENTS)
-    # Without gradients nothing accumulates: evaluations need no graph for each state.
-    if arguments is None or name not in arguments or not torch.is_grad_enabled():
+    if arguments is None or name not in arguments:
         read: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), text)
         return read
+    # Without gradients nothing accumulates: evaluations need no graph for each state.
+    if not torch.is_grad_enabled():
+        kept: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), text, arguments[name][1])
+        return kept
     marked: torch.Tensor = torch.ops.fsdp_compile.unshard(getattr(module, flat), *arguments[name])
     return marked
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def _gather_late(unit: Unit, module: nn.Module) -> None:
     unit.gather_late(module)
 
@@ -184,8 +193,8 @@ def _gather_deferred(unit: Unit, module: nn.Module) -> None:
         _gather_late(unit, module)
 
 
-def _is_managed(self: nn.Module) -> bool:
-    """FSDP2's mark, for code that asks for it. Not for Dynamo itself, which guards marked modules in a way of its own."""
+def _is_managed(_: nn.Module) -> bool:
+    """FSDP2's mark, for code that asks for it. Not for Dynamo, which guards marked modules in its own way."""
     return True if torch.compiler.is_dynamo_compiling() else not is_compiling_a_frame()
 
 
@@ -206,7 +215,7 @@ def _named_parameters(
 
 
 def _traced_parameters(self, prefix, recurse, remove_duplicate):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    seen = []
+    seen: list[object] = []
     found = []
     for path, module in self.named_modules(prefix=prefix) if recurse else [(prefix, self)]:
         for name in module._parameters:
@@ -220,4 +229,3 @@ def _traced_parameters(self, prefix, recurse, remove_duplicate):  # type: ignore
 
 for _function in (_marker, _gather_deferred, _named_parameters, _traced_parameters, _is_managed):
     skip_code(_function.__code__)
-

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.tensors import ViewPlace, local_tensor, make_dtensor, set_local_tensor
+from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.comm.groups import alias_of
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
@@ -42,6 +43,7 @@ class Param:
         spec: Where it lies in the flat buffer, and how it is gathered and reduced.
         parameter: The DTensor parameter that the group's edge leads to.
         view: The view of the flat buffer that is the DTensor's local tensor; rows may be fewer than on other ranks.
+        layout: Of the gathered parameter, if that is a DTensor over further ranks (tensor parallel), too.
         first_text: Of the spec when the model was taken over: how the module's class reads it.
     """
 
@@ -50,6 +52,7 @@ class Param:
     spec: UnshardSpec
     parameter: nn.Parameter
     view: torch.Tensor
+    layout: DTensorLayout | None
     first_text: str = ""
 
     def __post_init__(self) -> None:
@@ -71,6 +74,14 @@ class Param:
         now = fsdp2.sharded_param(self.of_torch)
         return now is not self.parameter or local_tensor(now) is not self.view  # type: ignore[arg-type]
 
+    def update_shard_data(self) -> None:
+        """Makes FSDP2 use the values of a DTensor that is no longer the view of the flat buffer."""
+        local = local_tensor(fsdp2.sharded_param(self.of_torch))  # type: ignore[arg-type]
+        padded = local.new_zeros(fsdp2.padded_shape(self.of_torch))
+        dim = self.spec.dim or 0
+        padded.narrow(dim, 0, local.size(dim) if local.numel() else 0).copy_(local)
+        fsdp2.set_shard_data(self.of_torch, padded.view(-1))
+
 
 class ParamGroup:
     """The parameters of one FSDP2 group that share a dtype and were trainable, or frozen, together.
@@ -84,13 +95,14 @@ class ParamGroup:
         params: In the order of registration.
         pending: Gradients that wait for (the rest of) their reduction.
         updates: Updates in backward.
+        gathered: By offset, full parameters that the user has gathered before the next compiled forward.
     """
 
     # Compiled code sees the buffer under other identities; its address tells which group it is.
     _by_address: ClassVar[weakref.WeakValueDictionary[int, ParamGroup]] = weakref.WeakValueDictionary()
 
     def __init__(
-        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], names: dict[int, str]
+        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], titles: dict[int, str]
     ) -> None:
         self._unit = weakref.ref(unit)
         self.of_torch = of_torch
@@ -112,14 +124,13 @@ class ParamGroup:
             spec = dataclasses.replace(
                 common, offset=slot.offset, extent=slot.extent, shape=fsdp2.shape_of(each), dim=fsdp2.shard_dim(each)
             )
-            name = names.get(id(fsdp2.sharded_param(each)), fsdp2.refs_of(each)[0][1])
-            found[slot.index] = self._move_in(each, name, spec)
+            found[slot.index] = self._move_in(each, _name(each, titles), spec)
         self.params = tuple(p for p in found if p is not None)
         self.pending = PendingGrads(self)
+        self.gathered: dict[int, torch.Tensor] = {}
         self.edge = self.flat
         self.make_edge()
-        if device.type != "meta":
-            ParamGroup._by_address[self.flat.data_ptr()] = self
+        self._note_address()
 
     @property
     def unit(self) -> Unit:
@@ -135,6 +146,16 @@ class ParamGroup:
             return None
         found = ParamGroup._by_address.get(flat.data_ptr())  # type: ignore[attr-defined]
         return found if found is not None and found.flat.numel() == flat.numel() else None  # type: ignore[attr-defined]
+
+    def give_memory(self, flat: torch.Tensor) -> None:
+        """Puts a buffer with an address in the place of one on meta, where FSDP2's shards stay: for plans."""
+        self.flat = flat
+        self.make_edge()
+        self._note_address()
+
+    def _note_address(self) -> None:
+        if self.flat.device.type != "meta":
+            ParamGroup._by_address[self.flat.data_ptr()] = self
 
     @property
     def is_trainable(self) -> bool:
@@ -200,7 +221,7 @@ class ParamGroup:
         parameter.data = make_dtensor(view, parameter)
         fsdp2.set_shard_data(each, piece)
         set_local_tensor(parameter, view)  # type: ignore[arg-type]
-        return Param(each, name, spec, parameter, view, first_text)
+        return Param(each, name, spec, parameter, view, _layout(each), first_text)
 
     def make_edge(self) -> None:
         """Makes the tensor that graphs take: the buffer's memory, with a history that leads to the DTensors."""
@@ -210,32 +231,42 @@ class ParamGroup:
             param.parameter = parameter
         self._requires_grad = [p.requires_grad for p in parameters]
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether parameters have another dtype, or are on another device, since the group was made."""
+        moved: list[Any] = [fsdp2.sharded_param(p.of_torch) for p in self.params if p.is_moved]
+        found = [local_tensor(each) for each in moved]
+        return any((local.dtype, local.device) != (self.flat.dtype, self.flat.device) for local in found)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether `follow_parameters` has something to follow."""
+        if any(param.is_moved for param in self.params):
+            return True
+        return [p.parameter.requires_grad for p in self.params] != self._requires_grad
+
     def follow_parameters(self) -> bool:
-        """Follows parameters that were converted, replaced, frozen or thawed; returns whether the edge is another one.
+        """Follows parameters that were replaced, frozen or thawed; returns whether the edge is another one.
 
         Raises:
-            UnsupportedModelError: If a parameter has another dtype or shape now.
+            UnsupportedModelError: If a parameter has another shape now.
         """
         moved = [i for i, param in enumerate(self.params) if param.is_moved]
-        is_other = any(fsdp2.sharded_param(self.params[i].of_torch) is not self.params[i].parameter for i in moved)
         for i in moved:
             param = self.params[i]
-            now = fsdp2.sharded_param(param.of_torch)
-            local = local_tensor(now)  # type: ignore[arg-type]
-            if local.dtype != self.flat.dtype or local.device != self.flat.device or local.shape != param.view.shape:
+            local = local_tensor(fsdp2.sharded_param(param.of_torch))  # type: ignore[arg-type]
+            if local.shape != param.view.shape:
                 raise UnsupportedModelError(
-                    f"a parameter was changed from {_described(param.view)} to {_described(local)} after a compiled "
-                    "forward",
+                    f"a sharded parameter was replaced by one of another shape: {list(local.shape)} on this rank, "
+                    f"not {list(param.view.shape)}",
                     where=param.name,
-                    instead="convert the model before its first compiled call",
+                    instead="change shapes before fully_shard()",
                 )
-            fsdp2.set_shard_data(param.of_torch, _padded(local, param))
-            self.params = (
-                *self.params[:i],
-                self._move_in(param.of_torch, param.name, param.spec, param.first_text),
-                *self.params[i + 1 :],
-            )
-        if is_other or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
+            param.update_shard_data()
+            again = self._move_in(param.of_torch, param.name, param.spec, param.first_text)
+            self.params = (*self.params[:i], again, *self.params[i + 1 :])
+        # After `swap_tensors` a parameter is the same object, and the edge leads to what was in it.
+        if moved or [p.parameter.requires_grad for p in self.params] != self._requires_grad:
             self.make_edge()
             return True
         return False
@@ -253,12 +284,15 @@ class ParamGroup:
         ]
 
 
-def _padded(local: torch.Tensor, param: Param) -> torch.Tensor:
-    padded = local.new_zeros(fsdp2.padded_shape(param.of_torch))
-    dim = param.spec.dim or 0
-    padded.narrow(dim, 0, local.size(dim) if local.numel() else 0).copy_(local)
-    return padded.view(-1)
+def _layout(param: fsdp2.TorchParam) -> DTensorLayout | None:
+    spec = fsdp2.unsharded_spec(param)
+    if spec is None:
+        return None
+    return DTensorLayout.of(spec.mesh, spec.placements, spec.shape, fsdp2.data_parallel_dims(param))
 
 
-def _described(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+def _name(param: fsdp2.TorchParam, titles: dict[int, str]) -> str:
+    """The first name of a parameter, from the root; its module may have the gathered parameter registered."""
+    module, name = fsdp2.refs_of(param)[0]
+    path = titles.get(id(module), "")
+    return f"{path}.{name}" if path else name

@@ -1,14 +1,14 @@
 """Gradients that wait for (the rest of) their reduction: those of microbatches, until the last one.
 
-They have one home at a time: here, as one tensor of a group, while graphs gather its unit; in FSDP2's objects, one of each
-parameter, from before FSDP2's pre-forward until after its post-backward.
+They have one home at a time: here, as one tensor of a group, while graphs gather its unit; in FSDP2's objects, one of
+each parameter, from before FSDP2's pre-forward until after its post-backward.
 
     no_sync         backward graph -> accumulator leaf -> `unreduced` [size * numel]
     last one        backward graph takes `unreduced`, adds its own gradients, reduces the sum
     left over       at the end of that backward, for parameters that it made no gradient of
 
-Graphs do not take the pending tensor itself, whose presence and identity Dynamo would guard on, but a tensor of its shape
-without memory; the compiled step puts the pending one, or zeros, in its place.
+Graphs do not take the pending tensor itself, whose presence and identity Dynamo would guard on, but a tensor of its
+shape without memory; the compiled step puts the pending one, or zeros, in its place.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class PendingGrads:
         return set() if known is None else set(known.offsets)
 
     def take(self, placement: GradPlacement, offsets: Collection[int]) -> torch.Tensor:
-        """The sum, for a graph that adds to it the gradients of the parameters at some offsets; zeros if there is none."""
+        """The sum, or zeros, for a graph that adds to it the gradients of the parameters at some offsets."""
         known = self._sums.get(placement)
         if known is None or known.offsets.isdisjoint(offsets):
             return torch.zeros(self.numel(placement), dtype=self.dtype(), device=self.device())
@@ -171,7 +171,11 @@ class PendingGrads:
             for param in self.group.params_at(unreduced.offsets):
                 rows = self._rows(unreduced.value, param).reshape(-1)
                 full = full_parameter(_EAGER, rows, param.spec, start=0, span=param.spec.extent)
-                fsdp2.give_unreduced_grad(param.of_torch, full.clone())
+                # FSDP2 adds to it in place.
+                full = full.clone()
+                fsdp2.give_unreduced_grad(
+                    param.of_torch, full if param.layout is None else param.layout.unreduced(full)
+                )
 
     def take_from_torch(self) -> None:
         """Takes unreduced gradients from FSDP2, after its post-backward."""

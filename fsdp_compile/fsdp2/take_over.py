@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.dynamo import backend_in_callback, call_of, skip_code
+from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, skip_code
 from fsdp_compile._torch.eval_frame import compiler_of_calls
-from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.fsdp2.casts import cast
-from fsdp_compile.fsdp2.module_class import FLAT, LAYOUTS, UNIT, ParamRead, class_of, refresh_reads, set_flat
+from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
 
@@ -39,13 +38,29 @@ def model_of(module: nn.Module) -> Model | None:
     """The model that a module is a part of, if it was taken over."""
     unit = module.__dict__.get(UNIT)
     if unit is not None:
-        return unit.model  # type: ignore[no-any-return]
+        return unit.model
     return _models.get(module)
 
 
 def models() -> list[Model]:
     """All models that were taken over."""
     return list(_models.values())
+
+
+def units(model: nn.Module) -> list[Unit]:
+    """The units of a sharded model, in the order of their modules; it is taken over if no compile has done that yet.
+
+    Args:
+        model: The model, or what `torch.compile` has made of it. All ranks call this together.
+
+    Returns:
+        None for a plain model.
+    """
+    module = model._orig_mod if isinstance(model, OptimizedModule) else model
+    found = model_of(module)
+    if found is None and (state := sharded_root(module)) is not None:
+        found = take_over(state)
+    return [] if found is None else list(found.units)
 
 
 def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
@@ -58,7 +73,10 @@ def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
 
 
 def take_over(state: fsdp2.FSDPState) -> Model:
-    """Takes over the model that one of FSDP2's states belongs to; all ranks of its meshes call it together."""
+    """Takes over the model that one of FSDP2's states belongs to; all ranks of its meshes call it together.
+
+    In the middle of a forward, the units whose calls FSDP2's hooks have begun are left to graphs.
+    """
     # The first call may be an evaluation.
     with torch.inference_mode(mode=False), torch.no_grad():
         if not fsdp2.is_initialized(state):
@@ -67,24 +85,22 @@ def take_over(state: fsdp2.FSDPState) -> Model:
         root = fsdp2.modules_of(states[0])[0]
         if root in _models:
             return _models[root]
-        model = Model(root)
+        # The call in which this happens may have gathered some.
         for of_torch in (group for each in states for group in fsdp2.groups_of(each)):
             if not fsdp2.is_sharded(of_torch):
                 fsdp2.reshard(of_torch)
+        model = Model(root)
         titles = {id(module): name for name, module in root.named_modules()}
-        names = {
-            id(parameter): f"{path}.{name}" if path else name
-            for path, module in reversed(list(root.named_modules()))
-            for name, parameter in module._parameters.items()
-        }
         for each in states:
-            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each))
+            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each)) or "(root)"
             unit = Unit(model, each, title)
-            unit.make_groups(names)
+            unit.make_groups(titles)
             _wrap_hooks(unit)
             model.units.append(unit)
         _give_classes(model)
         _models[root] = model
+    for unit in model.units:
+        unit.continue_as_deferred()
     return model
 
 
@@ -99,8 +115,10 @@ def _give_classes(model: Model) -> None:
     marks = {module: fsdp2.take_marks(module) for module in model.root.modules()}
     for module in marks:
         own = sorted(reads.get(module, ()), key=lambda read: read[0])
-        number = {group: i for i, group in enumerate(dict.fromkeys(g for g in model.groups if any(g is r[1] for r in own)))}
-        layouts = {name: _layout(param) for name, _, param in own if fsdp2.unsharded_spec(param.of_torch) is not None}
+        number = {
+            group: i for i, group in enumerate(dict.fromkeys(g for g in model.groups if any(g is r[1] for r in own)))
+        }
+        layouts = {name: param.layout for name, _, param in own if param.layout is not None}
         if layouts:
             object.__setattr__(module, LAYOUTS, layouts)
         plain = type(module)
@@ -119,9 +137,18 @@ def _give_classes(model: Model) -> None:
             refresh_reads(group)
 
 
-def _layout(param: Param) -> TensorParallel:
-    spec = fsdp2.unsharded_spec(param.of_torch)
-    return TensorParallel(spec.mesh, spec.placements, spec.tensor_meta.shape, spec.tensor_meta.stride, torch.Size(param.spec.shape))
+def _follow_conversions(model: Model) -> None:
+    """After `.double()` or `.to()`: flat buffers of the new dtype, and classes whose reads say so."""
+    converted = [unit for unit in model.units if unit.is_converted]
+    if not converted:
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        titles = {id(module): name for name, module in model.root.named_modules()}
+        for module in model.root.modules():
+            fsdp2.set_class(module, original_class(module))
+        for unit in converted:
+            unit.remake_groups(titles)
+        _give_classes(model)
 
 
 # FSDP2's hooks.
@@ -147,7 +174,7 @@ def _wrap_hooks(unit: Unit) -> None:
 
 
 def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsdp2.PreHook:
-    unit.pre_forward = hook
+    unit.pre_hook = hook
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -161,6 +188,8 @@ def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsd
 
 
 def _post_hook(unit: Unit, hook: fsdp2.PostHook, dtype: torch.dtype | None) -> fsdp2.PostHook:
+    unit.post_hook = hook
+
     def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
             return output if dtype is None else cast(output, dtype)
@@ -170,23 +199,28 @@ def _post_hook(unit: Unit, hook: fsdp2.PostHook, dtype: torch.dtype | None) -> f
     return post_forward
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
     repeats = fsdp2.training_state(unit.state) is fsdp2.TrainingState.PRE_BACKWARD
+    if unit is unit.model.units[0] and unit.gatherer is not Gatherer.HOOKS:
+        _follow_conversions(unit.model)
     if _watched.value and not repeats and unit.gatherer is not Gatherer.HOOKS:
-        if unit.state is unit.model.units[0].state:
-            for each in unit.model.units:
-                each.follow()
-        unit.defer(call_of(module))
-        return fsdp2.cast_inputs(unit.state, args, kwargs)
+        for each in unit.inner_units:
+            each.follow()
+            each.gather_given()
+        if not unit.given_values():
+            unit.defer(call_of(module))
+            return fsdp2.cast_inputs(unit.state, args, kwargs)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.begin_hooks()
     return unit.pre_forward(module, args, kwargs)
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def _end(unit: Unit, hook: fsdp2.PostHook, module: nn.Module, args: Any, output: Any) -> Any:
+    for each in unit.inner_units:
+        output = each.end_given(output)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.end_deferred()
         dtype = fsdp2.policy_of(unit.state).output_dtype

@@ -1,19 +1,20 @@
 """Units: who gathers the parameters of one call of FSDP2's `fully_shard` in a forward.
 
     forward                             who gathers           registered in the modules     classes of the modules
-    traced into a graph                 the graph             DTensors                      properties: `unshard` markers
+    traced into a graph                 the graph             DTensors                      properties: markers
     in Python, Dynamo watches           nobody yet: DEFERRED  DTensors                      properties
       ... and Python reads a parameter  FSDP2's pre-forward   full parameters               the user's own
     in Python, Dynamo does not watch    FSDP2's pre-forward   full parameters               the user's own
 
-Dynamo runs the hooks of the compiled root, and of a unit that is called behind a graph break, in Python, and then traces
-their forwards; until it has, nobody can tell whether a graph will gather the unit. The class is what tells Dynamo who
-gathers: it guards on the type of each module anyway.
+Dynamo runs the hooks of the compiled root, and of a unit that is called behind a graph break, in Python, and then
+traces their forwards; until it has, nobody can tell whether a graph will gather the unit. The class is what tells
+Dynamo who gathers: it guards on the type of each module anyway.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from collections.abc import Sequence
 from types import FrameType
@@ -21,10 +22,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import after_this_backward
-from fsdp_compile._torch.dynamo import call_of, is_on_stack
+from fsdp_compile._torch.dynamo import call_of, is_on_stack, keep_sizes_fixed
+from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import ParamGroup
 
@@ -73,7 +76,7 @@ class Model:
         self._pending.add(group)
 
     def at_end_of_backward(self, task: int) -> None:
-        """Reduces, when a backward ends that reduces gradients, those that earlier ones have left and it did not take."""
+        """Reduces, when a backward ends that reduces gradients, those that are left of earlier ones."""
         if self._pending and task not in self._ends_with:
             self._ends_with.add(task)
             after_this_backward(lambda: self._end_backward(task))
@@ -92,13 +95,16 @@ class Unit:
 
     Attributes:
         state: FSDP2's.
-        title: Names of its modules, from the root of the model.
+        title: Names of its modules, from the root of the model, which is "(root)".
         groups: One for each FSDP2 group, dtype and trainability.
         gatherer: Who gathers it in the forward that runs.
-        pre_forward: FSDP2's hook.
+        pre_hook: FSDP2's.
+        post_hook: FSDP2's.
+        compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
     """
 
-    pre_forward: fsdp2.PreHook
+    pre_hook: fsdp2.PreHook
+    post_hook: fsdp2.PostHook
 
     def __init__(self, model: Model, state: fsdp2.FSDPState, title: str) -> None:
         self._model = weakref.ref(model)
@@ -106,8 +112,17 @@ class Unit:
         self.title = title
         self.groups: list[ParamGroup] = []
         self.gatherer = Gatherer.GRAPH
+        self.compiled_regions: dict[tuple[int, ...], Any] = {}
         self._call: FrameType | None = None
+        self._holds_given = False
+        self._follows_hook = False
         self._classes: list[tuple[weakref.ref[nn.Module], type, type]] = []
+
+    @functools.cached_property
+    def inner_units(self) -> list[Unit]:
+        """The units of the modules below its own."""
+        modules = {id(m) for module in fsdp2.modules_of(self.state) for m in module.modules()}
+        return [u for u in self.model.units if u is not self and id(fsdp2.modules_of(u.state)[0]) in modules]
 
     @property
     def model(self) -> Model:
@@ -116,15 +131,41 @@ class Unit:
         assert model is not None
         return model
 
-    def make_groups(self, names: dict[int, str]) -> None:
+    def make_groups(self, titles: dict[int, str]) -> None:
         """Moves the shards of FSDP2's groups into flat buffers."""
         for of_torch in fsdp2.groups_of(self.state):
             kinds: dict[Any, list[fsdp2.TorchParam]] = {}
             for param in fsdp2.params_of(of_torch):
                 parameter = fsdp2.sharded_param(param)
                 kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(param)
-            self.groups += [ParamGroup(self, of_torch, members, names) for members in kinds.values()]
+            self.groups += [ParamGroup(self, of_torch, members, titles) for members in kinds.values()]
             fsdp2.observe(of_torch, _Observer(self, of_torch))
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether its parameters have another dtype, or are on another device, since the last forward."""
+        return any(group.is_converted for group in self.groups)
+
+    def remake_groups(self, titles: dict[int, str]) -> None:
+        """Moves converted shards into flat buffers of their own dtype and device.
+
+        Raises:
+            UnsupportedModelError: If gradients wait for their reduction.
+        """
+        for group in self.groups:
+            if group.pending:
+                raise UnsupportedModelError(
+                    "parameters are converted while gradients of microbatches wait for their reduction",
+                    where=f"unit {self.title}",
+                    instead="convert the model between steps",
+                )
+            for param in group.params:
+                if param.is_moved:
+                    param.update_shard_data()
+        for of_torch in fsdp2.groups_of(self.state):
+            fsdp2.follow_dtypes(of_torch)
+        self.groups = []
+        self.make_groups(titles)
 
     def set_classes(self, classes: Sequence[tuple[nn.Module, type, type]]) -> None:
         """Sets, for each module that reads its parameters, the class while graphs gather, and while hooks do."""
@@ -145,7 +186,7 @@ class Unit:
         self.follow()
 
     def continue_as_deferred(self) -> None:
-        """After the model was taken over in the middle of a forward: leaves a call that FSDP2's hook has begun to graphs."""
+        """After the model was taken over in the middle of a forward: leaves a call that a hook has begun to graphs."""
         if fsdp2.training_state(self.state) is fsdp2.TrainingState.FORWARD:
             fsdp2.leave_forward(self.state)
             self.defer(next((call for m in fsdp2.modules_of(self.state) if (call := call_of(m)) is not None), None))
@@ -171,15 +212,66 @@ class Unit:
     def begin_hooks(self) -> None:
         """Makes FSDP2's hooks gather the unit from here on."""
         self._call = None
-        self.follow()
+        self.follow(by_hooks=True)
         for group in self.groups:
             group.pending.give_to_torch()
             if torch.is_grad_enabled():
                 group.updates.begin_forward()
         self._swap(Gatherer.HOOKS)
 
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Runs FSDP2's pre-forward; values that `functional_call` has put in the place of parameters stay.
+
+        Raises:
+            UnsupportedModelError: If such a value is sharded.
+        """
+        given = self.given_values()
+        for reader, name, value in given:
+            if isinstance(value, DTensor) and all(
+                fsdp2.unsharded_spec(p.of_torch) is None for g in self.groups for p in g.params
+            ):
+                raise UnsupportedModelError(
+                    "functional_call() is given a sharded value",
+                    where=f"{type(reader).__name__}.{name}",
+                    instead="full values: {name: p.full_tensor() for name, p in model.named_parameters()}",
+                )
+        self._holds_given = bool(given)
+        made = self.pre_hook(module, args, kwargs)
+        for reader, name, value in given:
+            reader._parameters[name] = value  # type: ignore[assignment]
+        return made
+
+    def given_values(self) -> list[tuple[nn.Module, str, object]]:
+        """What is registered for parameters of the unit in the place of what FSDP2 registers."""
+        return [
+            (module, name, value)
+            for group in self.groups
+            for param in group.params
+            for module, name in param.refs
+            if not fsdp2.is_registered_by_torch(param.of_torch, value := module._parameters.get(name))
+        ]
+
+    def gather_given(self) -> bool:
+        """Gathers the unit by FSDP2's hooks if `functional_call` has put values in the place of its parameters.
+
+        Graphs would ignore them. Returns whether it has.
+        """
+        if self.gatherer is Gatherer.HOOKS or not self.given_values():
+            return False
+        self.begin_hooks()
+        self.pre_forward(fsdp2.modules_of(self.state)[0], (), {})
+        return True
+
+    def end_given(self, output: Any) -> Any:
+        """Ends a forward of which only the beginning has run FSDP2's hooks, with the output of the outermost module."""
+        if self._holds_given and self.gatherer is Gatherer.HOOKS:
+            output = self.post_hook(fsdp2.modules_of(self.state)[0], (), output)
+            self.end_hooks()
+        return output
+
     def end_hooks(self) -> None:
         """Ends a forward in which FSDP2's hooks have gathered the unit."""
+        self._holds_given = False
         if not fsdp2.is_partly_run(self.state):
             self._swap(Gatherer.GRAPH)
 
@@ -188,20 +280,73 @@ class Unit:
         self.gatherer, self._call = Gatherer.GRAPH, None
 
     def gather_late(self, module: nn.Module) -> None:
-        """Runs FSDP2's pre-forward for a unit of which Python reads a parameter in a forward that Dynamo was to compile."""
+        """Runs FSDP2's pre-forward for a unit that Python reads in a forward which Dynamo was to compile."""
         if self.is_deferred:
             self.begin_hooks()
             self.pre_forward(module, (), {})
 
-    def follow(self) -> None:
-        """Before a forward: follows parameters that were converted, replaced, frozen or thawed since the last one."""
+    def follow(self, *, by_hooks: bool = False) -> None:
+        """Before a forward: follows what users have done with parameters since the last one.
+
+        They may have converted, replaced, frozen, thawed or gathered them.
+
+        Args:
+            by_hooks: Whether FSDP2's hooks are about to gather the unit.
+        """
+        self._follows_hook = True
+        if self.gatherer is not Gatherer.HOOKS:
+            self._follow_gathered(by_hooks=by_hooks)
         for group in self.groups:
-            # FSDP2 leaves units that it does not free after forward gathered, if no backward followed (an evaluation).
-            if self.gatherer is not Gatherer.HOOKS and not fsdp2.is_sharded(group.of_torch):
-                fsdp2.reshard(group.of_torch)
             if group.follow_parameters():
                 set_flat(group)
                 refresh_reads(group)
+
+    def _follow_gathered(self, *, by_hooks: bool) -> None:
+        for of_torch in fsdp2.groups_of(self.state):
+            if not fsdp2.is_gathered_by_user(of_torch):
+                # FSDP2 leaves units gathered that it does not free after forward, if no backward followed.
+                if not fsdp2.is_sharded(of_torch):
+                    fsdp2.reshard(of_torch)
+            elif not by_hooks:
+                taken = fsdp2.take_gathered(of_torch)
+                for group in self.groups:
+                    if group.of_torch is of_torch:
+                        own = {p.spec.offset: taken[id(p.of_torch)] for p in group.params if id(p.of_torch) in taken}
+                        self._set_gathered(group, own)
+        if by_hooks:
+            self.forget_gathered()
+
+    def begin_graph(self) -> None:
+        """Before a graph that gathers the unit, or has taken what the user has gathered.
+
+        A compiled function calls no hook before it.
+        """
+        self.forget_gathered()
+        if self._follows_hook or self.gatherer is Gatherer.HOOKS:
+            self._follows_hook = False
+            return
+        for of_torch in fsdp2.groups_of(self.state):
+            if not fsdp2.is_sharded(of_torch):
+                fsdp2.reshard(of_torch)
+        if any(group.is_changed for group in self.groups):
+            raise UnsupportedModelError(
+                "parameters were converted, replaced, frozen or thawed since the last call of a compiled function",
+                where=f"unit {self.title}",
+                instead="torch.compile(model) in the place of a compiled function, or one uncompiled forward of the "
+                "model after the change",
+            )
+
+    def forget_gathered(self) -> None:
+        """Frees full parameters that the user has gathered for the forward that ran."""
+        for group in self.groups:
+            if group.gathered:
+                self._set_gathered(group, {})
+
+    def _set_gathered(self, group: ParamGroup, full: dict[int, torch.Tensor]) -> None:
+        for tensor in full.values():
+            keep_sizes_fixed(tensor)
+        group.gathered = full
+        refresh_reads(group)
 
 
 class _Observer:

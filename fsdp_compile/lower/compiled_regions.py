@@ -7,12 +7,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from fsdp_compile.ir.graph import StepGraph
 from fsdp_compile.lower.graph_text import GraphText
-from fsdp_compile.runtime.units import FSDPParamGroup, FSDPUnit
+
+
+class Unit(Protocol):
+    """A unit, as far as it has to do with compiled regions."""
+
+    compiled_regions: dict[tuple[int, ...], Any]
+
+    @property
+    def model(self) -> Any:
+        """The model that it is a part of, with all its `units`."""
+        ...
+
+
+class Group(Protocol):
+    """A parameter group that a graph reads."""
+
+    @property
+    def unit(self) -> Any:
+        """Its `Unit`."""
+        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,14 +58,12 @@ class CompiledRegion:
         return [each for each in self.graphs if isinstance(each, StepGraph)]
 
 
-def register_region(inputs: Sequence[object], lower: str) -> CompiledRegion:
+def register_region(groups: Sequence[Group], lower: str) -> CompiledRegion:
     """Makes a region for the graphs of a compile; of several compiles of one region the last is stored.
 
-    The units of the parameter groups among `inputs` store it; `lower` is as in `FSDPOptions.lower`.
+    The units of the parameter groups that it reads store it; `lower` is as in `FSDPOptions.lower`.
     """
-    found = [FSDPParamGroup.of(value) for value in inputs if isinstance(value, torch.Tensor)]
-    groups = [group for group in found if group is not None]
-    units = {group.unit for group in groups}
+    units: list[Unit] = list(dict.fromkeys(group.unit for group in groups))
     of_models = {unit for model in {unit.model for unit in units} for unit in model.units}
     earlier = [region.number for unit in of_models for region in unit.compiled_regions.values()]
     region = CompiledRegion(max(earlier, default=-1) + 1, lower)
@@ -56,7 +74,7 @@ def register_region(inputs: Sequence[object], lower: str) -> CompiledRegion:
     return region
 
 
-def regions_of(units: Iterable[FSDPUnit]) -> list[CompiledRegion]:
+def regions_of(units: Iterable[Unit]) -> list[CompiledRegion]:
     """Regions that read any of `units`, each once, in the order in which they were compiled."""
     found = {region for unit in units for region in unit.compiled_regions.values() if region.graphs}
     return sorted(found, key=lambda region: region.number)

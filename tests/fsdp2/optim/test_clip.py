@@ -1,0 +1,271 @@
+"""The norm of all gradients and their scale are those of one process on the whole batch, under every strategy."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.optim.clip import clip_grad_norm_
+from fsdp_compile.fsdp2.shards import local_of
+from tests import long
+from tests.fsdp2.models import whole
+from tests.ranks import run_ranks
+
+NORMS = (2.0, 1.0, 3.0, math.inf)
+WIDTH = 6
+
+
+class Net(nn.Module):
+    """One row of `row` and a 0-d `scale`: some ranks have nothing of the one, all have the other whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, 7)
+        self.two = nn.Linear(7, WIDTH)
+        self.row = nn.Parameter(torch.randn(1, WIDTH))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x).relu()) * self.scale + self.row
+
+
+def full_shard(model: nn.Module) -> None:
+    fully_shard(model, ignored_params=_ignored(model))
+
+
+def hybrid(model: nn.Module) -> None:
+    fully_shard(model, mesh=_hybrid_mesh(), ignored_params=_ignored(model))
+
+
+def two_meshes(model: nn.Module) -> None:
+    assert isinstance(model, Net)
+    fully_shard(model.one, mesh=_hybrid_mesh())
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), ignored_params=_ignored(model))
+
+
+def _ignored(model: nn.Module) -> set[nn.Parameter]:
+    """FSDP2 does not shard 0-d parameters."""
+    return {parameter for parameter in model.parameters() if parameter.dim() == 0}
+
+
+def _hybrid_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def _trained(prepare: Callable[[nn.Module], None]) -> tuple[nn.Module, nn.Module]:
+    """A sharded model and its copy in one process, after backward over the same batch."""
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    prepare(model)
+    batch = torch.randn(8, WIDTH)
+    mine = batch.chunk(dist.get_world_size())[dist.get_rank()]
+    for net, rows in ((model, mine), (reference, batch)):
+        (net(rows) - rows).square().mean().backward()
+    for parameter in _ignored(model):
+        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+    return model, reference
+
+
+def _compare(prepare: Callable[[nn.Module], None]) -> None:
+    model, reference = _trained(prepare)
+    kept = [(p.grad.clone(), q.grad.clone()) for p, q in _with_gradients(model, reference)]  # type: ignore[union-attr]
+    for norm_type in NORMS:
+        for (p, q), (mine, theirs) in zip(_with_gradients(model, reference), kept, strict=True):
+            p.grad, q.grad = mine.clone(), theirs.clone()
+        norm = clip_grad_norm_(model, 0.1, norm_type)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
+        assert type(norm) is torch.Tensor
+        assert norm.dim() == 0
+        torch.testing.assert_close(norm, expected)
+        for mine, theirs in _with_gradients(model, reference):
+            torch.testing.assert_close(whole(mine.grad), theirs.grad)
+    assert model.unused.grad is None
+
+
+def _with_gradients(model: nn.Module, reference: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    return [(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True) if q.grad is not None]
+
+
+@pytest.mark.core
+def test_two_ranks_clip_like_one_process() -> None:
+    run_ranks(_compare, full_shard, world_size=2)
+
+
+@long.parametrize("prepare", [full_shard, hybrid, two_meshes], always=[hybrid, two_meshes])
+def test_four_ranks_clip_like_one_process(prepare: Callable[[nn.Module], None]) -> None:
+    run_ranks(_compare, prepare, world_size=4)
+
+
+def test_one_rank_clips_like_one_process() -> None:
+    run_ranks(_compare, full_shard, world_size=1)
+
+
+def _below() -> None:
+    model, _ = _trained(full_shard)
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    norm = clip_grad_norm_(model, 1e6)
+    assert 0 < norm < 1e6
+    for name, gradient in before.items():
+        clipped = model.get_parameter(name).grad
+        assert clipped is not None
+        assert torch.equal(local_of(clipped), local_of(gradient)), name
+
+
+def test_gradients_below_the_norm_keep_their_bits() -> None:
+    run_ranks(_below)
+
+
+def _mixed(norm_type: float) -> tuple[float, float, float, torch.dtype]:
+    """Plain gradients of this rank's own beside sharded ones, in two dtypes."""
+    torch.manual_seed(0)
+    model = Net()
+    model.row = nn.Parameter(model.row.detach().double())
+    fully_shard(model, ignored_params={model.row, model.scale})
+    sharded = torch.arange(7.0 * WIDTH).view(7, WIDTH)
+    mesh = init_device_mesh("cpu", (2,))
+    rows = sharded.chunk(2)[dist.get_rank()]
+    model.one.weight.grad = DTensor.from_local(rows, mesh, [Shard(0)], shape=sharded.shape, stride=sharded.stride())
+    model.row.grad = torch.full((1, WIDTH), 10.0 * (1 + dist.get_rank()), dtype=torch.float64)
+    model.scale.grad = torch.tensor(3.0)
+    full = torch.cat([sharded.flatten().double(), model.row.grad.flatten(), torch.tensor([3.0], dtype=torch.float64)])
+    expected = torch.linalg.vector_norm(full, norm_type).item()
+    before = model.row.grad[0, 0].item()
+    norm = clip_grad_norm_([*model.parameters(), model.row], 1.0, norm_type)  # `row` is there twice
+    return norm.item(), expected, model.row.grad[0, 0].item() / before * expected, norm.dtype
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_plain_gradients_count_once_as_each_rank_has_them(norm_type: float) -> None:
+    for norm, expected, clipped, dtype in run_ranks(_mixed, norm_type, world_size=2):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert clipped == pytest.approx(1.0, rel=1e-5)
+        assert dtype is torch.float64
+
+
+def _reductions() -> tuple[int, list[int]]:
+    model, _ = _trained(two_meshes)
+    with (
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
+        mock.patch.object(torch.Tensor, "item", side_effect=AssertionError("the host waits for the device")),
+        mock.patch.object(torch.Tensor, "__bool__", side_effect=AssertionError("the host waits for the device")),
+    ):
+        clip_grad_norm_(model.parameters(), 1.0)
+    return reduced.call_count, [call.args[0].numel() for call in reduced.call_args_list]
+
+
+def test_one_reduction_per_group_and_no_look_from_the_host() -> None:
+    assert run_ranks(_reductions, world_size=4) == [(2, [1, 1])] * 4
+
+
+def _reductions_of(prepare: Callable[[nn.Module], None]) -> int:
+    model, _ = _trained(prepare)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+        clip_grad_norm_(model.parameters(), 1.0)
+    return reduced.call_count
+
+
+def test_what_every_rank_has_whole_needs_no_collective() -> None:
+    assert run_ranks(_reductions_of, full_shard, world_size=1) == [0]
+    assert run_ranks(_reductions_of, full_shard, world_size=2) == [1, 1]
+
+
+def _lonely_gradient() -> list[float]:
+    model = nn.Linear(WIDTH, 4, bias=False)
+    fully_shard(model)
+    found = []
+    if dist.get_rank() == 1:
+        model.weight.grad = torch.zeros_like(model.weight)
+        local_of(model.weight.grad).fill_(2.0)
+    found.append(clip_grad_norm_(model, 100.0).item())
+    found.append(clip_grad_norm_(model, 100.0, float("inf")).item())
+    return found
+
+
+def test_a_rank_without_gradients_joins() -> None:
+    norm = math.sqrt(2 * WIDTH * 4)
+    for found in run_ranks(_lonely_gradient, world_size=2, timeout_s=60):
+        assert found == pytest.approx([norm, 2.0])
+
+
+def _not_finite(value: float, norm_type: float) -> tuple[bool, str]:
+    model = nn.Linear(WIDTH, 4, bias=False)
+    fully_shard(model)
+    model.weight.grad = torch.zeros_like(model.weight)
+    if dist.get_rank() == 0:
+        local_of(model.weight.grad)[0, 0] = value
+    norm = clip_grad_norm_(model, 1.0, norm_type)
+    local_of(model.weight.grad).fill_(value)
+    with pytest.raises(RuntimeError, match="nothing was clipped") as caught:
+        clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
+    return not norm.isfinite(), str(caught.value)
+
+
+@long.parametrize(
+    ("value", "norm_type"),
+    [(math.nan, math.inf), (math.inf, 2.0), (math.nan, 2.0)],
+    always=[(math.nan, math.inf), (math.inf, 2.0)],
+)
+def test_all_ranks_see_a_norm_that_is_not_finite(value: float, norm_type: float) -> None:
+    for seen, message in run_ranks(_not_finite, value, norm_type, world_size=2):
+        assert seen
+        assert str(value) in message
+
+
+def test_sums_of_half_precision_gradients_are_made_in_float32() -> None:
+    gradient = torch.full((3000,), 30.0, dtype=torch.float16)  # the sum of squares, and that of norms, overflow float16
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = gradient.clone()
+    norm = clip_grad_norm_(parameters, 1.0)
+    assert norm.dtype is torch.float16
+    assert norm.item() == pytest.approx(30 * math.sqrt(9000), rel=1e-3)
+    assert parameters[0].grad is not None
+    assert parameters[0].grad[0].item() == pytest.approx(1 / math.sqrt(9000), rel=2e-3)
+
+
+def test_no_gradients_have_norm_zero() -> None:
+    norm = clip_grad_norm_(nn.Linear(2, 2), 1.0)
+    assert (norm.item(), norm.dtype) == (0.0, torch.float32)
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
+def test_an_order_that_makes_no_norm_is_refused(norm_type: float) -> None:
+    with pytest.raises(ConfigError, match="a positive number"):
+        clip_grad_norm_(nn.Linear(2, 2), 1.0, norm_type)
+
+
+def _partial() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+    with pytest.raises(ConfigError) as caught:
+        clip_grad_norm_(parameter, 1.0)
+    return str(caught.value)
+
+
+def test_a_sum_that_was_not_made_yet_is_refused() -> None:
+    assert all("redistribute" in message for message in run_ranks(_partial, world_size=2))
+
+
+def test_norms_of_half_precision_gradients_are_not_rounded_before_they_are_summed() -> None:
+    parameters = [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(64)]
+    for parameter in parameters:
+        parameter.grad = torch.tensor([1.0, 2**-4], dtype=torch.bfloat16)  # its norm would be rounded to 1
+    wide = nn.Parameter(torch.zeros(2))
+    wide.grad = torch.zeros(2)
+    norm = clip_grad_norm_([*parameters, wide], 1.0)
+    assert norm.dtype is torch.float32
+    assert norm.item() == pytest.approx(8 * math.sqrt(1 + 2**-8), rel=1e-5)
