@@ -232,7 +232,8 @@ class Unit:
     @property
     def is_called(self) -> bool:
         """Whether a hook of it, or of its model, has followed parameters in Python for the forward that runs."""
-        return self.is_deferred or self.model.units[0].is_deferred
+        root = self.model.units[0]
+        return Gatherer.HOOKS in (self.gatherer, root.gatherer) or self.is_deferred or root.is_deferred
 
     def begin_hooks(self) -> None:
         """Makes FSDP2's hooks gather the unit from here on."""

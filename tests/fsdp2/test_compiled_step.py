@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -169,13 +170,14 @@ def test_a_collective_that_fails_names_the_units() -> None:
 
 
 def _stored() -> None:
-    seen: list[CompiledStep] = []
-    around = CompiledStep.around
-    CompiledStep.around = lambda step, run: seen.append(step) or around(step, run)  # type: ignore[method-assign]
-    try:
+    seen, of = [], CompiledStep.of
+
+    def note(*args: Any) -> CompiledStep:
+        seen.append(of(*args))
+        return seen[-1]
+
+    with mock.patch.object(CompiledStep, "of", note):
         loss_of(torch.compile(_sharded(), backend=fsdp, options=EAGER)(_input())).backward()
-    finally:
-        CompiledStep.around = around  # type: ignore[method-assign]
     assert len(seen) == 2
     assert [pickle.loads(pickle.dumps(step)) for step in seen] == seen
 
