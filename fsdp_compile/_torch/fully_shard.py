@@ -10,7 +10,7 @@ Everything that this package reads or changes of these objects is named in this 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -127,6 +127,11 @@ def comm_hook_of(state: FSDPState) -> Any:
 def set_comm_hook(state: FSDPState, hook: object) -> None:
     """Keeps a communication hook of compiled steps as long as the state."""
     setattr(state, _COMM_HOOK, hook)
+
+
+def prefetched(state: FSDPState) -> tuple[Sequence[FSDPState], Sequence[FSDPState]]:
+    """The states whose units are to be gathered early, where this one is used: in forward, and in backward."""
+    return state._states_to_forward_prefetch, state._states_to_backward_prefetch
 
 
 def training_state(state: FSDPState) -> TrainingState:
