@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2.backend import fsdp
-from fsdp_compile.optim.step_in_backward import step_in_backward
 from fsdp_compile.fsdp2.updates import refuse_whole_gradients
+from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests.models.kinds import WIDTH, Slim
 from tests.numerics.one_process.pair import loss_of
 from tests.ranks import run_ranks
