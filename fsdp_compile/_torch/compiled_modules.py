@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
+from torch._dynamo.backends import registry
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_in, calls_under_way
@@ -51,9 +51,13 @@ def after_each_compile_of_a_module(
         in_place(variables["self"], variables["kwargs"])
 
 
-def backend_named(given: object) -> object:
-    """The function that `torch.compile(backend=given)` compiles with."""
-    return torch._dynamo.lookup_backend(given) if isinstance(given, str) else given
+def is_backend(given: object, backend: Callable[..., Any]) -> bool:
+    """Whether `torch.compile(backend=given)` compiles with a backend, which has its own name.
+
+    The first compile by name may import the backend, and is then about to register it: nothing is looked up here.
+    """
+    found = registry._COMPILER_FNS.get(backend.__name__, backend) if given == backend.__name__ else given
+    return found is backend
 
 
 def _context_of(compiled: OptimizedModule) -> object:

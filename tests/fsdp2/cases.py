@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.fsdp2.backend import fsdp
+from fsdp_compile.backend import fsdp
 from tests.fsdp2.pair import (
     OPTIONS,
     WIDTH,

@@ -23,9 +23,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile import backend
+from fsdp_compile.backend import fsdp
 from fsdp_compile.errors import UnsupportedModelError
-from fsdp_compile.fsdp2 import backend
-from fsdp_compile.fsdp2.backend import fsdp
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.ir.graph import Phase, Role, StepGraph, require, role_of
 from tests.fsdp2.pair import (

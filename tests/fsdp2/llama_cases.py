@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp_compile.fsdp2.backend import fsdp
+from fsdp_compile.backend import fsdp
 from tests.fsdp2.pair import OPTIONS, Case, Pair, gathered_by_hooks
 
 VOCABULARY = 64

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.fsdp2.backend import fsdp
+from fsdp_compile.backend import fsdp
 from fsdp_compile.fsdp2.unit import Unit
 
 WIDTH = 16
