@@ -52,7 +52,6 @@ SHARED_BY_A_PROCESS = {
     "backend.py": {"_plain_models"},  # Dynamo watches compiles of the process
     "comm/failures.py": {"_last"},  # a world is the process's
     "comm/groups.py": {"registry"},  # torch's own names of groups are the process's
-    "comm/spmd_params.py": {"_by_key"},  # calls in graphs name layouts
     "modules/classes.py": {"_classes"},  # a cache: the same class for the same reads
     "ops/comm_hook.py": {"_registered"},  # graphs name hooks
     "ops/host_copy.py": {"_running"},  # graphs see tensors, which have no room for an event

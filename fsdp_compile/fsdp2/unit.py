@@ -231,7 +231,7 @@ class Unit:
 
     @property
     def is_called(self) -> bool:
-        """Whether a hook of it, or of its model, has run in Python for the forward that runs, and followed parameters."""
+        """Whether a hook of it, or of its model, has run in Python for this forward, and followed parameters."""
         return self.is_deferred or self.model.units[0].is_deferred
 
     def begin_hooks(self) -> None:
