@@ -11,23 +11,21 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile, ends_in_graph_break, list_mode_options
+from fsdp_compile.capture import plain, unaveraged
+from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.capture.functions import take_reads_out
 from fsdp_compile.capture.leave_functional_call import leave_functional_call
+from fsdp_compile.capture.reject_writes import refuse_writes
 from fsdp_compile.capture.shard_embeddings import shard_lookups
+from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
 from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError, FSDPCompileError
-from fsdp_compile.fsdp2 import (
-    kernels,  # noqa: F401  it registers them
-    plain,
-)
-from fsdp_compile.fsdp2.compiled_step import entered
-from fsdp_compile.fsdp2.flat_inputs import flat_inputs
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.fsdp2.reject_writes import refuse_writes
 from fsdp_compile.fsdp2.take_over import model_of, note_backend, sharded_root, take_over
-from fsdp_compile.fsdp2.whole_model import is_whole_model, refuse_budget_of_a_part
 from fsdp_compile.ir.graph import Phase, Role, StepGraph
 from fsdp_compile.lower.compiled_regions import register_region
+from fsdp_compile.lower.compiled_step import entered
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import FREE_AT_LAST_USE, compile_with_inductor
 from fsdp_compile.lower.progress import say
@@ -60,7 +58,7 @@ def fsdp(
     """
     checked = FSDPOptions.from_dict(options)
     settings = _settings_of(checked, mode)
-    plain.refuse_plain(gm, example_inputs)
+    unaveraged.refuse_plain(gm, example_inputs)
     plain.refuse_unused_sharding(example_inputs, checked)
     leave_functional_call(gm)
     refuse_writes(gm)
@@ -182,7 +180,7 @@ def _refuse_other_cluster(options: FSDPOptions, example_inputs: Sequence[Any]) -
 def _before_compile(frame: FrameToCompile) -> None:
     """Takes over models that torch's FSDP2 has sharded, before Dynamo traces a frame that may read them."""
     plain.shard_in_frame(frame)
-    for module in frame.modules():
+    for module in plain.modules_of(frame):
         state = None if model_of(module) is not None else sharded_root(module)
         if state is not None:
             take_over(state)

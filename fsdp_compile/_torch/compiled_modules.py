@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+from torch._dynamo.backends import registry
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_in, calls_under_way
@@ -48,6 +49,15 @@ def after_each_compile_of_a_module(
     # The first compile of a process may import this package, and is under way then.
     for variables in calls_under_way(original.__code__):
         in_place(variables["self"], variables["kwargs"])
+
+
+def is_backend(given: object, backend: Callable[..., Any]) -> bool:
+    """Whether `torch.compile(backend=given)` compiles with a backend, which has its own name.
+
+    The first compile by name may import the backend, and is then about to register it: nothing is looked up here.
+    """
+    found = registry._COMPILER_FNS.get(backend.__name__, backend) if given == backend.__name__ else given
+    return found is backend
 
 
 def _context_of(compiled: OptimizedModule) -> object:

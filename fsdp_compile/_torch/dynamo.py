@@ -211,11 +211,6 @@ def backend_in_callback(callback: object) -> object:
     return _given_backend(callback).function
 
 
-def backend_named(given: object) -> object:
-    """The function that `torch.compile(backend=given)` compiles with."""
-    return torch._dynamo.lookup_backend(given) if isinstance(given, str) else given
-
-
 def options_of(compiled: OptimizedModule) -> Mapping[str, Any] | None:
     """The options that were given to `torch.compile` for the backend."""
     return _given_backend(getattr(compiled.dynamo_ctx, "callback", None)).options
@@ -256,16 +251,6 @@ class FrameToCompile:
     names: frozenset[str]
     held: tuple[object, ...]
     limit: str
-
-    def modules(self) -> list[nn.Module]:
-        """The modules in `held`, in containers there, and in attributes of other objects there that the code names."""
-        held = [value.__self__ if isinstance(value, types.MethodType) else value for value in self.held]
-        owners = [value for value in held if not isinstance(value, nn.Module) and hasattr(value, "__dict__")]
-        found: list[object] = [self.starts]
-        for value in (*held, *(vars(owner)[name] for owner in owners for name in self.names & vars(owner).keys())):
-            inside = value.values() if isinstance(value, dict) else value
-            found += inside if isinstance(value, dict | list | tuple) else [value]
-        return list(dict.fromkeys(value for value in found if isinstance(value, nn.Module)))
 
 
 def before_each_compile(backend: object, call: Callable[[FrameToCompile], None]) -> None:
@@ -409,5 +394,5 @@ def source_prefixes(placeholder: fx.Node) -> list[str]:
 
 
 def keep_address(tensor: torch.Tensor) -> None:
-    """Tells compilers that a tensor stays where it is, so that CUDA graphs need not copy it; Dynamo does not guard it."""
+    """Tells compilers that a tensor stays where it is: CUDA graphs need not copy it, and Dynamo does not guard it."""
     torch._dynamo.mark_static_address(tensor, guard=False)  # type: ignore[no-untyped-call, unused-ignore]

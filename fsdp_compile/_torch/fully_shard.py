@@ -129,18 +129,6 @@ def set_comm_hook(state: FSDPState, hook: object) -> None:
     setattr(state, _COMM_HOOK, hook)
 
 
-def cast_inputs(state: FSDPState, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a module's forward, cast as its policy says."""
-    if hasattr(state, "_cast_forward_inputs"):
-        return state._cast_forward_inputs(args, kwargs)
-    policy = state._mp_policy
-    if not (policy.cast_forward_inputs and policy.param_dtype):
-        return args, kwargs
-    from fsdp_compile.fsdp2.casts import cast
-
-    return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
-
-
 def training_state(state: FSDPState) -> TrainingState:
     """Where a state is in its step."""
     return state._training_state
@@ -169,7 +157,7 @@ def replace_hooks(state: FSDPState, pre: Callable[[PreHook], PreHook], post: Cal
     """Puts what `pre` and `post` make of them in the place of FSDP2's two forward hooks, in each module of a state."""
     for module in state._modules:
         for hooks, replaced in ((module._forward_pre_hooks, pre), (module._forward_hooks, post)):
-            every: dict[int, Any] = hooks  # type: ignore[assignment]
+            every: dict[int, Any] = hooks
             for key in [key for key, hook in every.items() if _belongs_to(hook, state)]:
                 every[key] = replaced(every[key])
 

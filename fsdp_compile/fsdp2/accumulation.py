@@ -21,9 +21,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulates gradients without communication: backwards in the block leave theirs unreduced on each rank.
 
     The next backward outside of it adds them to its own gradients and reduces the sum once. It is FSDP2's
-    `set_requires_gradient_sync(False)` for the time of the block: whether a compiled backward reduces is decided when its
-    forward runs. Accumulated gradients take the memory of a full gradient, in the reduce dtype; they are not in `.grad`,
-    and `zero_grad()` does not drop them.
+    `set_requires_gradient_sync(False)` for the time of the block: whether a compiled backward reduces is decided when
+    its forward runs. Accumulated gradients take the memory of a full gradient, in the reduce dtype; they are not in
+    `.grad`, and `zero_grad()` does not drop them.
 
     Args:
         model: The model, compiled or not. It may be sharded by its first call inside of the block.

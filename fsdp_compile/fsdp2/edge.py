@@ -52,8 +52,12 @@ def mark_produced(group: ParamGroup, offsets: Collection[int]) -> None:
     task = backward_in_progress()
     if task not in _produced:
         _produced[task] = {}
-        after_this_backward(lambda: _produced.pop(task, None))
+        after_this_backward(lambda: _forget(task))
     _produced[task].setdefault(id(group), set()).update(offsets)
+
+
+def _forget(task: int) -> None:
+    _produced.pop(task, None)
 
 
 def take_produced(group: ParamGroup) -> set[int]:
@@ -72,7 +76,7 @@ class _Edge(torch.autograd.Function):
         return owner.flat.detach()
 
     @staticmethod
-    def backward(ctx: Any, flat_grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, flat_grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         group: ParamGroup | None = ctx.group()
         if flat_grad is None or group is None:
             return (None,) * (1 + len(ctx.next_functions))

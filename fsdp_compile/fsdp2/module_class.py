@@ -235,7 +235,7 @@ def _named_parameters(
 
 
 def _traced_parameters(self, prefix, recurse, remove_duplicate):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    seen = []
+    seen: list[object] = []
     found = []
     for path, module in self.named_modules(prefix=prefix) if recurse else [(prefix, self)]:
         for name in module._parameters:

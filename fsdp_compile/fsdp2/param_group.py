@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -298,8 +298,9 @@ class ParamGroup:
     @property
     def is_converted(self) -> bool:
         """Whether parameters have another dtype, or are on another device, since the group was made."""
-        moved = [local_tensor(fsdp2.sharded_param(p.of_torch)) for p in self.params if p.is_moved]
-        return any((local.dtype, local.device) != (self.flat.dtype, self.flat.device) for local in moved)
+        moved: list[Any] = [fsdp2.sharded_param(p.of_torch) for p in self.params if p.is_moved]
+        found = [local_tensor(each) for each in moved]
+        return any((local.dtype, local.device) != (self.flat.dtype, self.flat.device) for local in found)
 
     @property
     def is_changed(self) -> bool:

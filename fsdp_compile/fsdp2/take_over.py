@@ -38,7 +38,7 @@ def model_of(module: nn.Module) -> Model | None:
     """The model that a module is a part of, if it was taken over."""
     unit = module.__dict__.get(UNIT)
     if unit is not None:
-        return unit.model  # type: ignore[no-any-return]
+        return unit.model
     return _models.get(module)
 
 
@@ -212,6 +212,13 @@ def _post_hook(unit: Unit, hook: fsdp2.PostHook, dtype: torch.dtype | None) -> f
     return post_forward
 
 
+def _cast_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
+    policy = fsdp2.policy_of(unit.state)
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return args, kwargs
+    return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
+
+
 @torch.compiler.disable
 def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
@@ -226,7 +233,7 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
             unit.defer(call_of(module))
             if not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False):
                 return args, kwargs
-            return fsdp2.cast_inputs(unit.state, args, kwargs)
+            return _cast_inputs(unit, args, kwargs)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.begin_hooks()
     return unit.pre_forward(module, args, kwargs)

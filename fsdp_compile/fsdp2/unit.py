@@ -2,13 +2,13 @@
 
     forward                             who gathers           registered in the modules     classes of the modules
     traced into a graph                 the graph             DTensors                      properties: markers
-    in Python, Dynamo watches           nobody yet: DEFERRED  DTensors                      properties
+    in Python, Dynamo watches           open: DEFERRED         DTensors                      properties
       ... and Python reads a parameter  FSDP2's pre-forward   full parameters               the user's own
     in Python, Dynamo does not watch    FSDP2's pre-forward   full parameters               the user's own
 
 Dynamo runs the hooks of the compiled root, and of a unit that is called behind a graph break, in Python, and then
-traces their forwards; until it has, nobody can tell whether a graph will gather the unit. The class is what tells Dynamo
-who gathers: it guards on the type of each module anyway.
+traces their forwards; until it has, it is open whether a graph will gather the unit. The class is what tells
+Dynamo who gathers: it guards on the type of each module anyway.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class Unit:
 
     @property
     def is_called(self) -> bool:
-        """Whether a hook of it, or of its model, has run in Python for this forward, and followed parameters."""
+        """Whether a hook of it, or of its model, has followed parameters in Python for the forward that runs."""
         return self.is_deferred or self.model.units[0].is_deferred
 
     def begin_hooks(self) -> None:

@@ -85,6 +85,11 @@ def _hooks_of(parameter: torch.Tensor) -> list[object]:
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
+def _has_user_hooks(parameter: torch.Tensor) -> bool:
+    own = all(isinstance(hook, UpdateHook) for hook in _hooks_of(parameter))
+    return bool(parameter._backward_hooks) or not own
+
+
 def deliver(parameter: nn.Parameter, grad: torch.Tensor) -> None:
     """Adds a gradient to `.grad` and calls the user's hooks, as autograd does."""
     for hook in (parameter._backward_hooks or {}).values():
@@ -142,13 +147,14 @@ class Updates:
         params = group.params_at(trained)
         if not params:
             return  # `torch.autograd.grad` asks for other gradients
-        if any(param.parameter._backward_hooks for param in params):
+        if any(_has_user_hooks(param.parameter) for param in params):
+            # Autograd calls them once more, for the gradient that the graph does not return.
             raise UnsupportedModelError(
-                "a parameter that is updated in backward has a hook on its gradient",
-                where=f"Tensor.register_hook(), step_in_backward(), unit {group.title}",
-                instead="register_post_accumulate_grad_hook()",
+                "a parameter that a compiled backward updates has a hook on its gradient",
+                where=f"register_hook(), register_post_accumulate_grad_hook(), step_in_backward(), unit {group.title}",
+                instead="optimizer.step() after backward",
             )
-        if not self._is_last() or any(self._outlives_update(param.parameter) for param in params):
+        if not self._is_last() or any(updater_of(param.parameter) is None for param in params):
             gradient = gradient.clone()
         for param, grad in zip(group.params, group.sharded_grads(gradient, trained), strict=True):
             if grad is not None:
@@ -199,9 +205,3 @@ class Updates:
             self._is_updated = True
             # So that autograd refuses a backward through a graph that has saved it: foreach kernels do not count.
             torch.autograd.graph.increment_version(self.group.flat)
-
-    @staticmethod
-    def _outlives_update(parameter: nn.Parameter) -> bool:
-        """Whether a gradient outlives the update: for a hook, or for an optimizer that steps later."""
-        hooks = [hook for hook in _hooks_of(parameter) if not isinstance(hook, UpdateHook)]
-        return updater_of(parameter) is None or bool(hooks)

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from fsdp_compile._torch.dynamo import aot_autograd, functorch_config
-from fsdp_compile.fsdp2.compiled_step import Compiled
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.region import Region
 
 

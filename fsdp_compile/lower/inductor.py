@@ -18,8 +18,8 @@ from fsdp_compile._torch.dynamo import (
 from fsdp_compile._torch.lowerings import COMBO_KERNELS_UNCHECKED, compute_readers_first
 from fsdp_compile._torch.stored_compiles import DO_NOT_STORE, STORE, STORE_GRAPHS_ALONE, StoredGraph, add_to_key
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.fsdp2.compiled_step import Compiled
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.keep_matmuls import keep_matmuls
 from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.once import compile_once

@@ -13,8 +13,8 @@ from fsdp_compile.capture.functions import refuse_hidden_reads
 from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
-from fsdp_compile.fsdp2.compiled_step import Compiled, CompiledStep, read_again
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
+from fsdp_compile.lower.compiled_step import Compiled, CompiledStep, read_again
 from fsdp_compile.lower.graph_text import GraphText
 from fsdp_compile.lower.progress import say, stage
 from fsdp_compile.lower.shared_plan import Compared, Follow, Graphs, Lines, collectives_of, lines_of, read_in

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from fsdp_compile.fsdp2.compiled_step import Compiled
+from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.segments import Segment
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fsdp_compile._torch.dynamo import given_output_strides
-from fsdp_compile.fsdp2.compiled_step import Compiled
+from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.run_segments import runner
 from fsdp_compile.lower.segments import Segment, cut, graph_of, has_open_sizes, text_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from fsdp_compile.fsdp2.compiled_step import Compiled, CompiledStep
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.lower.compiled_step import Compiled, CompiledStep
 from fsdp_compile.lower.graph_text import GraphText
 from fsdp_compile.lower.shared_plan import Compared
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
 from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.shards import full_value, is_number, own_part, shard_like
 from fsdp_compile.optim.flat_step import ELEMENTWISE
 from fsdp_compile.optim.group_values import Rewound, Values, difference, values_of
-from fsdp_compile.fsdp2.shards import full_value, is_number, own_part, shard_like
 
 _WHOLE = "_fsdp_whole"
 """Attribute of an optimizer that `whole_step` has changed."""

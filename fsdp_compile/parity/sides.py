@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile.comm.groups import mesh_of_shape
-from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.parity.compare import Quantity
 from fsdp_compile.parity.experiment import Experiment, Reference, rebuilt
+from fsdp_compile.sharding.fully_shard import fully_shard
 
 Tensors = dict[tuple[Quantity, str], torch.Tensor | None]
 

@@ -16,8 +16,8 @@ from fsdp_compile.cost.communicate import Kind
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.explain.api import explain
 from fsdp_compile.explain.plan import Plan
-from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.fake_world import fake_world
 from tests.models.round_sizes import WIDTH, Broken, Partial, Stack, on_meta
 

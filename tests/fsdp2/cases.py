@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.fsdp2.backend import fsdp
+from fsdp_compile.backend import fsdp
 from tests.fsdp2.pair import (
     OPTIONS,
     WIDTH,
@@ -615,7 +615,9 @@ def saved_by_dcp() -> None:
         set_state_dict(loaded.model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     loaded.train(loaded.compiled(), start=2, optimizers=(optimizer, optimizers[1]))
     full = get_model_state_dict(loaded.model, options=StateDictOptions(full_state_dict=True))
-    assert full["blocks.0.a.weight"].shape == (2 * WIDTH, WIDTH)
+    weight = full["blocks.0.a.weight"]
+    assert isinstance(weight, torch.Tensor)
+    assert weight.shape == (2 * WIDTH, WIDTH)
 
 
 @case("state")

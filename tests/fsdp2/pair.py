@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.fsdp2.backend import fsdp
+from fsdp_compile.backend import fsdp
 from fsdp_compile.fsdp2.unit import Unit
 
 WIDTH = 16
 VOCABULARY = 50
-OPTIONS = {"lower": "eager"}
+OPTIONS: dict[str, Any] = {"lower": "eager"}
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 Optimizers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
 

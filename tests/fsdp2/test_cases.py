@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fsdp2 import cases, edge_cases
+from tests.fsdp2 import cases, edge_cases, llama_cases
 from tests.fsdp2.pair import run_cases
 from tests.ranks import run_ranks
 
-GROUPS = cases.GROUPS | edge_cases.GROUPS
+GROUPS = cases.GROUPS | edge_cases.GROUPS | llama_cases.GROUPS
 
 
 def _run(group: str, names: list[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_compile.fsdp2.backend import fsdp
+from fsdp_compile.backend import fsdp
 from tests import long
 from tests.models.spmd import WIDTH, Spmd
 from tests.ranks import run_ranks

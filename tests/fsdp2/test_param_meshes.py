@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
-from fsdp_compile.fsdp2.backend import fsdp
+from fsdp_compile.backend import fsdp
 from tests import long
 from tests.models.experts import WIDTH, MixtureOfExperts
 from tests.ranks import run_ranks

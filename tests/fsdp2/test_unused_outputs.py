@@ -9,7 +9,7 @@ from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.fsdp2.backend import fsdp
+from fsdp_compile.backend import fsdp
 from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests.ranks import run_ranks
 

@@ -16,12 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import RankMismatchError, fully_shard
+from fsdp_compile import RankMismatchError, fully_shard, units
 from fsdp_compile.comm.groups import rank_store
 from fsdp_compile.ir.calls import group_of, line_of, starts_of
 from fsdp_compile.lower.compiled_regions import regions_of
 from fsdp_compile.passes.follow_order import CannotFollowError, FollowOrder
-from fsdp_compile.runtime.module_state import units
 from tests import long
 from tests.models.kinds import Slim
 from tests.numerics.one_process.pair import batches, gradient_difference, loss_of

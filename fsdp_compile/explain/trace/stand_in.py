@@ -22,9 +22,9 @@ from fsdp_compile.config.policy import AnyOffloadPolicy, as_offload
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat, user_class
-from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.fsdp2.take_over import sharded_root, take_over
 from fsdp_compile.fsdp2.unit import Model
+from fsdp_compile.sharding.fully_shard import fully_shard
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -16,19 +16,19 @@ import torch
 from torch import fx, nn
 
 from fsdp_compile._torch.dynamo import detect_fake_mode, ends_in_graph_break
+from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.capture.shard_embeddings import shard_lookups
+from fsdp_compile.capture.whole_model import is_whole_model, refusal_of_several, refuse_budget_of_a_part
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import FSDPCompileError, UnsupportedModelError
 from fsdp_compile.explain.trace.dims import OpenInputs
 from fsdp_compile.explain.trace.open_sizes import OpenSizes, open_sizes
 from fsdp_compile.explain.trace.runs import Claim, claims_of_run, renamed
 from fsdp_compile.explain.trace.stand_in import hollow
-from fsdp_compile.fsdp2.backend import flat_inputs
-from fsdp_compile.fsdp2.compiled_step import Compiled
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.take_over import note_backend
-from fsdp_compile.fsdp2.whole_model import is_whole_model, refusal_of_several, refuse_budget_of_a_part
 from fsdp_compile.ir.graph import Phase, StepGraph
+from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.lower.eager import compile_eagerly
 from fsdp_compile.lower.inductor import compile_with_inductor
 from fsdp_compile.lower.region import Region
@@ -100,9 +100,8 @@ def trace(model: nn.Module, inputs: OpenInputs, options: FSDPOptions) -> list[Tr
     """
     runs: list[Run] = []
     try:
-        called = torch.compile(
-            _caller(), backend=_record, dynamic=False, options={"inputs": inputs, "options": options, "runs": runs}
-        )
+        given: dict[str, Any] = {"inputs": inputs, "options": options, "runs": runs}
+        called = torch.compile(_caller(), backend=_record, dynamic=False, options=given)
         called(model, *inputs.args, **inputs.kwargs)
     except FSDPCompileError:
         raise

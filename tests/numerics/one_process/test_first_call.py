@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile import ConfigError, fully_shard
+from fsdp_compile import fully_shard
 from tests import long
 from tests.models.kinds import WIDTH, Slim, Stack
 from tests.numerics.one_process.pair import batches, loss_of
@@ -167,20 +167,3 @@ def test_the_first_call_casts_as_those_after_it(
     mine = run_ranks(_outputs, make, policy, form)
     assert mine[0][0].dtype is (policy.output_dtype or torch.bfloat16)
     torch.testing.assert_close(mine, run_ranks(_outputs, make, policy, _sharded_before), rtol=0, atol=0)
-
-
-def _refused_then_sharded_before(make: Callable[[], nn.Module], policy: MixedPrecisionPolicy) -> list[torch.Tensor]:
-    """A model whose first call is refused, and then what the refusal says to write."""
-    with pytest.raises(ConfigError, match="first call had begun before it was sharded") as caught:
-        _outputs(make, policy, _as_method)
-    assert "fully_shard(model, mp_policy=...) before torch.compile" in str(caught.value)
-    return _outputs(make, policy, _sharded_before)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("make", "policy"), [(Stack, HALF), (Looked, WIDE_OUTPUT)])
-def test_a_first_call_that_would_not_be_cast_is_refused(
-    make: Callable[[], nn.Module], policy: MixedPrecisionPolicy
-) -> None:
-    followed = run_ranks(_refused_then_sharded_before, make, policy)
-    torch.testing.assert_close(followed, run_ranks(_outputs, make, policy, _as_module), rtol=0, atol=0)

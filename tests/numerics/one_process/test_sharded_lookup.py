@@ -87,8 +87,8 @@ def _replicated(model: Words) -> None:
 
 
 def _in_backward(model: Words) -> None:
-    fsdp_compile.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
     fsdp_compile.fully_shard(model)
+    fsdp_compile.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def _frozen(model: Words) -> None:
