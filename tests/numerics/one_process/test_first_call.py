@@ -167,3 +167,23 @@ def test_the_first_call_casts_as_those_after_it(
     mine = run_ranks(_outputs, make, policy, form)
     assert mine[0][0].dtype is (policy.output_dtype or torch.bfloat16)
     torch.testing.assert_close(mine, run_ranks(_outputs, make, policy, _sharded_before), rtol=0, atol=0)
+
+
+def _hooked() -> tuple[int, int, int]:
+    model = nn.Linear(6, 7, bias=False)
+    seen: list[torch.Tensor] = []
+    after: list[torch.Tensor] = []
+    handle = model.weight.register_hook(seen.append)
+    model.weight.register_post_accumulate_grad_hook(after.append)
+    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    for _ in range(2):
+        compiled(torch.ones(2, 6)).sum().backward()
+    assert all(each is model.weight for each in after)
+    before = len(seen)
+    handle.remove()
+    compiled(torch.ones(2, 6)).sum().backward()
+    return before, len(seen), len(after)
+
+
+def test_gradient_hooks_of_a_plain_parameter_are_those_of_the_sharded_one() -> None:
+    assert run_ranks(_hooked) == [(2, 2, 3)] * 2

@@ -184,11 +184,10 @@ def test_replicas_and_mixed_precision_equal_one_process() -> None:
 
 
 def _losses_added() -> float:
-    """One model called twice, and one backward: the update waits for the second graph."""
+    """A model that is plain until its first call is called twice before one backward: the update waits for both."""
     torch.manual_seed(0)
     model = Slim()
     alone = copy.deepcopy(model)
-    fully_shard(model)
     optimizers = step_in_backward(MOMENTUM(model.parameters(), lr=RATE)), MOMENTUM(alone.parameters(), lr=RATE)
     run = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -196,6 +195,7 @@ def _losses_added() -> float:
         one, two = batches(2, 4 * world, seed=step)
         (loss_of(run(one.chunk(world)[rank])) + loss_of(run(two.chunk(world)[rank]))).backward()
         (loss_of(alone(one)) + loss_of(alone(two))).backward()
+        assert all(p.grad is None for p in model.parameters())
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
