@@ -45,7 +45,7 @@ from fsdp_compile.capture.unaveraged import (
 )
 from fsdp_compile.comm import alike
 from fsdp_compile.comm.exchange import as_bytes
-from fsdp_compile.comm.groups import default_mesh
+from fsdp_compile.comm.groups import check_mesh, default_mesh
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.accumulation import follow_no_sync
@@ -233,7 +233,8 @@ def _compare_values(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
         if buffer is not None and name not in owner._non_persistent_buffers_set
     }
     values = dict(named) | saved
-    mesh = options.mesh or default_mesh(next(iter(values.values())).device.type)
+    mesh = default_mesh(next(iter(values.values())).device.type) if options.mesh is None else options.mesh
+    check_mesh(mesh)
     if mesh.size() > 1:
         alike.require(
             {name: f"{tuple(value.shape)} with sum {_sum_of_words(value)}" for name, value in values.items()},

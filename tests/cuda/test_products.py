@@ -15,11 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 pytest.importorskip("triton", reason="pip install -e '.[cuda-code]' brings Triton, which compiles the kernels")
 
-from fsdp_compile.runtime.module_state import units
-
-from fsdp_compile import MixedPrecision, step_in_backward
+from fsdp_compile import MixedPrecision, step_in_backward, units
 from fsdp_compile.config.policy import planned
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.lower import recorded_parts
 from tests.cuda import checks
 from tests.cuda.generate import Case, generate
@@ -53,10 +52,10 @@ def _does_not_average_over_replicas(model: nn.Module) -> None:
 
 
 def _has_unreduced_gradients(model: nn.Module) -> None:
-    for group in (group for unit in units(model) for group in unit.param_groups):
-        size = group.params[0].spec.size
-        held = torch.empty(size * group.flat_param.numel(), dtype=torch.bfloat16)
-        group.grads.unsharded_accumulated_grad.add(held, [each.spec.offset for each in group.params])
+    for group in (group for unit in units(model) for group in unit.groups):
+        sums = torch.empty(group.pending.numel(GradPlacement.UNREDUCED), dtype=torch.bfloat16)
+        group.pending.add(GradPlacement.UNREDUCED, sums, [each.spec.offset for each in group.params])
+        group.pending.placements.add(GradPlacement.UNREDUCED)
 
 
 CASES = {

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compile import units
 from fsdp_compile.capture.flat_inputs import flat_inputs
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
 from fsdp_compile.ir.graph import Phase, Record, StepGraph, record_of
 from fsdp_compile.ir.text.printer import format_graph
 from fsdp_compile.lower.eager import compile_eagerly
@@ -75,5 +77,7 @@ def capture(
         return compile_eagerly(gm, example_inputs, Region(flat_inputs(example_inputs), transform))
 
     with fake_world(world_size, rank=rank):
-        torch.compile(make_model(), backend=backend, dynamic=dynamic)(*inputs).sum().backward()
+        model = make_model()
+        assert units(model)  # taken over, as a compile by the package does
+        torch.compile(model, backend=backend, dynamic=dynamic)(*inputs).sum().backward()
     return found

@@ -12,12 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_compile.runtime.module_state import units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import RankMismatchError, fully_shard
+from fsdp_compile import RankMismatchError, fully_shard, units
 from fsdp_compile.comm.groups import rank_store
 from fsdp_compile.ir.calls import group_of, line_of, starts_of
 from fsdp_compile.lower.compiled_regions import regions_of

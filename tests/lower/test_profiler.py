@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_compile import ShardedModule, fully_shard
+from fsdp_compile import fully_shard
 from tests import long
 from tests.ranks import run_ranks
 
@@ -153,8 +154,8 @@ def test_layers_that_share_a_graph_have_ranges_under_their_own_names() -> None:
         assert seen[f"FSDP::post_backward_reduce ({layer})"] > 0
 
 
-def _fsdp(module: nn.Module) -> ShardedModule:
-    assert isinstance(module, ShardedModule)
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
     return module
 
 

@@ -280,7 +280,7 @@ def test_other_formats_are_refused(asked: Asked) -> None:
 
 def _alone() -> None:
     model = fully_shard(Wide(), mp_policy=MixedPrecision(gather_dtype=INT8))
-    assert all(not slot.spec.gather_format for unit in units(model) for slot in unit.params)
+    assert all(not slot.spec.gather_format for unit in units(model) for group in unit.groups for slot in group.params)
 
 
 def test_one_rank_sends_nothing_and_rounds_nothing() -> None:

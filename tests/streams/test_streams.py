@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from fsdp_compile.lower.wrappers import Compiled
 from torch import fx, nn
 
 from fsdp_compile import MixedPrecision, fully_shard, no_sync, step_in_backward
 from fsdp_compile.lower import eager
+from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.ops.host_copy import WAIT_COPY
 from tests import long
 from tests.delayed_copies import ON_SUCH_A_HOST

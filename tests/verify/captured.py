@@ -11,12 +11,13 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 
-from fsdp_compile import fully_shard, step_in_backward
+from fsdp_compile import fully_shard, step_in_backward, units
 from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.config.prefetch import FSDPPrefetch
 from fsdp_compile.cost.fusion import Fusion
 from fsdp_compile.cost.hardware import hardware
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
 from fsdp_compile.ir.graph import Stage, StepGraph
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.lower.eager import compile_eagerly
@@ -33,7 +34,7 @@ class World:
 
     size: int
     replicas: int = 1
-    reshard_after_forward: bool | int | Literal["auto"] | None = None
+    reshard_after_forward: bool | int | Literal["auto"] = True
     policy: MixedPrecisionPolicy = dataclasses.field(default_factory=MixedPrecisionPolicy)
     strategy: ShardingStrategy | None = None
     rank: int = 0
@@ -53,7 +54,7 @@ class World:
             fully_shard(
                 module,
                 mesh=mesh,
-                reshard_after_forward=self.reshard_after_forward,
+                reshard_after_forward=None if self.strategy is not None else self.reshard_after_forward,
                 mp_policy=self.policy,
                 sharding_strategy=self.strategy,
             )
@@ -112,6 +113,7 @@ def capture(
         world.shard(model)
         if world.update is Update.IN_BACKWARD:
             step_in_backward(torch.optim.SGD(model.parameters()))
+        assert units(model)  # taken over, as a compile by the package does
         with torch.set_grad_enabled(training):
             torch.compile(model, backend=backend, fullgraph=True)(*inputs)
     (steps,) = captured
