@@ -130,13 +130,6 @@ def _as_method(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torc
     return model
 
 
-def _as_function(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return model(x)
-
-    return torch.compile(call, backend="fsdp", options=_options(policy))
-
-
 def _sharded_before(model: nn.Module, policy: MixedPrecisionPolicy) -> Callable[[torch.Tensor], torch.Tensor]:
     return torch.compile(fully_shard(model, mp_policy=policy), backend="fsdp", options={"lower": "eager"})
 
@@ -153,13 +146,12 @@ def _outputs(make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: 
 @long.parametrize(
     ("make", "policy", "form"),
     [
-        (Slim, HALF, _as_function),
-        (Slim, WIDE_OUTPUT, _as_function),
         (Slim, HALF, _as_module),
+        (Slim, WIDE_OUTPUT, _as_method),
         (Looked, WIDE_OUTPUT, _as_module),
         (Looked, HALF, _as_method),
     ],
-    always=[(Slim, HALF, _as_function)],
+    always=[(Slim, HALF, _as_module)],
 )
 def test_the_first_call_casts_as_those_after_it(
     make: Callable[[], nn.Module], policy: MixedPrecisionPolicy, form: Compile
@@ -167,23 +159,3 @@ def test_the_first_call_casts_as_those_after_it(
     mine = run_ranks(_outputs, make, policy, form)
     assert mine[0][0].dtype is (policy.output_dtype or torch.bfloat16)
     torch.testing.assert_close(mine, run_ranks(_outputs, make, policy, _sharded_before), rtol=0, atol=0)
-
-
-def _hooked() -> tuple[int, int, int]:
-    model = nn.Linear(6, 7, bias=False)
-    seen: list[torch.Tensor] = []
-    after: list[torch.Tensor] = []
-    handle = model.weight.register_hook(seen.append)
-    model.weight.register_post_accumulate_grad_hook(after.append)
-    compiled = torch.compile(model, backend="fsdp", options={"lower": "eager"})
-    for _ in range(2):
-        compiled(torch.ones(2, 6)).sum().backward()
-    assert all(each is model.weight for each in after)
-    before = len(seen)
-    handle.remove()
-    compiled(torch.ones(2, 6)).sum().backward()
-    return before, len(seen), len(after)
-
-
-def test_gradient_hooks_of_a_plain_parameter_are_those_of_the_sharded_one() -> None:
-    assert run_ranks(_hooked) == [(2, 2, 3)] * 2

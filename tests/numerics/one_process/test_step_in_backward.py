@@ -184,10 +184,11 @@ def test_replicas_and_mixed_precision_equal_one_process() -> None:
 
 
 def _losses_added() -> float:
-    """A model that is plain until its first call is called twice before one backward: the update waits for both."""
+    """One model called twice, and one backward: the update waits for the second graph."""
     torch.manual_seed(0)
     model = Slim()
     alone = copy.deepcopy(model)
+    fully_shard(model)
     optimizers = step_in_backward(MOMENTUM(model.parameters(), lr=RATE)), MOMENTUM(alone.parameters(), lr=RATE)
     run = torch.compile(model, backend="fsdp", options={"lower": "eager"})
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -51,7 +51,7 @@ PLACEMENTS: dict[str, tuple[Placement, ...]] = {
     "full": (Shard(0),),
     "grad-op": (Shard(0),),
     "integer": (Shard(0),),
-    "no-shard": (Replicate(),),
+    "no-shard": (Replicate(), Shard(0)),
     "hybrid": (Replicate(), Shard(0)),
     "hybrid-zero2": (Replicate(), Shard(0)),
     "hybrid-of-one": (Replicate(), Shard(0)),
