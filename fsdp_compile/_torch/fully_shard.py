@@ -4,8 +4,8 @@
     FSDPParamGroup       the parameters of a call that are gathered together: mesh, flags of accumulation
     FSDPParam            one parameter: its DTensor, its shard, and the modules that register it
 
-Everything that this package reads or changes of these objects is named here, in `fully_shard_params.py` (parameters), and
-in `fully_shard_calls.py` (calls of `fully_shard`).
+Everything that this package reads or changes of these objects is named here, in `fully_shard_params.py` (parameters)
+and in `fully_shard_calls.py` (calls of `fully_shard`).
 """
 
 from __future__ import annotations
