@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -17,14 +18,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from fsdp_compile import ConfigError, MixedPrecision, fully_shard, materialize
+from fsdp_compile import ConfigError, MixedPrecision, backend, fully_shard, materialize
 from fsdp_compile.config.policy import as_mixed_precision, as_offload
 from fsdp_compile.fsdp2.casts import cast
-from fsdp_compile.ir.graph import Role
+from fsdp_compile.ir.graph import Role, StepGraph
+from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.models.kinds import WIDTH
 from tests.ranks import run_ranks
-from tests.verify.captured import World, capture
 
 BF16 = torch.bfloat16
 
@@ -50,10 +51,23 @@ def world() -> Iterator[None]:
         yield
 
 
-def _sent(make: Any, policy: Any, *, training: bool = True) -> list[dict[str, torch.dtype]]:
-    """By graph: parameter to the dtype in which it is gathered, or its gradient reduced."""
+def _sent(model: nn.Module, policy: Any, *, training: bool = True) -> list[dict[str, torch.dtype]]:
+    """By graph: parameter to the dtype in which it is gathered, then to that in which its gradient is reduced."""
+    steps: list[StepGraph] = []
+    transform = backend.transform
+
+    def noted(step: StepGraph, *args: Any, **kwargs: Any) -> Any:
+        made = transform(step, *args, **kwargs)
+        steps.append(step)
+        return made
+
+    with fake_world(4), mock.patch.object(backend, "transform", noted), torch.set_grad_enabled(training):
+        output = compile_eagerly(fully_shard(model, mp_policy=policy))(torch.ones(4, WIDTH))
+        if training:
+            output.sum().backward()
+    torch._dynamo.reset()
     found: list[dict[str, torch.dtype]] = []
-    for step in capture(make, [torch.ones(4, WIDTH)], World(4, policy=policy), training=training):
+    for step in steps:
         for role in (Role.GATHER, Role.REDUCE):
             dtypes: dict[str, torch.dtype] = {}
             for node in step.nodes(role):
@@ -66,7 +80,7 @@ def _sent(make: Any, policy: Any, *, training: bool = True) -> list[dict[str, to
 
 @pytest.mark.core
 def test_the_wire_is_narrow() -> None:
-    gathered, _, gathered_again, reduced = _sent(Normed, MixedPrecision(BF16, torch.float16))
+    gathered, _, gathered_again, reduced = _sent(Normed(), MixedPrecision(BF16, torch.float16))
     names = {name for name, _ in Normed().named_parameters()}
     norm = {"norm.weight": torch.float32, "norm.bias": torch.float32}
     assert gathered == {**dict.fromkeys(names, BF16), **norm}
@@ -75,10 +89,8 @@ def test_the_wire_is_narrow() -> None:
 
 
 def test_eval_in_full_precision_gathers_in_full_precision() -> None:
-    def make() -> nn.Module:
-        return Normed().eval()
-
-    gathered, _ = _sent(make, MixedPrecision(BF16, full_precision_in_eval=True), training=False)
+    policy = MixedPrecision(BF16, full_precision_in_eval=True)
+    gathered, _ = _sent(Normed().eval(), policy, training=False)
     assert set(gathered.values()) == {torch.float32}
 
 
