@@ -84,7 +84,7 @@ def clip_grad_norm_(
         gradients' dtypes promote (float32 if there are none). It is accumulated in float32 or better.
 
     Raises:
-        ConfigError: If `norm_type` is not positive, or a parameter is a `Partial` DTensor.
+        ConfigError: If `norm_type` is not positive, a parameter is a `Partial` DTensor, or is updated in backward.
         RuntimeError: If asked for, when the norm is not finite.
     """
     p = float(norm_type)
