@@ -4,13 +4,14 @@
     FSDPParamGroup       the parameters of a call that are gathered together: mesh, flags of accumulation
     FSDPParam            one parameter: its DTensor, its shard, and the modules that register it
 
-Everything that this package reads or changes of these objects is named in this file.
+Everything that this package reads or changes of these objects is named here, in `fully_shard_params.py` (parameters)
+and in `fully_shard_calls.py` (calls of `fully_shard`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,41 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-__all__ = ["FSDPModule", "FSDPState", "TrainingState", "fully_shard"]
+from fsdp_compile._torch.fully_shard_params import (
+    TorchParam,
+    data_parallel_dims,
+    give_unreduced_grad,
+    padded_shape,
+    pins_memory,
+    refs_of,
+    set_shard_data,
+    shape_of,
+    shard_data,
+    shard_dim,
+    sharded_param,
+    take_unreduced_grad,
+    unsharded_spec,
+)
+
+__all__ = [
+    "FSDPModule",
+    "FSDPState",
+    "TorchParam",
+    "TrainingState",
+    "data_parallel_dims",
+    "fully_shard",
+    "give_unreduced_grad",
+    "padded_shape",
+    "pins_memory",
+    "refs_of",
+    "set_shard_data",
+    "shape_of",
+    "shard_data",
+    "shard_dim",
+    "sharded_param",
+    "take_unreduced_grad",
+    "unsharded_spec",
+]
 
 MANAGED = "_is_fsdp_managed_module"
 """FSDP2's mark on each module of a sharded model; Dynamo guards marked modules in a way of its own."""
@@ -33,8 +68,6 @@ _ORIGINAL_PARAMS = "_fsdp_use_orig_params"
 
 TorchGroup = Any
 """A `FSDPParamGroup` of torch."""
-TorchParam = Any
-"""A `FSDPParam` of torch."""
 PreHook = Callable[[nn.Module, Any, Any], Any]
 PostHook = Callable[[nn.Module, Any, Any], Any]
 
@@ -127,6 +160,11 @@ def comm_hook_of(state: FSDPState) -> Any:
 def set_comm_hook(state: FSDPState, hook: object) -> None:
     """Keeps a communication hook of compiled steps as long as the state."""
     setattr(state, _COMM_HOOK, hook)
+
+
+def prefetched(state: FSDPState) -> tuple[Sequence[FSDPState], Sequence[FSDPState]]:
+    """The states whose units are to be gathered early, where this one is used: in forward, and in backward."""
+    return state._states_to_forward_prefetch, state._states_to_backward_prefetch
 
 
 def training_state(state: FSDPState) -> TrainingState:
@@ -439,88 +477,3 @@ def _stride(mesh: DeviceMesh, dim: int | None) -> int:
     ranks = mesh.mesh
     dim = 0 if dim is None else dim
     return int(ranks.diff(dim=dim).abs().max()) if ranks.size(dim) > 1 else 1
-
-
-# Parameters.
-
-
-def sharded_param(param: TorchParam) -> nn.Parameter:
-    """The DTensor parameter that users, optimizers and checkpoints see."""
-    found: nn.Parameter = param.sharded_param
-    return found
-
-
-def shape_of(param: TorchParam) -> tuple[int, ...]:
-    """Shape of the gathered parameter; of this rank's part of it if it is a DTensor over other ranks, too."""
-    return tuple(param._orig_size)
-
-
-def padded_shape(param: TorchParam) -> tuple[int, ...]:
-    """Shape of this rank's shard with padding, the same on all ranks."""
-    return tuple(param.padded_sharded_param_size)
-
-
-def shard_dim(param: TorchParam) -> int:
-    """The dimension that is sharded."""
-    return int(param.fsdp_placement.dim)
-
-
-def shard_data(param: TorchParam) -> torch.Tensor:
-    """This rank's shard with padding, 1-D, as FSDP2 sends it."""
-    found: torch.Tensor = param._sharded_param_data
-    return found
-
-
-def set_shard_data(param: TorchParam, data: torch.Tensor) -> None:
-    """Replaces `shard_data`."""
-    param._sharded_param_data = data
-
-
-def pins_memory(param: TorchParam) -> bool:
-    """Whether the shard is in page-locked memory of the host."""
-    return bool(param.pin_memory)
-
-
-def unsharded_spec(param: TorchParam) -> Any:
-    """The `DTensorSpec` of the gathered parameter if that is a DTensor (tensor parallel), else `None`."""
-    if hasattr(param, "_unsharded_dtensor_spec"):
-        return param._unsharded_dtensor_spec
-    return getattr(param, "_tp_spec", None)  # up to torch 2.11
-
-
-def data_parallel_dims(param: TorchParam) -> frozenset[int]:
-    """The dimensions of the gathered DTensor's mesh that it is sharded and replicated over (`dp_mesh_dims`)."""
-    return getattr(param, "_dp_dim_indices", frozenset())
-
-
-def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
-    """The modules that register a parameter, with its name in each."""
-    info = param._module_info
-    return [
-        (info.module, info.param_name),
-        *zip(info.shared_modules, info.shared_param_names, strict=True),
-    ]
-
-
-def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
-    """This rank's part of the gradient that FSDP2 has accumulated without reducing it, which it forgets."""
-    grad = param.unsharded_accumulated_grad
-    if grad is not None:
-        _set_accumulated(param, None)
-    elif hasattr(param, "_unsharded_param"):
-        gathered = param._unsharded_param
-        grad, gathered.grad = gathered.grad, None
-    return None if grad is None else param._get_grad_inner_tensor(grad)
-
-
-def give_unreduced_grad(param: TorchParam, grad: torch.Tensor) -> None:
-    """Makes FSDP2 add an unreduced gradient to that of its next backward."""
-    _set_accumulated(param, grad)
-
-
-def _set_accumulated(param: TorchParam, grad: torch.Tensor | None) -> None:
-    if isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
-        # Torch 2.15 accumulates in the gradient of the unsharded parameter itself.
-        param._unsharded_param.grad = grad
-    else:
-        param.unsharded_accumulated_grad = grad

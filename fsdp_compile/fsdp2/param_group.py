@@ -245,6 +245,8 @@ class ParamGroup:
             post_forward_group="" if after is None else alias_of(after, "post_forward"),
             divide=fsdp2.divide_factor(self.of_torch),
             update=update,
+            forward_prefetch=self.unit.prefetched[0],
+            backward_prefetch=self.unit.prefetched[1],
             compute=device if fsdp2.offloads(self.of_torch) and device != "cpu" else "",
             reduce_group=alias_of(where.group, "reduce")
             if apart and where.group is not None and where.size > 1

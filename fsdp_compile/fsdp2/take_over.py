@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_compile._torch import fully_shard as fsdp2
+from fsdp_compile._torch.autograd import outside_of_transforms
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, graph_break, skip_code
 from fsdp_compile._torch.eval_frame import compiler_of_calls
 from fsdp_compile.fsdp2.casts import cast
@@ -77,8 +78,8 @@ def take_over(state: fsdp2.FSDPState) -> Model:
 
     In the middle of a forward, the units whose calls FSDP2's hooks have begun are left to graphs.
     """
-    # The first call may be an evaluation.
-    with torch.inference_mode(mode=False), torch.no_grad():
+    # The first call may be an evaluation, or in a transform of `torch.func`.
+    with outside_of_transforms(), torch.no_grad():
         if not fsdp2.is_initialized(state):
             fsdp2.lazy_init(state)
         states = fsdp2.states_of_model(state)

@@ -100,6 +100,7 @@ class Unit:
         title: Names of its modules, from the root of the model, which is "(root)".
         groups: One for each FSDP2 group, dtype and trainability.
         gatherer: Who gathers it in the forward that runs.
+        prefetched: Titles of the units that are to be gathered early where this one is used, in forward and backward.
         only_hooks: What has been set on it that FSDP2's hooks can do alone: they gather it in all forwards. Or empty.
         pre_hook: FSDP2's.
         post_hook: FSDP2's.
@@ -118,6 +119,7 @@ class Unit:
         self.only_hooks = self._only_hooks()
         self.compiled_regions: dict[tuple[int, ...], Any] = {}
         self._call: FrameType | None = None
+        self.prefetched: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._holds_given = False
         self._follows_hook = False
         self._classes: list[tuple[weakref.ref[nn.Module], type, type]] = []
@@ -311,6 +313,19 @@ class Unit:
             self.begin_hooks()
             self.pre_forward(module, (), {})
 
+    def _follow_prefetch(self) -> None:
+        forward, backward = fsdp2.prefetched(self.state)
+        if not (forward or backward) and self.prefetched == ((), ()):
+            return
+        titles = {unit.state: unit.title for unit in self.model.units}
+        now = (
+            tuple(titles[state] for state in forward if state in titles),
+            tuple(titles[state] for state in backward if state in titles),
+        )
+        if now != self.prefetched:
+            self.prefetched = now
+            self.refresh_specs()
+
     def follow(self, *, by_hooks: bool = False) -> None:
         """Before a forward: follows what users have done with parameters since the last one.
 
@@ -320,6 +335,7 @@ class Unit:
             by_hooks: Whether FSDP2's hooks are about to gather the unit.
         """
         self._follows_hook = True
+        self._follow_prefetch()
         if self.gatherer is not Gatherer.HOOKS and not self.only_hooks:
             self._follow_gathered(by_hooks=by_hooks)
             for group in () if by_hooks else self.groups:

@@ -40,7 +40,9 @@ class GradScaler(torch.amp.GradScaler):
         # The one place that torch's unscale_() and step(), of fused optimizers too, go through on 2.11 to 2.15.
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         refuse_whole_gradients(
-            parameters, where="GradScaler", instead="flat_step(optimizer) in place of step_in_backward(optimizer)"
+            parameters,
+            where="GradScaler with step_in_backward()",
+            instead="bfloat16, which needs no scaling; or flat_step(optimizer) in place of step_in_backward(optimizer)",
         )
         gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
         if not allow_fp16 and any(g.dtype == torch.float16 for g in gradients):

@@ -51,7 +51,8 @@ class _Ranks:
         return torch.Size(self.shape).numel()
 
     def sharded(self, model: nn.Module) -> nn.Module:
-        return fully_shard(model, mesh=init_device_mesh("cpu", self.shape))
+        names = ("replicate", "shard")[-len(self.shape) :]
+        return fully_shard(model, mesh=init_device_mesh("cpu", self.shape, mesh_dim_names=names))
 
     def flats(self, model: nn.Module) -> list[dict[tuple[str, ...], torch.Tensor]]:
         """What each rank has of a plain model, flat parameter by flat parameter."""

@@ -48,7 +48,7 @@ class World:
 
     def shard(self, model: nn.Module) -> None:
         shape = (self.replicas, self.size // self.replicas) if self.replicas > 1 else (self.size,)
-        mesh = init_device_mesh("cpu", shape)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         for name in (*(self.units or ()), *[""] * self.root):
             module = model.get_submodule(name)
             fully_shard(

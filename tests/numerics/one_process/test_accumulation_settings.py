@@ -131,7 +131,7 @@ def test_under_inductor() -> None:
 
 def _planned() -> float:
     """One microbatch that is held, one that is summed inside of shard groups, one that is summed over all ranks."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     pair = _pair(options={"prefetch": "auto"}, mesh=mesh, reshard_after_forward=False)
     first, second, third = batches(3, 4 * dist.get_world_size())
     with no_sync(pair.compiled):

@@ -53,7 +53,9 @@ def _operators(model: nn.Module, role: Role) -> list[str]:
 
 def _counted(strategy: ShardingStrategy) -> tuple[float, Calls, list[int]]:
     hybrid = strategy is ShardingStrategy.HYBRID_SHARD
-    mesh = init_device_mesh("cpu", (2, 2) if hybrid else (dist.get_world_size(),))
+    names = ("replicate", "shard")
+    shape = (2, 2) if hybrid else (dist.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape) :])
     hook = Counts(mesh.get_group(1) if hybrid else None)
     models: list[nn.Module] = []
 
@@ -135,7 +137,9 @@ def test_torchs_hooks_are_ordinary_nodes() -> None:
 def _accumulated(strategy: ShardingStrategy, *, reduce_scattered: bool) -> None:
     """A sum that bfloat16 holds, of numbers that it cannot add one by one."""
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, world // 2) if strategy is ShardingStrategy.HYBRID_SHARD else (world,))
+    names = ("replicate", "shard")
+    shape = (2, world // 2) if strategy is ShardingStrategy.HYBRID_SHARD else (world,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape) :])
     torch.manual_seed(0)
     model: Any = nn.Linear(1, 4, bias=False)
     fully_shard(model, mesh=mesh, sharding_strategy=strategy)

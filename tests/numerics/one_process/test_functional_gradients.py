@@ -86,18 +86,6 @@ def test_gradients_by_inputs_are_those_of_one_process(how: Run) -> None:
     run_ranks(_equal_one_process, how)
 
 
-def _trained_through() -> None:
-    pair = Beside(Small, Run.SHARDED)
-    for model in (pair.compiled, pair.reference):
-        _jacrev(model).square().mean().backward()
-    pair.compare()
-
-
-# A plain model that `torch.func` calls first never reaches the backend, and its first backward is refused.
-def test_parameters_are_trained_through_a_jacobian() -> None:
-    run_ranks(_trained_through)
-
-
 def _refused_when_compiled() -> None:
     pair = Beside(Small, Run.PLAIN)
     pair.compiled(_input())

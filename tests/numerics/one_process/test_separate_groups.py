@@ -44,7 +44,8 @@ def _trained(shape: tuple[int, ...], prefetch: object) -> _Trained:
     models: list[Any] = []
 
     def prepare(model: Any) -> None:
-        fully_shard(model, mesh=init_device_mesh("cpu", shape), separate_reduce_group=True)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        fully_shard(model, mesh=mesh, separate_reduce_group=True)
         models.append(model)
 
     found = train_pair(Slim, prepare=prepare, options={"prefetch": prefetch})

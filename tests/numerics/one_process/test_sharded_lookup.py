@@ -83,7 +83,7 @@ def _one_unit(model: Words) -> None:
 
 
 def _replicated(model: Words) -> None:
-    fsdp_compile.fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+    fsdp_compile.fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def _in_backward(model: Words) -> None:

@@ -196,6 +196,7 @@ def _losses_added() -> float:
         one, two = batches(2, 4 * world, seed=step)
         (loss_of(run(one.chunk(world)[rank])) + loss_of(run(two.chunk(world)[rank]))).backward()
         (loss_of(alone(one)) + loss_of(alone(two))).backward()
+        assert all(p.grad is None for p in model.parameters())
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
