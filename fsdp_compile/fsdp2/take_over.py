@@ -178,11 +178,13 @@ def _wrap_hooks(unit: Unit) -> None:
     fsdp2.replace_hooks(
         unit.state,
         lambda hook: _pre_hook(unit, hook, input_dtype),
-        lambda hook: _post_hook(unit, hook, policy.output_dtype),
+        lambda hook: _post_hook(unit, hook),
     )
 
 
 def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsdp2.PreHook:
+    if isinstance(hook, _FirstPreHook):
+        hook = hook.__wrapped__
     unit.pre_hook = hook
     full_in_eval = fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False)
 
@@ -201,16 +203,44 @@ def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsd
     return pre_forward
 
 
-def _post_hook(unit: Unit, hook: fsdp2.PostHook, dtype: torch.dtype | None) -> fsdp2.PostHook:
+def keep_inputs_in_eval(module: nn.Module) -> None:
+    """Makes the first compiled call of a sharded module leave inputs as they are in eval mode.
+
+    FSDP2's own hook runs in it, and would cast them: the model is taken over when the forward is compiled.
+    """
+    state = fsdp2.state_of(module)
+    assert state is not None
+    fsdp2.replace_hooks(state, _FirstPreHook, lambda hook: hook)
+
+
+class _FirstPreHook:
+    def __init__(self, hook: fsdp2.PreHook) -> None:
+        self.__wrapped__ = hook
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        _note_watched()
+        made = self.__wrapped__(module, args, kwargs)
+        return (args, kwargs) if _watched.value and not module.training else made
+
+
+def _post_hook(unit: Unit, hook: fsdp2.PostHook) -> fsdp2.PostHook:
     unit.post_hook = hook
+    training, in_eval = _output_dtypes(unit)
 
     def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
+            dtype = training if module.training else in_eval
             return output if dtype is None else cast(output, dtype)
         return _end(unit, hook, module, args, output)
 
     skip_code(post_forward.__code__)
     return post_forward
+
+
+def _output_dtypes(unit: Unit) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """What the outputs of a unit are cast to: in training, and in eval mode."""
+    dtype = fsdp2.policy_of(unit.state).output_dtype
+    return dtype, dtype if fsdp2.own_setting(unit.state, "casts_output_in_eval", default=True) else None
 
 
 def _cast_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
@@ -246,7 +276,8 @@ def _end(unit: Unit, hook: fsdp2.PostHook, module: nn.Module, args: Any, output:
         output = each.end_given(output)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.end_deferred()
-        dtype = fsdp2.policy_of(unit.state).output_dtype
+        training, in_eval = _output_dtypes(unit)
+        dtype = training if module.training else in_eval
         return output if dtype is None else cast(output, dtype)
     output = hook(module, args, output)
     unit.end_hooks()
@@ -263,5 +294,5 @@ def _is_ours(compiler: Any) -> bool:
     return backend_in_callback(compiler) in _backends
 
 
-for _function in (_note_watched, compiler_of_calls):
+for _function in (_note_watched, compiler_of_calls, _FirstPreHook.__call__):
     skip_code(_function.__code__)

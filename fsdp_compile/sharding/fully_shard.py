@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.take_over import keep_inputs_in_eval
 from fsdp_compile.sharding import wrap
 from fsdp_compile.sharding.arguments import (
     Arguments,
@@ -254,9 +255,12 @@ class _Call:
             gather_dtype=None if is_whole_unit else precision.gather_dtype,
             keep_low_precision_grads=precision.keep_low_precision_grads and not is_whole_unit,
             full_precision_in_eval=precision.full_precision_in_eval,
+            casts_output_in_eval=not (is_whole_unit and precision.full_precision_in_eval),
             separate_reduce_group=given.separate_reduce_group,
         )
         private.set_settings(unit.modules[0], settings)
+        if settings.full_precision_in_eval:
+            keep_inputs_in_eval(unit.modules[0])
 
     def _separate_reductions(self) -> None:
         for root in self._arguments.modules if self._arguments.separate_reduce_group else ():

@@ -18,6 +18,8 @@ class ShardingSettings:
         gather_dtype: What the parameters are sent in, if that is less than FSDP2's 16 or 32 bits.
         keep_low_precision_grads: As in `MixedPrecision`.
         full_precision_in_eval: The same.
+        casts_output_in_eval: Whether the unit's output dtype counts in eval mode; not that of what follows a module
+            that mixed precision excludes, if that is in full precision then.
         separate_reduce_group: Whether reductions have a process group of their own.
     """
 
@@ -27,4 +29,5 @@ class ShardingSettings:
     gather_dtype: torch.dtype | str | None = None
     keep_low_precision_grads: bool = False
     full_precision_in_eval: bool = False
+    casts_output_in_eval: bool = True
     separate_reduce_group: bool = False

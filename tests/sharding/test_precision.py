@@ -150,6 +150,6 @@ def test_what_fsdp2_has_no_place_for_is_kept_with_each_unit(fake_world: Callable
             separate_reduce_group=True,
         )
         assert private.settings_of(model.bn) == ShardingSettings(
-            full_precision_in_eval=True, separate_reduce_group=True
+            full_precision_in_eval=True, casts_output_in_eval=False, separate_reduce_group=True
         )
         assert private.settings_of(model.first) is None
