@@ -53,6 +53,7 @@ from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.params import refuse_params
 
 
 def watch(backend: Callable[..., Any]) -> None:
@@ -209,6 +210,7 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
             "that its forward calls",
         )
     refuse(module, places.values())
+    refuse_params(places.values())
     with outside_of_transforms(), torch.no_grad():
         if not options.sync_module_states:
             _compare_values(module, places.values(), options)

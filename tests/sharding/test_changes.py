@@ -144,8 +144,6 @@ def _check_meta() -> None:
     # A machine with a GPU would give a model on meta a mesh of GPUs.
     fully_shard(model, mesh=None if not torch.accelerator.is_available() else init_device_mesh("cpu", (2,)))
     assert {p.device.type for p in model.parameters()} == {"meta"}
-    with pytest.raises(RuntimeError, match="meta device"):  # FSDP2's own
-        model(torch.zeros(2, 10))
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     reference = Odd()

@@ -130,7 +130,11 @@ def test_wrong_values_are_refused() -> None:
 def test_parameters_are_saved_and_loaded_in_their_own_dtype() -> None:
     model = Normed()
     before = copy.deepcopy(model.state_dict())
-    fully_shard(model, mp_policy=MixedPrecision(BF16), mesh=init_device_mesh("cpu", (4, 1)))
+    fully_shard(
+        model,
+        mp_policy=MixedPrecision(BF16),
+        mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard")),
+    )
     names = [name for name, _ in model.named_parameters()]
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     for name in names:
