@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile._torch.distributed import collectives
 from fsdp_compile.comm import exchange
-from fsdp_compile.comm.tensor_parallel import TensorParallel
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.spec import UnshardSpec
 
@@ -78,33 +77,6 @@ def gather_full(
     # Rows of other dimensions lie apart in the full value.
     everything = exchange.gather(local, spec) if receivers is Receivers.ALL else exchange.gather_to_first(local, spec)
     return None if full is None or everything is None else full.copy_(everything)
-
-
-def gather_whole(
-    local: torch.Tensor,
-    spec: UnshardSpec,
-    tensor_parallel: TensorParallel | None,
-    receivers: Receivers,
-    device: torch.device | None = None,
-) -> torch.Tensor | None:
-    """As `gather_full`, of a parameter that may be split over a tensor-parallel mesh, too: its ranks take part.
-
-    Args:
-        local: This rank's part, without padding.
-        spec: Of the parameter.
-        tensor_parallel: How it is split, if it is.
-        receivers: Which ranks get it.
-        device: Where it is to be; by default where groups communicate.
-    """
-    wire = exchange.wire_device(local, spec)
-    if tensor_parallel is None:
-        return gather_full(local, spec, receivers, device or wire)
-    part = gather_full(local, spec, receivers, wire)
-    if part is None:
-        return None
-    whole = tensor_parallel.gathered(part).full_tensor()
-    is_received = receivers is Receivers.ALL or exchange.is_first(tensor_parallel.mesh)
-    return whole.to(device or wire) if is_received else None
 
 
 def _gather_rows(local: torch.Tensor, spec: UnshardSpec, receivers: Receivers, full: torch.Tensor | None) -> None:
