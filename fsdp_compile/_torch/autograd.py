@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,25 +12,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from fsdp_compile._torch.tensors import plain_torch_functions
 
 _GRAD: Any = torch.Tensor.grad  # a descriptor: what `.grad` is, whatever a subclass says
-
-
-class HookOfPlain:
-    """Base of gradient hooks that a plain parameter does not pass on to the sharded one."""
-
-
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Attributes of a tensor: its gradient hooks in a dict, or `None`."""
-
-
-def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Gives `new` the gradient hooks that users registered on `old`; what is registered or removed later, both have."""
-    for kind in _HOOKS:
-        hooks = getattr(old, kind, None)
-        if hooks is None:
-            continue
-        for key in [key for key, hook in hooks.items() if isinstance(hook, HookOfPlain)]:
-            del hooks[key]
-        setattr(new, kind, hooks)  # the dict itself, which the handles that users have refer to
 
 
 def backward_in_progress() -> int:
@@ -82,15 +63,6 @@ def _is_compiled(node: torch.autograd.graph.Node) -> bool:
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether users registered hooks on a parameter's gradient."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-RunBackward = Callable[[Sequence[Any]], tuple[torch.Tensor | None, ...]]
-"""Runs a backward for other inputs, of which some may get no gradient."""
-
-
-outer_backwards: set[int] = set()
-"""Backward passes that wait for the end of another one, which a part of them has called."""
-_running_backwards: set[object] = set()
 
 
 def after_this_backward(call: Callable[[], None]) -> None:
