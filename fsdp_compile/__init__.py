@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from fsdp_compile.explain.api import explain
     from fsdp_compile.fsdp2.accumulation import no_sync
+    from fsdp_compile.fsdp2.comm_hook import register_comm_hook
     from fsdp_compile.fsdp2.take_over import units
     from fsdp_compile.optim.clip import clip_grad_norm_
     from fsdp_compile.optim.flat_step import flat_step
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from fsdp_compile.optim.whole_step import whole_step
     from fsdp_compile.options import FSDPOptions
     from fsdp_compile.parity.api import check_parity
-    from fsdp_compile.sharding.comm_hook import register_comm_hook
     from fsdp_compile.sharding.fully_shard import fully_shard
     from fsdp_compile.sharding.materialize import materialize
     from fsdp_compile.state.ema import EMA
@@ -117,7 +117,7 @@ _HOMES: Final = {
     "no_sync": "fsdp_compile.fsdp2.accumulation",
     "optim_state_dict": "fsdp_compile.state.optim_state",
     "optim_state_dict_to_load": "fsdp_compile.state.optim_state",
-    "register_comm_hook": "fsdp_compile.sharding.comm_hook",
+    "register_comm_hook": "fsdp_compile.fsdp2.comm_hook",
     "rekey_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
     "scatter_full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",
     "shard_full_optim_state_dict": "fsdp_compile.state.fsdp1_optim_state",

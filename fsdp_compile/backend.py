@@ -18,6 +18,7 @@ from fsdp_compile.capture.leave_functional_call import leave_functional_call
 from fsdp_compile.capture.reject_writes import refuse_writes
 from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
+from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
@@ -186,6 +187,7 @@ def _before_compile(frame: FrameToCompile) -> None:
             take_over(state)
 
 
+tell_of_uncaught_errors()
 note_backend(fsdp)
 plain.watch(fsdp)
 before_each_compile(fsdp, _before_compile)

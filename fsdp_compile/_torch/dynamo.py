@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import fx, nn
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, graph_break
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.cache_size import exceeds_recompile_limit
@@ -49,6 +49,7 @@ __all__ = [
     "detect_fake_mode",
     "functorch_config",
     "get_hash_for_files",
+    "graph_break",
     "inductor_config",
     "list_mode_options",
     "min_cut_rematerialization_partition",

@@ -4,13 +4,14 @@
     FSDPParamGroup       the parameters of a call that are gathered together: mesh, flags of accumulation
     FSDPParam            one parameter: its DTensor, its shard, and the modules that register it
 
-Everything that this package reads or changes of these objects is named in this file.
+Everything that this package reads or changes of these objects is named here, in `fully_shard_params.py` (parameters)
+and in `fully_shard_calls.py` (calls of `fully_shard`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +20,47 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-__all__ = ["FSDPModule", "FSDPState", "TrainingState", "fully_shard"]
+from fsdp_compile._torch.fully_shard_params import (
+    TorchParam,
+    data_parallel_dims,
+    give_unreduced_grad,
+    padded_shape,
+    pins_memory,
+    refs_of,
+    set_shard_data,
+    shape_of,
+    shard_data,
+    shard_dim,
+    sharded_param,
+    take_unreduced_grad,
+    unsharded_spec,
+)
+
+__all__ = [
+    "FSDPModule",
+    "FSDPState",
+    "TorchParam",
+    "TrainingState",
+    "data_parallel_dims",
+    "fully_shard",
+    "give_unreduced_grad",
+    "padded_shape",
+    "pins_memory",
+    "refs_of",
+    "set_shard_data",
+    "shape_of",
+    "shard_data",
+    "shard_dim",
+    "sharded_param",
+    "take_unreduced_grad",
+    "unsharded_spec",
+]
 
 MANAGED = "_is_fsdp_managed_module"
 """FSDP2's mark on each module of a sharded model; Dynamo guards marked modules in a way of its own."""
@@ -32,8 +68,6 @@ _ORIGINAL_PARAMS = "_fsdp_use_orig_params"
 
 TorchGroup = Any
 """A `FSDPParamGroup` of torch."""
-TorchParam = Any
-"""A `FSDPParam` of torch."""
 PreHook = Callable[[nn.Module, Any, Any], Any]
 PostHook = Callable[[nn.Module, Any, Any], Any]
 
@@ -85,6 +119,11 @@ def is_initialized(state: FSDPState) -> bool:
     return state._is_root is not None
 
 
+def is_root(state: FSDPState) -> bool:
+    """Whether an initialized state is that of its model's outermost module."""
+    return bool(state._is_root)
+
+
 def modules_of(state: FSDPState) -> tuple[nn.Module, ...]:
     """The modules that one call of `fully_shard` was given."""
     return tuple(state._modules)
@@ -102,6 +141,30 @@ def groups_of(state: FSDPState) -> list[TorchGroup]:
 def policy_of(state: FSDPState) -> Any:
     """The `MixedPrecisionPolicy` of a state."""
     return state._mp_policy
+
+
+_OWN_SETTINGS, _COMM_HOOK = "_fsdp_compile_settings", "_fsdp_compile_comm_hook"
+"""Attributes of FSDP2's state that are this package's."""
+
+
+def own_setting(state: FSDPState, name: str, *, default: Any) -> Any:
+    """A setting of this package's `fully_shard` for which FSDP2 has no place."""
+    return getattr(getattr(state, _OWN_SETTINGS, None), name, default)
+
+
+def comm_hook_of(state: FSDPState) -> Any:
+    """What `set_comm_hook` set, or `None`."""
+    return getattr(state, _COMM_HOOK, None)
+
+
+def set_comm_hook(state: FSDPState, hook: object) -> None:
+    """Keeps a communication hook of compiled steps as long as the state."""
+    setattr(state, _COMM_HOOK, hook)
+
+
+def prefetched(state: FSDPState) -> tuple[Sequence[FSDPState], Sequence[FSDPState]]:
+    """The states whose units are to be gathered early, where this one is used: in forward, and in backward."""
+    return state._states_to_forward_prefetch, state._states_to_backward_prefetch
 
 
 def training_state(state: FSDPState) -> TrainingState:
@@ -175,7 +238,19 @@ class GroupObserver(Protocol):
         ...
 
 
-_SETTINGS = frozenset({"reduce_grads", "all_reduce_grads", "gradient_divide_factor", "post_forward_mesh_info"})
+_SETTINGS = frozenset(
+    {
+        "reduce_grads",
+        "all_reduce_grads",
+        "gradient_divide_factor",
+        "force_sum_reduction_for_comms",
+        "post_forward_mesh_info",
+        "reshard_after_backward",
+        "_all_gather_comm",
+        "_reduce_scatter_comm",
+        "_all_reduce_hook",
+    }
+)
 """Attributes that `set_*` methods of an `FSDPModule` change, and by which graphs differ."""
 
 
@@ -201,6 +276,10 @@ class _ObservedGroup(FSDPParamGroup):
         super().__setattr__(name, value)
         if changes:
             self._fsdp_compile_observer.settings_changed()
+
+    def _set_separate_reduce_scatter_group(self, *arguments: Any) -> None:
+        super()._set_separate_reduce_scatter_group(*arguments)
+        self._fsdp_compile_observer.settings_changed()
 
     @torch._dynamo.disable
     def post_backward(self, *unused: Any) -> None:
@@ -282,8 +361,34 @@ def forget_gathered(param: TorchParam) -> None:
 
 
 def divide_factor(group: TorchGroup) -> float | None:
-    """What the user has set gradients to be divided by; `None` for the number of ranks."""
+    """What collectives' sums of gradients are divided by; `None` where collectives average over all ranks."""
+    if group.gradient_divide_factor is None and group.force_sum_reduction_for_comms:
+        where = placement_of(group)
+        return float(where.size * where.replicas)
     return group.gradient_divide_factor
+
+
+def reduces_unused(group: TorchGroup) -> bool:
+    """Whether parameters without a gradient get one of zeros (`set_reduce_scatter_unused_params`)."""
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
+
+
+def has_extensions(group: TorchGroup) -> bool:
+    """Whether some shard is of a class that says how it is gathered (`fsdp_pre_all_gather`)."""
+    return any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
+
+
+def only_for_hooks(group: TorchGroup) -> str:
+    """What a user has set on a group that FSDP2's hooks can do alone; empty if nothing."""
+    if has_extensions(group):
+        return "fsdp_pre_all_gather() of the shards' class"
+    kinds = {type(group._all_gather_comm), type(group._reduce_scatter_comm)} - {DefaultAllGather, DefaultReduceScatter}
+    if kinds:
+        names = sorted(kind.__name__ for kind in kinds)
+        return f"{', '.join(names)} for communication (set_custom_all_gather() or the like)"
+    if group._all_reduce_hook is not None:
+        return "set_all_reduce_hook()"
+    return "" if group.reshard_after_backward else "set_reshard_after_backward(False)"
 
 
 def reduces(group: TorchGroup) -> bool:
@@ -294,6 +399,11 @@ def reduces(group: TorchGroup) -> bool:
 def all_reduces(group: TorchGroup) -> bool:
     """Whether backwards sum gradients over replicas (`set_requires_all_reduce`); True without replicas."""
     return bool(group.all_reduce_grads) or not group._is_hsdp
+
+
+def has_partial_gradients(group: TorchGroup) -> bool:
+    """Whether gradients of FSDP2's wait for their sum over replicas."""
+    return group._partial_reduce_output is not None
 
 
 def reductions(group: TorchGroup) -> tuple[bool, bool]:
@@ -326,6 +436,7 @@ class Placement:
         reshards: Whether parameters are freed between forward and backward.
         post_forward_size: Neighbours that keep a part of each parameter for backward; 1 if none do.
         post_forward_group: Their process group.
+        reduces_apart: Whether gradients are reduced in a group of their own (`set_separate_reduce_scatter_group`).
     """
 
     size: int
@@ -338,6 +449,7 @@ class Placement:
     reshards: bool
     post_forward_size: int
     post_forward_group: dist.ProcessGroup | None
+    reduces_apart: bool
 
 
 def placement_of(group: TorchGroup) -> Placement:
@@ -357,6 +469,7 @@ def placement_of(group: TorchGroup) -> Placement:
         reshards=after is not None,
         post_forward_size=after.shard_mesh_size if is_smaller else 1,
         post_forward_group=after.shard_process_group if is_smaller else None,
+        reduces_apart=getattr(info, "reduce_scatter_process_group", None) is not None,
     )
 
 
@@ -364,83 +477,3 @@ def _stride(mesh: DeviceMesh, dim: int | None) -> int:
     ranks = mesh.mesh
     dim = 0 if dim is None else dim
     return int(ranks.diff(dim=dim).abs().max()) if ranks.size(dim) > 1 else 1
-
-
-# Parameters.
-
-
-def sharded_param(param: TorchParam) -> nn.Parameter:
-    """The DTensor parameter that users, optimizers and checkpoints see."""
-    found: nn.Parameter = param.sharded_param
-    return found
-
-
-def shape_of(param: TorchParam) -> tuple[int, ...]:
-    """Shape of the gathered parameter; of this rank's part of it if it is a DTensor over other ranks, too."""
-    return tuple(param._orig_size)
-
-
-def padded_shape(param: TorchParam) -> tuple[int, ...]:
-    """Shape of this rank's shard with padding, the same on all ranks."""
-    return tuple(param.padded_sharded_param_size)
-
-
-def shard_dim(param: TorchParam) -> int:
-    """The dimension that is sharded."""
-    return int(param.fsdp_placement.dim)
-
-
-def shard_data(param: TorchParam) -> torch.Tensor:
-    """This rank's shard with padding, 1-D, as FSDP2 sends it."""
-    found: torch.Tensor = param._sharded_param_data
-    return found
-
-
-def set_shard_data(param: TorchParam, data: torch.Tensor) -> None:
-    """Replaces `shard_data`."""
-    param._sharded_param_data = data
-
-
-def unsharded_spec(param: TorchParam) -> Any:
-    """The `DTensorSpec` of the gathered parameter if that is a DTensor (tensor parallel), else `None`."""
-    if hasattr(param, "_unsharded_dtensor_spec"):
-        return param._unsharded_dtensor_spec
-    return getattr(param, "_tp_spec", None)  # up to torch 2.11
-
-
-def data_parallel_dims(param: TorchParam) -> frozenset[int]:
-    """The dimensions of the gathered DTensor's mesh that it is sharded and replicated over (`dp_mesh_dims`)."""
-    return getattr(param, "_dp_dim_indices", frozenset())
-
-
-def refs_of(param: TorchParam) -> list[tuple[nn.Module, str]]:
-    """The modules that register a parameter, with its name in each."""
-    info = param._module_info
-    return [
-        (info.module, info.param_name),
-        *zip(info.shared_modules, info.shared_param_names, strict=True),
-    ]
-
-
-def take_unreduced_grad(param: TorchParam) -> torch.Tensor | None:
-    """This rank's part of the gradient that FSDP2 has accumulated without reducing it, which it forgets."""
-    grad = param.unsharded_accumulated_grad
-    if grad is not None:
-        _set_accumulated(param, None)
-    elif hasattr(param, "_unsharded_param"):
-        gathered = param._unsharded_param
-        grad, gathered.grad = gathered.grad, None
-    return None if grad is None else param._get_grad_inner_tensor(grad)  # type: ignore[no-any-return]
-
-
-def give_unreduced_grad(param: TorchParam, grad: torch.Tensor) -> None:
-    """Makes FSDP2 add an unreduced gradient to that of its next backward."""
-    _set_accumulated(param, grad)
-
-
-def _set_accumulated(param: TorchParam, grad: torch.Tensor | None) -> None:
-    if isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
-        # Torch 2.15 accumulates in the gradient of the unsharded parameter itself.
-        param._unsharded_param.grad = grad
-    else:
-        param.unsharded_accumulated_grad = grad

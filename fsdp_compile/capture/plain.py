@@ -45,7 +45,7 @@ from fsdp_compile.capture.unaveraged import (
 )
 from fsdp_compile.comm import alike
 from fsdp_compile.comm.exchange import as_bytes
-from fsdp_compile.comm.groups import default_mesh
+from fsdp_compile.comm.groups import check_mesh, default_mesh
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.accumulation import follow_no_sync
@@ -53,6 +53,7 @@ from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.fully_shard import fully_shard
+from fsdp_compile.sharding.params import refuse_params
 
 
 def watch(backend: Callable[..., Any]) -> None:
@@ -209,6 +210,7 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
             "that its forward calls",
         )
     refuse(module, places.values())
+    refuse_params(places.values())
     with outside_of_transforms(), torch.no_grad():
         if not options.sync_module_states:
             _compare_values(module, places.values(), options)
@@ -233,7 +235,8 @@ def _compare_values(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
         if buffer is not None and name not in owner._non_persistent_buffers_set
     }
     values = dict(named) | saved
-    mesh = options.mesh or default_mesh(next(iter(values.values())).device.type)
+    mesh = default_mesh(next(iter(values.values())).device.type) if options.mesh is None else options.mesh
+    check_mesh(mesh)
     if mesh.size() > 1:
         alike.require(
             {name: f"{tuple(value.shape)} with sum {_sum_of_words(value)}" for name, value in values.items()},

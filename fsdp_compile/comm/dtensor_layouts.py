@@ -69,7 +69,7 @@ class DTensorLayout:
         return gathered_dtensor(local, self.key)
 
     def unreduced(self, local: torch.Tensor) -> DTensor:
-        """The gradient of which this rank's part is `local`, with sums over data-parallel ranks still to be made."""
+        """The gradient with this rank's part, of which the sums over data-parallel ranks are still to be made."""
         placements = tuple(Partial() if i in self.data_parallel else p for i, p in enumerate(self.placements))
         return new_dtensor(local, self.mesh, placements, self.shape)
 
@@ -96,7 +96,7 @@ class _Gathered(torch.autograd.Function):
         return new_dtensor(local.detach(), layout.mesh, layout.placements, layout.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None]:
         """Takes the part of the gradient."""
         return None if grad is None else ctx.layout.local_gradient(grad), None
 

@@ -154,39 +154,4 @@ def as_offload(policy: object) -> Offload | None:
     )
 
 
-def planned(policy: object) -> AnyOffloadPolicy:
-    """The same policy for a plan in which the CPU stands for a device that is not there."""
-    offload = as_offload(policy)
-    return OffloadPolicy() if offload is None else Offload(pinned=False, from_cpu_to_cpu=True)
-
-
-def compute_device(offload: Offload | None, mesh_device: str) -> str:
-    """Type of the device to which shards are copied; empty if they live where they are computed with."""
-    return mesh_device if offload is not None and (mesh_device != "cpu" or offload.from_cpu_to_cpu) else ""
-
-
-def host_buffer(numel: int, dtype: torch.dtype, offload: Offload) -> torch.Tensor:
-    """A flat parameter of zeros on the host; raises `ConfigError` if it is to be pinned and there is no accelerator."""
-    if not offload.pinned:
-        return torch.zeros(numel, dtype=dtype)
-    if not torch.accelerator.is_available():
-        raise ConfigError(
-            "memory is to be pinned for a device, and there is none",
-            where="fully_shard(offload_policy=CPUOffloadPolicy(pin_memory=True))",
-            instead="CPUOffloadPolicy(pin_memory=False), or a mesh of device type 'cpu'",
-        )
-    return torch.zeros(numel, dtype=dtype, pin_memory=True)
-
-
-def refuse_device(name: str, device: torch.device) -> None:
-    """Raises `ConfigError` for a sharded parameter that was moved to a device although its unit is offloaded."""
-    if device.type not in ("cpu", "meta"):
-        raise ConfigError(
-            f"the parameter was moved to {device}, and its unit is offloaded to the host",
-            where=name,
-            instead="leave the model on the CPU: gathered parameters go to the device by themselves; to keep shards "
-            "there, call fully_shard() without offload_policy",
-        )
-
-
 WrapPolicy = ModuleWrapPolicy | CustomPolicy | Callable[..., bool]

@@ -46,12 +46,14 @@ class ParamRead:
         flat: Number of the flat tensor among those of a module.
         text: Of its `UnshardSpec`.
         is_dtensor: Whether the gathered parameter is a DTensor over further ranks.
+        eval_text: The text in eval mode, if that is another one.
     """
 
     name: str
     flat: int
     text: str
     is_dtensor: bool = False
+    eval_text: str = ""
 
 
 _Key = tuple[type, tuple[ParamRead, ...]]
@@ -105,9 +107,18 @@ def refresh_reads(group: ParamGroup) -> None:
         text = dataclasses.replace(param.spec, grad_placement=placement).text
         gathered = group.gathered.get(param.spec.offset)
         is_default = leaf is None and unreduced is None and partial is None and text == param.first_text
-        arguments = None if is_default and gathered is None else (text, gathered, leaf, unreduced, partial)
+        is_default = is_default and gathered is None
+        arguments = [None if is_default else (text, gathered, leaf, unreduced, partial)]
+        in_eval = group.eval_spec(param)
+        if in_eval is not None:
+            # What the user has gathered has the dtype of training.
+            text = dataclasses.replace(in_eval, grad_placement=placement).text
+            arguments.append(None if is_default else (text, None, leaf, unreduced, partial))
         for module, name in param.refs:
-            every = {**(module.__dict__.get(ARGUMENTS) or {}), name: arguments}
+            every = {
+                **(module.__dict__.get(ARGUMENTS) or {}),
+                **dict(zip((name, _name_in_eval(name)), arguments, strict=False)),
+            }
             present = {n: a for n, a in every.items() if a is not None}
             if present:
                 object.__setattr__(module, ARGUMENTS, present)
@@ -142,8 +153,12 @@ def _make(base: type, reads: Sequence[ParamRead]) -> type:
 def _property(read: ParamRead) -> property:
     name, flat, text = read.name, f"{FLAT}{read.flat}", read.text
 
+    name_in_eval, eval_text = _name_in_eval(name), read.eval_text
+
     def get(module: nn.Module) -> torch.Tensor | None:
         if torch.compiler.is_compiling():
+            if eval_text and not module.training:
+                return _marker(module, name_in_eval, flat, eval_text)
             return _marker(module, name, flat, text)
         unit: Unit | None = getattr(module, UNIT)
         if unit is not None:
@@ -167,6 +182,11 @@ def _property(read: ParamRead) -> property:
     for function in (get, get_dtensor, put):
         skip_code(function.__code__)
     return property(get_dtensor if read.is_dtensor else get, put)
+
+
+def _name_in_eval(name: str) -> str:
+    """By which a module's arguments have those in eval mode; no attribute is called so."""
+    return f"{name} in eval"
 
 
 def _marker(module: nn.Module, name: str, flat: str, text: str) -> torch.Tensor:

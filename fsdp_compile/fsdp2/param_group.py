@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
+from fsdp_compile._torch.autograd import allow_any_gradient_dtype
 from fsdp_compile._torch.tensors import ViewPlace, local_tensor, make_dtensor, set_local_tensor
 from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.comm.groups import alias_of
@@ -26,8 +27,10 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.pending import PendingGrads
 from fsdp_compile.fsdp2.updates import Updates
-from fsdp_compile.layout.flat_layout import ParameterShape, plan_layout
+from fsdp_compile.layout.flat_layout import ParameterShape, is_large, plan_layout
 from fsdp_compile.layout.spec import GradPlacement, Reshard, UnshardSpec, Update
+from fsdp_compile.layout.wire_formats import ASKED, WireFormat
+from fsdp_compile.ops.comm_hook import Registered
 
 if TYPE_CHECKING:
     from fsdp_compile.fsdp2.unit import Unit
@@ -113,18 +116,25 @@ class ParamGroup:
         stored = fsdp2.sharded_param(members[0]).dtype
         common = self._common_spec(stored, where, self.updates.wanted(map(fsdp2.sharded_param, members)))
         shapes = [ParameterShape("", fsdp2.shape_of(p), fsdp2.shard_dim(p)) for p in members]
+        wire = self._wire_format(stored)
         layout = plan_layout(
-            shapes, size=self.size, stored=stored, sent=common.param_dtype, reduced=common.reduce_dtype
+            shapes,
+            size=self.size,
+            stored=stored,
+            sent=common.param_dtype,
+            reduced=common.reduce_dtype,
+            per_byte=0 if wire is None else wire.per_byte,
         )
         device = fsdp2.shard_data(members[0]).device
-        self.flat = torch.zeros(layout.numel, dtype=stored, device=device)
+        pins = fsdp2.pins_memory(members[0]) and device.type != "meta"
+        self.flat = torch.zeros(layout.numel, dtype=stored, device=device, pin_memory=pins)
         found: list[Param | None] = [None] * len(members)
         for slot in layout.slots:
             each = members[slot.index]
-            spec = dataclasses.replace(
+            place = dataclasses.replace(
                 common, offset=slot.offset, extent=slot.extent, shape=fsdp2.shape_of(each), dim=fsdp2.shard_dim(each)
             )
-            found[slot.index] = self._move_in(each, _name(each, titles), spec)
+            found[slot.index] = self._move_in(each, _name(each, titles), self._in_format(place))
         self.params = tuple(p for p in found if p is not None)
         self.pending = PendingGrads(self)
         self.gathered: dict[int, torch.Tensor] = {}
@@ -179,12 +189,41 @@ class ParamGroup:
         common = self._common_spec(self.flat.dtype, where, update)
         for param in self.params:
             old = param.spec
-            param.spec = dataclasses.replace(common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim)
+            place = dataclasses.replace(common, offset=old.offset, extent=old.extent, shape=old.shape, dim=old.dim)
+            param.spec = self._in_format(place)
+
+    def _wire_format(self, stored: torch.dtype) -> WireFormat | None:
+        """The format in which large parameters are sent; `None` for their dtype."""
+        chosen = fsdp2.own_setting(self.unit.state, "gather_dtype", default=None)
+        return ASKED[chosen] if chosen is not None and stored.is_floating_point and self.size > 1 else None
+
+    def _in_format(self, spec: UnshardSpec) -> UnshardSpec:
+        """A spec, of a parameter that is sent in the unit's format if it is large."""
+        wire = self._wire_format(self.flat.dtype)
+        if wire is None or not is_large(spec.shape, spec.dim, spec.size, self.flat.dtype):
+            return spec
+        return dataclasses.replace(spec, gather_format=wire.name)
+
+    def eval_spec(self, param: Param) -> UnshardSpec | None:
+        """How a module in eval mode reads a parameter, if not as in training (`full_precision_in_eval`)."""
+        if not fsdp2.own_setting(self.unit.state, "full_precision_in_eval", default=False):
+            return None
+        found = dataclasses.replace(param.spec, param_dtype=self.flat.dtype, gather_format="")
+        return None if found == param.spec else found
 
     def _common_spec(self, stored: torch.dtype, where: fsdp2.Placement, update: Update) -> UnshardSpec:
         """What all parameters of the group share."""
-        policy = self.of_torch.mp_policy
+        policy, state = self.of_torch.mp_policy, self.unit.state
         sent = (policy.param_dtype or stored) if stored.is_floating_point else stored
+        reduced = policy.reduce_dtype or sent
+        reshard = Reshard.AFTER_FORWARD if where.reshards else Reshard.AFTER_BACKWARD
+        if where.reshards and fsdp2.own_setting(state, "auto_reshard", default=False):
+            reshard = Reshard.AUTO
+        apart = where.reduces_apart or fsdp2.own_setting(state, "separate_reduce_group", default=False)
+        hook: Registered | None = fsdp2.comm_hook_of(state)
+        # What a hook compresses is the message; sums of microbatches in 16 bits would stop growing.
+        compressed = None if hook is None or hook.compresses_to == reduced else hook.compresses_to
+        after = where.post_forward_group
         device = self.of_torch.device.type
         return UnshardSpec(
             offset=0,
@@ -198,16 +237,43 @@ class ParamGroup:
             replicate_group="" if where.replicate_group is None else alias_of(where.replicate_group, "replicate"),
             replicate_stride=where.replicate_stride,
             param_dtype=sent,
-            reduce_dtype=policy.reduce_dtype or sent,
-            reshard=Reshard.AFTER_FORWARD if where.reshards else Reshard.AFTER_BACKWARD,
+            reduce_dtype=compressed or reduced,
+            accumulate_dtype=None if compressed is None else reduced,
+            hook="" if hook is None else hook.key,
+            reshard=reshard,
             post_forward_size=where.post_forward_size,
-            post_forward_group=""
-            if where.post_forward_group is None
-            else alias_of(where.post_forward_group, "post_forward"),
+            post_forward_group="" if after is None else alias_of(after, "post_forward"),
             divide=fsdp2.divide_factor(self.of_torch),
             update=update,
+            forward_prefetch=self.unit.prefetched[0],
+            backward_prefetch=self.unit.prefetched[1],
             compute=device if fsdp2.offloads(self.of_torch) and device != "cpu" else "",
+            reduce_group=alias_of(where.group, "reduce")
+            if apart and where.group is not None and where.size > 1
+            else "",
         )
+
+    @property
+    def ends_backward(self) -> bool:
+        """Whether there is something to do for it when a backward ends."""
+        return fsdp2.reduces_unused(self.of_torch) or self._keeps_low_precision
+
+    @property
+    def _keeps_low_precision(self) -> bool:
+        keeps = fsdp2.own_setting(self.unit.state, "keep_low_precision_grads", default=False)
+        return bool(keeps) and self.params[0].spec.param_dtype != self.flat.dtype
+
+    def end_backward(self) -> None:
+        """At the end of a backward that has reduced gradients: makes of `.grad` what settings say."""
+        if self.grad_placement() is GradPlacement.UNREDUCED:
+            return
+        for param in self.params:
+            leaf = param.parameter
+            if leaf.grad is None and leaf.requires_grad and fsdp2.reduces_unused(self.of_torch):
+                leaf.grad = make_dtensor(torch.zeros_like(param.view), leaf)
+            if self._keeps_low_precision and leaf.grad is not None and leaf.grad.dtype != param.spec.param_dtype:
+                allow_any_gradient_dtype(leaf)
+                leaf.grad = leaf.grad.to(param.spec.param_dtype)
 
     def _move_in(self, each: fsdp2.TorchParam, name: str, spec: UnshardSpec, first_text: str = "") -> Param:
         """Moves one shard of FSDP2's into the buffer, and makes FSDP2 and the DTensor use it there."""

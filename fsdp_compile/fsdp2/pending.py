@@ -105,6 +105,7 @@ class PendingGrads:
 
     def add(self, placement: GradPlacement, grad: torch.Tensor, offsets: Collection[int]) -> None:
         """Adds the gradients of one backward."""
+        self.placements.add(placement)
         known = self._sums.get(placement)
         if known is None:
             self._sums[placement] = _Sum(grad, set(offsets))
@@ -165,7 +166,8 @@ class PendingGrads:
         Raises:
             UnsupportedModelError: For gradients that lack their sum over replicas.
         """
-        self._refuse_partial("a compiled backward", "one that runs uncompiled")
+        if GradPlacement.REDUCE_SCATTERED in self._sums:
+            raise self._partial_refusal("a compiled backward", "not compiled")
         unreduced = self._sums.pop(GradPlacement.UNREDUCED, None)
         if unreduced is not None:
             for param in self.group.params_at(unreduced.offsets):
@@ -185,13 +187,17 @@ class PendingGrads:
                 rows = gradient_rows(_EAGER, grad.to(self.dtype()), param.spec)
                 self._add_in_slot(GradPlacement.UNREDUCED, param, rows)
 
-    def _refuse_partial(self, before: str, after: str) -> None:
-        if GradPlacement.REDUCE_SCATTERED in self._sums:
-            raise UnsupportedModelError(
-                f"gradients of {before} wait for their sum over replicas, and the next forward is {after}",
-                where=f"set_requires_all_reduce(False), unit {self.group.title}",
-                instead="all microbatches of a step compiled, or none",
-            )
+    def refuse_partial_of_torch(self) -> None:
+        """Raises `UnsupportedModelError` if FSDP2 has gradients that lack their sum over replicas."""
+        if fsdp2.has_partial_gradients(self.group.of_torch):
+            raise self._partial_refusal("an uncompiled backward", "compiled")
+
+    def _partial_refusal(self, before: str, after: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"gradients of {before} wait for their sum over replicas, and the next forward is {after}",
+            where=f"set_requires_all_reduce(False), unit {self.group.title}",
+            instead="all microbatches of a step compiled, or none",
+        )
 
     def _rows(self, value: torch.Tensor, param: Param) -> torch.Tensor:
         spec = param.spec

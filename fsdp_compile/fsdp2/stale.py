@@ -10,7 +10,7 @@ import copy
 import functools
 import gc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -91,10 +91,21 @@ def replace(successors: Mapping[nn.Parameter, nn.Parameter]) -> None:
         # A graph that has read it needs the values in its backward.
         if not is_saved_by_autograd(old):
             old.data = old.data.new_empty(0)
+        if old.requires_grad:
+            old.register_hook(_refuse_gradient)
         vars(new).update(vars(old))
         vars(old).clear()
         old.__class__ = StaleParameter
         old.__dict__["successor"] = new
+
+
+def _refuse_gradient(gradient: torch.Tensor) -> NoReturn:
+    """Refuses the gradient of a loss that was made of plain parameters: it would not reach the sharded ones."""
+    raise ConfigError(
+        "a gradient goes to a plain parameter, by a computation from before the model was sharded, and would be lost",
+        where=f"a parameter of shape {tuple(gradient.shape)}",
+        instead="fully_shard(model) before anything is computed of its parameters",
+    )
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

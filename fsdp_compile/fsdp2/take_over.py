@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, skip_code
+from fsdp_compile._torch.autograd import outside_of_transforms
+from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, graph_break, skip_code
 from fsdp_compile._torch.eval_frame import compiler_of_calls
 from fsdp_compile.fsdp2.casts import cast
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
@@ -77,8 +78,8 @@ def take_over(state: fsdp2.FSDPState) -> Model:
 
     In the middle of a forward, the units whose calls FSDP2's hooks have begun are left to graphs.
     """
-    # The first call may be an evaluation.
-    with torch.inference_mode(mode=False), torch.no_grad():
+    # The first call may be an evaluation, or in a transform of `torch.func`.
+    with outside_of_transforms(), torch.no_grad():
         if not fsdp2.is_initialized(state):
             fsdp2.lazy_init(state)
         states = fsdp2.states_of_model(state)
@@ -95,12 +96,15 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each)) or "(root)"
             unit = Unit(model, each, title)
             unit.make_groups(titles)
+            for group in unit.groups:
+                group.pending.take_from_torch()
+                group.pending.refuse_partial_of_torch()
             _wrap_hooks(unit)
             model.units.append(unit)
         _give_classes(model)
         _models[root] = model
     for unit in model.units:
-        unit.continue_as_deferred()
+        unit.continue_forward()
     return model
 
 
@@ -122,7 +126,7 @@ def _give_classes(model: Model) -> None:
         if layouts:
             object.__setattr__(module, LAYOUTS, layouts)
         plain = type(module)
-        made = class_of(plain, [ParamRead(n, number[g], p.spec.text, n in layouts) for n, g, p in own])
+        made = class_of(plain, [_read(n, number[g], g, p) for n, g, p in own])
         if own:
             unit = own[0][1].unit
             object.__setattr__(module, UNIT, unit)
@@ -135,6 +139,11 @@ def _give_classes(model: Model) -> None:
         for group in unit.groups:
             set_flat(group)
             refresh_reads(group)
+
+
+def _read(name: str, flat: int, group: ParamGroup, param: Param) -> ParamRead:
+    in_eval = group.eval_spec(param)
+    return ParamRead(name, flat, param.spec.text, param.layout is not None, "" if in_eval is None else in_eval.text)
 
 
 def _follow_conversions(model: Model) -> None:
@@ -175,10 +184,15 @@ def _wrap_hooks(unit: Unit) -> None:
 
 def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsdp2.PreHook:
     unit.pre_hook = hook
+    full_in_eval = fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False)
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return (args, kwargs) if dtype is None else (cast(args, dtype), cast(kwargs, dtype))
+            if unit.only_hooks:
+                graph_break(msg=f"FSDP2's hooks gather unit {unit.title!r}: {unit.only_hooks}")
+            if dtype is None or (full_in_eval and not module.training):
+                return args, kwargs
+            return cast(args, dtype), cast(kwargs, dtype)
         # Here, since Dynamo does not watch what a disabled function calls.
         _note_watched()
         return _begin(unit, module, args, kwargs)
@@ -212,12 +226,14 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     repeats = fsdp2.training_state(unit.state) is fsdp2.TrainingState.PRE_BACKWARD
     if unit is unit.model.units[0] and unit.gatherer is not Gatherer.HOOKS:
         _follow_conversions(unit.model)
-    if _watched.value and not repeats and unit.gatherer is not Gatherer.HOOKS:
+    if _watched.value and not repeats and not unit.only_hooks and unit.gatherer is not Gatherer.HOOKS:
         for each in unit.inner_units:
             each.follow()
             each.gather_given()
         if not unit.given_values():
             unit.defer(call_of(module))
+            if not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False):
+                return args, kwargs
             return _cast_inputs(unit, args, kwargs)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.begin_hooks()

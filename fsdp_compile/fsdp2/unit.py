@@ -75,9 +75,9 @@ class Model:
         """Records that a group has gradients that are not fully reduced."""
         self._pending.add(group)
 
-    def at_end_of_backward(self, task: int) -> None:
-        """Reduces, when a backward ends that reduces gradients, those that are left of earlier ones."""
-        if self._pending and task not in self._ends_with:
+    def at_end_of_backward(self, task: int, group: ParamGroup) -> None:
+        """When a backward that reduces ends: reduces gradients that are left of earlier ones."""
+        if (self._pending or group.ends_backward) and task not in self._ends_with:
             self._ends_with.add(task)
             after_this_backward(lambda: self._end_backward(task))
 
@@ -88,6 +88,8 @@ class Model:
                 group.pending.reduce_rest()
                 if not group.pending:
                     self._pending.discard(group)
+            if group.ends_backward:
+                group.end_backward()
 
 
 class Unit:
@@ -98,6 +100,8 @@ class Unit:
         title: Names of its modules, from the root of the model, which is "(root)".
         groups: One for each FSDP2 group, dtype and trainability.
         gatherer: Who gathers it in the forward that runs.
+        prefetched: Titles of the units that are to be gathered early where this one is used, in forward and backward.
+        only_hooks: What has been set on it that FSDP2's hooks can do alone: they gather it in all forwards. Or empty.
         pre_hook: FSDP2's.
         post_hook: FSDP2's.
         compiled_regions: Its compiled graphs, by the parameter groups that they read; `lower` fills it.
@@ -112,8 +116,10 @@ class Unit:
         self.title = title
         self.groups: list[ParamGroup] = []
         self.gatherer = Gatherer.GRAPH
+        self.only_hooks = self._only_hooks()
         self.compiled_regions: dict[tuple[int, ...], Any] = {}
         self._call: FrameType | None = None
+        self.prefetched: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._holds_given = False
         self._follows_hook = False
         self._classes: list[tuple[weakref.ref[nn.Module], type, type]] = []
@@ -131,15 +137,32 @@ class Unit:
         assert model is not None
         return model
 
+    def _only_hooks(self) -> str:
+        return next((why for group in fsdp2.groups_of(self.state) if (why := fsdp2.only_for_hooks(group))), "")
+
     def make_groups(self, titles: dict[int, str]) -> None:
-        """Moves the shards of FSDP2's groups into flat buffers."""
+        """Moves the shards of FSDP2's groups into flat buffers, but for tensors whose class says how they are sent."""
         for of_torch in fsdp2.groups_of(self.state):
+            fsdp2.observe(of_torch, _Observer(self, of_torch))
+            if fsdp2.has_extensions(of_torch):
+                continue
             kinds: dict[Any, list[fsdp2.TorchParam]] = {}
             for param in fsdp2.params_of(of_torch):
                 parameter = fsdp2.sharded_param(param)
                 kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(param)
             self.groups += [ParamGroup(self, of_torch, members, titles) for members in kinds.values()]
-            fsdp2.observe(of_torch, _Observer(self, of_torch))
+
+    def settings_changed(self) -> None:
+        """Follows settings that users have changed on FSDP2's objects."""
+        self.only_hooks = self._only_hooks()
+        self._swap(self.gatherer)
+        self.refresh_specs()
+
+    def refresh_specs(self) -> None:
+        """Makes the next graphs read parameters as settings are now."""
+        for group in self.groups:
+            group.refresh_specs()
+            refresh_reads(group)
 
     @property
     def is_converted(self) -> bool:
@@ -177,7 +200,7 @@ class Unit:
         for reference, traced, plain in self._classes:
             module = reference()
             if module is not None:
-                fsdp2.set_class(module, plain if gatherer is Gatherer.HOOKS else traced)
+                fsdp2.set_class(module, plain if gatherer is Gatherer.HOOKS or self.only_hooks else traced)
 
     def defer(self, call: FrameType | None) -> None:
         """Begins a call that Dynamo watches: a graph gathers the unit, or the first read in Python does."""
@@ -185,10 +208,15 @@ class Unit:
         self._call = call
         self.follow()
 
-    def continue_as_deferred(self) -> None:
-        """After the model was taken over in the middle of a forward: leaves a call that a hook has begun to graphs."""
-        if fsdp2.training_state(self.state) is fsdp2.TrainingState.FORWARD:
-            fsdp2.leave_forward(self.state)
+    def continue_forward(self) -> None:
+        """After the model was taken over in the middle of a forward: leaves a call that FSDP2 has begun to graphs."""
+        if fsdp2.training_state(self.state) is not fsdp2.TrainingState.FORWARD:
+            return
+        fsdp2.leave_forward(self.state)
+        if self.only_hooks:
+            self.begin_hooks()
+            self.pre_forward(fsdp2.modules_of(self.state)[0], (), {})
+        else:
             self.defer(next((call for m in fsdp2.modules_of(self.state) if (call := call_of(m)) is not None), None))
 
     @property
@@ -206,7 +234,8 @@ class Unit:
     @property
     def is_called(self) -> bool:
         """Whether a hook of it, or of its model, has followed parameters in Python for the forward that runs."""
-        return self.is_deferred or self.model.units[0].is_deferred
+        root = self.model.units[0]
+        return Gatherer.HOOKS in (self.gatherer, root.gatherer) or self.is_deferred or root.is_deferred
 
     def begin_hooks(self) -> None:
         """Makes FSDP2's hooks gather the unit from here on."""
@@ -255,7 +284,7 @@ class Unit:
 
         Graphs would ignore them. Returns whether it has.
         """
-        if self.gatherer is Gatherer.HOOKS or not self.given_values():
+        if self.gatherer is Gatherer.HOOKS or self.only_hooks or not self.given_values():
             return False
         self.begin_hooks()
         self.pre_forward(fsdp2.modules_of(self.state)[0], (), {})
@@ -284,6 +313,19 @@ class Unit:
             self.begin_hooks()
             self.pre_forward(module, (), {})
 
+    def _follow_prefetch(self) -> None:
+        forward, backward = fsdp2.prefetched(self.state)
+        if not (forward or backward) and self.prefetched == ((), ()):
+            return
+        titles = {unit.state: unit.title for unit in self.model.units}
+        now = (
+            tuple(titles[state] for state in forward if state in titles),
+            tuple(titles[state] for state in backward if state in titles),
+        )
+        if now != self.prefetched:
+            self.prefetched = now
+            self.refresh_specs()
+
     def follow(self, *, by_hooks: bool = False) -> None:
         """Before a forward: follows what users have done with parameters since the last one.
 
@@ -293,8 +335,11 @@ class Unit:
             by_hooks: Whether FSDP2's hooks are about to gather the unit.
         """
         self._follows_hook = True
-        if self.gatherer is not Gatherer.HOOKS:
+        self._follow_prefetch()
+        if self.gatherer is not Gatherer.HOOKS and not self.only_hooks:
             self._follow_gathered(by_hooks=by_hooks)
+            for group in () if by_hooks else self.groups:
+                group.pending.refuse_partial_of_torch()
         for group in self.groups:
             if group.follow_parameters():
                 set_flat(group)
@@ -360,9 +405,9 @@ class _Observer:
         return [] if unit is None else [group for group in unit.groups if group.of_torch is of_torch]
 
     def settings_changed(self) -> None:
-        for group in self._groups():
-            group.refresh_specs()
-            refresh_reads(group)
+        unit = self._unit()
+        if unit is not None:
+            unit.settings_changed()
 
     def post_backward(self, run: Any) -> None:
         for group in self._groups():

@@ -151,7 +151,7 @@ class Updates:
             # Autograd calls them once more, for the gradient that the graph does not return.
             raise UnsupportedModelError(
                 "a parameter that a compiled backward updates has a hook on its gradient",
-                where=f"register_hook(), register_post_accumulate_grad_hook(), step_in_backward(), unit {group.title}",
+                where=f"step_in_backward(), register_hook() or the like, unit {group.title}",
                 instead="optimizer.step() after backward",
             )
         if not self._is_last() or any(updater_of(param.parameter) is None for param in params):

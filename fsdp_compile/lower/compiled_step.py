@@ -143,7 +143,7 @@ class CompiledStep:
         offsets, waiting = set(each.offsets), set[int]()
         is_update = each.update is Update.IN_BACKWARD
         ends = each.grad_placement is not GradPlacement.UNREDUCED
-        asks = group is not None and (is_update or (ends and group.unit.model.has_pending))
+        asks = group is not None and (is_update or (ends and (group.unit.model.has_pending or group.ends_backward)))
         accumulated = edge.accumulated(group) & offsets if asks and group is not None else set[int]()
         for at, placement in (
             (each.unsharded_accumulated_grad, GradPlacement.UNREDUCED),
@@ -156,7 +156,7 @@ class CompiledStep:
             elif at is not None:
                 args[at] = torch.zeros(args[at].shape, dtype=args[at].dtype, device=args[at].device)
         if group is not None and accumulated and ends:
-            group.unit.model.at_end_of_backward(backward_in_progress())
+            group.unit.model.at_end_of_backward(backward_in_progress(), group)
         produced = offsets - (set(unused) - waiting)
         if group is not None and is_update:
             group.updates.chosen = accumulated & produced

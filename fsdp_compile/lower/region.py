@@ -22,7 +22,6 @@ from fsdp_compile.lower.summary import GraphSummary
 from fsdp_compile.lower.unused_outputs import Sources, gradient_sources
 from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
-from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.partition import partition
 from fsdp_compile.partition.recompute import blocks, with_fewest
 from fsdp_compile.passes.update_in_backward import claim_gradients, release_gradients
@@ -211,7 +210,6 @@ class Region:
             name_inputs(gm.graph, self.flats)
             self.read = read_in(gm.graph)
             cast_before_gather(gm.graph)
-            expand_gather_messages(gm.graph)
             step = StepGraph(gm, Phase.FORWARD)
             self._remember([step])
             self.steps = self._both([step], self.plan)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_mul_, foreach_norm
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import local_of
+from fsdp_compile.fsdp2.updates import refuse_whole_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def clip_grad_norm_(
         gradients' dtypes promote (float32 if there are none). It is accumulated in float32 or better.
 
     Raises:
-        ConfigError: If `norm_type` is not positive, or a parameter is a `Partial` DTensor.
+        ConfigError: If `norm_type` is not positive, a parameter is a `Partial` DTensor, or is updated in backward.
         RuntimeError: If asked for, when the norm is not finite.
     """
     p = float(norm_type)
@@ -94,6 +95,11 @@ def clip_grad_norm_(
             instead="a positive number, or math.inf",
         )
     parameters = _parameters(model_or_parameters)
+    refuse_whole_gradients(
+        parameters,
+        where="clip_grad_norm_()",
+        instead="flat_step(optimizer) in place of step_in_backward(optimizer), or no clipping by the norm of all",
+    )
     gradients = [local_of(q.grad) for q in parameters if q.grad is not None]
     total = _total_norm(parameters, p)
     if error_if_nonfinite and not total.isfinite():

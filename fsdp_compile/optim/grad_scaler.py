@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from fsdp_compile._torch.tensors import by_device_and_dtype, unscale_and_check
 from fsdp_compile.fsdp2.shards import local_of
+from fsdp_compile.fsdp2.updates import refuse_whole_gradients
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -38,6 +39,11 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         # The one place that torch's unscale_() and step(), of fused optimizers too, go through on 2.11 to 2.15.
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        refuse_whole_gradients(
+            parameters,
+            where="GradScaler with step_in_backward()",
+            instead="bfloat16, which needs no scaling; or flat_step(optimizer) in place of step_in_backward(optimizer)",
+        )
         gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
         if not allow_fp16 and any(g.dtype == torch.float16 for g in gradients):
             raise ValueError("gradients in float16 cannot be unscaled: keep parameters in float32, and compute in half")

@@ -19,12 +19,10 @@ from fsdp_compile._torch.dynamo import (
 )
 from fsdp_compile.ir.queries import parameter_only, read_text, unsharded_value
 from fsdp_compile.layout.spec import Reshard, parse
-from fsdp_compile.ops.gather_message import GATHER_MESSAGE
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
 from fsdp_compile.partition.empty_values import counted, restore
-from fsdp_compile.partition.gather_messages import expand_gather_messages
 from fsdp_compile.partition.post_forward import shard_post_forward
 from fsdp_compile.partition.recompute import blocks, recompute
 from fsdp_compile.partition.updated_inputs import save_copies_of_updated_inputs
@@ -39,7 +37,7 @@ def mark_reads(joint: fx.Graph) -> None:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _LAST_REGION
         gathers = node.target is UNSHARD and unsharded_value(node) is None
-        if (gathers or node.target is GATHER_MESSAGE) and parse(read_text(node)).reshard is Reshard.AFTER_BACKWARD:
+        if gathers and parse(read_text(node)).reshard is Reshard.AFTER_BACKWARD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if node.target is SHARD_POST_FORWARD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -66,8 +64,6 @@ def partition(
     if results is not None:
         _describe_results(forward.graph.output_node(), results[: kwargs["num_fwd_outputs"]])
     save_copies_of_updated_inputs(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
-    for half in (forward, backward):
-        expand_gather_messages(half.graph)
     return forward, backward
 
 

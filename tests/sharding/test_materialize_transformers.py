@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fsdp_compile import fully_shard, materialize
+from tests.models.meta import assert_equal, on_meta
 from tests.ranks import run_ranks
-from tests.sharding.test_materialize import assert_equal, on_meta
 
 transformers = pytest.importorskip("transformers")
 

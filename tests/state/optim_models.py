@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import flat_step, full_tensors, fully_shard, step_in_backward, whole_step
 from tests.beside import compile_eagerly
+from tests.fsdp2.models import mesh_of
 from tests.models.outlines import MixedKinds
-from tests.sharding.test_sync_states import mesh_of
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "AdamW": lambda groups: optim.AdamW(groups, lr=0.05, amsgrad=True),

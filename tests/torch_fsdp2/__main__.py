@@ -1,9 +1,9 @@
 """Runs PyTorch's own tests of FSDP2 with models compiled for this backend: `python -m tests.torch_fsdp2 FOLDER`.
 
-FOLDER has the test files (`orig/`), what ports them to gloo on the CPU (`shim/`), and the names of those that pass there
-with torch alone (`passes_with_torch.txt`). torch's `fully_shard` stays; the outermost module that it is called on is
-compiled. Tests that may fail are listed in `expected_failures.txt` beside this file, each with its reason; the exit status
-is 1 if others fail, or if one of these passes.
+FOLDER has the test files (`orig/`), what ports them to gloo on the CPU (`shim/`), and the names of those that pass
+there with torch alone (`passes_with_torch.txt`). torch's `fully_shard` stays; the outermost module that it is called on
+is compiled. Tests that may fail are listed in `expected_failures.txt` in this folder, each with its reason; the exit
+status is 1 if others fail, or if one of these passes.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class World:
 
     def shard(self, model: nn.Module) -> None:
         shape = (self.replicas, self.size // self.replicas) if self.replicas > 1 else (self.size,)
-        mesh = init_device_mesh("cpu", shape)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         for name in (*(self.units or ()), *[""] * self.root):
             module = model.get_submodule(name)
             fully_shard(
@@ -110,9 +110,9 @@ def capture(
     with fake_world(world.size, rank=world.rank):
         torch.manual_seed(0)
         model = make()
+        world.shard(model)
         if world.update is Update.IN_BACKWARD:
             step_in_backward(torch.optim.SGD(model.parameters()))
-        world.shard(model)
         assert units(model)  # taken over, as a compile by the package does
         with torch.set_grad_enabled(training):
             torch.compile(model, backend=backend, fullgraph=True)(*inputs)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch.fully_shard import PreHook, lazy_init_on_meta, offloads
-from fsdp_compile.comm.gather_extension import is_extended
+from fsdp_compile._torch.tensors import FakeTensor
 from fsdp_compile.config.policy import AnyOffloadPolicy, as_offload
 from fsdp_compile.cost.sizes import concrete
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
@@ -39,7 +39,7 @@ def stand_in(model: M) -> M:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _refuse_split(tensor, f"explain({type(model).__name__}), {name}")
     for name, parameter in model.named_parameters():
-        if is_extended(parameter):
+        if _is_extended(parameter):
             raise UnsupportedModelError(
                 f"a parameter of class {type(parameter).__qualname__} says by itself how it is gathered (an all-gather "
                 "extension), and its methods may ask for values, which this copy of the model has not",
@@ -57,6 +57,13 @@ def stand_in(model: M) -> M:
             where=f"explain({type(model).__name__})",
             instead="keep process groups, locks, files and results of earlier computations out of its attributes",
         ) from error
+
+
+def _is_extended(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is more than its elements, or has methods of the protocol of all-gather extensions."""
+    kind = type(parameter)
+    is_plain = kind is FakeTensor or issubclass(kind, nn.Parameter)
+    return not is_plain or any(hasattr(parameter, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
 
 
 def hollow(tensor: torch.Tensor) -> torch.Tensor:

@@ -137,12 +137,6 @@ def test_compiled(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
-def test_uncompiled(name: str) -> None:
-    assert run_ranks(_differences, name, None, world_size=_ranks(name)) == [[]] * _ranks(name)
-
-
-@pytest.mark.long
 @pytest.mark.inductor
 def test_inductor() -> None:
     run_ranks(_check_inductor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import pytest
 import torch
@@ -12,12 +11,10 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from fsdp_compile import UnsupportedModelError, units
-from tests import long
 from tests.beside import Beside, Run, loss_of
 from tests.models.outlines import Small
 from tests.ranks import run_ranks
 
-HOW: Final = long.parametrize("how", [Run.SHARDED, Run.EAGER], always=[Run.SHARDED], ids=lambda how: how.value)
 Hooks = Callable[[], saved_tensors_hooks]
 
 
@@ -54,9 +51,9 @@ def _step(pair: Beside, hooks: Hooks) -> None:
         optimizer.zero_grad()
 
 
-def _trained(how: Run) -> None:
+def _trained() -> None:
     for hooks in (_copying, save_on_cpu):
-        pair = Beside(_Branches, how)
+        pair = Beside(_Branches, Run.SHARDED)
         assert len(units(pair.model)) == 1
         pair.optimize(lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-3, weight_decay=0.5))
         for chosen in ("left", "right", "left"):
@@ -65,9 +62,8 @@ def _trained(how: Run) -> None:
         pair.compare()
 
 
-@HOW
-def test_parameters_that_are_left_out_have_no_gradient(how: Run) -> None:
-    run_ranks(_trained, how)
+def test_parameters_that_are_left_out_have_no_gradient() -> None:
+    run_ranks(_trained)
 
 
 def _other_values() -> None:
