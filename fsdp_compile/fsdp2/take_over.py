@@ -102,6 +102,8 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             _wrap_hooks(unit)
             model.units.append(unit)
         _give_classes(model)
+        for unit in model.units:
+            unit.follow_prefetch()
         _models[root] = model
     for unit in model.units:
         unit.continue_forward()

@@ -313,7 +313,8 @@ class Unit:
             self.begin_hooks()
             self.pre_forward(module, (), {})
 
-    def _follow_prefetch(self) -> None:
+    def follow_prefetch(self) -> None:
+        """Makes the next graphs start all-gathers early as the user's lists of modules say."""
         forward, backward = fsdp2.prefetched(self.state)
         if not (forward or backward) and self.prefetched == ((), ()):
             return
@@ -335,7 +336,7 @@ class Unit:
             by_hooks: Whether FSDP2's hooks are about to gather the unit.
         """
         self._follows_hook = True
-        self._follow_prefetch()
+        self.follow_prefetch()
         if self.gatherer is not Gatherer.HOOKS and not self.only_hooks:
             self._follow_gathered(by_hooks=by_hooks)
             for group in () if by_hooks else self.groups:
