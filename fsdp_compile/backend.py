@@ -13,7 +13,7 @@ from torch import fx
 from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile, ends_in_graph_break, list_mode_options
 from fsdp_compile.capture import plain, unaveraged
 from fsdp_compile.capture.flat_inputs import flat_inputs
-from fsdp_compile.capture.functions import take_reads_out
+from fsdp_compile.capture.functions import returned_reads, take_reads_out
 from fsdp_compile.capture.leave_functional_call import leave_functional_call
 from fsdp_compile.capture.reject_writes import refuse_writes
 from fsdp_compile.capture.shard_embeddings import shard_lookups
@@ -80,6 +80,7 @@ class _Compile:
         self._options = options
         self._settings = settings
         self._flats = flat_inputs(inputs)
+        self._returned = returned_reads(gm)
         self._whole = is_whole_model(inputs)
         self._groups = [group for value in inputs if (group := ParamGroup.of(value)) is not None]
         self._ran = register_region(self._groups, options.lower)
@@ -108,7 +109,7 @@ class _Compile:
 
             region.settle_stored(follow)
         positions = [i for i, record in self._flats.items() if record.role is Role.FLAT]
-        return entered(compiled, positions, tells_unused=region.tells_unused_outputs)
+        return entered(compiled, positions, self._returned, tells_unused=region.tells_unused_outputs)
 
     def _compile(self, plan: Lines = ()) -> tuple[Region, Any]:
         """Compiles by the plan of this rank, or by another one."""

@@ -84,6 +84,12 @@ def reads_in(function: fx.GraphModule) -> list[fx.Node]:
     return [node for node in function.graph.nodes if node.op == "call_function" and node.target in _UNSHARD]
 
 
+def returned_reads(gm: fx.GraphModule) -> list[int]:
+    """The positions of parameters among the results of a Dynamo graph."""
+    results: Any = gm.graph.output_node().args[0]
+    return [i for i, node in enumerate(results) if isinstance(node, fx.Node) and node.target in _UNSHARD]
+
+
 def _hides_markers(function: fx.GraphModule) -> bool:
     modules = [module for module in function.modules() if isinstance(module, fx.GraphModule)]
     return any(node.target in (*_UNSHARD, REDUCE_GRAD) for module in modules for node in module.graph.nodes)

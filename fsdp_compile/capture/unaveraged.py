@@ -177,6 +177,8 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
             continue
         if not value.requires_grad or not torch.is_grad_enabled():  # each rank computes with its whole copy
             continue
+        if not value.is_leaf:  # what an earlier graph has gathered
+            continue
         # FSDP2 registers gathered parameters, which are plain; others stay whole.
         averaged = ids_in(fsdp2.sharded_modules()) if averaged is None else averaged
         way = [module for module in values_on_the_way(placeholder) if isinstance(module, nn.Module)]

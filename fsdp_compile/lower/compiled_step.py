@@ -241,7 +241,9 @@ def _other_balance(*, was_balanced: bool) -> UnsupportedModelError:
     )
 
 
-def entered(compiled: Callable[..., Any], flats: Sequence[int], *, tells_unused: bool) -> Callable[..., Any]:
+def entered(
+    compiled: Callable[..., Any], flats: Sequence[int], parameters: Sequence[int], *, tells_unused: bool
+) -> Callable[..., Any]:
     """Wraps what AOTAutograd made of a Dynamo graph.
 
     Compiled functions run no hook of a model in Python, which would follow parameters that users have changed.
@@ -249,6 +251,8 @@ def entered(compiled: Callable[..., Any], flats: Sequence[int], *, tells_unused:
     Args:
         compiled: It takes what the Dynamo graph takes.
         flats: Positions of flat tensors.
+        parameters: Positions of gathered parameters among its results, which callers and code after a graph break
+            find to be an `nn.Parameter`, as FSDP2's are.
         tells_unused: Whether its backward has to know for which outputs there is no gradient.
     """
 
@@ -257,6 +261,8 @@ def entered(compiled: Callable[..., Any], flats: Sequence[int], *, tells_unused:
         if not all(group.unit.is_called for group in groups.values()):
             args = _followed(args, groups)
         outputs = compiled(*args)
+        for at in parameters:
+            outputs[at]._is_param = True
         if tells_unused:
             leave_unused_undefined(args, outputs)
         return outputs
