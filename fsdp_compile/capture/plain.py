@@ -96,8 +96,11 @@ class _FirstCall:
         if torch.compiler.is_compiling():  # a part of other compiled code, before which it was sharded
             return None
         # The call has taken its hooks already; here, since Dynamo does not watch what a disabled function calls.
-        for hook in _begin(self, caller):
-            args, kwargs = hook(caller, args, kwargs)
+        for hook, takes_kwargs in _begin(self, caller):
+            if takes_kwargs:
+                args, kwargs = hook(caller, args, kwargs) or (args, kwargs)
+            elif (made := hook(caller, args)) is not None:
+                args = made if isinstance(made, tuple) else (made,)
         return args, kwargs
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> _FirstCall:
@@ -113,13 +116,14 @@ def no_hook(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
 
 
 @torch.compiler.disable
-def _begin(hook: _FirstCall, caller: nn.Module) -> list[Callable[..., Any]]:
-    """Shards a module at its first call; returns FSDP2's pre-hooks that it has got, if the call is its own."""
+def _begin(hook: _FirstCall, caller: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
+    """Shards a module at its first call; returns the pre-hooks that it has got, and whether they take keywords."""
     module, before = hook.module(), set(caller._forward_pre_hooks)
     if caller is hook.caller() and module is not None:
         shard_now(module)
     _remove_hooks(caller)
-    return [each for key, each in caller._forward_pre_hooks.items() if key not in before]
+    takes_kwargs = caller._forward_pre_hooks_with_kwargs
+    return [(each, key in takes_kwargs) for key, each in caller._forward_pre_hooks.items() if key not in before]
 
 
 def _remove_hooks(module: nn.Module) -> None:
