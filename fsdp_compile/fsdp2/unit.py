@@ -96,6 +96,7 @@ class Unit:
     """The parameters of one call of FSDP2's `fully_shard`: gathered, reduced and freed together.
 
     Attributes:
+        model: The model that it is a part of.
         state: FSDP2's.
         title: Names of its modules, from the root of the model, which is "(root)".
         groups: One for each FSDP2 group, dtype and trainability.
@@ -111,7 +112,7 @@ class Unit:
     post_hook: fsdp2.PostHook
 
     def __init__(self, model: Model, state: fsdp2.FSDPState, title: str) -> None:
-        self._model = weakref.ref(model)
+        self.model = model
         self.state = state
         self.title = title
         self.groups: list[ParamGroup] = []
@@ -129,13 +130,6 @@ class Unit:
         """The units of the modules below its own."""
         modules = {id(m) for module in fsdp2.modules_of(self.state) for m in module.modules()}
         return [u for u in self.model.units if u is not self and id(fsdp2.modules_of(u.state)[0]) in modules]
-
-    @property
-    def model(self) -> Model:
-        """The model that it is a part of."""
-        model = self._model()
-        assert model is not None
-        return model
 
     def _only_hooks(self) -> str:
         return next((why for group in fsdp2.groups_of(self.state) if (why := fsdp2.only_for_hooks(group))), "")
