@@ -103,13 +103,9 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             _wrap_hooks(unit)
             model.units.append(unit)
         _give_classes(model)
-<<<<<<< HEAD
         for unit in model.units:
             unit.follow_prefetch()
-        _models[root] = model
-=======
         _models[root] = weakref.ref(model)
->>>>>>> f23
     for unit in model.units:
         unit.continue_forward()
     return model
