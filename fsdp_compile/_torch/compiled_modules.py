@@ -8,11 +8,16 @@ then tells.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch._dynamo import trace_rules
 from torch._dynamo.backends import registry
+from torch._dynamo.eval_frame import innermost_fn
+from torch._dynamo.external_utils import wrap_inline
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_in, calls_under_way
@@ -49,6 +54,19 @@ def after_each_compile_of_a_module(
     # The first compile of a process may import this package, and is under way then.
     for variables in calls_under_way(original.__code__):
         in_place(variables["self"], variables["kwargs"])
+
+
+def compile_around(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Lets a graph start around a module of a class of torch, compiled in place: Dynamo starts none in its forward.
+
+    `torch.compile(module)` does so, too.
+
+    Args:
+        module: Left as it is if its class is the user's.
+        arguments: Of `module.compile`.
+    """
+    if isinstance(innermost_fn(module._compiled_call_impl), types.MethodType) and trace_rules.check(module.forward):
+        module._compiled_call_impl = torch.compile(wrap_inline(module._call_impl), **arguments)
 
 
 def is_backend(given: object, backend: Callable[..., Any]) -> bool:

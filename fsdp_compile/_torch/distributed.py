@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives
-from torch import nn
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,11 +78,6 @@ def fake_store() -> dist.Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     return FakeStore()
-
-
-def names_ignored_by_ddp(module: nn.Module) -> frozenset[str]:
-    """The parameters and buffers of a module that DDP leaves alone, as scripts tell it to."""
-    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def default_store() -> dist.Store:

@@ -32,7 +32,6 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._logging._internal import trace_structured_artifact
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is asked for
-from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile._torch.tracing import root_translator
@@ -149,21 +148,6 @@ def modules_being_called() -> Iterator[nn.Module | None]:
             yield called
 
 
-def optimizers_being_stepped() -> Iterator[Optimizer]:
-    """Optimizers whose `step` this thread is in, in a closure of the user's."""
-    for frame in stack():
-        if frame.f_code.co_name == "step" and isinstance(called := frame.f_locals.get("self"), Optimizer):
-            yield called
-
-
-def arguments_of_modules() -> Iterator[tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Modules whose calls this thread is in, innermost first, with the arguments of the calls."""
-    for frame in stack():
-        values = frame.f_locals if frame.f_code.co_name == "_call_impl" else {}
-        if isinstance(called := values.get("self"), nn.Module) and not isinstance(called, OptimizedModule):
-            yield called, (values["args"], values["kwargs"])
-
-
 def calls_under_way(code: types.CodeType) -> Iterator[Mapping[str, Any]]:
     """The variables of each call of some code that this thread is in, innermost first."""
     return (frame.f_locals for frame in stack() if frame.f_code is code)
@@ -194,11 +178,6 @@ def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
             yield eval(expression, dict(scope))
         except _CANNOT_TELL:
             continue
-
-
-def backend_of(compiled: OptimizedModule) -> object:
-    """The function that was given to `torch.compile`, or found by the given name."""
-    return backend_in(compiled.dynamo_ctx)
 
 
 def backend_in(context: object) -> object:

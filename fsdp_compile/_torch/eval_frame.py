@@ -12,11 +12,6 @@ Compiler = Callable[..., Any]
 """What compiles frames: a backend with its settings."""
 
 
-def calls_are_compiled() -> bool:
-    """Whether Dynamo intercepts the frames that this thread enters."""
-    return callable(get_eval_frame_callback())
-
-
 def compiler_of_calls() -> Compiler | None:
     """What compiles the frames that this thread enters, if Dynamo intercepts them."""
     callback = get_eval_frame_callback()

@@ -68,11 +68,6 @@ def local_tensor(parameter: DTensor) -> torch.Tensor:
     return parameter._local_tensor
 
 
-def have_locals(parameters: Iterable[DTensor], locals_: Iterable[torch.Tensor]) -> bool:
-    """Whether the local tensor of each DTensor is the very one that is given for it."""
-    return all(map(operator.is_, map(_LOCAL, parameters), locals_))
-
-
 def set_local_tensor(parameter: DTensor, local: torch.Tensor) -> None:
     """Replaces the local tensor of a DTensor."""
     # In place: optimizers refer to parameters by identity.
@@ -131,11 +126,6 @@ def memory_id(tensor: torch.Tensor) -> int:
     return held.untyped_storage()._cdata
 
 
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of a `torch.func` transform, around another one."""
-    return is_functorch_wrapped_tensor(tensor)
-
-
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a batch of tensors inside of `vmap`."""
     # `torch.autograd` has a `vmap` of its own, older than `torch.func`'s.
@@ -151,17 +141,6 @@ def split_batch(batch: torch.Tensor) -> list[torch.Tensor]:
 def join_batch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A batch of tensors, as `torch.autograd` makes it."""
     return torch._add_batch_dim(torch.stack(list(tensors)), 0, _OUTERMOST_BATCH)
-
-
-def memory_place(tensor: torch.Tensor) -> tuple[object, int]:
-    """Which memory a plain tensor lies in, and at which of its bytes it begins.
-
-    Memory that is reached in several ways, through NumPy say, is one; meta and fake tensors have storages alone.
-    """
-    offset = int(tensor.storage_offset()) * tensor.element_size()
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
-        return memory_id(tensor), offset
-    return tensor.device, tensor.untyped_storage().data_ptr() + offset
 
 
 def by_device_and_dtype(
@@ -213,13 +192,6 @@ def unscale_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_
 def is_about_mixed_dtensors(error: RuntimeError) -> bool:
     """Whether an operator was given DTensors and plain tensors, which it refuses."""
     return "got mixed torch.Tensor and DTensor" in str(error)
-
-
-def is_about_dtensor_gradient(error: RuntimeError) -> bool:
-    """Whether a backward computed with the gradient of a DTensor, and with plain tensors, or in a graph for such."""
-    return is_about_mixed_dtensors(error) or (
-        "we guessed its" in str(error) and "got: " in str(error) and "DTensor" in str(error).partition("got: ")[2]
-    )
 
 
 def plain_torch_functions() -> Any:

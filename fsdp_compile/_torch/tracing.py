@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from torch._dynamo import symbolic_convert
-from torch._dynamo.exc import SkipFrame, TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import SkipFrame
 
 _COND_FILE = sys.modules["torch._higher_order_ops.cond"].__file__  # a function of that name hides the module
 
@@ -17,16 +17,6 @@ def root_translator() -> Any:
         return symbolic_convert.InstructionTranslator.current_tx()
     except AttributeError:
         return None
-
-
-def restart_trace() -> Exception:
-    """The exception that makes Dynamo trace the current frame again from its start."""
-    translator = root_translator()
-    if translator is not None:
-        # The new trace sees other classes and takes other paths than those of earlier graph breaks.
-        translator.speculation_log.clear()
-    # Dynamo lets this one type pass unchanged through a backend call.
-    return TensorifyScalarRestartAnalysis(restart_reason="fsdp_compile sharded the model")
 
 
 def leave_to_python(why: str) -> Exception | None:

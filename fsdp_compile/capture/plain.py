@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
-from fsdp_compile._torch.compiled_modules import after_each_compile_of_a_module, is_backend
+from fsdp_compile._torch.compiled_modules import after_each_compile_of_a_module, compile_around, is_backend
 from fsdp_compile._torch.dynamo import (
     FrameToCompile,
     OptimizedModule,
@@ -67,7 +67,8 @@ def watch(backend: Callable[..., Any]) -> None:
         waiting.pop(module, None)
         if is_backend(arguments.get("backend"), backend) and not arguments.get("disable"):
             options = arguments.get("options")
-            _FirstCall(module, module, lambda: options)
+            compile_around(module, arguments)
+            _FirstCall(module, module, lambda: options, arguments)
 
     after_each_compile_of_a_module(backend, wrapped, in_place)
     stale.follow_optimizers()
@@ -82,12 +83,18 @@ class _FirstCall:
         caller: What is called: the module, or what `torch.compile` has made of it.
         module: The module.
         options: Of the compile.
+        in_place: Arguments of `module.compile`.
     """
 
     def __init__(
-        self, caller: nn.Module, module: nn.Module, options: Callable[[], Mapping[str, Any] | FSDPOptions | None]
+        self,
+        caller: nn.Module,
+        module: nn.Module,
+        options: Callable[[], Mapping[str, Any] | FSDPOptions | None],
+        in_place: Mapping[str, Any] | None = None,
     ) -> None:
         self.caller, self.module = weakref.ref(caller), weakref.ref(module)
+        self.in_place = in_place
         waiting.setdefault(module, options)
         caller.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
 
@@ -96,8 +103,11 @@ class _FirstCall:
         if torch.compiler.is_compiling():  # a part of other compiled code, before which it was sharded
             return None
         # The call has taken its hooks already; here, since Dynamo does not watch what a disabled function calls.
-        for hook in _begin(self, caller):
-            args, kwargs = hook(caller, args, kwargs)
+        for hook, takes_kwargs in _begin(self, caller):
+            if takes_kwargs:
+                args, kwargs = hook(caller, args, kwargs) or (args, kwargs)
+            elif (made := hook(caller, args)) is not None:
+                args = made if isinstance(made, tuple) else (made,)
         return args, kwargs
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> _FirstCall:
@@ -113,13 +123,16 @@ def no_hook(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
 
 
 @torch.compiler.disable
-def _begin(hook: _FirstCall, caller: nn.Module) -> list[Callable[..., Any]]:
-    """Shards a module at its first call; returns FSDP2's pre-hooks that it has got, if the call is its own."""
+def _begin(hook: _FirstCall, caller: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
+    """Shards a module at its first call; returns the pre-hooks that it has got, and whether they take keywords."""
     module, before = hook.module(), set(caller._forward_pre_hooks)
     if caller is hook.caller() and module is not None:
         shard_now(module)
+        if hook.in_place is not None:  # `module.compile` has imported this package, and went on after it
+            compile_around(module, hook.in_place)
     _remove_hooks(caller)
-    return [each for key, each in caller._forward_pre_hooks.items() if key not in before]
+    takes_kwargs = caller._forward_pre_hooks_with_kwargs
+    return [(each, key in takes_kwargs) for key, each in caller._forward_pre_hooks.items() if key not in before]
 
 
 def _remove_hooks(module: nn.Module) -> None:

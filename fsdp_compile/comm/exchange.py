@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile._torch.distributed import collectives, resolve_group
-from fsdp_compile.errors import RankMismatchError
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows
 from fsdp_compile.layout.spec import UnshardSpec
 
@@ -78,27 +77,6 @@ def share_among_replicas(shard: torch.Tensor, spec: UnshardSpec) -> None:
     """Overwrites a contiguous tensor with that of the first replica's rank at the same place."""
     if spec.replicas > 1:
         _broadcast(shard, spec, spec.replicate_group)
-
-
-def broadcast_from_first(value: torch.Tensor, spec: UnshardSpec) -> None:
-    """Overwrites a contiguous tensor with that of the first rank of the mesh."""
-    share_among_replicas(value, spec)
-    if spec.size > 1:
-        _broadcast(value, spec, spec.group)
-
-
-def take_from_first(local: torch.Tensor, full: torch.Tensor | None, spec: UnshardSpec) -> None:
-    """Overwrites this rank's part with its part of the full value of the first rank of the mesh.
-
-    Args:
-        local: This rank's part; contiguous.
-        full: The full value on the first rank; ignored on others.
-        spec: Of the parameter.
-    """
-    if is_first_replica(spec):
-        # Parts are sent within the first replica, and only then over replicas: no rank receives more than its part.
-        local.copy_(scatter_from_first(full, local, spec))
-    share_among_replicas(local, spec)
 
 
 def broadcast(value: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -227,30 +205,3 @@ def fingerprint(device: torch.device) -> int:
         states.append(torch.get_device_module(device).get_rng_state(device))
     digest = hashlib.sha256(b"".join(bytes(state.tolist()) for state in states)).digest()
     return int.from_bytes(digest[:7], "big")  # 7 bytes: its negative fits into an int64, too
-
-
-def check_alike(before: int, after: int, spec: UnshardSpec, device: torch.device) -> None:
-    """Refuses an initialization for which ranks drew different numbers; all ranks of the mesh call it together.
-
-    Args:
-        before: `fingerprint` before the initialization.
-        after: `fingerprint` after it.
-        spec: Of a parameter on the mesh.
-        device: Where the mesh's groups communicate.
-
-    Raises:
-        RankMismatchError: On all ranks, if numbers were drawn and states differed before.
-    """
-    groups = [spec.group] * (spec.size > 1) + [spec.replicate_group] * (spec.replicas > 1)
-    # One reduction finds the largest and the smallest state, and whether any rank drew numbers.
-    bounds = torch.tensor([before, -before, int(after != before)], device=device)
-    for name in groups:
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group_named(name))
-    largest, smallest, drew = bounds[0].item(), -bounds[1].item(), bounds[2].item()
-    if drew and largest != smallest:
-        raise RankMismatchError(
-            "ranks drew different random numbers to initialize one model, and each keeps its part",
-            where="materialize",
-            instead="torch.manual_seed(seed) with the same seed on every rank right before, or "
-            "fully_shard(..., param_init_fn=..., sync_module_states=True)",
-        )

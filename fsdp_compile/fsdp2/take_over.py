@@ -24,8 +24,8 @@ from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, 
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
 
-_models: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
-"""By root, the models that were taken over; a model lives as long as its root."""
+_models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Model]] = weakref.WeakKeyDictionary()
+"""By root, the models that were taken over; its units, which hooks of its modules know, keep a model."""
 _backends: list[object] = []
 """The functions that compile for this package: frames of others are Python to it."""
 
@@ -40,12 +40,13 @@ def model_of(module: nn.Module) -> Model | None:
     unit = module.__dict__.get(UNIT)
     if unit is not None:
         return unit.model
-    return _models.get(module)
+    reference = _models.get(module)
+    return None if reference is None else reference()
 
 
 def models() -> list[Model]:
     """All models that were taken over."""
-    return list(_models.values())
+    return [model for reference in _models.values() if (model := reference()) is not None]
 
 
 def units(model: nn.Module) -> list[Unit]:
@@ -84,8 +85,8 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             fsdp2.lazy_init(state)
         states = fsdp2.states_of_model(state)
         root = fsdp2.modules_of(states[0])[0]
-        if root in _models:
-            return _models[root]
+        if (earlier := model_of(root)) is not None:
+            return earlier
         # The call in which this happens may have gathered some.
         for of_torch in (group for each in states for group in fsdp2.groups_of(each)):
             if not fsdp2.is_sharded(of_torch):
@@ -102,7 +103,9 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             _wrap_hooks(unit)
             model.units.append(unit)
         _give_classes(model)
-        _models[root] = model
+        for unit in model.units:
+            unit.follow_prefetch()
+        _models[root] = weakref.ref(model)
     for unit in model.units:
         unit.continue_forward()
     return model

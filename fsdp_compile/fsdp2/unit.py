@@ -96,6 +96,7 @@ class Unit:
     """The parameters of one call of FSDP2's `fully_shard`: gathered, reduced and freed together.
 
     Attributes:
+        model: The model that it is a part of.
         state: FSDP2's.
         title: Names of its modules, from the root of the model, which is "(root)".
         groups: One for each FSDP2 group, dtype and trainability.
@@ -111,7 +112,7 @@ class Unit:
     post_hook: fsdp2.PostHook
 
     def __init__(self, model: Model, state: fsdp2.FSDPState, title: str) -> None:
-        self._model = weakref.ref(model)
+        self.model = model
         self.state = state
         self.title = title
         self.groups: list[ParamGroup] = []
@@ -129,13 +130,6 @@ class Unit:
         """The units of the modules below its own."""
         modules = {id(m) for module in fsdp2.modules_of(self.state) for m in module.modules()}
         return [u for u in self.model.units if u is not self and id(fsdp2.modules_of(u.state)[0]) in modules]
-
-    @property
-    def model(self) -> Model:
-        """The model that it is a part of."""
-        model = self._model()
-        assert model is not None
-        return model
 
     def _only_hooks(self) -> str:
         return next((why for group in fsdp2.groups_of(self.state) if (why := fsdp2.only_for_hooks(group))), "")
@@ -313,7 +307,8 @@ class Unit:
             self.begin_hooks()
             self.pre_forward(module, (), {})
 
-    def _follow_prefetch(self) -> None:
+    def follow_prefetch(self) -> None:
+        """Makes the next graphs start all-gathers early as the user's lists of modules say."""
         forward, backward = fsdp2.prefetched(self.state)
         if not (forward or backward) and self.prefetched == ((), ()):
             return
@@ -335,7 +330,7 @@ class Unit:
             by_hooks: Whether FSDP2's hooks are about to gather the unit.
         """
         self._follows_hook = True
-        self._follow_prefetch()
+        self.follow_prefetch()
         if self.gatherer is not Gatherer.HOOKS and not self.only_hooks:
             self._follow_gathered(by_hooks=by_hooks)
             for group in () if by_hooks else self.groups:

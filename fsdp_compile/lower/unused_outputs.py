@@ -149,15 +149,17 @@ class UnusedOutputs:
             Offsets of parameters, by flat parameter.
         """
         missing = self._fill(args)
-        mine = [int(each.position not in missing) for each in self.gradients]
-        used: dict[tuple[str, ...], list[int]] = {}
-        found = {}
-        for flat, spec in specs.items():
-            ranks = spec.group, spec.replicate_group
-            if ranks not in used:
-                used[ranks] = _used_by_any(mine, ranks)
-            unused = {each.position for each, is_used in zip(self.gradients, used[ranks], strict=True) if not is_used}
-            found[flat] = {offset for offset, of in self.sources[flat].items() if of <= unused}
+        # By parameter, since ranks may return other outputs, or the same in another order.
+        params: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        for flat in sorted(specs):
+            ranks = specs[flat].group, specs[flat].replicate_group
+            params.setdefault(ranks, []).extend((flat, offset) for offset in sorted(self.sources[flat]))
+        found: dict[int, set[int]] = {flat: set() for flat in specs}
+        for ranks, keys in params.items():
+            mine = [int(not self.sources[flat][offset] <= missing) for flat, offset in keys]
+            for (flat, offset), is_used in zip(keys, _used_by_any(mine, ranks), strict=True):
+                if not is_used:
+                    found[flat].add(offset)
         return found
 
     def _fill(self, args: list[Any]) -> frozenset[int]:

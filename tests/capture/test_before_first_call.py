@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, fully_shard
+from fsdp_compile import ConfigError, fully_shard, units
 from fsdp_compile._torch import fully_shard as private
 from tests.beside import Beside, Run, close, compile_eagerly
 from tests.fake_world import fake_world
@@ -119,6 +119,18 @@ def test_the_options_of_the_last_compile_in_place_count() -> None:
         states = [state for part in model.modules() if (state := private.state_of(part)) is not None]
         assert len(states) > 1
         assert all(group.post_forward_mesh_info is None for state in states for group in private.groups_of(state))
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+@pytest.mark.parametrize("make", [nn.Linear, lambda *widths: nn.Sequential(nn.Linear(*widths))])
+def test_a_module_of_a_class_of_torch_is_compiled_in_place(make: Callable[..., nn.Module], sharded: bool) -> None:  # noqa: FBT001
+    with fake_world(2):
+        model = make(WIDTH, WIDTH)
+        if sharded:
+            fsdp2(model)
+        _in_place(model)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        assert any(unit.compiled_regions for unit in units(model))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy], ids=["deepcopy", "copy"])

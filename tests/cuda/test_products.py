@@ -16,7 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 pytest.importorskip("triton", reason="pip install -e '.[cuda-code]' brings Triton, which compiles the kernels")
 
 from fsdp_compile import MixedPrecision, step_in_backward, units
-from fsdp_compile.config.policy import planned
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.layout.spec import GradPlacement
 from fsdp_compile.lower import recorded_parts
@@ -65,7 +64,7 @@ CASES = {
     "hybrid sharding": _case(replicas=2),
     "hybrid sharding, no sum over replicas": _case(replicas=2, after=_does_not_average_over_replicas),
     "a part of each parameter kept": _case(sharding=_with(reshard_after_forward=2)),
-    "offloaded to the host": _case(sharding=_with(offload_policy=planned(CPUOffloadPolicy(pin_memory=False)))),
+    "offloaded to the host": _case(sharding=_with(offload_policy=CPUOffloadPolicy(pin_memory=False))),
     "embedding that stays sharded": _case(options={"embedding": "sharded"}),
     "accumulating": _case(after=_does_not_reduce),
     "reducing what was accumulated": _case(after=_has_unreduced_gradients),
