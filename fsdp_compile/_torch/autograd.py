@@ -67,7 +67,13 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 def after_this_backward(call: Callable[[], None]) -> None:
     """Calls `call` when the current backward pass has made all gradients."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_call_in_python, call))
+
+
+@torch.compiler.disable
+def _call_in_python(call: Callable[[], None]) -> None:
+    # Dynamo watches a backward that a compiled function calls.
+    call()
 
 
 def is_saved_by_autograd(tensor: torch.Tensor) -> bool:

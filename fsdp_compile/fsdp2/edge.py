@@ -76,6 +76,7 @@ class _Edge(torch.autograd.Function):
         return owner.flat.detach()
 
     @staticmethod
+    @torch.compiler.disable  # a compiled function may call a backward, which Dynamo watches then
     def backward(ctx: Any, flat_grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         group: ParamGroup | None = ctx.group()
         if flat_grad is None or group is None:

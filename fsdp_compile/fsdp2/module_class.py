@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_compile._torch.dynamo import skip_code
 from fsdp_compile._torch.fully_shard import MANAGED, class_below
-from fsdp_compile._torch.tracing import is_compiling_a_frame
+from fsdp_compile._torch.tracing import is_compiling_a_frame, traces_a_forward
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.spec import GradPlacement
 
@@ -224,13 +224,14 @@ def _named_parameters(
     recurse: bool = True,  # noqa: FBT001, FBT002  torch's
     remove_duplicate: bool = True,  # noqa: FBT001, FBT002  torch's
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """`named_parameters()`, and with it `parameters()`: traced, the results of reads."""
-    if torch.compiler.is_compiling():
+    """`named_parameters()`, and with it `parameters()`: in a forward that is traced, the results of reads."""
+    if not torch.compiler.is_compiling():
+        for module in self.modules():
+            unit = module.__dict__.get(UNIT)
+            if unit is not None:
+                _gather_deferred(unit, module)
+    elif traces_a_forward():
         return _traced_parameters(self, prefix, recurse, remove_duplicate)
-    for module in self.modules():
-        unit = module.__dict__.get(UNIT)
-        if unit is not None:
-            _gather_deferred(unit, module)
     return getattr(type(self), _BASE).named_parameters(self, prefix, recurse, remove_duplicate)
 
 

@@ -223,6 +223,7 @@ class _Collect:
     def __init__(self, group: ParamGroup, placement: GradPlacement) -> None:
         self._group, self._placement = weakref.ref(group), placement
 
+    @torch.compiler.disable
     def __call__(self, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         group = self._group()

@@ -22,6 +22,7 @@ from fsdp_compile._torch.eval_frame import compiler_of_calls
 from fsdp_compile.fsdp2.casts import cast
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
+from fsdp_compile.fsdp2.state_dict import give_storages
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
 
 _models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Model]] = weakref.WeakKeyDictionary()
@@ -103,6 +104,8 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             _wrap_hooks(unit)
             model.units.append(unit)
         _give_classes(model)
+        for module in {module: None for group in model.groups for param in group.params for module, _ in param.refs}:
+            module.register_state_dict_post_hook(give_storages)
         for unit in model.units:
             unit.follow_prefetch()
         _models[root] = weakref.ref(model)

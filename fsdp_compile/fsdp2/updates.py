@@ -46,6 +46,7 @@ class UpdateHook:
         self.updater = updater
         self.group: weakref.ref[ParamGroup] | None = None
 
+    @torch.compiler.disable
     def __call__(self, parameter: nn.Parameter) -> None:
         """Updates the parameter, or leaves it to a later backward of the same step."""
         group = None if self.group is None else self.group()

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from tests.beside import Beside, Run
+from fsdp_compile.fsdp2.shards import local_of
+from tests.beside import Beside, Run, compile_eagerly
 from tests.models.outlines import Odd, Transformer
 from tests.ranks import run_ranks
 
@@ -39,20 +40,25 @@ def _assert_equal(state: dict[str, Any], reference: nn.Module) -> None:
         assert torch.equal(full[name], value), name
 
 
-def _check_saving() -> None:
+def _check_saving(how: Run) -> None:
     """torch.save, deep copies and pickles of a state dict; values share memory with the parameters."""
     model, reference = _pair()
+    if how is Run.SHARDED:
+        compile_eagerly(model)(torch.ones(3, 10))
     state = model.state_dict()
-    assert all(isinstance(value, DTensor) for value in state.values())
+    assert all(isinstance(value, DTensor) == bool(value.dim() and value.numel()) for value in state.values())
     _assert_equal(state, reference)
     file = io.BytesIO()
     torch.save(state, file)
-    held = sum(value.to_local().nbytes for value in state.values())
+    held = sum(local_of(value).nbytes for value in state.values())
     assert file.tell() < held + 2000 * len(state), "only what this rank holds of the parameters"
     saved = copy.deepcopy(state)
     with torch.no_grad():
         model.get_parameter("uneven.weight").zero_()
     assert not state["uneven.weight"].to_local().any()
+    one = io.BytesIO()
+    torch.save({"bias": state["uneven.bias"]}, one)
+    assert one.tell() < local_of(state["uneven.bias"]).nbytes + 3500, "nothing of other parameters"
     file.seek(0)
     for kept in (saved, torch.load(file, weights_only=False)):
         _assert_equal(kept, reference)
@@ -63,7 +69,8 @@ def _check_saving() -> None:
 
 @pytest.mark.core
 def test_a_state_dict_can_be_saved_copied_and_loaded() -> None:
-    run_ranks(_check_saving, world_size=4)
+    for how in (Run.EAGER, Run.SHARDED):
+        run_ranks(_check_saving, how, world_size=4)
 
 
 def _check_full_state_dict() -> None:
