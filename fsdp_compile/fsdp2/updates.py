@@ -62,6 +62,13 @@ def updater_of(parameter: torch.Tensor) -> Updater | None:
     return None if hook is None else hook.updater
 
 
+def update_as(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Makes what updates one parameter in backward update another, which is to take its place."""
+    updater = updater_of(old)
+    if updater is not None and updater_of(new) is None:
+        new.register_post_accumulate_grad_hook(UpdateHook(updater))
+
+
 def refuse_whole_gradients(parameters: Iterable[torch.Tensor], *, where: str, instead: str) -> None:
     """Raises `ConfigError` if an optimizer updates one of some parameters in backward, which leaves no gradients.
 

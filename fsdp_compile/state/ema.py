@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_lerp_, make_dtensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import full_value, is_first, local_of, meshes_of, shard_between_steps, shard_like, unwrap
+from fsdp_compile.sharding.precision import full_buffers, write_buffer
 
 _COUNT, _PREFIX = "n_averaged", "module."
 """Names in state dicts, which are those of `torch.optim.swa_utils.AveragedModel`."""
@@ -144,7 +145,7 @@ class EMA:
         if self._is_swapped_in:
             raise ConfigError("the averages are in the model", where=where, instead="the end of swapped_in() before it")
         shard_between_steps(self._model, where, instead="it before or after that")
-        now = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        now = {**dict(self._model.named_parameters()), **full_buffers(self._model)}
         for name, value in now.items() if self._averages else ():
             if name not in self._averages or _kind(value) != _kind(self._averages[name]):
                 raise ConfigError(
@@ -154,11 +155,15 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self, where: str) -> None:
+        buffers = dict(self._model.named_buffers())
         for name, value in self._now(where).items():
             average, own = local_of(self._averages[name]), local_of(value)
             kept = average.clone()
             average.copy_(own)
-            own.copy_(kept)
+            if name in buffers:
+                write_buffer(self._model, name, kept)
+            else:
+                own.copy_(kept)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

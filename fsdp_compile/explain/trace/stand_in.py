@@ -24,6 +24,7 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2.module_class import refresh_reads, set_flat, user_class
 from fsdp_compile.fsdp2.take_over import sharded_root, take_over
 from fsdp_compile.fsdp2.unit import Model
+from fsdp_compile.fsdp2.updates import update_as
 from fsdp_compile.sharding.fully_shard import fully_shard
 
 M = TypeVar("M", bound=nn.Module)
@@ -86,7 +87,11 @@ def shard_stand_in(model: nn.Module, *, offload_policy: AnyOffloadPolicy = None,
     shards are copied.
     """
     offload = OffloadPolicy() if as_offload(offload_policy) is None else CPUOffloadPolicy(pin_memory=False)
+    whole = [(module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None]
     fully_shard(model, offload_policy=offload, **sharding)
+    for module, name, old in whole:
+        if (new := module._parameters[name]) is not None:
+            update_as(old, new)
     state = sharded_root(model)
     assert state is not None
     lazy_init_on_meta(state)
@@ -148,7 +153,9 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
     meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    return nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    made = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    update_as(parameter, made)
+    return made
 
 
 def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], **kwargs: Any) -> torch.Tensor:
