@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compile import full_params, fully_shard
@@ -184,7 +185,7 @@ def _to_float64_and_back(model: Any) -> None:
 @pytest.mark.parametrize("change", [_thaw, _keep, _to_float64_and_back], ids=_name)
 def test_training_goes_on_after_an_evaluation_in_inference_mode_that_follows_a_change(change: Change) -> None:
     with fake_world(2):
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         model[0].requires_grad_(change is not _thaw)
         fully_shard(model)
         call = compile_eagerly(model)
@@ -195,7 +196,9 @@ def test_training_goes_on_after_an_evaluation_in_inference_mode_that_follows_a_c
         with torch.inference_mode():
             call(x)
         call(x).sum().backward()
-        model.reshard()  # FSDP2 leaves what it keeps after backward registered
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # FSDP2 leaves what it keeps after backward registered
         torch.optim.SGD(model.parameters()).step()
         assert all(parameter.grad is not None for parameter in model.parameters())
 
