@@ -40,11 +40,15 @@ def of_group(group: ParamGroup, parameters: Sequence[nn.Parameter]) -> torch.Ten
 def accumulated(group: ParamGroup) -> set[int]:
     """Offsets of the parameters into whose `.grad` the backward that runs puts what arrives at the edge.
 
-    None in `torch.autograd.grad`, and those alone that `backward(inputs=)` names.
+    None in `torch.autograd.grad`, those alone that `backward(inputs=)` names, and none that was frozen since.
     """
     node = group.edge.grad_fn
     leaves = node.next_functions if node is not None else ()
-    return {p.spec.offset for p, (leaf, _) in zip(group.params, leaves, strict=False) if will_accumulate(leaf)}
+    return {
+        p.spec.offset
+        for p, (leaf, _) in zip(group.params, leaves, strict=False)
+        if p.parameter.requires_grad and will_accumulate(leaf)
+    }
 
 
 def mark_produced(group: ParamGroup, offsets: Collection[int]) -> None:
@@ -97,8 +101,13 @@ def _write_directly(nodes: Sequence[Any], group: ParamGroup, grads: list[torch.T
     """Writes `.grad` where nothing could tell that autograd did not: half of the time that AccumulateGrad takes."""
     for i, (param, grad) in enumerate(zip(group.params, grads, strict=True)):
         leaf = param.parameter
-        if grad is None or leaf.grad is not None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        if grad is None:
             continue
-        if not leaf.requires_grad or not will_accumulate(nodes[i][0]):
+        is_frozen = not leaf.requires_grad  # since the forward: autograd would drop the gradient
+        if not is_frozen and (leaf.grad is not None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks):
             continue
-        leaf.grad, grads[i] = grad, None
+        if not will_accumulate(nodes[i][0]):
+            continue
+        grads[i] = None
+        if not is_frozen:
+            leaf.grad = grad

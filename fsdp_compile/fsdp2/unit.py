@@ -257,8 +257,10 @@ class Unit:
                     where=f"{type(reader).__name__}.{name}",
                     instead="full values: {name: p.full_tensor() for name, p in model.named_parameters()}",
                 )
-        self._holds_given = bool(given)
-        made = self.pre_hook(module, args, kwargs)
+        self._holds_given, grad = bool(given), torch.is_grad_enabled()
+        # Later forwards write into the memory that FSDP2 gathers into first.
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
+            made = self.pre_hook(module, args, kwargs)
         for reader, name, value in given:
             reader._parameters[name] = value  # type: ignore[assignment]
         return made

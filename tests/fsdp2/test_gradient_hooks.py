@@ -71,8 +71,9 @@ def _in_chosen_gradients(how: Run) -> None:
 
 
 def _penalized_loss(call: Any, model: Any) -> torch.Tensor:
-    penalty: Any = torch.stack([p.square().sum() for p in model.parameters()]).sum()
-    return loss_of(call(_batch())) + (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)
+    squares: list[Any] = [p.square().sum() for p in model.parameters()]
+    penalty = torch.stack([s.full_tensor() if isinstance(s, DTensor) else s for s in squares]).sum()
+    return loss_of(call(_batch())) + penalty
 
 
 def _beside_a_penalty(how: Run) -> None:

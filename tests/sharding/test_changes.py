@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compile import full_params, fully_shard
@@ -195,6 +196,9 @@ def test_training_goes_on_after_an_evaluation_in_inference_mode_that_follows_a_c
         with torch.inference_mode():
             call(x)
         call(x).sum().backward()
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # FSDP2 leaves what it keeps after backward registered
         torch.optim.SGD(model.parameters()).step()
         assert all(parameter.grad is not None for parameter in model.parameters())
 
