@@ -129,7 +129,10 @@ def test_a_module_of_a_class_of_torch_is_compiled_in_place(make: Callable[..., n
         if sharded:
             fsdp2(model)
         _in_place(model)
-        model(torch.ones(2, WIDTH)).sum().backward()
+        for _ in range(
+            2
+        ):  # the first compile of a process imports the backend, and the first call after it has no graph
+            model(torch.ones(2, WIDTH)).sum().backward()
         assert any(unit.compiled_regions for unit in units(model))
 
 
