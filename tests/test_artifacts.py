@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,4 +99,4 @@ def test_structured_trace_has_the_graphs(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=environment, timeout=120)
     trace = "".join(f.read_text() for f in tmp_path.iterdir())
     assert "fsdp_forward_1-insert-collectives.txt" in trace
-    assert "fsdp_backward_8-schedule-reshard.plan.txt" in trace
+    assert re.search(r"fsdp_backward_\d+-schedule-reshard\.plan\.txt", trace)
