@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile, ends_in_graph_break, list_mode_options
+from fsdp_compile._torch.dynamo import (
+    FrameToCompile,
+    before_each_compile,
+    double_recompile_limit,
+    ends_in_graph_break,
+    list_mode_options,
+)
 from fsdp_compile.capture import plain, unaveraged
 from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.capture.functions import returned_reads, take_reads_out
@@ -188,6 +194,7 @@ def _before_compile(frame: FrameToCompile) -> None:
 
 
 tell_of_uncaught_errors()
+double_recompile_limit()
 note_backend(fsdp)
 plain.watch(fsdp)
 before_each_compile(fsdp, _before_compile)
