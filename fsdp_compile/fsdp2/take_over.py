@@ -60,10 +60,7 @@ def units(model: nn.Module) -> list[Unit]:
         None for a plain model.
     """
     module = model._orig_mod if isinstance(model, OptimizedModule) else model
-    found = model_of(module)
-    if found is None and (state := sharded_root(module)) is not None:
-        found = take_over(state)
-    return [] if found is None else list(found.units)
+    return [unit for found in take_over_all(module) for unit in found.units]
 
 
 def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
@@ -73,6 +70,14 @@ def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
         if state is not None:
             return state
     return None
+
+
+def take_over_all(module: nn.Module) -> list[Model]:
+    """Takes over the sharded models in a module, or the one that it is a part of, and returns them."""
+    if (found := model_of(module)) is not None:
+        return [found]
+    states = [state for each in module.modules() if (state := fsdp2.state_of(each)) is not None]
+    return list(dict.fromkeys(take_over(state) for state in states))
 
 
 def take_over(state: fsdp2.FSDPState) -> Model:
