@@ -20,8 +20,7 @@ from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
 from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.cost.calibrated import refuse_elsewhere
-from fsdp_compile.errors import ConfigError, FSDPCompileError
-from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import note_backend, take_over_all
 from fsdp_compile.ir.graph import Phase, Role, StepGraph
@@ -80,6 +79,8 @@ class _Compile:
         self._options = options
         self._settings = settings
         self._flats = flat_inputs(inputs)
+        # A partial: compiled code keeps it, and must not keep the inputs and with them the model.
+        self._tell = functools.partial(refuse, list(self._flats.values()))
         self._returned = returned_reads(gm)
         self._whole = is_whole_model(inputs)
         self._groups = [group for value in inputs if (group := ParamGroup.of(value)) is not None]
@@ -146,9 +147,6 @@ class _Compile:
             settings = {**exact, **self._settings, **options.inductor}
             compiled = compile_with_inductor(self._gm, inputs, region, settings)
         return region, compiled
-
-    def _tell(self, error: FSDPCompileError) -> None:
-        refuse(self._flats.values(), error)
 
 
 def _settings_of(options: FSDPOptions, mode: str | None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import torch
 from torch import fx, nn
 
 from fsdp_compile import units
-from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
 from fsdp_compile.fsdp2.take_over import note_backend
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any]], Any]

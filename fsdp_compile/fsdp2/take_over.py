@@ -19,6 +19,7 @@ from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, graph_break, skip_code
 from fsdp_compile._torch.eval_frame import compiler_of_calls
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  reads of a model that was taken over need their derivatives
 from fsdp_compile.fsdp2.casts import cast
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
