@@ -67,7 +67,7 @@ def fsdp(
     unaveraged.refuse_plain(gm, example_inputs)
     plain.refuse_unused_sharding(example_inputs, checked)
     leave_functional_call(gm)
-    refuse_writes(gm)
+    refuse_writes(gm, example_inputs)
     take_reads_out(gm)
     if checked.embedding == "sharded":
         shard_lookups(gm)

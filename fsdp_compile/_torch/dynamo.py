@@ -110,6 +110,8 @@ def index_among_inputs(placeholder: fx.Node, position: int) -> int | None:
 
 MODULE_CALLS = frozenset({"__call__", "_call_impl"})
 """Names of the functions through which modules are called: `nn.Module`'s, and those of `torch.compile(module)`."""
+_FORWARDS = MODULE_CALLS | {"forward", "_wrapped_call_impl"}
+"""Names of the functions in which a forward runs."""
 COMPILED_CALL = "compile_wrapper"
 """Name of the function through which compiled code is entered."""
 _COMPILE = "_compile"
@@ -146,6 +148,14 @@ def modules_being_called() -> Iterator[nn.Module | None]:
             yield None
         elif name in MODULE_CALLS and isinstance(called := frame.f_locals.get("self"), nn.Module):
             yield called
+
+
+@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, unused-ignore]
+def traces_a_forward() -> bool:
+    """Whether what Dynamo traces here is a part of a module's forward; for code that it traces."""
+    if any(frame.name in _FORWARDS for frame in TracingContext.extract_stack()):
+        return True
+    return any(f.f_code.co_name in _FORWARDS and isinstance(f.f_locals.get("self"), nn.Module) for f in stack())
 
 
 def calls_under_way(code: types.CodeType) -> Iterator[Mapping[str, Any]]:

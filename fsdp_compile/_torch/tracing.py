@@ -5,14 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
-from torch import nn
 from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import SkipFrame
-from torch._guards import TracingContext
 
-_FORWARDS = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "__call__"})
-"""Names of the functions in which a forward runs."""
 _COND_FILE = sys.modules["torch._higher_order_ops.cond"].__file__  # a function of that name hides the module
 
 
@@ -56,16 +51,3 @@ def is_in_eager_cond() -> bool:
     """Whether Dynamo traces the branches of a `torch.cond` that uncompiled code calls."""
     translator = root_translator()
     return translator is not None and translator.output.root_tx.f_code.co_filename == _COND_FILE
-
-
-@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, unused-ignore]
-def traces_a_forward() -> bool:
-    """Whether what Dynamo traces here is a part of a module's forward; for code that it traces."""
-    if any(frame.name in _FORWARDS for frame in TracingContext.extract_stack()):
-        return True
-    frame = sys._getframe().f_back
-    while frame is not None:
-        if frame.f_code.co_name in _FORWARDS and isinstance(frame.f_locals.get("self"), nn.Module):
-            return True
-        frame = frame.f_back
-    return False

@@ -25,6 +25,7 @@ from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, 
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.state_dict import give_storages
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
+from fsdp_compile.layout.spec import ROOT
 
 _models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Model]] = weakref.WeakKeyDictionary()
 """By root, the models that were taken over; its units, which hooks of its modules know, keep a model."""
@@ -101,7 +102,7 @@ def take_over(state: fsdp2.FSDPState) -> Model:
         model = Model(root)
         titles = {id(module): name for name, module in root.named_modules()}
         for each in states:
-            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each)) or "(root)"
+            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each)) or ROOT
             unit = Unit(model, each, title)
             unit.make_groups(titles)
             for group in unit.groups:

@@ -14,7 +14,7 @@ import torch
 
 from fsdp_compile._torch.autograd import backward_in_progress, below_autograd, leave_unused_undefined
 from fsdp_compile._torch.context_parallel import balance_in_trace, balances_tokens
-from fsdp_compile._torch.tensors import is_batched, join_batch, split_batch
+from fsdp_compile._torch.tensors import is_batched, join_batch, note_gathered, split_batch
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
@@ -192,7 +192,7 @@ class CompiledStep:
         return [join_batch(each) if isinstance(each[0], torch.Tensor) else each[0] for each in joined]
 
     def _refuse_lost_ranks(self, error: RuntimeError, names: Mapping[str, str]) -> None:
-        units = ", ".join(dict.fromkeys(names.get(title, title) or "(root)" for title in self.flats.values()))
+        units = ", ".join(dict.fromkeys(names.get(title, title) for title in self.flats.values()))
         doing, waited = f"in a compiled {self.phase.value} of unit {units}", failed_wait(error, self.waits)
         refuse_lost_ranks(error, doing if waited is None else f"waiting for {waited} {doing}")
 
@@ -262,7 +262,7 @@ def entered(
             args = _followed(args, groups)
         outputs = compiled(*args)
         for at in parameters:
-            outputs[at]._is_param = True
+            note_gathered(outputs[at])
         if tells_unused:
             leave_unused_undefined(args, outputs)
         return outputs
