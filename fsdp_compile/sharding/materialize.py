@@ -104,7 +104,8 @@ class _Work:
         old = {attribute: _own(module)[attribute] for attribute in attributes}
         kept = {a: t for a, t in _own(module).items() if a not in old}
         for attribute, tensor in kept.items():  # an initialization may write to it, and `to_empty()` replace it
-            _put(module, attribute, _like(tensor, tensor.detach().clone()))
+            value = tensor.detach()
+            _put(module, attribute, _like(tensor, value.full_tensor() if isinstance(value, DTensor) else value.clone()))
         for attribute, tensor in old.items():
             _put(module, attribute, _like(tensor, self._start(tensor)))
         blank = {attribute: (_own(module)[attribute], _own(module)[attribute]._version) for attribute in old}
