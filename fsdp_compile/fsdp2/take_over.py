@@ -20,6 +20,7 @@ from fsdp_compile._torch.autograd import outside_of_transforms
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, graph_break, skip_code
 from fsdp_compile._torch.eval_frame import compiler_of_calls
 from fsdp_compile.fsdp2 import kernels  # noqa: F401  reads of a model that was taken over need their derivatives
+from fsdp_compile.fsdp2.buffers import originals_in_eval
 from fsdp_compile.fsdp2.casts import cast
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
@@ -129,6 +130,8 @@ def _give_classes(model: Model) -> None:
             for module, name in param.refs:
                 reads.setdefault(module, []).append((name, group, param))
     classes: dict[Unit, list[tuple[nn.Module, type, type]]] = {unit: [] for unit in model.units}
+    # Inner units come after those around them.
+    around = {m: unit for unit in model.units for module in fsdp2.modules_of(unit.state) for m in module.modules()}
     marks = {module: fsdp2.take_marks(module) for module in model.root.modules()}
     for module in marks:
         own = sorted(reads.get(module, ()), key=lambda read: read[0])
@@ -139,10 +142,12 @@ def _give_classes(model: Model) -> None:
         if layouts:
             object.__setattr__(module, LAYOUTS, layouts)
         plain = type(module)
-        made = class_of(plain, [_read(n, number[g], g, p) for n, g, p in own])
+        buffers = originals_in_eval(module)
+        made = class_of(plain, [_read(n, number[g], g, p) for n, g, p in own], buffers)
         if own:
-            unit = own[0][1].unit
-            object.__setattr__(module, UNIT, unit)
+            object.__setattr__(module, UNIT, own[0][1].unit)
+        if own or buffers:
+            unit = own[0][1].unit if own else around[module]
             classes[unit].append((module, made, class_of(plain, ())))
         else:
             # Its code may read parameters of its children.
