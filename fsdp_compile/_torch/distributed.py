@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.distributed.device_mesh import DeviceMesh
 
 collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
@@ -28,21 +27,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         if options is not None:  # that of the fake backend
             found.append(options._timeout)
     return min(found, default=dist.default_pg_timeout)
-
-
-def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """The mesh of the dimensions of two; raises `ValueError` if they are not different dimensions of one."""
-    if first.mesh_dim_names is None or second.mesh_dim_names is None:
-        raise ValueError("a mesh without names of its dimensions is no part of another one")
-    try:
-        return DeviceMesh._concatenate([first, second])
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
-
-
-def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The 1-D mesh of all ranks of a mesh with names, made once; its name is theirs, joined by underscores."""
-    return mesh._flatten()
 
 
 def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import convert_frame, graph_break
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
@@ -159,15 +160,6 @@ def call_of(module: nn.Module) -> FrameType | None:
     return calls[-1] if calls else None
 
 
-def caller_of_root_frame() -> FrameType | None:
-    """The Python frame that called the function which Dynamo is compiling right now."""
-    translator = root_translator()
-    frames = list(stack())
-    compiling = [i for i, f in enumerate(frames) if f.f_code.co_filename == convert_frame.__file__]
-    above = frames[compiling[-1] + 1 :] if compiling else []
-    return next((f for f in above if translator is None or f.f_code is not translator.f_code), None)
-
-
 def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
     """The values along the path by which Dynamo found a graph input in the frame that it compiles, outermost first."""
     translator = root_translator()
@@ -183,6 +175,12 @@ def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
 def backend_in(context: object) -> object:
     """The function that a context of `torch.compile` compiles with; `None` if it compiles nothing."""
     return _given_backend(getattr(context, "callback", None)).function
+
+
+def compiler_of_calls() -> Callable[..., Any] | None:
+    """What compiles the Python frames that this thread enters (a backend with its settings), if Dynamo watches them."""
+    callback = get_eval_frame_callback()
+    return callback if callable(callback) else None
 
 
 def backend_in_callback(callback: object) -> object:

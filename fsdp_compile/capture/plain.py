@@ -44,7 +44,6 @@ from fsdp_compile.capture.unaveraged import (
     waiting,
 )
 from fsdp_compile.comm import alike
-from fsdp_compile.comm.exchange import as_bytes
 from fsdp_compile.comm.groups import check_mesh, default_mesh
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2 import stale
@@ -253,7 +252,8 @@ def _compare_values(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
     if mesh.size() > 1:
         alike.require(
             {name: f"{tuple(value.shape)} with sum {_sum_of_words(value)}" for name, value in values.items()},
-            mesh,
+            [mesh.get_group(dim) for dim in range(mesh.ndim)],
+            torch.device(mesh.device_type),
             what="values of a plain model, of which each would keep its part",
             where=type(module).__name__,
             instead="torch.manual_seed() with the same seed on every rank before the model is made, or the same "
@@ -263,7 +263,8 @@ def _compare_values(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
 
 
 def _sum_of_words(value: torch.Tensor) -> int:
-    octets = as_bytes((local_tensor(value) if isinstance(value, DTensor) else value).detach().contiguous())
+    local = local_tensor(value) if isinstance(value, DTensor) else value
+    octets = local.detach().reshape(-1).view(torch.uint8)
     return int((octets.view(torch.int64) if octets.numel() % 8 == 0 else octets).sum())
 
 

@@ -47,12 +47,6 @@ class RankStore:
         rank: The number of this one in the group.
         compiles: Numbers for the comparisons of what ranks compile, and for refusals in their place.
         plans: The orders of collectives that all ranks run, by a digest of what their graphs read.
-        sharding_calls: Numbers for the calls that shard over the group.
-        units: Numbers for the units that are sharded over it.
-        notes: What this rank has used the group for since its ranks compared (`comm/read_order.py`).
-        unused: Parameter groups, by number, with gradients that this rank drops if the others need them as little.
-        compared_early: Parameter groups, by number, for which ranks have compared notes before the end of a backward.
-        comparisons: Numbers for these comparisons.
     """
 
     prefix: str
@@ -60,12 +54,6 @@ class RankStore:
     rank: int
     compiles: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     plans: dict[str, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
-    sharding_calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    units: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    notes: list[int] = dataclasses.field(default_factory=list)
-    unused: set[int] = dataclasses.field(default_factory=set)
-    compared_early: list[int] = dataclasses.field(default_factory=list)
-    comparisons: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @classmethod
     def of(cls, name: str, group: dist.ProcessGroup) -> RankStore:
@@ -230,13 +218,6 @@ def _has_processes(group: dist.ProcessGroup) -> bool:
 def _is_gloo(group: dist.ProcessGroup) -> bool:
     """Whether gloo runs a group's collectives; a world that was started without naming a backend says "undefined"."""
     return dist.get_backend(group) == "gloo" or str(dist.get_backend_config(group)) == "cpu:gloo"
-
-
-def run_of(group: dist.ProcessGroup, length: int) -> dist.ProcessGroup:
-    """The group of this rank's run of `length` neighbours in `group`; all ranks of `group` must call this together."""
-    ranks = dist.get_process_group_ranks(group)
-    begin = ranks.index(dist.get_rank()) // length * length
-    return _made_once("run", tuple(ranks[begin : begin + length]), min(_timeout(), timeout_of(group)), new_group)
 
 
 def mesh_of_shape(device_type: str, shape: tuple[int, int]) -> DeviceMesh:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
-from fsdp_compile._torch.tensors import ViewPlace, local_tensor, make_dtensor, set_local_tensor
+from fsdp_compile._torch.tensors import local_tensor, make_dtensor, set_local_tensor
 from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.comm.groups import alias_of
 from fsdp_compile.errors import UnsupportedModelError
@@ -60,11 +60,6 @@ class Param:
 
     def __post_init__(self) -> None:
         self.first_text = self.first_text or self.spec.text
-
-    @property
-    def place(self) -> ViewPlace:
-        """Its place in a tensor that is laid out like the flat buffer."""
-        return tuple(self.view.shape), tuple(self.view.stride()), self.spec.offset
 
     @property
     def refs(self) -> list[tuple[nn.Module, str]]:

@@ -118,7 +118,6 @@ def test_every_group_that_is_made_here_has_streams_of_high_priority() -> None:
     with fake_world(8) as world, mock.patch.object(dist, "new_group", note), config, alone:
         for make in (
             lambda: groups.alias_of(world, "reduce"),
-            lambda: groups.run_of(world, 4),
             lambda: groups.mesh_of_shape("cpu", (2, 4)),
             lambda: groups.comparing_group(groups.RankStore("here", tuple(range(8)), 0)),
         ):

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compile import ConfigError, MixedPrecision, backend, fully_shard, materialize
 from fsdp_compile.config.policy import as_mixed_precision, as_offload
-from fsdp_compile.fsdp2.casts import cast
+from fsdp_compile.fsdp2.take_over import cast
 from fsdp_compile.ir.graph import Role, StepGraph
 from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
