@@ -16,11 +16,12 @@ import sympy
 import torch
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo import convert_frame, graph_break
+from torch._dynamo import convert_frame, graph_break, symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
+from torch._dynamo.exc import SkipFrame
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
@@ -34,8 +35,6 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._logging._internal import trace_structured_artifact
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is asked for
 from torch.utils.checkpoint import CheckpointPolicy
-
-from fsdp_compile._torch.tracing import root_translator
 
 __all__ = [
     "CheckpointPolicy",
@@ -119,6 +118,11 @@ _CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
 """Raised by expressions of Dynamo that are no Python, or need names which only its guards have."""
 
 
+_FORWARDS = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "__call__"})
+"""Names of the functions in which a forward runs."""
+_COND_FILE = sys.modules["torch._higher_order_ops.cond"].__file__  # a function of that name hides the module
+
+
 def stack() -> Iterator[FrameType]:
     """The Python frames of this thread, the caller's first."""
     frame = sys._getframe().f_back
@@ -170,6 +174,57 @@ def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
             yield eval(expression, dict(scope))
         except _CANNOT_TELL:
             continue
+
+
+def root_translator() -> Any:
+    """What traces the frame; `None` if this thread runs neither Dynamo nor a backend that it has called."""
+    try:
+        return symbolic_convert.InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+
+
+def leave_to_python(why: str) -> Exception | None:
+    """The exception that makes Dynamo run the current frame, and later ones of its code, in Python.
+
+    What the frame calls is compiled all the same.
+
+    Args:
+        why: For Dynamo's logs.
+
+    Returns:
+        `None` if Dynamo was asked for one graph (`fullgraph=True`).
+    """
+    translator = root_translator()
+    if translator is None or translator.one_graph or translator.error_on_graph_break:
+        return None
+    return SkipFrame(why)
+
+
+def is_compiling_a_frame() -> bool:
+    """Whether this thread runs Dynamo or a backend that it has called."""
+    return root_translator() is not None
+
+
+def is_tracing_python() -> bool:
+    """Whether Dynamo is tracing the user's code on this thread; what a backend traces after it does not count."""
+    translator = root_translator()
+    return translator is not None and not translator.output.should_exit
+
+
+def is_in_eager_cond() -> bool:
+    """Whether Dynamo traces the branches of a `torch.cond` that uncompiled code calls."""
+    translator = root_translator()
+    return translator is not None and translator.output.root_tx.f_code.co_filename == _COND_FILE
+
+
+@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, unused-ignore]
+def traces_a_forward() -> bool:
+    """Whether what Dynamo traces here is a part of a module's forward; for code that it traces."""
+    if any(frame.name in _FORWARDS for frame in TracingContext.extract_stack()):
+        return True
+    calls = (frame for frame in stack() if frame.f_code.co_name in _FORWARDS)
+    return any(isinstance(frame.f_locals.get("self"), nn.Module) for frame in calls)
 
 
 def backend_in(context: object) -> object:

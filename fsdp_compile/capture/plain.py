@@ -34,7 +34,6 @@ from fsdp_compile._torch.dynamo import (
 )
 from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.capture.unaveraged import (
-    class_name,
     ids_in,
     places_of,
     refuse,
@@ -48,6 +47,7 @@ from fsdp_compile.comm.groups import check_mesh, default_mesh
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.accumulation import follow_no_sync
+from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over
 from fsdp_compile.options import FSDPOptions
@@ -203,7 +203,7 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
         return False
     if (part := next((m for m in module.modules() if m in sharded), None)) is not None:
         raise ConfigError(
-            f"a part of the model, {class_name(part)}, was sharded when it was called by itself",
+            f"a part of the model, {user_class(part).__name__}, was sharded when it was called by itself",
             where=type(module).__name__,
             instead="compile the model before its parts are called, or call fully_shard(model) first",
         )

@@ -13,6 +13,7 @@ import functools
 import gc
 import os
 import re
+import signal
 import sys
 import time
 import types
@@ -25,7 +26,6 @@ import torch.distributed as dist
 
 from fsdp_compile._torch.distributed import default_store, other_client
 from fsdp_compile.comm.answering_store import AnsweringStore, pauses
-from fsdp_compile.comm.stopped_ranks import continue_stopped_ranks
 from fsdp_compile.errors import FSDPCompileError, RankFailedError
 
 _FAILED = "fsdp_compile/failed"
@@ -112,6 +112,28 @@ def end_quickly() -> None:
     # Else the interpreter looks for cycles among all objects several times: more than a second of processor time,
     # for which the launcher waits.
     gc.freeze()
+
+
+def continue_stopped_ranks() -> None:
+    """Lets ranks that a signal has stopped go on, for this one ends: else their launcher waits for them, 30 s.
+
+    Without torch's launcher nothing is done: nobody would end them.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        for process in _stopped_children(os.getppid()):
+            with contextlib.suppress(ProcessLookupError):  # it was ended meanwhile
+                os.kill(process, signal.SIGCONT)
+
+
+def _stopped_children(parent: int) -> list[int]:
+    """The processes that a process has started and a signal has stopped; those of a launcher are its ranks."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone since the folder was listed
+            state, of = stat.read_text().rpartition(")")[2].split()[:2]
+            if state == "T" and int(of) == parent:
+                found.append(int(stat.parent.name))
+    return found
 
 
 def tell(error: BaseException) -> None:

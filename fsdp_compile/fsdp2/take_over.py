@@ -30,7 +30,7 @@ from fsdp_compile._torch.dynamo import (
 )
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
-from fsdp_compile.fsdp2.state_dict import give_storages
+from fsdp_compile.fsdp2.shards import give_storages
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
 
 _models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Model]] = weakref.WeakKeyDictionary()

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
+from fsdp_compile.capture.flat_inputs import name_inputs
 from fsdp_compile.capture.functions import refuse_hidden_reads
-from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph

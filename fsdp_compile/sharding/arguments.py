@@ -132,27 +132,29 @@ def _refuse_parts(reshard: Reshard, size: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
-    """The checked arguments of one call of `fully_shard`.
+class ShardingSettings:
+    """What a call says to the compiler of one unit, and FSDP2 has no place for; kept with its state.
 
     Attributes:
-        modules: The modules of the call, none in another one of them.
-        is_list: Whether the call is on a list of modules, which become one unit.
-        policy: Of a unit without overrides.
-        ignored: Parameters that stay as they are.
+        is_split: Whether the automatic split made the unit; a later call on a module around its model takes that back.
+        cast_inputs_inside: `cast_forward_inputs` of the unit inside of a larger model.
+        auto_reshard: `reshard_after_forward="auto"`, for which FSDP2 reshards.
+        gather_dtype: What the parameters are sent in, if that is less than FSDP2's 16 or 32 bits.
+        keep_low_precision_grads: As in `MixedPrecision`.
+        full_precision_in_eval: The same.
+        casts_output_in_eval: Whether the unit's output dtype counts in eval mode; not that of what follows a module
+            that mixed precision excludes, if that is in full precision then.
+        separate_reduce_group: Whether reductions have a process group of their own.
     """
 
-    modules: tuple[nn.Module, ...]
-    is_list: bool
-    unit: UnitArguments
-    policy: UnitPolicy
-    ignored: frozenset[nn.Parameter]
-    offload: OffloadPolicy
-    placement: PlacementFn | None
-    wrap_policy: Any
-    init_fn: InitFn | None
-    sync_module_states: bool
-    separate_reduce_group: bool
+    is_split: bool = False
+    cast_inputs_inside: bool = True
+    auto_reshard: bool = False
+    gather_dtype: torch.dtype | str | None = None
+    keep_low_precision_grads: bool = False
+    full_precision_in_eval: bool = False
+    casts_output_in_eval: bool = True
+    separate_reduce_group: bool = False
 
 
 def roots_of(target: object) -> tuple[nn.Module, ...]:
@@ -199,15 +201,13 @@ def ignored_in(roots: Sequence[nn.Module], listed: object) -> frozenset[nn.Param
 def torch_offload(policy: object) -> OffloadPolicy:
     """Any of torch's offload policies as FSDP2's; raises `ConfigError` if memory cannot be pinned."""
     offload = as_offload(policy)
-    if offload is None:
-        return OffloadPolicy()
-    if offload.pinned and not torch.accelerator.is_available():
+    if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and not torch.accelerator.is_available():
         raise ConfigError(
             "memory is to be pinned for a device, and there is none",
             where="fully_shard(offload_policy=CPUOffloadPolicy(pin_memory=True))",
             instead="CPUOffloadPolicy(pin_memory=False)",
         )
-    return CPUOffloadPolicy(pin_memory=offload.pinned)
+    return offload
 
 
 def device_type_of(roots: Sequence[nn.Module], device_id: Device | None, *, is_offloaded: bool) -> str:
