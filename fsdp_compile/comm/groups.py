@@ -21,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compile._torch.distributed import (
     default_store,
+    high_priority,
+    new_group,
     register_group_alias,
     resolve_group,
     serial_gloo_group,
     timeout_of,
 )
-from fsdp_compile._torch.nccl_groups import high_priority, new_group
 from fsdp_compile.comm.answering_store import AnsweringStore
 from fsdp_compile.comm.failures import remember_world
 from fsdp_compile.comm.rendezvous import Rendezvous

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import torch
 
 from fsdp_compile._torch.autograd import backward_in_progress, below_autograd, leave_unused_undefined
-from fsdp_compile._torch.context_parallel import balance_in_trace, balances_tokens
 from fsdp_compile._torch.tensors import is_batched, join_batch, split_batch
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
@@ -41,7 +40,6 @@ class CompiledStep:
         flats: Positions of the flat tensors, and the titles of their units in the graph.
         waits: What it waits for, as errors name it, by the names of its nodes, in its order.
         profiled: Its calls that have ranges in a profile.
-        balanced: Of a forward that was traced with context parallelism: whether for tokens that are balanced.
         counted: Flat tensors that are updated in backward, and that both graphs of the region read.
         grads: Of a backward: the gradients that it makes.
         tangents: Of a backward: positions of the gradients of outputs.
@@ -54,7 +52,6 @@ class CompiledStep:
     flats: Mapping[int, str]
     waits: Mapping[str, str]
     profiled: tuple[ProfiledCall, ...]
-    balanced: bool | None
     counted: tuple[int, ...]
     grads: tuple[GradOutput, ...]
     tangents: tuple[int, ...]
@@ -78,7 +75,6 @@ class CompiledStep:
             flats={i: record.unit for i, record in flats.items()},
             waits=waits_of(step.graph),
             profiled=profiled_calls(step),
-            balanced=balance_in_trace() if is_forward else None,
             counted=tuple(i for i, record in flats.items() if flat_of(record) in again),
             grads=() if is_forward else tuple(grad_outputs(step)),
             tangents=() if is_forward else tuple(tangents_of(step)),
@@ -119,8 +115,6 @@ class CompiledStep:
         if self.phase is Phase.FORWARD:
             for unit in {group.unit for group in groups.values()}:
                 unit.begin_graph()
-        if self.balanced is not None and balances_tokens() is not self.balanced:
-            raise _other_balance(was_balanced=self.balanced)
         for at in self.counted:
             if at in groups:
                 (
@@ -228,16 +222,6 @@ def _refuse_copy(each: GradOutput, group: ParamGroup | None) -> None:
         + ("step_in_backward()" if is_update else "a forward that leaves parameters out"),
         instead="hooks that return the very tensors that do not require grad or are leaves"
         + (", or optimizer.step() without step_in_backward()" if is_update else ""),
-    )
-
-
-def _other_balance(*, was_balanced: bool) -> UnsupportedModelError:
-    was, now = ("", "not ") if was_balanced else ("not ", "")
-    return UnsupportedModelError(
-        f"attention was compiled for tokens that are {was}balanced over ranks, and now they are {now}balanced: it "
-        "would attend to other ones",
-        where="torch's context parallelism, load_balancer of _context_parallel_shard()",
-        instead="the same choice in every step, or torch.compiler.reset() after a change",
     )
 
 

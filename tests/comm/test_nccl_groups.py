@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fsdp_compile._torch.nccl_groups import high_priority, new_group
+from fsdp_compile._torch.distributed import high_priority, new_group
 from fsdp_compile.comm import groups
 from fsdp_compile.training.placement import DeviceKind
 from fsdp_compile.training.world import join_world
