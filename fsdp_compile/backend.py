@@ -21,7 +21,6 @@ from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_
 from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError, FSDPCompileError
-from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import model_of, note_backend, sharded_root, take_over
 from fsdp_compile.ir.graph import Phase, Role, StepGraph

@@ -28,6 +28,7 @@ from fsdp_compile._torch.dynamo import (
     graph_break,
     skip_code,
 )
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  derivatives of the reads that modules have from here on
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.shards import give_storages
