@@ -56,13 +56,13 @@ def _is_compiled(node: torch.autograd.graph.Node) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
-def after_this_backward(call: Callable[[], None]) -> None:
+def after_this_backward(call: Callable[[], object]) -> None:
     """Calls `call` when the current backward pass has made all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_call_in_python, call))
 
 
 @torch.compiler.disable
-def _call_in_python(call: Callable[[], None]) -> None:
+def _call_in_python(call: Callable[[], object]) -> None:
     # Dynamo watches a backward that a compiled function calls.
     call()
 

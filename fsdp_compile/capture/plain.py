@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -32,7 +31,6 @@ from fsdp_compile._torch.dynamo import (
     options_of,
     skip_code,
 )
-from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.capture.unaveraged import (
     ids_in,
     places_of,
@@ -49,6 +47,7 @@ from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.accumulation import follow_no_sync
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.shards import local_of
 from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over
 from fsdp_compile.fsdp2.updates import update_as
 from fsdp_compile.options import FSDPOptions
@@ -251,11 +250,16 @@ def _compare_values(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
         if buffer is not None and name not in owner._non_persistent_buffers_set
     }
     values = dict(named) | saved
+
+    def sum_of_words(value: torch.Tensor) -> int:
+        octets = local_of(value).detach().reshape(-1).view(torch.uint8)
+        return int((octets.view(torch.int64) if octets.numel() % 8 == 0 else octets).sum())
+
     mesh = default_mesh(next(iter(values.values())).device.type) if options.mesh is None else options.mesh
     check_mesh(mesh)
     if mesh.size() > 1:
         alike.require(
-            {name: f"{tuple(value.shape)} with sum {_sum_of_words(value)}" for name, value in values.items()},
+            {name: f"{tuple(value.shape)} with sum {sum_of_words(value)}" for name, value in values.items()},
             [mesh.get_group(dim) for dim in range(mesh.ndim)],
             torch.device(mesh.device_type),
             what="values of a plain model, of which each would keep its part",
@@ -264,12 +268,6 @@ def _compare_values(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
             "checkpoint on every rank; or options={'sync_module_states': True}, which takes the first rank's values, "
             "as DDP does",
         )
-
-
-def _sum_of_words(value: torch.Tensor) -> int:
-    local = local_tensor(value) if isinstance(value, DTensor) else value
-    octets = local.detach().reshape(-1).view(torch.uint8)
-    return int((octets.view(torch.int64) if octets.numel() % 8 == 0 else octets).sum())
 
 
 def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> None:

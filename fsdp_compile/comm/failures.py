@@ -144,7 +144,8 @@ def tell(error: BaseException) -> None:
     error = getattr(error, "inner_exception", error)  # Dynamo puts its own around those of backends
     if _is_of_communication(error):  # that is another rank's failure
         return
-    what = error.what if isinstance(error, RankFailedError) else f"rank {world.rank} failed: {_first_lines(error)}"
+    lines = f"rank {world.rank} failed: {type(error).__name__}: {error}".splitlines()
+    what = error.what if isinstance(error, RankFailedError) else "\n".join(lines[:20])
     with contextlib.suppress(RuntimeError):  # if the store fails, no rank can be told
         store = AnsweringStore(world.store, _TELL_S)
         if not store.check([_FAILED]):
@@ -250,8 +251,3 @@ def _ask(where: str) -> tuple[RankFailedError | None, list[int]]:
         time.sleep(_PAUSE_S)
         told = failed_elsewhere(store, where)
     return told, [] if answered or told is not None else [keys[key] for key in store.missing(list(keys))]
-
-
-def _first_lines(error: BaseException) -> str:
-    lines = f"{type(error).__name__}: {error}".splitlines()
-    return "\n".join(lines[:20])

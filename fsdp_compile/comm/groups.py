@@ -57,13 +57,8 @@ class RankStore:
     plans: dict[str, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, group: dist.ProcessGroup) -> RankStore:
-        """A new one for a group; all of its ranks call this together, so that they count alike."""
-        return cls.of_ranks(name, tuple(dist.get_process_group_ranks(group)))
-
-    @classmethod
-    def of_ranks(cls, name: str, ranks: tuple[int, ...]) -> RankStore:
-        """As `of`, for ranks that have no group yet."""
+    def of(cls, name: str, ranks: tuple[int, ...]) -> RankStore:
+        """A new one for ranks, which call this together, so that they count alike."""
         prefix = f"fsdp_compile/{name}/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
         rank = ranks.index(dist.get_rank())
         # Worlds of one store may follow each other: each rank counts how often it was in this group.
@@ -132,7 +127,8 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     """
     aliases = registry.aliases
     registry.forget_gone_worlds()
-    if group.size() > 1 and _has_processes(group):
+    are_processes = group.size() > 1 and _has_processes(group)
+    if are_processes:
         remember_world()
     used = _used(group, role)
     for name, known in aliases.items():
@@ -141,7 +137,7 @@ def alias_of(group: dist.ProcessGroup, role: GroupRole) -> str:
     names = (f"fsdp.{role}.{number}" for number in itertools.count())
     name = next(name for name in names if name not in aliases)
     register_group_alias(name, used)
-    place = RankStore.of(name, group) if group.size() > 1 and _has_processes(group) else None
+    place = RankStore.of(name, tuple(dist.get_process_group_ranks(group))) if are_processes else None
     aliases[name] = _Alias(role, weakref.ref(used), place)
     return name
 
@@ -153,7 +149,8 @@ def _used(group: dist.ProcessGroup, role: GroupRole) -> dist.ProcessGroup:
     ranks = tuple(dist.get_process_group_ranks(group))
     # One collective at a time: see `serial_gloo_group`.
     timeout = min(_timeout(), timeout_of(group))
-    if _is_gloo(group):
+    # A world that was started without naming a backend says "undefined".
+    if dist.get_backend(group) == "gloo" or str(dist.get_backend_config(group)) == "cpu:gloo":
         return _made_once(f"{role} on gloo", ranks, timeout, serial_gloo_group)
     # Collectives of one group wait for each other, so all-gathers would wait for reductions.
     return group if role != "reduce" else _made_once(role, ranks, timeout, new_group)
@@ -184,7 +181,7 @@ def _made_once(
         # Making it waits inside of torch, where a rank would not hear that another one has failed.
         assert dist.group.WORLD is not None
         if _has_processes(dist.group.WORLD):
-            RankStore.of_ranks(f"making {purpose}", ranks).rendezvous("make a process group").meet(0)
+            RankStore.of(f"making {purpose}", ranks).rendezvous("make a process group").meet(0)
         found = make(ranks, timeout, f"fsdp_compile: {purpose}")
         registry.made[purpose, ranks] = weakref.ref(found)
     return found
@@ -214,11 +211,6 @@ def rank_stores() -> list[RankStore]:
 def _has_processes(group: dist.ProcessGroup) -> bool:
     # `get_backend` says "undefined" of a world that was started without naming one; the configuration never does.
     return any(name in str(dist.get_backend_config(group)) for name in _REAL_BACKENDS)
-
-
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether gloo runs a group's collectives; a world that was started without naming a backend says "undefined"."""
-    return dist.get_backend(group) == "gloo" or str(dist.get_backend_config(group)) == "cpu:gloo"
 
 
 def mesh_of_shape(device_type: str, shape: tuple[int, int]) -> DeviceMesh:

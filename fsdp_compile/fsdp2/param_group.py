@@ -287,7 +287,11 @@ class ParamGroup:
         parameter.data = make_dtensor(view, parameter)
         torch_params.set_shard_data(each, piece)
         set_local_tensor(parameter, view)  # type: ignore[arg-type]
-        return Param(each, name, spec, parameter, view, _layout(each), first_text)
+        gathered, layout = torch_params.unsharded_spec(each), None
+        if gathered is not None:
+            dims = torch_params.data_parallel_dims(each)
+            layout = DTensorLayout.of(gathered.mesh, gathered.placements, gathered.shape, dims)
+        return Param(each, name, spec, parameter, view, layout, first_text)
 
     def make_edge(self) -> None:
         """Makes the tensor that graphs take: the buffer's memory, with a history that leads to the DTensors."""
@@ -348,13 +352,6 @@ class ParamGroup:
             else None
             for p in self.params
         ]
-
-
-def _layout(param: torch_params.TorchParam) -> DTensorLayout | None:
-    spec = torch_params.unsharded_spec(param)
-    if spec is None:
-        return None
-    return DTensorLayout.of(spec.mesh, spec.placements, spec.shape, torch_params.data_parallel_dims(param))
 
 
 def _name(param: torch_params.TorchParam, titles: dict[int, str]) -> str:

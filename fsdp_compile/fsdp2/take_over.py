@@ -274,13 +274,6 @@ def _output_dtypes(unit: Unit) -> tuple[torch.dtype | None, torch.dtype | None]:
     return dtype, dtype if fsdp2.own_setting(unit.state, "casts_output_in_eval", default=True) else None
 
 
-def _cast_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
-    policy = fsdp2.policy_of(unit.state)
-    if policy.param_dtype is None or not policy.cast_forward_inputs:
-        return args, kwargs
-    return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
-
-
 @torch.compiler.disable
 def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
@@ -293,9 +286,11 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
             each.gather_given()
         if not unit.given_values():
             unit.defer(call_of(module))
-            if not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False):
+            full = not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False)
+            policy = fsdp2.policy_of(unit.state)
+            if full or policy.param_dtype is None or not policy.cast_forward_inputs:
                 return args, kwargs
-            return _cast_inputs(unit, args, kwargs)
+            return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.begin_hooks()
     return unit.pre_forward(module, args, kwargs)

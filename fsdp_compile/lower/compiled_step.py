@@ -178,7 +178,10 @@ class CompiledStep:
         results = []
         for gradients in zip(*batches, strict=True):
             # Compiled code may write into what it reads last; flat tensors are known by their addresses.
-            own = [_copied(value) if i not in self.flats else value for i, value in enumerate(args)]
+            own = [
+                value.clone() if isinstance(value, torch.Tensor) and i not in self.flats and i not in batched else value
+                for i, value in enumerate(args)
+            ]
             for i, gradient in zip(batched, gradients, strict=True):
                 own[i] = gradient
             results.append(run(own))
@@ -191,18 +194,11 @@ class CompiledStep:
         refuse_lost_ranks(error, doing if waited is None else f"waiting for {waited} {doing}")
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) and not is_batched(value) else value
-
-
 def read_again(forward: StepGraph, backward: StepGraph) -> frozenset[Hashable]:
     """Parameter groups that both graphs of a region read, and that are updated in backward."""
-    return _updated(forward) & _updated(backward)
-
-
-def _updated(step: StepGraph) -> frozenset[Hashable]:
-    records = _flats_of(step).values()
-    return frozenset(flat_of(record) for record in records if record.specs[0].update is Update.IN_BACKWARD)
+    first, second = ({flat_of(record): record for record in _flats_of(each).values()} for each in (forward, backward))
+    updated = (key for key, record in first.items() if record.specs[0].update is Update.IN_BACKWARD)
+    return frozenset(updated).intersection(second)
 
 
 def _flats_of(step: StepGraph) -> dict[int, Record]:

@@ -35,7 +35,8 @@ def compile_segments(gm: fx.GraphModule, compile_one: CompileOne) -> Compiled:
     known: dict[str, Compiled] = {}
     parts: list[tuple[Segment, Compiled] | fx.Node] = []
     (output,) = gm.graph.find_nodes(op="output")
-    with given_output_strides([_strides(value) for value in output.args[0]]):
+    results = [value.meta.get("val") if isinstance(value, fx.Node) else None for value in output.args[0]]
+    with given_output_strides([made.stride() if isinstance(made, torch.Tensor) else None for made in results]):
         for part in cut(gm.graph):
             if isinstance(part, fx.Node):
                 parts.append(part)
@@ -45,11 +46,6 @@ def compile_segments(gm: fx.GraphModule, compile_one: CompileOne) -> Compiled:
                 known[text] = compile_one(graph_of(part, gm), [node.meta["val"] for node in part.inputs])
             parts.append((part, known[text]))
     return runner(gm.graph, parts)
-
-
-def _strides(value: Any) -> tuple[int, ...] | None:
-    made = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return made.stride() if isinstance(made, torch.Tensor) else None
 
 
 @dataclasses.dataclass(frozen=True)
