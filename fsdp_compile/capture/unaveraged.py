@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.composable import is_replicated
 from fsdp_compile._torch.dynamo import OptimizedModule, modules_being_called, values_on_the_way
+from fsdp_compile._torch.fully_shard_calls import is_replicated
 from fsdp_compile._torch.tensors import is_gathered
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2 import stale
+from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import sharded_root
 from fsdp_compile.fsdp2.updates import has_user_hooks
@@ -36,11 +37,6 @@ waiting = weakref.WeakKeyDictionary()
 """Compiled modules that were not called yet, and the options of their compile."""
 sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 """Modules that their first call has sharded, and the options for `fully_shard` with which it did."""
-
-
-def class_name(module: nn.Module) -> str:
-    """The name of the class that the user wrote."""
-    return next(c.__name__ for c in type(module).__mro__ if not issubclass(c, fsdp2.FSDPModule))
 
 
 def places_of(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], tuple[str, nn.Parameter]]]:
@@ -138,7 +134,7 @@ def refuse_wrapper_around(module: nn.Module, _name: str, child: nn.Module | None
             inner = part._orig_mod if isinstance(part, OptimizedModule) else part
             # What the user has sharded alone, the wrapper may have been told to ignore.
             if inner in sharded or (inner in waiting and sharded_root(inner) is None):
-                raise _refuse_wrapper(module, f"{type(module).__name__}({class_name(inner)})")
+                raise _refuse_wrapper(module, f"{type(module).__name__}({user_class(inner).__name__})")
 
 
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()

@@ -7,6 +7,7 @@ backend first meets the model, after FSDP2's own lazy initialization.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import weakref
@@ -14,17 +15,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
-from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, graph_break, skip_code
-from fsdp_compile._torch.eval_frame import compiler_of_calls
-from fsdp_compile.fsdp2 import kernels  # noqa: F401  reads of a model that was taken over need their derivatives
+from fsdp_compile._torch.dynamo import (
+    OptimizedModule,
+    backend_in_callback,
+    call_of,
+    compiler_of_calls,
+    graph_break,
+    skip_code,
+)
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  derivatives of the reads that modules have from here on
 from fsdp_compile.fsdp2.buffers import originals_in_eval
-from fsdp_compile.fsdp2.casts import cast
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
-from fsdp_compile.fsdp2.state_dict import give_storages
+from fsdp_compile.fsdp2.shards import give_storages
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
 from fsdp_compile.layout.spec import ROOT
 
@@ -221,6 +229,22 @@ def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsd
     return pre_forward
 
 
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in `value` as `dtype`, through containers, dataclasses and packed sequences."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.to(dtype) if x.is_floating_point() else x
+        if isinstance(x, PackedSequence):
+            return x.to(dtype) if x.data.is_floating_point() else x
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            fields = {f.name: cast(getattr(x, f.name), dtype) for f in dataclasses.fields(x) if f.init}
+            return dataclasses.replace(x, **fields)
+        return x
+
+    return tree_map(leaf, value, is_leaf=lambda x: isinstance(x, PackedSequence))
+
+
 def keep_inputs_in_eval(module: nn.Module) -> None:
     """Makes the first compiled call of a sharded module leave inputs as they are in eval mode.
 
@@ -261,13 +285,6 @@ def _output_dtypes(unit: Unit) -> tuple[torch.dtype | None, torch.dtype | None]:
     return dtype, dtype if fsdp2.own_setting(unit.state, "casts_output_in_eval", default=True) else None
 
 
-def _cast_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
-    policy = fsdp2.policy_of(unit.state)
-    if policy.param_dtype is None or not policy.cast_forward_inputs:
-        return args, kwargs
-    return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
-
-
 @torch.compiler.disable
 def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
@@ -280,9 +297,11 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
             each.gather_given()
         if not unit.given_values():
             unit.defer(call_of(module))
-            if not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False):
+            full = not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False)
+            policy = fsdp2.policy_of(unit.state)
+            if full or policy.param_dtype is None or not policy.cast_forward_inputs:
                 return args, kwargs
-            return _cast_inputs(unit, args, kwargs)
+            return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.begin_hooks()
     return unit.pre_forward(module, args, kwargs)

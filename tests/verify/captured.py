@@ -20,7 +20,7 @@ from fsdp_compile.cost.hardware import hardware
 from fsdp_compile.ir.graph import Stage, StepGraph
 from fsdp_compile.layout.spec import Update
 from fsdp_compile.lower.eager import compile_eagerly
-from fsdp_compile.lower.region import Region, keep_nothing
+from fsdp_compile.lower.region import Region, nothing
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.partition.auto_reshard import keep_unsharded
 from fsdp_compile.pipeline import passes
@@ -104,7 +104,7 @@ def capture(
             captured.append([])
         if world.embedding == "sharded":
             shard_lookups(gm)
-        keep = _keep_what_fits if world.reshard_after_forward == "auto" else keep_nothing
+        keep = _keep_what_fits if world.reshard_after_forward == "auto" else nothing
         return compile_eagerly(gm, example_inputs, Region(flats, transform if flats else _unchanged, keep))
 
     with fake_world(world.size, rank=world.rank):
