@@ -18,7 +18,6 @@ from torch import fx, nn
 from torch._dynamo import convert_frame, graph_break
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
-from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
@@ -215,21 +214,14 @@ class FrameToCompile:
     """A frame that Dynamo is about to compile.
 
     Attributes:
-        options: Of the backend, as they were given to `torch.compile`.
-        code: What it runs.
         starts: The module whose forward the frame is, if it is one.
         names: Those of globals and attributes in the frame's code.
         held: Values of its locals, of the variables that it closes over, and of globals that it names.
-        limit: The limit of recompiles, with its number, that makes Dynamo leave the frame and all later ones of its
-            code to Python; "" if the frame is within the limits.
     """
 
-    options: Mapping[str, Any] | None
-    code: types.CodeType
     starts: nn.Module | None
     names: frozenset[str]
     held: tuple[object, ...]
-    limit: str
 
 
 def before_each_compile(backend: object, call: Callable[[FrameToCompile], None]) -> None:
@@ -269,15 +261,7 @@ def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
         for value in (*held, *_unnamed_arguments(code, passed))
         if isinstance(value, nn.Module) and getattr(value.forward, "__code__", None) is code
     )
-    exceeded, limit = exceeds_recompile_limit(given["cache_size"], given["compile_id"])
-    return FrameToCompile(
-        _given_backend(given["compiler_fn"]).options,
-        code,
-        next(forwards, None),
-        frozenset(code.co_names),
-        held,
-        f"{limit} = {getattr(torch._dynamo.config, limit)}" if exceeded else "",
-    )
+    return FrameToCompile(next(forwards, None), frozenset(code.co_names), held)
 
 
 def _unnamed_arguments(code: types.CodeType, passed: Mapping[str, Any]) -> Sequence[object]:
