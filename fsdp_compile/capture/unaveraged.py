@@ -185,8 +185,25 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         if id(value) not in averaged and not any(sharded_root(module) is not None for module in way):
             owner = next((m for m in way if any(p is value for _, (_, p) in places_of(m))), None)
             name = next((n for _, (n, p) in places_of(owner) if p is value), "") if owner is not None else ""
-            raise ConfigError(
-                "a compiled function trains a plain model, whose gradients no rank would average",
-                where=f"{type(owner).__name__}, parameter {name}" if owner is not None else placeholder.name,
-                instead=_WHOLE,
-            )
+            raise _of_plain_model(placeholder.name if owner is None else f"{type(owner).__name__}, parameter {name}")
+
+
+def refuse_plain_forward(module: nn.Module) -> None:
+    """Refuses a forward of a plain model: behind graph breaks, Python may read the parameters that it trains.
+
+    Raises:
+        ConfigError: With the name of such a parameter.
+    """
+    if not torch.is_grad_enabled() or sharded_root(module) is not None:
+        return
+    named = [each for _, each in places_of(module) if each[1].requires_grad and not isinstance(each[1], DTensor)]
+    averaged = ids_in(fsdp2.sharded_modules()) if named else set()
+    for name, parameter in named:
+        if id(parameter) not in averaged:
+            raise _of_plain_model(f"{class_name(module)}, parameter {name}")
+
+
+def _of_plain_model(where: str) -> ConfigError:
+    return ConfigError(
+        "a compiled function trains a plain model, whose gradients no rank would average", where=where, instead=_WHOLE
+    )
