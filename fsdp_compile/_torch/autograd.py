@@ -61,11 +61,6 @@ def _is_compiled(node: torch.autograd.graph.Node) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether users registered hooks on a parameter's gradient."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
 def after_this_backward(call: Callable[[], None]) -> None:
     """Calls `call` when the current backward pass has made all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_call_in_python, call))

@@ -264,6 +264,14 @@ def before_each_compile(backend: object, call: Callable[[FrameToCompile], None])
     torch._dynamo.register_hook_for_recompile_user_context(describe)
 
 
+def double_recompile_limit() -> None:
+    """Lets Dynamo keep twice as many graphs of a forward before it runs it in Python.
+
+    Each shape may need two of this backend's graphs: one that accumulates gradients, and one that reduces them.
+    """
+    torch._dynamo.config.recompile_limit *= 2
+
+
 def _is_of_dynamo(frame: FrameType) -> bool:
     return frame.f_code.co_filename == convert_frame.__file__
 

@@ -51,6 +51,7 @@ from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.accumulation import follow_no_sync
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over
+from fsdp_compile.fsdp2.updates import update_as
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.params import refuse_params
@@ -228,12 +229,15 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
         if not options.sync_module_states:
             _compare_values(module, places.values(), options)
         fully_shard(module, **options.sharding)
+        now = {old: owner._parameters[attribute] for (owner, attribute), (_, old) in places.items()}
+        successors = {old: new for old, new in now.items() if new is not old and new is not None}
+        for old, new in successors.items():
+            update_as(old, new)
         state = sharded_root(module)
         assert state is not None
         take_over(state)
         follow_no_sync(module)
-    successors = {old: owner._parameters[attribute] for (owner, attribute), (_, old) in places.items()}
-    stale.replace({old: new for old, new in successors.items() if new is not old and new is not None})
+    stale.replace(successors)
     sharded[module] = options.sharding
     return True
 

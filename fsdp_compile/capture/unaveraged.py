@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.autograd import has_gradient_hooks
 from fsdp_compile._torch.composable import is_replicated
 from fsdp_compile._torch.dynamo import OptimizedModule, modules_being_called, values_on_the_way
 from fsdp_compile._torch.tensors import is_gathered
@@ -26,6 +25,7 @@ from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import sharded_root
+from fsdp_compile.fsdp2.updates import has_user_hooks
 from fsdp_compile.options import FSDPOptions
 
 _WHOLE = "call fully_shard(model) first, or compile the model"
@@ -92,7 +92,7 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
                 where=name,
                 instead="step with it or drop it (model.zero_grad()) before the first compiled call",
             )
-        if has_gradient_hooks(parameter):
+        if has_user_hooks(parameter):
             raise ConfigError(
                 "a parameter has hooks on its gradient, and its sharded successor would not",
                 where=name,

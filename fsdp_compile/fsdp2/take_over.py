@@ -19,6 +19,8 @@ from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
 from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, graph_break, skip_code
 from fsdp_compile._torch.eval_frame import compiler_of_calls
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  reads of a model that was taken over need their derivatives
+from fsdp_compile.fsdp2.buffers import originals_in_eval
 from fsdp_compile.fsdp2.casts import cast
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
@@ -61,10 +63,7 @@ def units(model: nn.Module) -> list[Unit]:
         None for a plain model.
     """
     module = model._orig_mod if isinstance(model, OptimizedModule) else model
-    found = model_of(module)
-    if found is None and (state := sharded_root(module)) is not None:
-        found = take_over(state)
-    return [] if found is None else list(found.units)
+    return [unit for found in take_over_all(module) for unit in found.units]
 
 
 def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
@@ -74,6 +73,14 @@ def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
         if state is not None:
             return state
     return None
+
+
+def take_over_all(module: nn.Module) -> list[Model]:
+    """Takes over the sharded models in a module, or the one that it is a part of, and returns them."""
+    if (found := model_of(module)) is not None:
+        return [found]
+    states = [state for each in module.modules() if (state := fsdp2.state_of(each)) is not None]
+    return list(dict.fromkeys(take_over(state) for state in states))
 
 
 def take_over(state: fsdp2.FSDPState) -> Model:
@@ -123,6 +130,8 @@ def _give_classes(model: Model) -> None:
             for module, name in param.refs:
                 reads.setdefault(module, []).append((name, group, param))
     classes: dict[Unit, list[tuple[nn.Module, type, type]]] = {unit: [] for unit in model.units}
+    # Inner units come after those around them.
+    around = {m: unit for unit in model.units for module in fsdp2.modules_of(unit.state) for m in module.modules()}
     marks = {module: fsdp2.take_marks(module) for module in model.root.modules()}
     for module in marks:
         own = sorted(reads.get(module, ()), key=lambda read: read[0])
@@ -133,10 +142,12 @@ def _give_classes(model: Model) -> None:
         if layouts:
             object.__setattr__(module, LAYOUTS, layouts)
         plain = type(module)
-        made = class_of(plain, [_read(n, number[g], g, p) for n, g, p in own])
+        buffers = originals_in_eval(module)
+        made = class_of(plain, [_read(n, number[g], g, p) for n, g, p in own], buffers)
         if own:
-            unit = own[0][1].unit
-            object.__setattr__(module, UNIT, unit)
+            object.__setattr__(module, UNIT, own[0][1].unit)
+        if own or buffers:
+            unit = own[0][1].unit if own else around[module]
             classes[unit].append((module, made, class_of(plain, ())))
         else:
             # Its code may read parameters of its children.

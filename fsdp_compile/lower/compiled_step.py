@@ -18,6 +18,7 @@ from fsdp_compile._torch.tensors import is_batched, join_batch, note_gathered, s
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
+from fsdp_compile.fsdp2.buffers import CastBuffer
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import flat_of
@@ -260,14 +261,16 @@ def entered(
         groups = {at: group for at in flats if (group := ParamGroup.of(args[at])) is not None}
         if not all(group.unit.is_called for group in groups.values()):
             args = _followed(args, groups)
+        CastBuffer.follow_all()
         outputs = compiled(*args)
+        CastBuffer.follow_all()
         for at in parameters:
             note_gathered(outputs[at])
         if tells_unused:
             leave_unused_undefined(args, outputs)
         return outputs
 
-    return run if flats else compiled
+    return run if flats or CastBuffer.read_in_eval else compiled
 
 
 def _followed(args: tuple[Any, ...], groups: Groups) -> tuple[Any, ...]:
