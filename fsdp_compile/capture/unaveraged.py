@@ -180,9 +180,10 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         # FSDP2 registers gathered parameters, which are plain; others stay whole.
         averaged = ids_in(fsdp2.sharded_modules()) if averaged is None else averaged
         way = [module for module in values_on_the_way(placeholder) if isinstance(module, nn.Module)]
-        if (wrapper := next((m for m in way if isinstance(m, _WRAPPERS) or is_replicated(m)), None)) is not None:
-            raise _refuse_wrapper(wrapper, type(wrapper).__name__)
         if id(value) not in averaged and not any(sharded_root(module) is not None for module in way):
+            for around in (*way, *modules_being_called()):
+                if around is not None and (isinstance(around, _WRAPPERS) or is_replicated(around)):
+                    raise _refuse_wrapper(around, type(around).__name__)
             owner = next((m for m in way if any(p is value for _, (_, p) in places_of(m))), None)
             name = next((n for _, (n, p) in places_of(owner) if p is value), "") if owner is not None else ""
             raise _of_plain_model(placeholder.name if owner is None else f"{type(owner).__name__}, parameter {name}")

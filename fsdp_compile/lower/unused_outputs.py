@@ -145,7 +145,7 @@ class UnusedOutputs:
         """
         missing = self._fill(args)
         # By parameter, since ranks may return other outputs, or the same in another order.
-        params: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        params: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for flat in sorted(specs):
             ranks = specs[flat].group, specs[flat].replicate_group
             params.setdefault(ranks, []).extend((flat, offset) for offset in sorted(self.sources[flat]))
