@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile._torch.dynamo import skip_code
+from fsdp_compile._torch.dynamo import is_compiling_a_frame, skip_code, traces_a_forward
 from fsdp_compile._torch.fully_shard import MANAGED, class_below
-from fsdp_compile._torch.tracing import is_compiling_a_frame, traces_a_forward
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2.buffers import CASTS
 from fsdp_compile.layout.spec import GradPlacement

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
-from fsdp_compile._torch.mesh_info import chosen_mesh
+from fsdp_compile._torch.fully_shard_calls import chosen_mesh
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.arguments import PlacementFn, UnitPolicy
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.fsdp2_hooks import without_fsdp2_hooks
+from fsdp_compile._torch.fully_shard_calls import without_fsdp2_hooks
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, set_local_tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import (

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compile import ConfigError, MixedPrecision, backend, fully_shard, materialize
 from fsdp_compile.config.policy import as_mixed_precision, as_offload
-from fsdp_compile.fsdp2.casts import cast
+from fsdp_compile.fsdp2.take_over import cast
 from fsdp_compile.ir.graph import Role, StepGraph
 from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
@@ -96,7 +96,7 @@ def test_eval_in_full_precision_gathers_in_full_precision() -> None:
 
 def test_none_casts_and_offloads_nothing() -> None:
     assert as_mixed_precision(None) == as_mixed_precision(MixedPrecisionPolicy())
-    assert as_offload(None) is None
+    assert as_offload(None) == OffloadPolicy()
 
 
 def test_fields_and_defaults() -> None:
