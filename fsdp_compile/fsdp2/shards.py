@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile._torch.fully_shard_calls import forward_in_progress
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, memory_id
@@ -94,20 +95,42 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
     return sorted(meshes, key=lambda mesh: mesh.size(), reverse=True)
 
 
-def is_first(meshes: Iterable[DeviceMesh], where: str) -> bool:
-    """Whether this is the first rank of all of these meshes, to whom `rank0_only` refers; also without any.
+def torch_params(tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[fsdp2.TorchParam, DeviceMesh]]:
+    """FSDP2's objects of those that are sharded parameters, with the data-parallel meshes that it shards them over."""
+    wanted = set(tensors)
+    found: dict[torch.Tensor, tuple[fsdp2.TorchParam, DeviceMesh]] = {}
+    for state in {fsdp2.state_of(module): None for module in fsdp2.sharded_modules()}:
+        for group in () if state is None else fsdp2.groups_of(state):
+            held = {fsdp2.sharded_param(param): param for param in fsdp2.params_of(group)}
+            found.update({p: (param, fsdp2.mesh_of(group)) for p, param in held.items() if p in wanted})
+    return found
+
+
+def is_first(tensors: Iterable[torch.Tensor], where: str, *, sends: bool = False) -> bool:
+    """Whether this is the first rank of all meshes, to whom `rank0_only` refers; also without any.
+
+    Args:
+        tensors: On the meshes, if they are DTensors.
+        where: The call, in an error.
+        sends: Whether it sends values to all ranks of each mesh: then meshes of tensor parallelism count, too.
 
     Raises:
-        ConfigError: If they have different first ranks.
+        ConfigError: If they have different first ranks: what the others have would be lost.
     """
-    firsts = {int(mesh.mesh.flatten()[0].item()) for mesh in meshes}
-    if len(firsts) > 1:
+    tensors = list(tensors)
+    firsts = {_first_rank(mesh) for mesh in meshes_of(tensors)}
+    different = firsts if sends else {_first_rank(mesh) for _, mesh in torch_params(tensors).values()}
+    if len(different) > 1:
         raise ConfigError(
-            f"parameters are on meshes whose first ranks are {sorted(firsts)}",
+            f"parameters are on meshes whose first ranks are {sorted(different)}",
             where=where,
             instead="values on all ranks, or one call for each part of the model that has a mesh of its own",
         )
     return not firsts or firsts == {dist.get_rank()}
+
+
+def _first_rank(mesh: DeviceMesh) -> int:
+    return int(mesh.mesh.flatten()[0].item())
 
 
 def union(said: Mapping[Any, Any], meshes: Iterable[DeviceMesh]) -> dict[Any, Any]:

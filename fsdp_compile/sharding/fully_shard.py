@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compile._torch import fully_shard_calls as private
+from fsdp_compile._torch.mesh_info import chosen_mesh
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import cast_buffers, in_own_dtype
@@ -37,7 +38,7 @@ from fsdp_compile.sharding.first_rank import FirstRank
 from fsdp_compile.sharding.materialize import materialize
 from fsdp_compile.sharding.params import is_whole, placements, refuse_params
 from fsdp_compile.sharding.precision import torch_precision, with_excluded
-from fsdp_compile.sharding.replicated import Place, ReplicatedParams
+from fsdp_compile.sharding.replicated import Home, Place, ReplicatedParams
 from fsdp_compile.sharding.units import Unit, open_modules, plan_units
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -239,9 +240,19 @@ class _Call:
         named = itertools.chain(self._whole.named_parameters(), self._whole.named_buffers())
         return {name: tensor for name, tensor in named if tensor in own}
 
-    def _replicated_places(self) -> dict[Place, nn.Module]:
+    def _replicated_places(self) -> dict[Place, Home]:
+        fn = self.placement
+        # One that chooses no mesh may expect parameters that have dimensions.
+        chooses = fn is not None and any(chosen_mesh(result) is not None for result in self._placements.values())
+
+        def home(unit: Unit, parameter: nn.Parameter) -> Home:
+            own, policy = chosen_mesh(fn(parameter)) if chooses and fn is not None else None, unit.policy
+            if own is not None:
+                policy = dataclasses.replace(policy, mesh=own.spmd_mesh or own.mesh, dp_mesh_dims=own.dp_mesh_dims)
+            return Home(unit.modules[0], policy.mesh, tuple(policy.mesh_dims()))
+
         return {
-            (module, name): unit.modules[0]
+            (module, name): home(unit, parameter)
             for unit in self._units
             for module in unit.own
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
@@ -290,20 +301,20 @@ class _Call:
             if isinstance(root, FSDPModule) and hasattr(root, "set_separate_reduce_scatter_group"):
                 root.set_separate_reduce_scatter_group()
 
-    def _replicate(self, places: dict[Place, nn.Module]) -> None:
-        for module, name in places:
+    def _replicate(self, places: dict[Place, Home]) -> None:
+        for (module, name), home in places.items():
             parameter = module._parameters[name]
             assert parameter is not None
             if not parameter.is_meta:
-                parameter.data = parameter.detach().to(device_of(self._policy.mesh))
+                parameter.data = parameter.detach().to(device_of(home.mesh))
         inner = {part: note for part in self._below if (note := private.note_of(part)) is not None}
         if not places and not inner:
             return
         root = self.modules[0]
-        own = ReplicatedParams(root, self._policy, places)
+        own = ReplicatedParams(root, places)
         for part, note in inner.items():
-            if own.absorb(note):
-                private.set_note(part, None)
+            own.absorb(note)
+            private.set_note(part, None)
         private.set_note(root, own)
 
 
