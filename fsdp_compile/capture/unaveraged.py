@@ -26,6 +26,7 @@ from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import sharded_root
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.sharding.params import is_whole
 
 _WHOLE = "call fully_shard(model) first, or compile the model"
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
@@ -66,7 +67,7 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
     Raises:
         ConfigError: If it is in or around another data parallelism, is a part of a plain model, is on the meta device,
             or has gradients or hooks on them.
-        UnsupportedModelError: If it has a module of TorchScript with parameters.
+        UnsupportedModelError: If it has a module of TorchScript with parameters, or one is not contiguous.
     """
     for path, part in module.named_modules():
         if isinstance(part, _WRAPPERS) or is_replicated(part):
@@ -84,6 +85,12 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
                 where=name,
                 instead="fsdp_compile.fully_shard(model, param_init_fn=...) or model.to_empty() and an initialization, "
                 "before the first call",
+            )
+        if not is_whole(parameter) and not parameter.is_contiguous():
+            raise UnsupportedModelError(
+                f"a parameter is not contiguous: shape {tuple(parameter.shape)}, strides {parameter.stride()}",
+                where=name,
+                instead="a contiguous one, as nn.Parameter(p.contiguous()) makes it",
             )
         if parameter.grad is not None:
             raise ConfigError(

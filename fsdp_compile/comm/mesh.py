@@ -21,7 +21,6 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_compile.comm.groups import alias_of, check_mesh, default_mesh, mesh_of_shape, run_of
-from fsdp_compile.comm.spmd_mesh import SpmdMesh
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.layout.hosts import ranks_per_host
 from fsdp_compile.layout.spec import Reshard
@@ -40,7 +39,6 @@ class MeshPlacement:
         shard_dim: The dimension of `mesh` over which they are sharded; `None` if they are not.
         replicate_dim: The dimension of `mesh` over which they are replicated; `None` if they are not.
         post_forward_size: Neighbours that together keep unsharded parameters for backward, a part each; 1 if none do.
-        spmd: The larger mesh over all of which parameters are DTensors, if `mesh` is its data-parallel part.
     """
 
     mesh: DeviceMesh
@@ -48,7 +46,6 @@ class MeshPlacement:
     replicate_dim: int | None
     reshard: Reshard
     post_forward_size: int = 1
-    spmd: SpmdMesh | None = None
 
     @property
     def size(self) -> int:
@@ -97,7 +94,6 @@ def mesh_placement(
     *,
     reshard_after_forward: ReshardAfterForward | None,
     device_type: str,
-    dp_mesh_dims: object = None,
 ) -> MeshPlacement:
     """The mesh placement that the arguments of `fully_shard` ask for.
 
@@ -106,19 +102,10 @@ def mesh_placement(
         mesh: As for `fully_shard`; `None` for one over the whole world.
         reshard_after_forward: As for `fully_shard`.
         device_type: Of the mesh that is made if there is none.
-        dp_mesh_dims: As for `fully_shard`: `mesh` is a larger one then.
 
     Raises:
         ConfigError: If the arguments contradict each other, or the ranks of a machine cannot be counted.
     """
-    if dp_mesh_dims is not None:
-        if strategy is not None:
-            raise ConfigError(
-                f"{strategy} says already what is sharded and what is replicated, and dp_mesh_dims says it again",
-                where="fully_shard(sharding_strategy=..., dp_mesh_dims=...)",
-                instead="one of the two",
-            )
-        return with_reshard(_of_dims(mesh, dp_mesh_dims), reshard_after_forward=reshard_after_forward)
     if strategy is None:
         mesh = default_mesh(device_type) if mesh is None else mesh
         check_mesh(mesh)
@@ -175,13 +162,6 @@ def with_reshard(placement: MeshPlacement, *, reshard_after_forward: ReshardAfte
 
 def _of_mesh(mesh: DeviceMesh) -> MeshPlacement:
     return MeshPlacement(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None, Reshard.AFTER_FORWARD)
-
-
-def _of_dims(mesh: DeviceMesh | None, dims: object) -> MeshPlacement:
-    spmd = SpmdMesh.of(mesh, dims)
-    shard_dim = None if not spmd.shard else spmd.data_parallel.ndim - 1
-    replicate_dim = 0 if spmd.replicate else None
-    return MeshPlacement(spmd.data_parallel, shard_dim, replicate_dim, Reshard.AFTER_FORWARD, spmd=spmd)
 
 
 def hybrid_mesh(device_type: str) -> DeviceMesh:

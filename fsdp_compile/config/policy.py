@@ -120,33 +120,18 @@ def _check_dtype(name: str, dtype: object) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Offload:
-    """Shards live on the host.
-
-    Attributes:
-        pinned: In page-locked memory, from which a device copies without the host.
-        from_cpu_to_cpu: Graphs copy even where the host computes: for plans, in which it stands for a device.
-    """
-
-    pinned: bool
-    from_cpu_to_cpu: bool = False
+AnyOffloadPolicy = OffloadPolicy | CPUOffload | None
+"""FSDP2's policies, FSDP1's `CPUOffload` or `None`."""
 
 
-AnyOffloadPolicy = OffloadPolicy | CPUOffload | Offload | None
-"""FSDP2's policies, FSDP1's `CPUOffload` or `None`, and what they are converted to."""
-
-
-def as_offload(policy: object) -> Offload | None:
-    """Any of torch's policies, as ours; `None` if parameters stay on their device. Raises `ConfigError` for others."""
-    if isinstance(policy, Offload):
-        return policy
-    if isinstance(policy, CPUOffloadPolicy):
-        return Offload(policy.pin_memory)
+def as_offload(policy: object) -> OffloadPolicy:
+    """Any of torch's policies as FSDP2's. Raises `ConfigError` for others."""
+    if policy is None:
+        return OffloadPolicy()
     if isinstance(policy, CPUOffload):
-        return Offload(pinned=True) if policy.offload_params else None
-    if policy is None or type(policy) is OffloadPolicy:
-        return None
+        return CPUOffloadPolicy() if policy.offload_params else OffloadPolicy()
+    if isinstance(policy, OffloadPolicy):
+        return policy
     raise ConfigError(
         f"offload_policy is a {type(policy).__name__}",
         where="fully_shard(offload_policy=...)",

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compile._torch import fully_shard_calls as private
-from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision
+from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision, as_offload
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.take_over import keep_inputs_in_eval
 from fsdp_compile.sharding import wrap
@@ -29,11 +29,10 @@ from fsdp_compile.sharding.arguments import (
     device_type_of,
     ignored_in,
     roots_of,
-    torch_offload,
 )
 from fsdp_compile.sharding.first_rank import FirstRank
 from fsdp_compile.sharding.materialize import materialize
-from fsdp_compile.sharding.params import is_whole, placements, refuse_params
+from fsdp_compile.sharding.params import is_whole, refuse_params
 from fsdp_compile.sharding.precision import cast_buffers, torch_precision, with_excluded
 from fsdp_compile.sharding.replicated import Place, ReplicatedParams
 from fsdp_compile.sharding.settings import ShardingSettings
@@ -98,13 +97,13 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     Raises:
         ConfigError: If arguments contradict each other or are not supported.
         RankMismatchError: With `sync_module_states`, if ranks have different models.
-        UnsupportedModelError: If a parameter that is not ignored is complex, is not contiguous, or cannot be split over
-            the ranks as `shard_placement_fn` says.
+        UnsupportedModelError: If a parameter that is not ignored is complex.
+        Exception: Torch's own errors, such as for a parameter that is not contiguous.
     """
     roots = roots_of(module)
     if any(map(private.has_call, roots)):
         torch_fully_shard(list(roots))  # raises
-    offload = torch_offload(offload_policy)
+    offload = as_offload(offload_policy)
     device_type = device_type_of(roots, device_id, is_offloaded=type(offload) is not OffloadPolicy)
     precision = as_mixed_precision(mp_policy)
     unit = UnitArguments(sharding_strategy, mesh, reshard_after_forward, precision, device_type, dp_mesh_dims)
@@ -161,8 +160,6 @@ class _Call:
         refuse_params((name, p) for p, name in named.items())
         self._replicated = {p for p in named if is_whole(p)}
         self._managed = {p: name for p, name in named.items() if p not in self._replicated}
-        to_place = ((name, p) for p, name in self._managed.items())
-        self._placements = placements(to_place, arguments.placement, arguments.policy)
         self._is_split = arguments.wrap_policy is None and not self._below and not arguments.is_list
         self._policy, chosen = with_excluded(roots, arguments.policy, self._chosen())
         self._units = plan_units(roots, self._policy, chosen, self._managed)
@@ -230,13 +227,12 @@ class _Call:
         given, policy = self._arguments, unit.policy
         later = self._later.pop(unit)
         ignored = {p for p in unit.params() if p not in self._managed}.union(*later)
-        placed = {p: self._placements.pop(p) for p in unit.params() if p in self._placements}
         for parameter in unit.params():  # or all of the model would be in memory until the end
             self._managed.pop(parameter, None)
         arguments: dict[str, Any] = {
             "mesh": policy.mesh,
             "reshard_after_forward": policy.reshard_after_forward,
-            "shard_placement_fn": placed.__getitem__ if placed else None,
+            "shard_placement_fn": given.placement,
             "mp_policy": torch_precision(unit, self._policy, is_split=self._is_split),
             "offload_policy": given.offload,
         }

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
@@ -96,7 +96,7 @@ def test_eval_in_full_precision_gathers_in_full_precision() -> None:
 
 def test_none_casts_and_offloads_nothing() -> None:
     assert as_mixed_precision(None) == as_mixed_precision(MixedPrecisionPolicy())
-    assert as_offload(None) is None
+    assert as_offload(None) == OffloadPolicy()
 
 
 def test_fields_and_defaults() -> None:

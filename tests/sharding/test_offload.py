@@ -10,23 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdp_compile
 from fsdp_compile import fully_shard
-from fsdp_compile.config.policy import Offload, as_offload
+from fsdp_compile.config.policy import as_offload
 from tests.beside import compile_eagerly
 from tests.models.kinds import Stack
 from tests.ranks import run_ranks
 
 
 def test_policies_of_both_fsdps_are_understood() -> None:
-    assert as_offload(CPUOffloadPolicy()) == Offload(pinned=True)
-    assert as_offload(CPUOffloadPolicy(pin_memory=False)) == Offload(pinned=False)
-    assert as_offload(CPUOffload(offload_params=True)) == Offload(pinned=True)
-    assert as_offload(CPUOffload(offload_params=False)) is None
-    assert as_offload(None) is None
+    for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False), OffloadPolicy()):
+        assert as_offload(policy) is policy
+    assert as_offload(CPUOffload(offload_params=True)) == CPUOffloadPolicy()
+    assert as_offload(CPUOffload(offload_params=False)) == OffloadPolicy()
+    assert as_offload(None) == OffloadPolicy()
 
 
 def _accumulated() -> None:

@@ -86,7 +86,8 @@ def shard_stand_in(model: nn.Module, *, offload_policy: AnyOffloadPolicy = None,
     The backend identifies flat buffers by them. The CPU stands for a device that is not there, to which offloaded
     shards are copied.
     """
-    offload = OffloadPolicy() if as_offload(offload_policy) is None else CPUOffloadPolicy(pin_memory=False)
+    is_offloaded = isinstance(as_offload(offload_policy), CPUOffloadPolicy)
+    offload = CPUOffloadPolicy(pin_memory=False) if is_offloaded else OffloadPolicy()
     whole = [(module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None]
     fully_shard(model, offload_policy=offload, **sharding)
     for module, name, old in whole:
