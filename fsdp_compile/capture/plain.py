@@ -221,8 +221,8 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
             instead="one module that has both models, compiled or given to fully_shard(); their forwards as methods "
             "that its forward calls",
         )
-    refuse(module, places.values())
     refuse_params(places.values())
+    refuse(module, places.values())
     with outside_of_transforms(), torch.no_grad():
         if not options.sync_module_states:
             _compare_values(module, places.values(), options)

@@ -28,6 +28,7 @@ from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import sharded_root
 from fsdp_compile.fsdp2.updates import has_user_hooks
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.sharding.params import is_whole
 
 _WHOLE = "call fully_shard(model) first, or compile the model"
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
@@ -63,7 +64,7 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
     Raises:
         ConfigError: If it is in or around another data parallelism, is a part of a plain model, is on the meta device,
             or has gradients or hooks on them.
-        UnsupportedModelError: If it has a module of TorchScript with parameters.
+        UnsupportedModelError: If it has a module of TorchScript with parameters, or one is not contiguous.
     """
     for path, part in module.named_modules():
         if isinstance(part, _WRAPPERS) or is_replicated(part):
@@ -81,6 +82,12 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
                 where=name,
                 instead="fsdp_compile.fully_shard(model, param_init_fn=...) or model.to_empty() and an initialization, "
                 "before the first call",
+            )
+        if not is_whole(parameter) and not parameter.is_contiguous():
+            raise UnsupportedModelError(
+                f"a parameter is not contiguous: shape {tuple(parameter.shape)}, strides {parameter.stride()}",
+                where=name,
+                instead="a contiguous one, as nn.Parameter(p.contiguous()) makes it",
             )
         if parameter.grad is not None:
             raise ConfigError(
@@ -201,7 +208,7 @@ def refuse_plain_forward(module: nn.Module) -> None:
     averaged = ids_in(fsdp2.sharded_modules()) if named else set()
     for name, parameter in named:
         if id(parameter) not in averaged:
-            raise _of_plain_model(f"{class_name(module)}, parameter {name}")
+            raise _of_plain_model(f"{user_class(module).__name__}, parameter {name}")
 
 
 def _of_plain_model(where: str) -> ConfigError:
