@@ -119,7 +119,6 @@ _CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
 
 _FORWARDS = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "__call__"})
 """Names of the functions in which a forward runs."""
-_COND_FILE = sys.modules["torch._higher_order_ops.cond"].__file__  # a function of that name hides the module
 
 
 def stack() -> Iterator[FrameType]:
@@ -211,12 +210,6 @@ def is_tracing_python() -> bool:
     return translator is not None and not translator.output.should_exit
 
 
-def is_in_eager_cond() -> bool:
-    """Whether Dynamo traces the branches of a `torch.cond` that uncompiled code calls."""
-    translator = root_translator()
-    return translator is not None and translator.output.root_tx.f_code.co_filename == _COND_FILE
-
-
 @torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, unused-ignore]
 def traces_a_forward() -> bool:
     """Whether what Dynamo traces here is a part of a module's forward; for code that it traces."""
@@ -226,40 +219,27 @@ def traces_a_forward() -> bool:
     return any(isinstance(frame.f_locals.get("self"), nn.Module) for frame in calls)
 
 
-def backend_in(context: object) -> object:
-    """The function that a context of `torch.compile` compiles with; `None` if it compiles nothing."""
-    return _given_backend(getattr(context, "callback", None)).function
-
-
 def compiler_of_calls() -> Callable[..., Any] | None:
     """What compiles the Python frames that this thread enters (a backend with its settings), if Dynamo watches them."""
     callback = get_eval_frame_callback()
     return callback if callable(callback) else None
 
 
-def backend_in_callback(callback: object) -> object:
-    """The function that a callback of Dynamo for frames compiles with."""
-    return _given_backend(callback).function
-
-
-def options_of(compiled: OptimizedModule) -> Mapping[str, Any] | None:
-    """The options that were given to `torch.compile` for the backend."""
-    return _given_backend(getattr(compiled.dynamo_ctx, "callback", None)).options
-
-
-class _Backend(NamedTuple):
+class GivenBackend(NamedTuple):
     """The function that was given to `torch.compile`, or found by the given name, and its options."""
 
     function: object
     options: Mapping[str, Any] | None
 
 
-def _given_backend(wrapped: Any) -> _Backend:
+def given_backend(wrapped: Any) -> GivenBackend:
+    """What a context of `torch.compile`, or a callback of Dynamo for frames, compiles with."""
+    wrapped = getattr(wrapped, "callback", wrapped)
     while hasattr(wrapped, "_torchdynamo_orig_backend"):
         wrapped = wrapped._torchdynamo_orig_backend
     if isinstance(splitter := getattr(wrapped, "__self__", None), DDPOptimizer):  # inside of a forward of DDP
-        return _given_backend(splitter.backend_compile_fn)
-    return _Backend(getattr(wrapped, "compiler_fn", wrapped), getattr(wrapped, "kwargs", {}).get("options"))
+        return given_backend(splitter.backend_compile_fn)
+    return GivenBackend(getattr(wrapped, "compiler_fn", wrapped), getattr(wrapped, "kwargs", {}).get("options"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,18 +269,15 @@ def before_each_compile(backend: object, call: Callable[[FrameToCompile], None])
     """
 
     def describe() -> str:
-        frame = next((f for f in stack() if f.f_code.co_name == _COMPILE and _is_of_dynamo(f)), None)
+        own = (f for f in stack() if f.f_code.co_filename == convert_frame.__file__)
+        frame = next((f for f in own if f.f_code.co_name == _COMPILE), None)
         given = None if frame is None else frame.f_locals
-        if given is not None and _given_backend(given["compiler_fn"]).function is backend:
+        if given is not None and given_backend(given["compiler_fn"]).function is backend:
             call(_frame_to_compile(given))
         return ""  # a user context, of which there is none
 
     # Callbacks at the start of a compile would not tell of frames past the recompile limit, and a reset forgets them.
     torch._dynamo.register_hook_for_recompile_user_context(describe)
-
-
-def _is_of_dynamo(frame: FrameType) -> bool:
-    return frame.f_code.co_filename == convert_frame.__file__
 
 
 def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:

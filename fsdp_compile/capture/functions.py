@@ -13,6 +13,11 @@ A region under `nested_compile_region` that is called more than once is refused:
 alone, and guards on too little of what its other calls find.
 
 This is done in Dynamo's graph, before autograd traces it.
+
+Calls of sharded modules by `torch.func.functional_call` are left to Python: it registers values for the time of the
+call, and Dynamo does not compare what is registered with what a marker reads, which would take a guard for each
+parameter. Around compiled code, in uncompiled code and after a graph break the values are read. So the frame whose
+graph has such a call runs in Python, and what it calls is compiled.
 """
 
 from __future__ import annotations
@@ -23,11 +28,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.utils import stateless
 
+from fsdp_compile._torch.dynamo import leave_to_python
 from fsdp_compile._torch.tensors import HigherOrderOperator
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.functions import add_attribute, function_at, functions_of
-from fsdp_compile.ir.source_line import source_line
+from fsdp_compile.ir.source_line import frames_of, source_line
 from fsdp_compile.ops.unshard import REDUCE_GRAD, UNSHARD
 
 _UNSHARD = (torch.ops.fsdp_compile.unshard, UNSHARD)
@@ -79,6 +86,34 @@ def refuse_hidden_reads(gm: fx.GraphModule) -> None:
                 where=source_line(call),
                 instead="read it before (weight = self.weight), and use the local name in the function",
             )
+
+
+def leave_functional_call(gm: fx.GraphModule) -> None:
+    """Leaves a frame to Python if `functional_call` in its Dynamo graph calls what reads a sharded parameter.
+
+    Raises:
+        UnsupportedModelError: Where `fullgraph=True` was asked for.
+        Exception: Elsewhere, the one that tells Dynamo to leave the frame.
+    """
+    for part in gm.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                if node.target in _UNSHARD:
+                    _leave_inside(node)
+
+
+def _leave_inside(read: fx.Node) -> None:
+    inside = [frame for frame in frames_of(read) if frame.file == stateless.__file__]
+    # Reads before the call only find out which parameters are tied.
+    if not inside or inside[-1].function != "_functional_call":
+        return
+    what = "torch.func.functional_call() of a sharded module is compiled, where the given values would be ignored"
+    where = source_line(read, that_calls=stateless.__file__)
+    raise leave_to_python(f"fsdp_compile: {what} ({where})") or UnsupportedModelError(
+        what,
+        where=where,
+        instead="fullgraph=False, or functional_call() in a function under @torch.compiler.disable",
+    )
 
 
 def reads_in(function: fx.GraphModule) -> list[fx.Node]:

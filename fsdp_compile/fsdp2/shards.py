@@ -140,7 +140,7 @@ def give_storages(module: nn.Module, destination: dict[str, Any], prefix: str, _
         prefix: Before each name of the module in it.
     """
     for name, parameter in module._parameters.items():
-        value = destination.get(prefix + name)
+        value: Any = destination.get(prefix + name)
         if not isinstance(value, DTensor) or value is parameter:  # `keep_vars=True`
             continue
         local = local_tensor(value)

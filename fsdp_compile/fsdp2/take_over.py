@@ -22,9 +22,9 @@ from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
 from fsdp_compile._torch.dynamo import (
     OptimizedModule,
-    backend_in_callback,
     call_of,
     compiler_of_calls,
+    given_backend,
     graph_break,
     skip_code,
 )
@@ -141,7 +141,10 @@ def _give_classes(model: Model) -> None:
         if layouts:
             object.__setattr__(module, LAYOUTS, layouts)
         plain = type(module)
-        made = class_of(plain, [_read(n, number[g], g, p) for n, g, p in own])
+        in_eval = {name: "" if (spec := group.eval_spec(param)) is None else spec.text for name, group, param in own}
+        made = class_of(
+            plain, [ParamRead(n, number[g], p.spec.text, p.layout is not None, in_eval[n]) for n, g, p in own]
+        )
         if own:
             unit = own[0][1].unit
             object.__setattr__(module, UNIT, unit)
@@ -154,11 +157,6 @@ def _give_classes(model: Model) -> None:
         for group in unit.groups:
             set_flat(group)
             refresh_reads(group)
-
-
-def _read(name: str, flat: int, group: ParamGroup, param: Param) -> ParamRead:
-    in_eval = group.eval_spec(param)
-    return ParamRead(name, flat, param.spec.text, param.layout is not None, "" if in_eval is None else in_eval.text)
 
 
 def _follow_conversions(model: Model) -> None:
@@ -317,7 +315,7 @@ def _note_watched() -> None:
 
 @functools.lru_cache(maxsize=64)
 def _is_ours(compiler: Any) -> bool:
-    return backend_in_callback(compiler) in _backends
+    return given_backend(compiler).function in _backends
 
 
 for _function in (_note_watched, compiler_of_calls, _FirstPreHook.__call__):

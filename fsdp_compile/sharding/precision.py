@@ -59,17 +59,14 @@ def _visit(
     precision = policy.precision
     asked = (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype, precision.gather_dtype)
     if any(each is not None for each in asked) and isinstance(module, precision.full_precision_classes):
-        found[module] = dataclasses.replace(policy, own_dtype=_own_dtype(module))
+        values: Iterable[torch.Tensor] = itertools.chain(module.parameters(), module.buffers())
+        dtype = next((t.dtype for t in values if t.is_floating_point()), torch.float32)
+        found[module] = dataclasses.replace(policy, own_dtype=dtype)
         return
     if module in chosen:
         found[module] = policy
     for child in module.children():
         _visit(child, policy, chosen, found)
-
-
-def _own_dtype(module: nn.Module) -> torch.dtype:
-    values: Iterable[torch.Tensor] = itertools.chain(module.parameters(), module.buffers())
-    return next((t.dtype for t in values if t.is_floating_point()), torch.float32)
 
 
 def cast_buffers(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
@@ -89,7 +86,11 @@ def cast_buffers(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
 
 def full_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """`model.named_buffers()`, with those that were cast as they are in their original dtype."""
-    return {name: _full(model, name, buffer) for name, buffer in model.named_buffers()}
+    casts = {name: next(iter(_casts_of(model, name)), None) for name, _ in model.named_buffers()}
+    return {
+        name: buffer if (cast := casts[name]) is None else cast[0].full(cast[1], buffer)
+        for name, buffer in model.named_buffers()
+    }
 
 
 @torch.no_grad()
@@ -98,10 +99,6 @@ def write_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
     model.get_buffer(name).copy_(value)
     for hook, attribute in _casts_of(model, name):
         hook.keep(attribute, model.get_buffer(name), value)
-
-
-def _full(model: nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
-    return next((hook.full(attribute, buffer) for hook, attribute in _casts_of(model, name)), buffer)
 
 
 def _casts_of(model: nn.Module, name: str) -> list[tuple[_Originals, str]]:

@@ -158,7 +158,7 @@ def _with_rows(sizes: _Sizes) -> tuple[float, _Orders]:
     torch.manual_seed(0)
     model = sizes.make()
     reference = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", sizes.mesh)
+    mesh = init_device_mesh("cpu", sizes.mesh, mesh_dim_names=("replicate", "shard")[-len(sizes.mesh) :])
     for part in model.children() if isinstance(model, nn.Sequential) else ():
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
