@@ -109,16 +109,14 @@ def index_among_inputs(placeholder: fx.Node, position: int) -> int | None:
 
 MODULE_CALLS = frozenset({"__call__", "_call_impl"})
 """Names of the functions through which modules are called: `nn.Module`'s, and those of `torch.compile(module)`."""
+_FORWARDS = MODULE_CALLS | {"forward", "_wrapped_call_impl"}
+"""Names of the functions in which a forward runs."""
 COMPILED_CALL = "compile_wrapper"
 """Name of the function through which compiled code is entered."""
 _COMPILE = "_compile"
 """Name of the function in which Dynamo compiles a frame."""
 _CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
 """Raised by expressions of Dynamo that are no Python, or need names which only its guards have."""
-
-
-_FORWARDS = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "__call__"})
-"""Names of the functions in which a forward runs."""
 
 
 def stack() -> Iterator[FrameType]:
@@ -149,6 +147,14 @@ def modules_being_called() -> Iterator[nn.Module | None]:
             yield None
         elif name in MODULE_CALLS and isinstance(called := frame.f_locals.get("self"), nn.Module):
             yield called
+
+
+@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, unused-ignore]
+def traces_a_forward() -> bool:
+    """Whether what Dynamo traces here is a part of a module's forward; for code that it traces."""
+    if any(frame.name in _FORWARDS for frame in TracingContext.extract_stack()):
+        return True
+    return any(f.f_code.co_name in _FORWARDS and isinstance(f.f_locals.get("self"), nn.Module) for f in stack())
 
 
 def calls_under_way(code: types.CodeType) -> Iterator[Mapping[str, Any]]:
@@ -210,15 +216,6 @@ def is_tracing_python() -> bool:
     return translator is not None and not translator.output.should_exit
 
 
-@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, unused-ignore]
-def traces_a_forward() -> bool:
-    """Whether what Dynamo traces here is a part of a module's forward; for code that it traces."""
-    if any(frame.name in _FORWARDS for frame in TracingContext.extract_stack()):
-        return True
-    calls = (frame for frame in stack() if frame.f_code.co_name in _FORWARDS)
-    return any(isinstance(frame.f_locals.get("self"), nn.Module) for frame in calls)
-
-
 def compiler_of_calls() -> Callable[..., Any] | None:
     """What compiles the Python frames that this thread enters (a backend with its settings), if Dynamo watches them."""
     callback = get_eval_frame_callback()
@@ -278,6 +275,14 @@ def before_each_compile(backend: object, call: Callable[[FrameToCompile], None])
 
     # Callbacks at the start of a compile would not tell of frames past the recompile limit, and a reset forgets them.
     torch._dynamo.register_hook_for_recompile_user_context(describe)
+
+
+def double_recompile_limit() -> None:
+    """Lets Dynamo keep twice as many graphs of a forward before it runs it in Python.
+
+    Each shape may need two of this backend's graphs: one that accumulates gradients, and one that reduces them.
+    """
+    torch._dynamo.config.recompile_limit *= 2
 
 
 def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:

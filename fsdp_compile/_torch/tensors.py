@@ -60,6 +60,17 @@ def set_local_tensor(parameter: DTensor, local: torch.Tensor) -> None:
     parameter._local_tensor = local
 
 
+def note_gathered(result: torch.Tensor) -> None:
+    """Makes Python find a gathered parameter to be an `nn.Parameter`, as FSDP2's are; `is_gathered` tells it apart."""
+    result._is_param = True
+    result._is_gathered = True  # type: ignore[attr-defined]
+
+
+def is_gathered(value: object) -> bool:
+    """Whether a value is a gathered parameter that a graph has returned."""
+    return hasattr(value, "_is_gathered")
+
+
 def is_plain_fake(value: object) -> bool:
     """Whether shape, strides, dtype and device say everything about a fake tensor."""
     return (

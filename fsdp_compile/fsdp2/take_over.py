@@ -28,11 +28,13 @@ from fsdp_compile._torch.dynamo import (
     graph_break,
     skip_code,
 )
-from fsdp_compile.fsdp2 import kernels  # noqa: F401  derivatives of the reads that modules have from here on
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  reads of a model that was taken over need their derivatives
+from fsdp_compile.fsdp2.buffers import originals_in_eval
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
 from fsdp_compile.fsdp2.shards import give_storages
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
+from fsdp_compile.layout.spec import ROOT
 
 _models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Model]] = weakref.WeakKeyDictionary()
 """By root, the models that were taken over; its units, which hooks of its modules know, keep a model."""
@@ -69,10 +71,7 @@ def units(model: nn.Module) -> list[Unit]:
         None for a plain model.
     """
     module = model._orig_mod if isinstance(model, OptimizedModule) else model
-    found = model_of(module)
-    if found is None and (state := sharded_root(module)) is not None:
-        found = take_over(state)
-    return [] if found is None else list(found.units)
+    return [unit for found in take_over_all(module) for unit in found.units]
 
 
 def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
@@ -82,6 +81,14 @@ def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
         if state is not None:
             return state
     return None
+
+
+def take_over_all(module: nn.Module) -> list[Model]:
+    """Takes over the sharded models in a module, or the one that it is a part of, and returns them."""
+    if (found := model_of(module)) is not None:
+        return [found]
+    states = [state for each in module.modules() if (state := fsdp2.state_of(each)) is not None]
+    return list(dict.fromkeys(take_over(state) for state in states))
 
 
 def take_over(state: fsdp2.FSDPState) -> Model:
@@ -104,7 +111,7 @@ def take_over(state: fsdp2.FSDPState) -> Model:
         model = Model(root)
         titles = {id(module): name for name, module in root.named_modules()}
         for each in states:
-            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each)) or "(root)"
+            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each)) or ROOT
             unit = Unit(model, each, title)
             unit.make_groups(titles)
             for group in unit.groups:
@@ -131,6 +138,8 @@ def _give_classes(model: Model) -> None:
             for module, name in param.refs:
                 reads.setdefault(module, []).append((name, group, param))
     classes: dict[Unit, list[tuple[nn.Module, type, type]]] = {unit: [] for unit in model.units}
+    # Inner units come after those around them.
+    around = {m: unit for unit in model.units for module in fsdp2.modules_of(unit.state) for m in module.modules()}
     marks = {module: fsdp2.take_marks(module) for module in model.root.modules()}
     for module in marks:
         own = sorted(reads.get(module, ()), key=lambda read: read[0])
@@ -142,12 +151,13 @@ def _give_classes(model: Model) -> None:
             object.__setattr__(module, LAYOUTS, layouts)
         plain = type(module)
         in_eval = {name: "" if (spec := group.eval_spec(param)) is None else spec.text for name, group, param in own}
-        made = class_of(
-            plain, [ParamRead(n, number[g], p.spec.text, p.layout is not None, in_eval[n]) for n, g, p in own]
-        )
+        reads_of = [ParamRead(n, number[g], p.spec.text, p.layout is not None, in_eval[n]) for n, g, p in own]
+        buffers = originals_in_eval(module)
+        made = class_of(plain, reads_of, buffers)
         if own:
-            unit = own[0][1].unit
-            object.__setattr__(module, UNIT, unit)
+            object.__setattr__(module, UNIT, own[0][1].unit)
+        if own or buffers:
+            unit = own[0][1].unit if own else around[module]
             classes[unit].append((module, made, class_of(plain, ())))
         else:
             # Its code may read parameters of its children.

@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 import torch
 
 from fsdp_compile._torch.autograd import backward_in_progress, below_autograd, leave_unused_undefined
-from fsdp_compile._torch.tensors import is_batched, join_batch, split_batch
+from fsdp_compile._torch.tensors import is_batched, join_batch, note_gathered, split_batch
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
+from fsdp_compile.fsdp2.buffers import CastBuffer
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import flat_of
@@ -185,7 +186,7 @@ class CompiledStep:
         return [join_batch(each) if isinstance(each[0], torch.Tensor) else each[0] for each in joined]
 
     def _refuse_lost_ranks(self, error: RuntimeError, names: Mapping[str, str]) -> None:
-        units = ", ".join(dict.fromkeys(names.get(title, title) or "(root)" for title in self.flats.values()))
+        units = ", ".join(dict.fromkeys(names.get(title, title) for title in self.flats.values()))
         doing, waited = f"in a compiled {self.phase.value} of unit {units}", failed_wait(error, self.calls)
         refuse_lost_ranks(error, doing if waited is None else f"waiting for {waited} {doing}")
 
@@ -236,14 +237,16 @@ def entered(
         groups = {at: group for at in flats if (group := ParamGroup.of(args[at])) is not None}
         if not all(group.unit.is_called for group in groups.values()):
             args = _followed(args, groups)
+        CastBuffer.follow_all()
         outputs = compiled(*args)
+        CastBuffer.follow_all()
         for at in parameters:
-            outputs[at]._is_param = True
+            note_gathered(outputs[at])
         if tells_unused:
             leave_unused_undefined(args, outputs)
         return outputs
 
-    return run if flats else compiled
+    return run if flats or CastBuffer.read_in_eval else compiled
 
 
 def _followed(args: tuple[Any, ...], groups: Groups) -> tuple[Any, ...]:

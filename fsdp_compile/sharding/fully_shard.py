@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.buffers import cast_buffers, in_own_dtype
 from fsdp_compile.fsdp2.take_over import keep_inputs_in_eval
 from fsdp_compile.sharding import wrap
 from fsdp_compile.sharding.arguments import (
@@ -35,7 +36,7 @@ from fsdp_compile.sharding.arguments import (
 from fsdp_compile.sharding.first_rank import FirstRank
 from fsdp_compile.sharding.materialize import materialize
 from fsdp_compile.sharding.params import is_whole, placements, refuse_params
-from fsdp_compile.sharding.precision import cast_buffers, torch_precision, with_excluded
+from fsdp_compile.sharding.precision import torch_precision, with_excluded
 from fsdp_compile.sharding.replicated import Place, ReplicatedParams
 from fsdp_compile.sharding.units import Unit, open_modules, plan_units
 
@@ -206,28 +207,35 @@ class _Call:
 
     def run(self) -> None:
         """Shards the units, and gives parameters and buffers the values that the call asks for."""
-        values = FirstRank(self._named_values(), self._policy) if self.sync_module_states else None
+        with in_own_dtype(self._whole):
+            self._shard_units()
+            if self.init_fn is not None:
+                materialize(self._whole, self.init_fn)
+        for unit in self._units:
+            precision = unit.policy.precision
+            if precision.buffer_dtype is not None and unit.policy.own_dtype is None:
+                cast_buffers(unit.own, precision.buffer_dtype, in_eval=precision.full_precision_in_eval)
+
+    def _shard_units(self) -> None:
+        inner = {buffer for module in self._below for buffer in module.buffers()}
+        values = FirstRank(self._named_values(inner), self._policy) if self.sync_module_states else None
         _merge_splits(self._below)
         places = self._replicated_places()
         for unit in self._units:
             if values is not None:
                 values.send(unit.tensors(), unit.policy)
             self._shard(unit)
+        if values is not None:
+            values.send(inner, self._policy)
         for module in self._below:
             if (settings := private.settings_of(module)) is not None:
                 private.cast_inputs(module, casts=settings.cast_inputs_inside)
         self._replicate(places)
         self._separate_reductions()
-        if self.init_fn is not None:
-            materialize(self._whole, self.init_fn)
-        for unit in self._units:
-            dtype = unit.policy.precision.buffer_dtype
-            if dtype is not None and unit.policy.own_dtype is None:
-                cast_buffers(unit.own, dtype)
 
-    def _named_values(self) -> dict[str, torch.Tensor]:
-        """What no call has sharded or ignores, by name, each once."""
-        own = {tensor for unit in self._units for tensor in unit.tensors()} - self.ignored
+    def _named_values(self, inner: set[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What no call has sharded or ignores, and buffers of inner calls, by name, each once."""
+        own = {tensor for unit in self._units for tensor in unit.tensors()}.union(inner) - self.ignored
         named = itertools.chain(self._whole.named_parameters(), self._whole.named_buffers())
         return {name: tensor for name, tensor in named if tensor in own}
 
