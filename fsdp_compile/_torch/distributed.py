@@ -13,6 +13,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+
+__all__ = ["StorageInfo"]
+
+MemoryFormat: Any = metadata._MEM_FORMAT_ENCODING
+"""What DCP writes for `torch.memory_format`."""
 
 collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""

@@ -111,10 +111,6 @@ MODULE_CALLS = frozenset({"__call__", "_call_impl"})
 """Names of the functions through which modules are called: `nn.Module`'s, and those of `torch.compile(module)`."""
 _FORWARDS = MODULE_CALLS | {"forward", "_wrapped_call_impl"}
 """Names of the functions in which a forward runs."""
-COMPILED_CALL = "compile_wrapper"
-"""Name of the function through which compiled code is entered."""
-_COMPILE = "_compile"
-"""Name of the function in which Dynamo compiles a frame."""
 _CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
 """Raised by expressions of Dynamo that are no Python, or need names which only its guards have."""
 
@@ -143,7 +139,7 @@ def modules_being_called() -> Iterator[nn.Module | None]:
     """Modules whose calls this thread is in, innermost first, with `None` where a call entered compiled code."""
     for frame in stack():
         name = frame.f_code.co_name
-        if name == COMPILED_CALL:
+        if name == "compile_wrapper":
             yield None
         elif name in MODULE_CALLS and isinstance(called := frame.f_locals.get("self"), nn.Module):
             yield called
@@ -267,7 +263,7 @@ def before_each_compile(backend: object, call: Callable[[FrameToCompile], None])
 
     def describe() -> str:
         own = (f for f in stack() if f.f_code.co_filename == convert_frame.__file__)
-        frame = next((f for f in own if f.f_code.co_name == _COMPILE), None)
+        frame = next((f for f in own if f.f_code.co_name == "_compile"), None)
         given = None if frame is None else frame.f_locals
         if given is not None and given_backend(given["compiler_fn"]).function is backend:
             call(_frame_to_compile(given))

@@ -22,7 +22,6 @@ graph has such a call runs in Python, and what it calls is compiled.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -134,17 +133,17 @@ def _hoist(call: fx.Node) -> None:
     functions = {node: _copy(function_at(node)) for node in functions_of(call)}
     moved = [each for function in functions.values() for each in _movable_reads(function, operands)]
     outside: dict[tuple[Any, ...], fx.Node] = {}
-    for each in moved:
-        if each.outside not in outside:
+    for read, args in moved:
+        if args not in outside:
             with call.graph.inserting_before(call):
-                outside[each.outside] = call.graph.call_function(UNSHARD, each.outside)
-            outside[each.outside].meta = dict(each.node.meta)
+                outside[args] = call.graph.call_function(UNSHARD, args)
+            outside[args].meta = dict(read.meta)
     for function in functions.values():
         added = {args: _add_argument(function, node) for args, node in outside.items()}
-        for each in moved:
-            if each.node.graph is function.graph:
-                each.node.replace_all_uses_with(added[each.outside])
-                function.graph.erase_node(each.node)
+        for read, args in moved:
+            if read.graph is function.graph:
+                read.replace_all_uses_with(added[args])
+                function.graph.erase_node(read)
     operands.extend(outside.values())
     sources = {source for args in outside for source in args if isinstance(source, fx.Node)}
     taken = [_arguments(function, len(operands)) for function in functions.values()]
@@ -164,19 +163,12 @@ def _hoist(call: fx.Node) -> None:
     call.args = (*call.args[:-1], kept)
 
 
-@dataclasses.dataclass(frozen=True)
-class _MovableRead:
-    """A read in a function, and the arguments that it has outside of the function."""
-
-    node: fx.Node
-    outside: tuple[Any, ...]
-
-
-def _movable_reads(function: fx.GraphModule, operands: Sequence[Any]) -> Iterator[_MovableRead]:
+def _movable_reads(function: fx.GraphModule, operands: Sequence[Any]) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
+    """The reads in a function, and the arguments that each has outside of it."""
     outside = dict(zip(_arguments(function, len(operands)), operands, strict=True))
     for node in reads_in(function):
         if all(source in outside for source in node.all_input_nodes):
-            yield _MovableRead(node, fx.node.map_arg(node.args, outside.__getitem__))
+            yield node, fx.node.map_arg(node.args, outside.__getitem__)
 
 
 def _copy(function: fx.GraphModule) -> fx.GraphModule:

@@ -117,7 +117,7 @@ def take_over(state: fsdp2.FSDPState) -> Model:
             for group in unit.groups:
                 group.pending.take_from_torch()
                 group.pending.refuse_partial_of_torch()
-            _wrap_hooks(unit)
+            fsdp2.replace_hooks(each, functools.partial(_pre_hook, unit), functools.partial(_post_hook, unit))
             model.units.append(unit)
         _give_classes(model)
         for module in {module: None for group in model.groups for param in group.params for module, _ in param.refs}:
@@ -195,17 +195,9 @@ class _Watched(threading.local):
 _watched = _Watched()
 
 
-def _wrap_hooks(unit: Unit) -> None:
+def _pre_hook(unit: Unit, hook: fsdp2.PreHook) -> fsdp2.PreHook:
     policy = fsdp2.policy_of(unit.state)
-    input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
-    fsdp2.replace_hooks(
-        unit.state,
-        lambda hook: _pre_hook(unit, hook, input_dtype),
-        lambda hook: _post_hook(unit, hook),
-    )
-
-
-def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsdp2.PreHook:
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
     if isinstance(hook, _FirstPreHook):
         hook = hook.__wrapped__
     unit.pre_hook = hook

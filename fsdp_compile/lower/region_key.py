@@ -18,7 +18,7 @@ from torch import fx
 
 from fsdp_compile._torch.inductor import looks_into_cache
 from fsdp_compile._torch.stored_compiles import CAN_STORE, settings_beside_key
-from fsdp_compile._torch.tensors import OpOverload, OpOverloadPacket, is_wrapper, tree_leaves
+from fsdp_compile._torch.tensors import OpOverload, OpOverloadPacket, is_traceable_wrapper_subclass, tree_leaves
 from fsdp_compile.comm import groups
 from fsdp_compile.cost.hardware import Hardware
 from fsdp_compile.ir.graph import Record
@@ -53,7 +53,11 @@ def region_key(
         plan: The collectives of a plan that its graphs follow.
         whole: Whether the graph is all of the model.
     """
-    are_stored = CAN_STORE and looks_into_cache(options.inductor) and _allow_storing(options)
+    # Artifacts are written by a compile; segments are compiled one by one; an estimate is a function of this process.
+    hardware = options.planned_for
+    estimates = hardware is not None and hardware.device.estimate is not None
+    stays_whole = options.lower == "inductor" and options.artifacts is None and not options.share_code
+    are_stored = CAN_STORE and looks_into_cache(options.inductor) and stays_whole and not estimates
     if not are_stored or not _can_be_stored(gm, inputs):
         return None
     specs = [spec for record in flats.values() for spec in record.specs]
@@ -66,17 +70,10 @@ def region_key(
         plan,
         whole,
         [(alias, groups.rank_store(alias) is not None) for alias in aliases if alias],
-        _hardware(options.planned_for),
+        _hardware(hardware),
         settings_beside_key(),
     )
     return "\n".join(map(repr, parts))
-
-
-def _allow_storing(options: FSDPOptions) -> bool:
-    # Artifacts are written by a compile; segments are compiled one by one; an estimate is a function of this process.
-    hardware = options.planned_for
-    estimates = hardware is not None and hardware.device.estimate is not None
-    return options.lower == "inductor" and options.artifacts is None and not options.share_code and not estimates
 
 
 def _can_be_stored(gm: fx.GraphModule, inputs: Sequence[object]) -> bool:
@@ -86,7 +83,7 @@ def _can_be_stored(gm: fx.GraphModule, inputs: Sequence[object]) -> bool:
     values = [*inputs, *(value for node in nodes for value in tree_leaves(node.meta.get("example_value")))]
     if any(isinstance(value, symbols) for value in values):
         return False  # backward is compiled when it is known which sizes are open
-    if any(isinstance(value, torch.Tensor) and is_wrapper(value) for value in values[len(inputs) :]):
+    if any(isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) for value in values[len(inputs) :]):
         return False  # what AOTAutograd makes of a DTensor differs between ranks (a table's rows are some of them)
     operators = [str(node.target) for node in nodes if isinstance(node.target, OpOverload | OpOverloadPacket)]
     if not _KNOWN_OPERATORS.issuperset(operator.partition(".")[0] for operator in operators):

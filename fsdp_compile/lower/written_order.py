@@ -163,7 +163,10 @@ def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
     place = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
     is_other = place < max(len(left), len(right))
     around = "\n".join(["planned:", *_near(left, place), "written:", *_near(right, place)])
-    if is_cut and (is_other or _waits_elsewhere(code)):
+    # Whether a collective is started in one CUDA graph, or outside of them, and waited for in another.
+    calls = (call for _, piece in (_pieces(code) if is_cut else ()) for call in written_calls(piece))
+    waits_elsewhere = any(call.operator == _WAIT and call.waits_for is None for call in calls)
+    if is_cut and (is_other or waits_elsewhere):
         raise ConfigError(
             f"the {phase} graph calls {', '.join(not_recorded(code))}, which no CUDA graph can record: "
             "Inductor has moved it away from its place, or divided the graph there while a collective is under way",
@@ -179,12 +182,6 @@ def compare(planned: Sequence[Call], code: str, phase: str) -> list[str]:
             "that reorder or join collectives",
         )
     return compared
-
-
-def _waits_elsewhere(code: str) -> bool:
-    """Whether a collective is started in one CUDA graph, or outside of them, and waited for in another."""
-    calls = (call for _, piece in _pieces(code) for call in written_calls(piece))
-    return any(call.operator == _WAIT and call.waits_for is None for call in calls)
 
 
 def _near(calls: Sequence[Call], place: int) -> list[str]:

@@ -34,7 +34,7 @@ class ReplicatedParams:
     def __init__(self, root: nn.Module, policy: UnitPolicy, places: dict[Place, nn.Module]) -> None:
         self._places = places
         self._mesh = policy.mesh
-        self._groups = [policy.mesh.get_group(dim) for dim in policy.mesh_dims()]
+        self._groups = policy.groups()
         self._size = math.prod(group.size() for group in self._groups)
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._before_forward = root.register_forward_pre_hook(self._pre_forward)
