@@ -68,7 +68,8 @@ def compile_around(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         module: Left as it is if its class is the user's.
         arguments: Of `module.compile`.
     """
-    if isinstance(innermost_fn(module._compiled_call_impl), types.MethodType) and trace_rules.check(module.forward):
+    compiled: Any = module._compiled_call_impl
+    if isinstance(innermost_fn(compiled), types.MethodType) and trace_rules.check(module.forward):
         module._compiled_call_impl = torch.compile(wrap_inline(module._call_impl), **arguments)
 
 
