@@ -145,14 +145,6 @@ def modules_being_called() -> Iterator[nn.Module | None]:
             yield called
 
 
-@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, unused-ignore]
-def traces_a_forward() -> bool:
-    """Whether what Dynamo traces here is a part of a module's forward; for code that it traces."""
-    if any(frame.name in _FORWARDS for frame in TracingContext.extract_stack()):
-        return True
-    return any(f.f_code.co_name in _FORWARDS and isinstance(f.f_locals.get("self"), nn.Module) for f in stack())
-
-
 def calls_under_way(code: types.CodeType) -> Iterator[Mapping[str, Any]]:
     """The variables of each call of some code that this thread is in, innermost first."""
     return (frame.f_locals for frame in stack() if frame.f_code is code)
