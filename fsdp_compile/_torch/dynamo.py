@@ -204,6 +204,14 @@ def is_tracing_python() -> bool:
     return translator is not None and not translator.output.should_exit
 
 
+@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, unused-ignore]
+def traces_a_forward() -> bool:
+    """Whether what Dynamo traces here is a part of a module's forward; for code that it traces."""
+    if any(frame.name in _FORWARDS for frame in TracingContext.extract_stack()):
+        return True
+    return any(f.f_code.co_name in _FORWARDS and isinstance(f.f_locals.get("self"), nn.Module) for f in stack())
+
+
 def compiler_of_calls() -> Callable[..., Any] | None:
     """What compiles the Python frames that this thread enters (a backend with its settings), if Dynamo watches them."""
     callback = get_eval_frame_callback()
