@@ -62,20 +62,15 @@ def lazy_init(state: FSDPState) -> None:
 
 def lazy_init_on_meta(state: FSDPState) -> None:
     """`lazy_init` for a model of which no value is ever read: FSDP2 refuses parameters that are on meta."""
-    for module in state._modules[0].modules():
-        inner = state_of(module)
-        for group in [] if inner is None else groups_of(inner):
-            group._validate_no_meta_params = group._validate_cpu_offload_params = _refuse_nothing
+    for group in groups_below(state._modules[0]):
+        group._validate_no_meta_params = group._validate_cpu_offload_params = lambda: None
     state._lazy_init()
-
-
-def _refuse_nothing() -> None:
-    """For checks that a model without values does not meet."""
 
 
 def class_below(made: type) -> type:
     """The user's class, from which FSDP2 has derived one for modules that `fully_shard` was called on."""
-    return made.__bases__[1] if made.__bases__[:1] == (FSDPModule,) else made
+    classes = made.__mro__
+    return classes[classes.index(FSDPModule) + 1] if FSDPModule in classes else made
 
 
 def states_of_model(state: FSDPState) -> list[FSDPState]:
@@ -104,6 +99,12 @@ def groups_of(state: FSDPState) -> list[TorchGroup]:
         return list(state._fsdp_param_groups)
     only = state._fsdp_param_group  # up to torch 2.11
     return [] if only is None else [only]
+
+
+def groups_below(module: nn.Module) -> list[TorchGroup]:
+    """The parameter groups of a module, and of those in it."""
+    states = dict.fromkeys(state for part in module.modules() if (state := state_of(part)) is not None)
+    return [group for state in states for group in groups_of(state)]
 
 
 @functools.cache

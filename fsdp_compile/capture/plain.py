@@ -28,7 +28,7 @@ from fsdp_compile._torch.dynamo import (
     FrameToCompile,
     OptimizedModule,
     call_of,
-    options_of,
+    given_backend,
     skip_code,
 )
 from fsdp_compile.capture.unaveraged import (
@@ -59,7 +59,7 @@ def watch(backend: Callable[..., Any]) -> None:
     """Shards what is compiled for a backend at its first call; the backend's module calls this when it is imported."""
 
     def wrapped(compiled: OptimizedModule, module: nn.Module) -> None:
-        _FirstCall(compiled, module, lambda: options_of(compiled))
+        _FirstCall(compiled, module, lambda: given_backend(compiled.dynamo_ctx).options)
 
     def in_place(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         _remove_hooks(module)

@@ -134,7 +134,10 @@ class ParamGroup:
                 shape=torch_params.shape_of(each),
                 dim=torch_params.shard_dim(each),
             )
-            found[slot.index] = self._move_in(each, _name(each, titles), self._in_format(place))
+            # Its module may have the gathered parameter registered.
+            module, attribute = torch_params.refs_of(each)[0]
+            name = f"{titles.get(id(module), '')}.{attribute}".removeprefix(".")
+            found[slot.index] = self._move_in(each, name, self._in_format(place))
         self.params = tuple(p for p in found if p is not None)
         self.pending = PendingGrads(self)
         self.gathered: dict[int, torch.Tensor] = {}
@@ -352,10 +355,3 @@ class ParamGroup:
             else None
             for p in self.params
         ]
-
-
-def _name(param: torch_params.TorchParam, titles: dict[int, str]) -> str:
-    """The first name of a parameter, from the root; its module may have the gathered parameter registered."""
-    module, name = torch_params.refs_of(param)[0]
-    path = titles.get(id(module), "")
-    return f"{path}.{name}" if path else name

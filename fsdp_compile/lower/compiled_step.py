@@ -22,9 +22,8 @@ from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import flat_of
 from fsdp_compile.layout.spec import GradPlacement, Update
-from fsdp_compile.lower.failed_collective import failed_wait, waits_of
+from fsdp_compile.lower.communicating_calls import CommunicatingCall, communicating_calls, failed_wait, ranges
 from fsdp_compile.lower.gradient_outputs import GradOutput, grad_outputs
-from fsdp_compile.lower.profiled_calls import ProfiledCall, profiled_calls, ranges
 from fsdp_compile.lower.unused_outputs import Sources, UnusedOutputs, tangents_of
 
 Compiled = Callable[[list[Any]], Any]
@@ -39,8 +38,7 @@ class CompiledStep:
     Attributes:
         phase: Forward or backward.
         flats: Positions of the flat tensors, and the titles of their units in the graph.
-        waits: What it waits for, as errors name it, by the names of its nodes, in its order.
-        profiled: Its calls that have ranges in a profile.
+        calls: Those that communicate.
         counted: Flat tensors that are updated in backward, and that both graphs of the region read.
         grads: Of a backward: the gradients that it makes.
         tangents: Of a backward: positions of the gradients of outputs.
@@ -51,8 +49,7 @@ class CompiledStep:
 
     phase: Phase
     flats: Mapping[int, str]
-    waits: Mapping[str, str]
-    profiled: tuple[ProfiledCall, ...]
+    calls: tuple[CommunicatingCall, ...]
     counted: tuple[int, ...]
     grads: tuple[GradOutput, ...]
     tangents: tuple[int, ...]
@@ -74,8 +71,7 @@ class CompiledStep:
         return CompiledStep(
             phase=step.phase,
             flats={i: record.unit for i, record in flats.items()},
-            waits=waits_of(step.graph),
-            profiled=profiled_calls(step),
+            calls=communicating_calls(step),
             counted=tuple(i for i, record in flats.items() if flat_of(record) in again),
             grads=() if is_forward else tuple(grad_outputs(step)),
             tangents=() if is_forward else tuple(tangents_of(step)),
@@ -94,7 +90,7 @@ class CompiledStep:
             groups, produced = self.before(args)
             names = {self.flats[at]: group.unit.title for at, group in groups.items()}
             # Derivatives of collectives are written in Python, and would run at each call to no purpose.
-            with nullcontext() if self.has_updates else below_autograd(), ranges(self.profiled, names):
+            with nullcontext() if self.has_updates else below_autograd(), ranges(self.calls, names):
                 try:
                     outputs = compiled(args)
                 except RuntimeError as error:
@@ -191,7 +187,7 @@ class CompiledStep:
 
     def _refuse_lost_ranks(self, error: RuntimeError, names: Mapping[str, str]) -> None:
         units = ", ".join(dict.fromkeys(names.get(title, title) for title in self.flats.values()))
-        doing, waited = f"in a compiled {self.phase.value} of unit {units}", failed_wait(error, self.waits)
+        doing, waited = f"in a compiled {self.phase.value} of unit {units}", failed_wait(error, self.calls)
         refuse_lost_ranks(error, doing if waited is None else f"waiting for {waited} {doing}")
 
 

@@ -10,7 +10,7 @@ a graph for which it makes a difference, and parameters whose outputs no rank us
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -151,8 +151,11 @@ class UnusedOutputs:
             params.setdefault(ranks, []).extend((flat, offset) for offset in sorted(self.sources[flat]))
         found: dict[int, set[int]] = {flat: set() for flat in specs}
         for ranks, keys in params.items():
-            mine = [int(not self.sources[flat][offset] <= missing) for flat, offset in keys]
-            for (flat, offset), is_used in zip(keys, _used_by_any(mine, ranks), strict=True):
+            used = [int(not self.sources[flat][offset] <= missing) for flat, offset in keys]
+            for place in filter(None, map(groups.rank_store, ranks)):
+                with explained("where ranks compare which outputs their losses use"):
+                    used = largest(used, groups.comparing_group(place))
+            for (flat, offset), is_used in zip(keys, used, strict=True):
                 if not is_used:
                     found[flat].add(offset)
         return found
@@ -164,12 +167,3 @@ class UnusedOutputs:
         for each in missing:
             args[each.position] = each.zeros(sizes)
         return frozenset(each.position for each in missing)
-
-
-def _used_by_any(used: Sequence[int], aliases: Collection[str]) -> list[int]:
-    for alias in aliases:
-        place = groups.rank_store(alias)
-        if place is not None:
-            with explained("where ranks compare which outputs their losses use"):
-                used = largest(used, groups.comparing_group(place))
-    return list(used)

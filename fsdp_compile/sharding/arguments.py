@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
@@ -50,6 +51,10 @@ class UnitPolicy:
             return list(range(self.mesh.ndim))
         named = {*self.dp_mesh_dims.replicate_names, *self.dp_mesh_dims.shard_names}
         return [dim for dim, name in enumerate(names) if name in named]
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of these dimensions."""
+        return [self.mesh.get_group(dim) for dim in self.mesh_dims()]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -231,7 +231,10 @@ class _Call:
             if (settings := private.settings_of(module)) is not None:
                 private.cast_inputs(module, casts=settings.cast_inputs_inside)
         self._replicate(places)
-        self._separate_reductions()
+        for root in self.modules if self.separate_reduce_group else ():
+            # One group for the whole model. It is newer than torch 2.11.
+            if isinstance(root, FSDPModule) and hasattr(root, "set_separate_reduce_scatter_group"):
+                root.set_separate_reduce_scatter_group()
 
     def _named_values(self, inner: set[torch.Tensor]) -> dict[str, torch.Tensor]:
         """What no call has sharded or ignores, and buffers of inner calls, by name, each once."""
@@ -295,12 +298,6 @@ class _Call:
         private.set_settings(unit.modules[0], settings)
         if settings.full_precision_in_eval:
             keep_inputs_in_eval(unit.modules[0])
-
-    def _separate_reductions(self) -> None:
-        for root in self.modules if self.separate_reduce_group else ():
-            # One group for the whole model. It is newer than torch 2.11.
-            if isinstance(root, FSDPModule) and hasattr(root, "set_separate_reduce_scatter_group"):
-                root.set_separate_reduce_scatter_group()
 
     def _replicate(self, places: dict[Place, Home]) -> None:
         for (module, name), home in places.items():

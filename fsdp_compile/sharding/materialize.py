@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -62,13 +63,9 @@ def _fill_in(model: nn.Module, param_init_fn: InitFn | None) -> None:
                 where=names[module] or "(root)",
                 instead="fully_shard(param_init_fn=...), or materialize(model, param_init_fn)",
             )
-    work = _Work(model, param_init_fn or _reset)
+    work = _Work(model, param_init_fn or operator.methodcaller("reset_parameters"))
     for module, attributes in waiting.items():
         work.initialize(module, attributes, names[module])
-
-
-def _reset(module: nn.Module) -> None:
-    module.reset_parameters()  # type: ignore[operator]
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
