@@ -48,7 +48,7 @@ def main() -> None:
             fsdp_shim.NOTES.append(GATHERED)
             begin_graph(unit)
 
-        Unit.begin_graph = noting  # type: ignore[method-assign]
+        Unit.begin_graph = noting  # type: ignore[method-assign, assignment]
     for place in (fsdp, fsdp._fully_shard, common_fsdp, older):
         place.fully_shard = compiling if kind == "compiled" else shard  # type: ignore[attr-defined]
     sys.argv[0] = str(work / "shim" / "runner.py")
