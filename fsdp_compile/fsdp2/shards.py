@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile._torch.fully_shard_calls import forward_in_progress
+from fsdp_compile._torch.fully_shard_params import TorchParam, sharded_param
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, memory_id
 from fsdp_compile.errors import ConfigError
 
@@ -95,13 +96,13 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
     return sorted(meshes, key=lambda mesh: mesh.size(), reverse=True)
 
 
-def torch_params(tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[fsdp2.TorchParam, DeviceMesh]]:
+def torch_params(tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[TorchParam, DeviceMesh]]:
     """FSDP2's objects of those that are sharded parameters, with the data-parallel meshes that it shards them over."""
     wanted = set(tensors)
-    found: dict[torch.Tensor, tuple[fsdp2.TorchParam, DeviceMesh]] = {}
+    found: dict[torch.Tensor, tuple[TorchParam, DeviceMesh]] = {}
     for state in {fsdp2.state_of(module): None for module in fsdp2.sharded_modules()}:
         for group in () if state is None else fsdp2.groups_of(state):
-            held = {fsdp2.sharded_param(param): param for param in fsdp2.params_of(group)}
+            held = {sharded_param(param): param for param in fsdp2.params_of(group)}
             found.update({p: (param, fsdp2.mesh_of(group)) for p, param in held.items() if p in wanted})
     return found
 

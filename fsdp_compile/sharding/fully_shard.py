@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compile._torch import fully_shard_calls as private
-from fsdp_compile._torch.mesh_info import chosen_mesh
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import cast_buffers, in_own_dtype
@@ -243,10 +242,12 @@ class _Call:
     def _replicated_places(self) -> dict[Place, Home]:
         fn = self.placement
         # One that chooses no mesh may expect parameters that have dimensions.
-        chooses = fn is not None and any(chosen_mesh(result) is not None for result in self._placements.values())
+        chooses = fn is not None and any(
+            private.chosen_mesh(result) is not None for result in self._placements.values()
+        )
 
         def home(unit: Unit, parameter: nn.Parameter) -> Home:
-            own, policy = chosen_mesh(fn(parameter)) if chooses and fn is not None else None, unit.policy
+            own, policy = private.chosen_mesh(fn(parameter)) if chooses and fn is not None else None, unit.policy
             if own is not None:
                 policy = dataclasses.replace(policy, mesh=own.spmd_mesh or own.mesh, dp_mesh_dims=own.dp_mesh_dims)
             return Home(unit.modules[0], policy.mesh, tuple(policy.mesh_dims()))

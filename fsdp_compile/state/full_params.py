@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.fully_shard_calls import without_fsdp2_hooks
+from fsdp_compile._torch.fully_shard_params import unsharded_spec
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, set_local_tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import (
@@ -77,9 +77,7 @@ def full_params(
     options = _Options(writeback, offload_to_cpu, with_grads, source=0 if rank0_only else None)
     found = dict(_places(module, recurse=recurse))
     layouts = (
-        {}
-        if rank0_only or offload_to_cpu
-        else {p: fsdp2.unsharded_spec(t) for p, (t, _) in torch_params(found).items()}
+        {} if rank0_only or offload_to_cpu else {p: unsharded_spec(t) for p, (t, _) in torch_params(found).items()}
     )
     held = _FullParams([_FullParam(name, p, places, layouts.get(p)) for p, (name, places) in found.items()], options)
     problems: list[ConfigError] = []
