@@ -31,7 +31,7 @@ from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.params import is_whole
 
 _WHOLE = "call fully_shard(model) first, or compile the model"
-_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
+WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 waiting: weakref.WeakKeyDictionary[nn.Module, Callable[[], Mapping[str, Any] | FSDPOptions | None]]
 waiting = weakref.WeakKeyDictionary()
@@ -67,7 +67,7 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
         UnsupportedModelError: If it has a module of TorchScript with parameters, or one is not contiguous.
     """
     for path, part in module.named_modules():
-        if isinstance(part, _WRAPPERS) or is_replicated(part):
+        if isinstance(part, WRAPPERS) or is_replicated(part):
             raise _refuse_wrapper(part, path or type(part).__name__)
         if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters(recurse=False)):
             raise UnsupportedModelError(
@@ -109,7 +109,7 @@ def _refuse_plain_rest(module: nn.Module) -> None:
     for around in modules_being_called():
         if around is None or isinstance(around, OptimizedModule) or around is module:
             continue
-        if isinstance(around, _WRAPPERS):
+        if isinstance(around, WRAPPERS):
             raise _refuse_wrapper(around, type(around).__name__)
         if module not in set(around.modules()) or not torch.is_grad_enabled():
             continue
@@ -136,7 +136,7 @@ def _refuse_wrapper(wrapper: nn.Module, where: str) -> ConfigError:
 
 def refuse_wrapper_around(module: nn.Module, _name: str, child: nn.Module | None) -> None:
     """Raises `ConfigError` for DDP or FSDP1 around a compiled model, when it is made."""
-    if isinstance(module, _WRAPPERS) and child is not None:
+    if isinstance(module, WRAPPERS) and child is not None:
         for part in child.modules():
             inner = part._orig_mod if isinstance(part, OptimizedModule) else part
             # What the user has sharded alone, the wrapper may have been told to ignore.
@@ -189,7 +189,7 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         way = [module for module in values_on_the_way(placeholder) if isinstance(module, nn.Module)]
         if id(value) not in averaged and not any(sharded_root(module) is not None for module in way):
             for around in (*way, *modules_being_called()):
-                if around is not None and (isinstance(around, _WRAPPERS) or is_replicated(around)):
+                if around is not None and (isinstance(around, WRAPPERS) or is_replicated(around)):
                     raise _refuse_wrapper(around, type(around).__name__)
             owner = next((m for m in way if any(p is value for _, (_, p) in places_of(m))), None)
             name = next((n for _, (n, p) in places_of(owner) if p is value), "") if owner is not None else ""

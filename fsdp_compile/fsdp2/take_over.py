@@ -183,6 +183,22 @@ def _follow_conversions(model: Model) -> None:
         _give_classes(model)
 
 
+def follow_changes(module: nn.Module, *_: object) -> None:
+    """Before a call of a compiled root whose hooks Dynamo traces: follows what users have done with parameters."""
+    if not torch.compiler.is_compiling():
+        _follow_changes(module)
+
+
+@torch.compiler.disable
+def _follow_changes(module: nn.Module) -> None:
+    root = module._orig_mod if isinstance(module, OptimizedModule) else module
+    model = model_of(root)
+    if model is not None and model.root is root:
+        _follow_conversions(model)
+        for unit in model.units:
+            unit.follow()
+
+
 # FSDP2's hooks.
 
 
@@ -320,5 +336,5 @@ def _is_ours(compiler: Any) -> bool:
     return given_backend(compiler).function in _backends
 
 
-for _function in (_note_watched, compiler_of_calls, _FirstPreHook.__call__):
+for _function in (follow_changes, _note_watched, compiler_of_calls, _FirstPreHook.__call__):
     skip_code(_function.__code__)
