@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fsdp_compile._torch.dynamo import FrameToCompile, before_each_compile, ends_in_graph_break, list_mode_options
+from fsdp_compile._torch.dynamo import (
+    FrameToCompile,
+    before_each_compile,
+    double_recompile_limit,
+    ends_in_graph_break,
+    list_mode_options,
+)
 from fsdp_compile.capture import plain, unaveraged
 from fsdp_compile.capture.flat_inputs import flat_inputs
 from fsdp_compile.capture.functions import returned_reads, take_reads_out
@@ -20,10 +26,9 @@ from fsdp_compile.capture.shard_embeddings import shard_lookups
 from fsdp_compile.capture.whole_model import is_whole_model, refuse_budget_of_a_part
 from fsdp_compile.comm.failures import tell_of_uncaught_errors
 from fsdp_compile.cost.calibrated import refuse_elsewhere
-from fsdp_compile.errors import ConfigError, FSDPCompileError
-from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
+from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.fsdp2.take_over import model_of, note_backend, sharded_root, take_over
+from fsdp_compile.fsdp2.take_over import note_backend, take_over_all
 from fsdp_compile.ir.graph import Phase, Role, StepGraph
 from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.compiled_step import entered
@@ -62,7 +67,7 @@ def fsdp(
     unaveraged.refuse_plain(gm, example_inputs)
     plain.refuse_unused_sharding(example_inputs, checked)
     leave_functional_call(gm)
-    refuse_writes(gm)
+    refuse_writes(gm, example_inputs)
     take_reads_out(gm)
     if checked.embedding == "sharded":
         shard_lookups(gm)
@@ -80,6 +85,8 @@ class _Compile:
         self._options = options
         self._settings = settings
         self._flats = flat_inputs(inputs)
+        # A partial: compiled code keeps it, and must not keep the inputs and with them the model.
+        self._tell = functools.partial(refuse, list(self._flats.values()))
         self._returned = returned_reads(gm)
         self._whole = is_whole_model(inputs)
         self._groups = [group for value in inputs if (group := ParamGroup.of(value)) is not None]
@@ -147,9 +154,6 @@ class _Compile:
             compiled = compile_with_inductor(self._gm, inputs, region, settings)
         return region, compiled
 
-    def _tell(self, error: FSDPCompileError) -> None:
-        refuse(self._flats.values(), error)
-
 
 def _settings_of(options: FSDPOptions, mode: str | None) -> dict[str, Any]:
     """Inductor's settings by the name of their mode."""
@@ -183,12 +187,11 @@ def _before_compile(frame: FrameToCompile) -> None:
     """Takes over models that torch's FSDP2 has sharded, before Dynamo traces a frame that may read them."""
     plain.shard_in_frame(frame)
     for module in plain.modules_of(frame):
-        state = None if model_of(module) is not None else sharded_root(module)
-        if state is not None:
-            take_over(state)
+        take_over_all(module)
 
 
 tell_of_uncaught_errors()
+double_recompile_limit()
 note_backend(fsdp)
 plain.watch(fsdp)
 before_each_compile(fsdp, _before_compile)

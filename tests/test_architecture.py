@@ -52,6 +52,7 @@ SHARED_BY_A_PROCESS = {
     "comm/failures.py": {"_last"},  # a world is the process's
     "comm/groups.py": {"registry"},  # torch's own names of groups are the process's
     "fsdp2/accumulation.py": {"_plain_inside"},  # a plain model has no state of its own yet
+    "fsdp2/buffers.py": {"read_in_eval"},  # graphs do not tell whose buffers they read
     "fsdp2/edge.py": {"_produced"},  # a backward of autograd is the process's
     "fsdp2/module_class.py": {"_classes"},  # a cache: the same class for the same reads
     "fsdp2/param_group.py": {"_by_address"},  # compiled code sees tensors under other identities

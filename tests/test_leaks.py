@@ -135,14 +135,15 @@ def test_a_part_outlives_its_model() -> None:
 
 
 def test_a_part_that_was_called_alone_does_not_keep_its_model() -> None:
+    torch._dynamo.reset()
     with fake_world(2):
-        model = _Model()
-        fsdp_compile.fully_shard(model.head)
-        fsdp_compile.fully_shard(model)  # the layers are in one unit with a parameter of the model's own
-        model.layers[0](torch.ones(2, 16)).sum().backward()
-        references = _what_dies_with(model)
+        model = _sharded(by_layer=True)
+        part = model.layers[0]
+        _train(part, compiled=True)
+        references = [weakref.ref(each) for each in (model, *model.head.modules(), *model.head.parameters())]
         del model
         assert _left(references) == []
+        assert fsdp_compile.units(part)
 
 
 def _drop_models() -> tuple[list[dict[str, int]], list[dict[str, int]], list[str]]:

@@ -5,14 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-from fsdp_compile._torch.tensors import plain_torch_functions
-
-_GRAD: Any = torch.Tensor.grad  # a descriptor: what `.grad` is, whatever a subclass says
 
 
 def backward_in_progress() -> int:
@@ -61,18 +56,13 @@ def _is_compiled(node: torch.autograd.graph.Node) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether users registered hooks on a parameter's gradient."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def after_this_backward(call: Callable[[], None]) -> None:
+def after_this_backward(call: Callable[[], object]) -> None:
     """Calls `call` when the current backward pass has made all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_call_in_python, call))
 
 
 @torch.compiler.disable
-def _call_in_python(call: Callable[[], None]) -> None:
+def _call_in_python(call: Callable[[], object]) -> None:
     # Dynamo watches a backward that a compiled function calls.
     call()
 
@@ -81,12 +71,6 @@ def is_saved_by_autograd(tensor: torch.Tensor) -> bool:
     """Whether an autograd graph has read a leaf and still refers to it."""
     # One use is the Python object's.
     return tensor._use_count() > 1  # type: ignore[attr-defined]
-
-
-def own_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd accumulated into a leaf, whatever its class says `.grad` is."""
-    with plain_torch_functions():
-        return _GRAD.__get__(leaf)
 
 
 def allow_any_gradient_dtype(leaf: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     Metadata,
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["METADATA", "read_metadata"]
+__all__ = ["METADATA", "StorageInfo", "read_metadata"]
 
 METADATA = ".metadata"
 
@@ -52,7 +52,7 @@ def _checked(metadata: Any) -> Metadata:
     if not isinstance(getattr(metadata, "storage_meta", None), StorageMeta | None):
         raise pickle.UnpicklingError("its storage_meta is of another kind")
     for info in metadata.storage_data.values():
-        if type(info) is not _StorageInfo or type(info.relative_path) is not str:
+        if type(info) is not StorageInfo or type(info.relative_path) is not str:
             raise pickle.UnpicklingError("it does not say in which file a tensor is")
         name = info.relative_path
         if name != Path(name).name:
@@ -87,7 +87,7 @@ def _enum_member(kind: object, name: object) -> Enum:
     return _MEM_FORMAT_ENCODING[name]
 
 
-_DATACLASSES = (*(getattr(dcp, name) for name in dcp.__all__), _StorageInfo)
+_DATACLASSES = (*(getattr(dcp, name) for name in dcp.__all__), StorageInfo)
 _PATHS = {
     "PosixPath": PurePosixPath,
     "WindowsPath": PureWindowsPath,  # which can be made on any system, unlike its subclass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.distributed.device_mesh import DeviceMesh
 
 collectives = torch.ops._c10d_functional
 """Functional collectives as graph nodes: each returns a tensor (or a list) that `wait_tensor` completes."""
@@ -28,21 +28,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         if options is not None:  # that of the fake backend
             found.append(options._timeout)
     return min(found, default=dist.default_pg_timeout)
-
-
-def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """The mesh of the dimensions of two; raises `ValueError` if they are not different dimensions of one."""
-    if first.mesh_dim_names is None or second.mesh_dim_names is None:
-        raise ValueError("a mesh without names of its dimensions is no part of another one")
-    try:
-        return DeviceMesh._concatenate([first, second])
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
-
-
-def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The 1-D mesh of all ranks of a mesh with names, made once; its name is theirs, joined by underscores."""
-    return mesh._flatten()
 
 
 def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
@@ -155,3 +140,58 @@ def _make_serial_gloo(store: dist.Store, rank: int, size: int, timeout: timedelt
 def register_group_alias(name: str, group: dist.ProcessGroup) -> None:
     """Registers a second, rank-independent name under which graphs find `group`."""
     _register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
+
+
+def high_priority(backends: str, timeout: timedelta | None = None) -> Any:
+    """Options of a group whose collectives run on a stream of high priority; `None` where NCCL runs none of them.
+
+    A rank's matmuls fill the device, so the few blocks of a collective would wait for them on a stream of equal
+    priority. FSDP2 runs its collectives on such streams; `TORCH_NCCL_HIGH_PRIORITY=1` is torch's setting for the groups
+    that scripts make.
+
+    Args:
+        backends: Names of the group's backends, in any text.
+        timeout: Of the group; NCCL's default if not given.
+    """
+    if "nccl" not in backends or not dist.is_nccl_available():
+        return None
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    if timeout is not None:
+        options._timeout = timeout  # torch warns where it is another one than the group's
+    return options
+
+
+def new_group(ranks: Sequence[int], timeout: timedelta, description: str) -> dist.ProcessGroup:
+    """A group of some ranks on the backends of the world; they call this together, and no other rank has to.
+
+    Its communicator is made at once where that of the world was.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    device = world.bound_device_id
+    with _not_split_off(world) if len(ranks) < world.size() else contextlib.nullcontext():
+        made = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            pg_options=high_priority(str(dist.get_backend_config(world)), timeout),
+            use_local_synchronization=True,
+            group_desc=description,
+            device_id=device,
+        )
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+@contextlib.contextmanager
+def _not_split_off(world: dist.ProcessGroup) -> Iterator[None]:
+    """Groups that are made meanwhile get communicators of their own.
+
+    Torch splits them off a world that is bound to a device, which NCCL does when all ranks of the world take part.
+    """
+    bound: torch.device | None = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound

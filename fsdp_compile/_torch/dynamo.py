@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import fx, nn
-from torch._dynamo import convert_frame, graph_break
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo import convert_frame, graph_break, symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
-from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
+from torch._dynamo.exc import SkipFrame
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
@@ -33,8 +34,6 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._logging._internal import trace_structured_artifact
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is asked for
 from torch.utils.checkpoint import CheckpointPolicy
-
-from fsdp_compile._torch.tracing import root_translator
 
 __all__ = [
     "CheckpointPolicy",
@@ -110,12 +109,19 @@ def index_among_inputs(placeholder: fx.Node, position: int) -> int | None:
 
 MODULE_CALLS = frozenset({"__call__", "_call_impl"})
 """Names of the functions through which modules are called: `nn.Module`'s, and those of `torch.compile(module)`."""
+_FORWARDS = MODULE_CALLS | {"forward", "_wrapped_call_impl"}
+"""Names of the functions in which a forward runs."""
 COMPILED_CALL = "compile_wrapper"
 """Name of the function through which compiled code is entered."""
 _COMPILE = "_compile"
 """Name of the function in which Dynamo compiles a frame."""
 _CANNOT_TELL = (NameError, AttributeError, LookupError, TypeError, SyntaxError)
 """Raised by expressions of Dynamo that are no Python, or need names which only its guards have."""
+
+
+_FORWARDS = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "__call__"})
+"""Names of the functions in which a forward runs."""
+_COND_FILE = sys.modules["torch._higher_order_ops.cond"].__file__  # a function of that name hides the module
 
 
 def stack() -> Iterator[FrameType]:
@@ -159,15 +165,6 @@ def call_of(module: nn.Module) -> FrameType | None:
     return calls[-1] if calls else None
 
 
-def caller_of_root_frame() -> FrameType | None:
-    """The Python frame that called the function which Dynamo is compiling right now."""
-    translator = root_translator()
-    frames = list(stack())
-    compiling = [i for i, f in enumerate(frames) if f.f_code.co_filename == convert_frame.__file__]
-    above = frames[compiling[-1] + 1 :] if compiling else []
-    return next((f for f in above if translator is None or f.f_code is not translator.f_code), None)
-
-
 def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
     """The values along the path by which Dynamo found a graph input in the frame that it compiles, outermost first."""
     translator = root_translator()
@@ -180,9 +177,66 @@ def values_on_the_way(placeholder: fx.Node) -> Iterator[object]:
             continue
 
 
+def root_translator() -> Any:
+    """What traces the frame; `None` if this thread runs neither Dynamo nor a backend that it has called."""
+    try:
+        return symbolic_convert.InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+
+
+def leave_to_python(why: str) -> Exception | None:
+    """The exception that makes Dynamo run the current frame, and later ones of its code, in Python.
+
+    What the frame calls is compiled all the same.
+
+    Args:
+        why: For Dynamo's logs.
+
+    Returns:
+        `None` if Dynamo was asked for one graph (`fullgraph=True`).
+    """
+    translator = root_translator()
+    if translator is None or translator.one_graph or translator.error_on_graph_break:
+        return None
+    return SkipFrame(why)
+
+
+def is_compiling_a_frame() -> bool:
+    """Whether this thread runs Dynamo or a backend that it has called."""
+    return root_translator() is not None
+
+
+def is_tracing_python() -> bool:
+    """Whether Dynamo is tracing the user's code on this thread; what a backend traces after it does not count."""
+    translator = root_translator()
+    return translator is not None and not translator.output.should_exit
+
+
+def is_in_eager_cond() -> bool:
+    """Whether Dynamo traces the branches of a `torch.cond` that uncompiled code calls."""
+    translator = root_translator()
+    return translator is not None and translator.output.root_tx.f_code.co_filename == _COND_FILE
+
+
+@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, unused-ignore]
+def traces_a_forward() -> bool:
+    """Whether what Dynamo traces here is a part of a module's forward; for code that it traces."""
+    if any(frame.name in _FORWARDS for frame in TracingContext.extract_stack()):
+        return True
+    calls = (frame for frame in stack() if frame.f_code.co_name in _FORWARDS)
+    return any(isinstance(frame.f_locals.get("self"), nn.Module) for frame in calls)
+
+
 def backend_in(context: object) -> object:
     """The function that a context of `torch.compile` compiles with; `None` if it compiles nothing."""
     return _given_backend(getattr(context, "callback", None)).function
+
+
+def compiler_of_calls() -> Callable[..., Any] | None:
+    """What compiles the Python frames that this thread enters (a backend with its settings), if Dynamo watches them."""
+    callback = get_eval_frame_callback()
+    return callback if callable(callback) else None
 
 
 def backend_in_callback(callback: object) -> object:
@@ -215,21 +269,14 @@ class FrameToCompile:
     """A frame that Dynamo is about to compile.
 
     Attributes:
-        options: Of the backend, as they were given to `torch.compile`.
-        code: What it runs.
         starts: The module whose forward the frame is, if it is one.
         names: Those of globals and attributes in the frame's code.
         held: Values of its locals, of the variables that it closes over, and of globals that it names.
-        limit: The limit of recompiles, with its number, that makes Dynamo leave the frame and all later ones of its
-            code to Python; "" if the frame is within the limits.
     """
 
-    options: Mapping[str, Any] | None
-    code: types.CodeType
     starts: nn.Module | None
     names: frozenset[str]
     held: tuple[object, ...]
-    limit: str
 
 
 def before_each_compile(backend: object, call: Callable[[FrameToCompile], None]) -> None:
@@ -254,6 +301,14 @@ def before_each_compile(backend: object, call: Callable[[FrameToCompile], None])
     torch._dynamo.register_hook_for_recompile_user_context(describe)
 
 
+def double_recompile_limit() -> None:
+    """Lets Dynamo keep twice as many graphs of a forward before it runs it in Python.
+
+    Each shape may need two of this backend's graphs: one that accumulates gradients, and one that reduces them.
+    """
+    torch._dynamo.config.recompile_limit *= 2
+
+
 def _is_of_dynamo(frame: FrameType) -> bool:
     return frame.f_code.co_filename == convert_frame.__file__
 
@@ -269,15 +324,7 @@ def _frame_to_compile(given: Mapping[str, Any]) -> FrameToCompile:
         for value in (*held, *_unnamed_arguments(code, passed))
         if isinstance(value, nn.Module) and getattr(value.forward, "__code__", None) is code
     )
-    exceeded, limit = exceeds_recompile_limit(given["cache_size"], given["compile_id"])
-    return FrameToCompile(
-        _given_backend(given["compiler_fn"]).options,
-        code,
-        next(forwards, None),
-        frozenset(code.co_names),
-        held,
-        f"{limit} = {getattr(torch._dynamo.config, limit)}" if exceeded else "",
-    )
+    return FrameToCompile(next(forwards, None), frozenset(code.co_names), held)
 
 
 def _unnamed_arguments(code: types.CodeType, passed: Mapping[str, Any]) -> Sequence[object]:

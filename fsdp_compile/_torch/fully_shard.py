@@ -11,6 +11,7 @@ and in `fully_shard_calls.py` (calls of `fully_shard`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -26,41 +27,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.fully_shard_params import (
-    TorchParam,
-    data_parallel_dims,
-    give_unreduced_grad,
-    padded_shape,
-    pins_memory,
-    refs_of,
-    set_shard_data,
-    shape_of,
-    shard_data,
-    shard_dim,
-    sharded_param,
-    take_unreduced_grad,
-    unsharded_spec,
-)
+from fsdp_compile._torch.fully_shard_params import TorchParam
 
-__all__ = [
-    "FSDPModule",
-    "FSDPState",
-    "TorchParam",
-    "TrainingState",
-    "data_parallel_dims",
-    "fully_shard",
-    "give_unreduced_grad",
-    "padded_shape",
-    "pins_memory",
-    "refs_of",
-    "set_shard_data",
-    "shape_of",
-    "shard_data",
-    "shard_dim",
-    "sharded_param",
-    "take_unreduced_grad",
-    "unsharded_spec",
-]
+__all__ = ["FSDPModule", "FSDPState", "TrainingState"]
 
 MANAGED = "_is_fsdp_managed_module"
 """FSDP2's mark on each module of a sharded model; Dynamo guards marked modules in a way of its own."""
@@ -131,11 +100,16 @@ def modules_of(state: FSDPState) -> tuple[nn.Module, ...]:
 
 def groups_of(state: FSDPState) -> list[TorchGroup]:
     """The parameter groups of a state: one, or one for each mesh; none if it has no parameters of its own."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is not None:
-        return list(groups)
+    if has_group_lists():
+        return list(state._fsdp_param_groups)
     only = state._fsdp_param_group  # up to torch 2.11
     return [] if only is None else [only]
+
+
+@functools.cache
+def has_group_lists() -> bool:
+    """Whether a unit may have several parameter groups, as from torch 2.12 on."""
+    return hasattr(FSDPState(), "_fsdp_param_groups")
 
 
 def policy_of(state: FSDPState) -> Any:
@@ -143,13 +117,13 @@ def policy_of(state: FSDPState) -> Any:
     return state._mp_policy
 
 
-_OWN_SETTINGS, _COMM_HOOK = "_fsdp_compile_settings", "_fsdp_compile_comm_hook"
+OWN_SETTINGS, _COMM_HOOK = "_fsdp_compile_settings", "_fsdp_compile_comm_hook"
 """Attributes of FSDP2's state that are this package's."""
 
 
 def own_setting(state: FSDPState, name: str, *, default: Any) -> Any:
     """A setting of this package's `fully_shard` for which FSDP2 has no place."""
-    return getattr(getattr(state, _OWN_SETTINGS, None), name, default)
+    return getattr(getattr(state, OWN_SETTINGS, None), name, default)
 
 
 def comm_hook_of(state: FSDPState) -> Any:
@@ -306,6 +280,11 @@ def params_of(group: TorchGroup) -> list[TorchParam]:
 def is_sharded(group: TorchGroup) -> bool:
     """Whether the modules of a group have its sharded parameters registered."""
     return bool(group.is_sharded)
+
+
+def is_being_gathered(group: TorchGroup) -> bool:
+    """Whether a gather of a group has begun, whose result nothing has waited for."""
+    return group._all_gather_result is not None
 
 
 def reshard(group: TorchGroup) -> None:

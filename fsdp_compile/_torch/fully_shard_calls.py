@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_init
-from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
 
-from fsdp_compile._torch.composable import APPLIED
+from fsdp_compile._torch.fully_shard import (
+    OWN_SETTINGS,
+    groups_of,
+    has_group_lists,
+    reductions,
+    state_of,
+)
 
-_SETTINGS, _NOTES = "_fsdp_compile_settings", "_fsdp_compile_notes"
-"""Attributes of FSDP2's state of a module that are this package's."""
+_NOTES = "_fsdp_compile_notes"
+"""Attribute of FSDP2's state of a module that is this package's."""
+_APPLIED: Any = inspect.unwrap(fully_shard)
+"""What torch keeps the state of a call of its `fully_shard` under."""
+_HOOKS_OF = ("torch.distributed.fsdp._fully_shard", "fsdp_compile.fsdp2")
+"""Modules of Python whose functions are FSDP2's hooks, or wrap these."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
+"""Attributes of a module: hooks that gather its parameters, or take them for sharded ones."""
 
 
 # What choosing units reads.
@@ -27,21 +37,17 @@ _SETTINGS, _NOTES = "_fsdp_compile_settings", "_fsdp_compile_notes"
 
 def has_call(module: nn.Module) -> bool:
     """Whether torch's `fully_shard` was called on a module."""
-    return _get_module_fsdp_state(module) is not None
+    return state_of(module) is not None
 
 
 def is_closed(module: nn.Module) -> bool:
     """Whether calls on modules around this one leave its parameters alone."""
-    return has_call(module) or not _is_composable_with_fsdp(module)
+    return has_call(module) or not _fsdp_common._is_composable_with_fsdp(module)
 
 
-def same_call(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """Modules on which torch's function was called, those of one call together."""
-    calls: dict[Any, list[nn.Module]] = {}
-    for module in modules:
-        if (state := _get_module_fsdp_state(module)) is not None:
-            calls.setdefault(state, []).append(module)
-    return list(calls.values())
+def is_replicated(module: nn.Module) -> bool:
+    """Whether composable `replicate` was applied to a module: the DDP in it is made in the first forward."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
 
 
 # What the package keeps on FSDP2's state of a call.
@@ -49,12 +55,12 @@ def same_call(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
 
 def set_settings(module: nn.Module, settings: object) -> None:
     """Keeps settings of this package for the call on `module`."""
-    setattr(_state(module), _SETTINGS, settings)
+    setattr(_state(module), OWN_SETTINGS, settings)
 
 
 def settings_of(module: nn.Module) -> Any:
     """What `set_settings` kept for the call on `module`; `None` if nothing, or without a call."""
-    return getattr(_get_module_fsdp_state(module), _SETTINGS, None)
+    return getattr(state_of(module), OWN_SETTINGS, None)
 
 
 def set_note(module: nn.Module, note: object) -> None:
@@ -64,16 +70,10 @@ def set_note(module: nn.Module, note: object) -> None:
 
 def note_of(module: nn.Module) -> Any:
     """What `set_note` kept; `None` if nothing, or without a call."""
-    return getattr(_get_module_fsdp_state(module), _NOTES, None)
+    return getattr(state_of(module), _NOTES, None)
 
 
 # What a call makes beyond torch's own.
-
-
-@functools.cache
-def has_group_lists() -> bool:
-    """Whether a unit may have several parameter groups, as from torch 2.12 on."""
-    return hasattr(FSDPState(), "_fsdp_param_groups")
 
 
 def add_group(
@@ -114,11 +114,11 @@ def merge_calls(into: nn.Module, others: Iterable[nn.Module]) -> None:
         state._post_forward_hook_handle.remove()
         for module in state._modules:
             del _module_state_mapping[module]
-            del module.__dict__[STATE_KEY][APPLIED]
-            del module.__dict__[REGISTRY_KEY][APPLIED.__name__]
+            del module.__dict__[STATE_KEY][_APPLIED]
+            del module.__dict__[REGISTRY_KEY][_APPLIED.__name__]
             module.__class__ = _plain(module)
-        for group in _groups(state):
-            same = next((each for each in _groups(target) if _may_be_one(each, group)), None)
+        for group in groups_of(state):
+            same = next((each for each in groups_of(target) if _may_be_one(each, group)), None)
             if same is not None:
                 same.fsdp_params.extend(group.fsdp_params)
                 continue
@@ -135,8 +135,7 @@ def cast_inputs(module: nn.Module, *, casts: bool) -> None:
     state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
 
 
-@dataclasses.dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """How a unit's gradients are reduced now.
 
     Attributes:
@@ -150,16 +149,14 @@ class Reduction:
 
 def reduction_of(module: nn.Module) -> Reduction | None:
     """How the call on `module` reduces gradients; `None` if it has sharded no parameters."""
-    group = next(_groups(_state(module)), None)
-    if group is None:
-        return None
-    return Reduction(group.reduce_grads and group.all_reduce_grads, group.gradient_divide_factor)
+    group = next(iter(groups_of(_state(module))), None)
+    return None if group is None else Reduction(all(reductions(group)), group.gradient_divide_factor)
 
 
 def is_offloaded(module: nn.Module) -> bool:
     """Whether the call on `module` keeps shards on the host; not without a call."""
-    state = _get_module_fsdp_state(module)
-    return state is not None and any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in _groups(state))
+    state = state_of(module)
+    return state is not None and any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups_of(state))
 
 
 @contextlib.contextmanager
@@ -180,16 +177,43 @@ def _plain(module: nn.Module) -> type:
 
 
 def _state(module: nn.Module) -> Any:
-    state = _get_module_fsdp_state(module)
+    state = state_of(module)
     assert state is not None, type(module).__name__
     return state
-
-
-def _groups(state: Any) -> Iterator[Any]:
-    groups = state._fsdp_param_groups if has_group_lists() else [state._fsdp_param_group]
-    return iter([group for group in groups if group is not None])
 
 
 def _may_be_one(first: Any, second: Any) -> bool:
     trainable = [p.sharded_param for p in (*first.fsdp_params, *second.fsdp_params) if p.sharded_param.requires_grad]
     return first.mesh_info == second.mesh_info and len({p.dtype for p in trainable}) <= 1
+
+
+# Whether forwards are FSDP2's.
+
+
+@contextlib.contextmanager
+def without_fsdp2_hooks(module: nn.Module) -> Iterator[None]:
+    """A context in which FSDP2 takes no part in forwards and loads of `module` and what is below it."""
+    stopped: list[tuple[Any, dict[int, Any]]] = []
+    for each in module.modules():
+        for hooks in (getattr(each, kind) for kind in _HOOKS):
+            if any(_is_of_fsdp2(hook) for hook in hooks.values()):
+                stopped.append((hooks, dict(hooks)))
+                for key in [key for key, hook in hooks.items() if _is_of_fsdp2(hook)]:
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in stopped:
+            inside = dict(hooks)
+            hooks.clear()  # the dict itself, which the handles of hooks refer to; in the order of before
+            hooks.update({key: hook for key, hook in before.items() if key in inside or _is_of_fsdp2(hook)} | inside)
+
+
+def _is_of_fsdp2(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_HOOKS_OF)
+
+
+def forward_in_progress(module: nn.Module) -> bool:
+    """Whether a forward of a model that `module` or one of its parts belongs to has begun, and not ended."""
+    states = (state for part in module.modules() if (state := state_of(part)) is not None)
+    return any(state._state_ctx.iter_forward_root is not None for state in states)

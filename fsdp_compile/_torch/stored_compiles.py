@@ -50,13 +50,6 @@ class Summary(Protocol):
         """The code with what runs around it."""
 
 
-class Receiver(Protocol):
-    """The partitioner of a compile that may be loaded."""
-
-    def take_loaded(self, summary: Any) -> None:
-        """Receives the summary of each graph that was loaded."""
-
-
 def add_to_key(gm: Any, text: str) -> None:
     """Makes a text a part of the key under which AOTAutograd stores the compile of a Dynamo graph."""
     # The key is made of the module's attributes among other things.
@@ -95,8 +88,8 @@ class StoredGraph(OutputCode):  # type: ignore[misc,valid-type,unused-ignore]
         """Loads the code from Inductor's cache; torch calls this on what it has unpickled."""
         self.code = self.code.post_compile(self.code.load(example_inputs), graph_kwargs)
         self._run = self.summary.around(self.code)
-        receiver: Receiver = inductor_config.custom_partitioner_fn  # type: ignore[assignment]
-        receiver.take_loaded(self.summary)
+        partitioner: Any = inductor_config.custom_partitioner_fn
+        partitioner.take_loaded(self.summary)  # it receives the summary of each graph that was loaded
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """Inductor's cache has the kernels."""

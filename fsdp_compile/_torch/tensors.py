@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wr
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -34,7 +31,6 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 _OLDER_BATCH: Any = torch._C._parse_dispatch_key("Batched")
 _OUTERMOST_BATCH = 1
 """Level of a batch that is in no other one."""
-_LOCAL = operator.attrgetter("_local_tensor")
 
 
 def make_dtensor(local: torch.Tensor, like: Any, *, requires_grad: bool = False) -> DTensor:
@@ -53,16 +49,6 @@ def new_dtensor(local: torch.Tensor, mesh: dist.DeviceMesh, placements: tuple[An
     return DTensor(local, spec, requires_grad=False)
 
 
-def strided_shard(dim: int, parts: int) -> Placement:
-    """The placement of what was divided into `parts` along `dim` before each of them is sharded on it."""
-    return _StridedShard(dim, split_factor=parts)
-
-
-def part_shape(shape: torch.Size, mesh: dist.DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
-    """Shape of this rank's part of a DTensor."""
-    return torch.Size(compute_local_shape_and_global_offset(shape, mesh, placements)[0])
-
-
 def local_tensor(parameter: DTensor) -> torch.Tensor:
     """The local tensor of a DTensor itself, without autograd and without a view."""
     return parameter._local_tensor
@@ -74,14 +60,15 @@ def set_local_tensor(parameter: DTensor, local: torch.Tensor) -> None:
     parameter._local_tensor = local
 
 
-ViewPlace = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Shape, strides and first element of a view, in elements of a contiguous tensor."""
+def note_gathered(result: torch.Tensor) -> None:
+    """Makes Python find a gathered parameter to be an `nn.Parameter`, as FSDP2's are; `is_gathered` tells it apart."""
+    result._is_param = True
+    result._is_gathered = True  # type: ignore[attr-defined]
 
 
-def views_of(tensor: torch.Tensor, places: Sequence[ViewPlace]) -> list[torch.Tensor]:
-    """Views of a tensor that has no history."""
-    begin = tensor.storage_offset()
-    return [tensor.as_strided(shape, strides, begin + offset) for shape, strides, offset in places]
+def is_gathered(value: object) -> bool:
+    """Whether a value is a gathered parameter that a graph has returned."""
+    return hasattr(value, "_is_gathered")
 
 
 def is_plain_fake(value: object) -> bool:
@@ -178,22 +165,6 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
-def wrapped_by(wrapper: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that one of a subclass as in `is_wrapper` wraps."""
-    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [getattr(wrapper, name) for name in names]
-
-
 def unscale_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Multiplies tensors of one device and dtype in place; sets `found_inf` to 1 if a value is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
-
-
-def is_about_mixed_dtensors(error: RuntimeError) -> bool:
-    """Whether an operator was given DTensors and plain tensors, which it refuses."""
-    return "got mixed torch.Tensor and DTensor" in str(error)
-
-
-def plain_torch_functions() -> Any:
-    """A context in which `__torch_function__` of subclasses is not asked."""
-    return torch._C.DisableTorchFunctionSubclass()

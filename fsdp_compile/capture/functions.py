@@ -18,7 +18,7 @@ This is done in Dynamo's graph, before autograd traces it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,9 @@ def refuse_hidden_reads(gm: fx.GraphModule) -> None:
     for call in gm.graph.nodes:
         if not isinstance(call.target, HigherOrderOperator):
             continue
-        if any(_hides_markers(function_at(function)) for function in functions_of(call)):
+        inside = (part for function in functions_of(call) for part in function_at(function).modules())
+        nodes = (node for part in inside if isinstance(part, fx.GraphModule) for node in part.graph.nodes)
+        if any(node.target in (*_UNSHARD, REDUCE_GRAD) for node in nodes):
             raise UnsupportedModelError(
                 f"a function that is passed to torch.ops.higher_order.{call.target.name()} reads a parameter",
                 where=source_line(call),
@@ -90,11 +92,6 @@ def returned_reads(gm: fx.GraphModule) -> list[int]:
     return [i for i, node in enumerate(results) if isinstance(node, fx.Node) and node.target in _UNSHARD]
 
 
-def _hides_markers(function: fx.GraphModule) -> bool:
-    modules = [module for module in function.modules() if isinstance(module, fx.GraphModule)]
-    return any(node.target in (*_UNSHARD, REDUCE_GRAD) for module in modules for node in module.graph.nodes)
-
-
 def _hoist(call: fx.Node) -> None:
     """Moves the reads in the functions of a call to before it."""
     operands = list(call.args[-1])  # type: ignore[arg-type]
@@ -102,26 +99,24 @@ def _hoist(call: fx.Node) -> None:
     functions = {node: _copy(function_at(node)) for node in functions_of(call)}
     moved = [each for function in functions.values() for each in _movable_reads(function, operands)]
     outside: dict[tuple[Any, ...], fx.Node] = {}
-    for read in moved:
-        if read.outside not in outside:
+    for each in moved:
+        if each.outside not in outside:
             with call.graph.inserting_before(call):
-                outside[read.outside] = call.graph.call_function(UNSHARD, read.outside)
-            outside[read.outside].meta = dict(read.node.meta)
+                outside[each.outside] = call.graph.call_function(UNSHARD, each.outside)
+            outside[each.outside].meta = dict(each.node.meta)
     for function in functions.values():
         added = {args: _add_argument(function, node) for args, node in outside.items()}
-        for read in moved:
-            if read.node.graph is function.graph:
-                read.node.replace_all_uses_with(added[read.outside])
-                function.graph.erase_node(read.node)
+        for each in moved:
+            if each.node.graph is function.graph:
+                each.node.replace_all_uses_with(added[each.outside])
+                function.graph.erase_node(each.node)
     operands.extend(outside.values())
     sources = {source for args in outside for source in args if isinstance(source, fx.Node)}
-    unused = [
-        i for i, operand in enumerate(operands) if operand in sources and not _is_used(functions.values(), operands, i)
-    ]
-    for function in functions.values():
-        arguments = _arguments(function, len(operands))
+    taken = [_arguments(function, len(operands)) for function in functions.values()]
+    unused = [i for i, each in enumerate(operands) if each in sources and not any(inner[i].users for inner in taken)]
+    for function, inner in zip(functions.values(), taken, strict=True):
         for index in unused:
-            function.graph.erase_node(arguments[index])
+            function.graph.erase_node(inner[index])
         function.graph.lint()
         function.recompile()
     kept = tuple(operand for i, operand in enumerate(operands) if i not in unused)
@@ -168,8 +163,3 @@ def _add_argument(function: fx.GraphModule, like: fx.Node) -> fx.Node:
         added = function.graph.placeholder(f"{like.name}_argument")
     added.meta = dict(like.meta)
     return added
-
-
-def _is_used(functions: Iterable[fx.GraphModule], operands: Sequence[Any], index: int) -> bool:
-    """Whether any function uses one operand."""
-    return any(_arguments(function, len(operands))[index].users for function in functions)

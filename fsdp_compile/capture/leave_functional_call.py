@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.nn.utils import stateless
 
-from fsdp_compile._torch.tracing import leave_to_python
+from fsdp_compile._torch.dynamo import leave_to_python
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.source_line import frames_of, source_line
 from fsdp_compile.ops.unshard import UNSHARD

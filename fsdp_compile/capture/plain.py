@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -32,9 +31,7 @@ from fsdp_compile._torch.dynamo import (
     options_of,
     skip_code,
 )
-from fsdp_compile._torch.tensors import local_tensor
 from fsdp_compile.capture.unaveraged import (
-    class_name,
     ids_in,
     places_of,
     refuse,
@@ -44,13 +41,15 @@ from fsdp_compile.capture.unaveraged import (
     waiting,
 )
 from fsdp_compile.comm import alike
-from fsdp_compile.comm.exchange import as_bytes
 from fsdp_compile.comm.groups import check_mesh, default_mesh
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2 import stale
 from fsdp_compile.fsdp2.accumulation import follow_no_sync
+from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.shards import local_of
 from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over
+from fsdp_compile.fsdp2.updates import update_as
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.sharding.params import refuse_params
@@ -204,7 +203,7 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
         return False
     if (part := next((m for m in module.modules() if m in sharded), None)) is not None:
         raise ConfigError(
-            f"a part of the model, {class_name(part)}, was sharded when it was called by itself",
+            f"a part of the model, {user_class(part).__name__}, was sharded when it was called by itself",
             where=type(module).__name__,
             instead="compile the model before its parts are called, or call fully_shard(model) first",
         )
@@ -228,12 +227,15 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
         if not options.sync_module_states:
             _compare_values(module, places.values(), options)
         fully_shard(module, **options.sharding)
+        now = {old: owner._parameters[attribute] for (owner, attribute), (_, old) in places.items()}
+        successors = {old: new for old, new in now.items() if new is not old and new is not None}
+        for old, new in successors.items():
+            update_as(old, new)
         state = sharded_root(module)
         assert state is not None
         take_over(state)
         follow_no_sync(module)
-    successors = {old: owner._parameters[attribute] for (owner, attribute), (_, old) in places.items()}
-    stale.replace({old: new for old, new in successors.items() if new is not old and new is not None})
+    stale.replace(successors)
     sharded[module] = options.sharding
     return True
 
@@ -248,23 +250,24 @@ def _compare_values(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
         if buffer is not None and name not in owner._non_persistent_buffers_set
     }
     values = dict(named) | saved
+
+    def sum_of_words(value: torch.Tensor) -> int:
+        octets = local_of(value).detach().reshape(-1).view(torch.uint8)
+        return int((octets.view(torch.int64) if octets.numel() % 8 == 0 else octets).sum())
+
     mesh = default_mesh(next(iter(values.values())).device.type) if options.mesh is None else options.mesh
     check_mesh(mesh)
     if mesh.size() > 1:
         alike.require(
-            {name: f"{tuple(value.shape)} with sum {_sum_of_words(value)}" for name, value in values.items()},
-            mesh,
+            {name: f"{tuple(value.shape)} with sum {sum_of_words(value)}" for name, value in values.items()},
+            [mesh.get_group(dim) for dim in range(mesh.ndim)],
+            torch.device(mesh.device_type),
             what="values of a plain model, of which each would keep its part",
             where=type(module).__name__,
             instead="torch.manual_seed() with the same seed on every rank before the model is made, or the same "
             "checkpoint on every rank; or options={'sync_module_states': True}, which takes the first rank's values, "
             "as DDP does",
         )
-
-
-def _sum_of_words(value: torch.Tensor) -> int:
-    octets = as_bytes((local_tensor(value) if isinstance(value, DTensor) else value).detach().contiguous())
-    return int((octets.view(torch.int64) if octets.numel() % 8 == 0 else octets).sum())
 
 
 def refuse_unused_sharding(inputs: Sequence[object], options: FSDPOptions) -> None:

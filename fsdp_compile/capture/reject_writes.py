@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fsdp_compile._torch.tensors import OpOverload, OpOverloadPacket, memory_id, tree_leaves
+from fsdp_compile._torch.tensors import OpOverload, OpOverloadPacket, is_gathered, memory_id, tree_leaves
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.ir.source_line import source_line
 from fsdp_compile.ops.unshard import UNSHARD
@@ -29,18 +29,29 @@ _ASSIGNMENTS = {
     )
 }  # fmt: skip
 """Operators that write into their first argument."""
-_WITH_MAX_NORM = (F.embedding, F.embedding_bag)
+_IF_ASKED = {
+    F.embedding: ("max_norm", ("weight",)),
+    F.embedding_bag: ("max_norm", ("weight",)),
+    F.batch_norm: ("training", ("running_mean", "running_var")),
+}
+"""Functions that write into some arguments, which fake tensors do not count, if another argument says so."""
 
 
-def refuse_writes(gm: fx.GraphModule) -> None:
+def refuse_writes(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     """Refuses a Dynamo graph that writes into the result of a read.
+
+    Args:
+        gm: The graph.
+        inputs: Its inputs, among which there may be what an earlier graph has read.
 
     Raises:
         UnsupportedModelError: If there is such a write, with the line of the model that makes it.
     """
     # Bodies of checkpoints and branches are graphs of their own.
     nodes = [node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes]
-    reads = [node for node in nodes if node.target in _MARKERS]
+    given = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    reads = [placeholder for placeholder, value in given if is_gathered(value)]
+    reads += [node for node in nodes if node.target in _MARKERS]
     memory = {key for read in reads for key in _memory(read)}
     for node in nodes:
         if any(key in memory for written in _written(node) for key in _memory(written)):
@@ -62,10 +73,10 @@ def _written_arguments(node: fx.Node) -> Iterator[Any]:
     target: Any = node.target
     if target in _ASSIGNMENTS or _is_asked_to(node):
         yield node.args[:1]
-    elif target in _WITH_MAX_NORM:
-        given = _arguments(target, node)
-        if given.get("max_norm") is not None:
-            yield given.get("weight")
+    elif target in _IF_ASKED:
+        (asks, written), given = _IF_ASKED[target], _arguments(target, node)
+        if given.get(asks) is not None and given[asks] is not False:
+            yield [given.get(name) for name in written]
     else:
         for overload in _overloads(target):
             for position, argument in enumerate(overload._schema.arguments):
@@ -78,7 +89,8 @@ def _overloads(target: Any) -> list[Any]:
         return [target]
     if not isinstance(target, OpOverloadPacket):
         # A method of tensors, or a function of torch's: the operator of its name, if it is one. Python's are none.
-        is_of_torch = isinstance(target, str) or str(getattr(target, "__module__", "")).startswith("torch")
+        is_method = isinstance(target, str) or inspect.ismethoddescriptor(target)
+        is_of_torch = is_method or str(getattr(target, "__module__", "")).startswith("torch")
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
         name = _METHODS.get(name, name)
         target = getattr(torch.ops.aten, name, None) if is_of_torch and not name.startswith("__") else None

@@ -18,13 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_compile._torch import fully_shard as fsdp2
-from fsdp_compile._torch.autograd import has_gradient_hooks
-from fsdp_compile._torch.composable import is_replicated
 from fsdp_compile._torch.dynamo import OptimizedModule, modules_being_called, values_on_the_way
+from fsdp_compile._torch.fully_shard_calls import is_replicated
+from fsdp_compile._torch.tensors import is_gathered
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.fsdp2 import stale
+from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import sharded_root
+from fsdp_compile.fsdp2.updates import has_user_hooks
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.params import is_whole
 
@@ -36,11 +38,6 @@ waiting = weakref.WeakKeyDictionary()
 """Compiled modules that were not called yet, and the options of their compile."""
 sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 """Modules that their first call has sharded, and the options for `fully_shard` with which it did."""
-
-
-def class_name(module: nn.Module) -> str:
-    """The name of the class that the user wrote."""
-    return next(c.__name__ for c in type(module).__mro__ if not issubclass(c, fsdp2.FSDPModule))
 
 
 def places_of(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], tuple[str, nn.Parameter]]]:
@@ -98,7 +95,7 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
                 where=name,
                 instead="step with it or drop it (model.zero_grad()) before the first compiled call",
             )
-        if has_gradient_hooks(parameter):
+        if has_user_hooks(parameter):
             raise ConfigError(
                 "a parameter has hooks on its gradient, and its sharded successor would not",
                 where=name,
@@ -142,8 +139,9 @@ def refuse_wrapper_around(module: nn.Module, _name: str, child: nn.Module | None
     if isinstance(module, _WRAPPERS) and child is not None:
         for part in child.modules():
             inner = part._orig_mod if isinstance(part, OptimizedModule) else part
-            if inner in waiting or inner in sharded:
-                raise _refuse_wrapper(module, f"{type(module).__name__}({class_name(inner)})")
+            # What the user has sharded alone, the wrapper may have been told to ignore.
+            if inner in sharded or (inner in waiting and sharded_root(inner) is None):
+                raise _refuse_wrapper(module, f"{type(module).__name__}({user_class(inner).__name__})")
 
 
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -184,11 +182,13 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
             continue
         if not value.requires_grad or not torch.is_grad_enabled():  # each rank computes with its whole copy
             continue
-        if not value.is_leaf:  # what an earlier graph has gathered
+        if is_gathered(value):  # by an earlier graph
             continue
         # FSDP2 registers gathered parameters, which are plain; others stay whole.
         averaged = ids_in(fsdp2.sharded_modules()) if averaged is None else averaged
         way = [module for module in values_on_the_way(placeholder) if isinstance(module, nn.Module)]
+        if (wrapper := next((m for m in way if isinstance(m, _WRAPPERS) or is_replicated(m)), None)) is not None:
+            raise _refuse_wrapper(wrapper, type(wrapper).__name__)
         if id(value) not in averaged and not any(sharded_root(module) is not None for module in way):
             owner = next((m for m in way if any(p is value for _, (_, p) in places_of(m))), None)
             name = next((n for _, (n, p) in places_of(owner) if p is value), "") if owner is not None else ""

@@ -52,7 +52,11 @@ def refusal_of_several(what: str, options: FSDPOptions) -> ConfigError:
 
 
 def _unread(inputs: Sequence[object]) -> list[Unit]:
-    """Units with parameters that Dynamo's graph does not read, of models of which it reads any."""
+    """Units with parameters that Dynamo's graph does not read, of models of which it reads any.
+
+    Not those of modules that the user has removed since.
+    """
     read = dict.fromkeys(group.unit for value in inputs if (group := ParamGroup.of(value)) is not None)
-    models = dict.fromkeys(unit.model for unit in read)
-    return [unit for model in models for unit in model.units if unit.groups and unit not in read]
+    left = [unit for model in {unit.model: None for unit in read} for unit in model.units if unit not in read]
+    present = {module for unit in left for module in unit.model.root.modules()}
+    return [unit for unit in left if unit.groups and not present.isdisjoint(modules_of(unit.state))]

@@ -125,12 +125,12 @@ AnyOffloadPolicy = OffloadPolicy | CPUOffload | None
 
 
 def as_offload(policy: object) -> OffloadPolicy:
-    """Any of torch's policies as FSDP2's. Raises `ConfigError` for others."""
-    if policy is None:
+    """Any of torch's policies, as FSDP2's. Raises `ConfigError` for others."""
+    if policy is None or (isinstance(policy, CPUOffload) and not policy.offload_params):
         return OffloadPolicy()
     if isinstance(policy, CPUOffload):
-        return CPUOffloadPolicy() if policy.offload_params else OffloadPolicy()
-    if isinstance(policy, OffloadPolicy):
+        return CPUOffloadPolicy()
+    if isinstance(policy, CPUOffloadPolicy) or type(policy) is OffloadPolicy:
         return policy
     raise ConfigError(
         f"offload_policy is a {type(policy).__name__}",

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile._torch import fully_shard as fsdp2
+from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.take_over import model_of
 from fsdp_compile.ops import comm_hook
@@ -76,5 +77,5 @@ def _is_known(group: fsdp2.TorchGroup, hook: CommHook, state: object) -> bool:
     return all(
         comm_hook.is_plain_average(hook, state, ranks, parameter.dtype, split=where.size > 1)
         for param in fsdp2.params_of(group)
-        if (parameter := fsdp2.sharded_param(param)).requires_grad
+        if (parameter := torch_params.sharded_param(param)).requires_grad
     )

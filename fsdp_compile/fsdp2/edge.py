@@ -56,12 +56,8 @@ def mark_produced(group: ParamGroup, offsets: Collection[int]) -> None:
     task = backward_in_progress()
     if task not in _produced:
         _produced[task] = {}
-        after_this_backward(lambda: _forget(task))
+        after_this_backward(lambda: _produced.pop(task, None))
     _produced[task].setdefault(id(group), set()).update(offsets)
-
-
-def _forget(task: int) -> None:
-    _produced.pop(task, None)
 
 
 def take_produced(group: ParamGroup) -> set[int]:

@@ -17,7 +17,7 @@ from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.layout.profiler_ranges import Range, profiled
-from fsdp_compile.layout.spec import GradPlacement, parse
+from fsdp_compile.layout.spec import ROOT, GradPlacement, parse
 from fsdp_compile.ops import effects  # noqa: F401  the schema of `update`
 from fsdp_compile.ops.embedding import reduced_rows
 from fsdp_compile.ops.unshard import reduced_gradient
@@ -41,8 +41,8 @@ def _reduce_grad(
             unsharded_accumulated_grad = group.pending.take(GradPlacement.UNREDUCED, [read.offset])
         if partial_reduce_output is not None:
             partial_reduce_output = group.pending.take(GradPlacement.REDUCE_SCATTERED, [read.offset])
-    unit = "" if group is None else group.title
-    with profiled(Range.REDUCE, [unit]), explained(f"reducing a gradient of unit {unit or '(root)'}"):
+    unit = ROOT if group is None else group.title
+    with profiled(Range.REDUCE, [unit]), explained(f"reducing a gradient of unit {unit}"):
         return reduced_gradient(flat, grad, read, unsharded_accumulated_grad, partial_reduce_output)
 
 

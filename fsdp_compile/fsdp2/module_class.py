@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile._torch.dynamo import skip_code
+from fsdp_compile._torch.dynamo import is_compiling_a_frame, skip_code, traces_a_forward
 from fsdp_compile._torch.fully_shard import MANAGED, class_below
-from fsdp_compile._torch.tracing import is_compiling_a_frame, traces_a_forward
 from fsdp_compile.errors import UnsupportedModelError
+from fsdp_compile.fsdp2.buffers import CASTS
 from fsdp_compile.layout.spec import GradPlacement
 
 if TYPE_CHECKING:
@@ -56,17 +56,17 @@ class ParamRead:
     eval_text: str = ""
 
 
-_Key = tuple[type, tuple[ParamRead, ...]]
+_Key = tuple[type, tuple[ParamRead, ...], tuple[str, ...]]
 _classes: weakref.WeakKeyDictionary[object, dict[_Key, type]] = weakref.WeakKeyDictionary()
 """By world: none may take what Dynamo has compiled in an earlier one."""
 
 
-def class_of(base: type, reads: Sequence[ParamRead]) -> type:
-    """The class over a user's, in which some parameters are properties."""
+def class_of(base: type, reads: Sequence[ParamRead], originals: Sequence[str] = ()) -> type:
+    """The class over a user's, in which some parameters, and buffers with originals for eval mode, are properties."""
     known = _classes.setdefault(dist.group.WORLD or ParamRead, {})
-    key = (base, tuple(reads))
+    key = (base, tuple(reads), tuple(originals))
     if key not in known:
-        known[key] = _make(base, reads)
+        known[key] = _make(base, reads, originals)
     return known[key]
 
 
@@ -126,9 +126,10 @@ def refresh_reads(group: ParamGroup) -> None:
                 module.__dict__.pop(ARGUMENTS, None)
 
 
-def _make(base: type, reads: Sequence[ParamRead]) -> type:
+def _make(base: type, reads: Sequence[ParamRead], originals: Sequence[str]) -> type:
     members: dict[str, Any] = {
         **{read.name: _property(read) for read in reads},
+        **{name: _original_in_eval(name) for name in originals},
         ARGUMENTS: None,
         UNIT: None,
         MANAGED: property(_is_managed),
@@ -182,6 +183,20 @@ def _property(read: ParamRead) -> property:
     for function in (get, get_dtensor, put):
         skip_code(function.__code__)
     return property(get_dtensor if read.is_dtensor else get, put)
+
+
+def _original_in_eval(name: str) -> property:
+    def get(module: nn.Module) -> torch.Tensor | None:
+        buffer = module._buffers[name]
+        if torch.compiler.is_compiling() and not module.training:
+            known = getattr(module, CASTS)[name]
+            if buffer is known.cast:  # else the forward, or the user, has replaced it
+                original: torch.Tensor = known.original
+                return original
+        return buffer
+
+    skip_code(get.__code__)
+    return property(get)
 
 
 def _name_in_eval(name: str) -> str:

@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
+from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile._torch.autograd import allow_any_gradient_dtype
-from fsdp_compile._torch.tensors import ViewPlace, local_tensor, make_dtensor, set_local_tensor
+from fsdp_compile._torch.tensors import local_tensor, make_dtensor, set_local_tensor
 from fsdp_compile.comm.dtensor_layouts import DTensorLayout
 from fsdp_compile.comm.groups import alias_of
 from fsdp_compile.errors import UnsupportedModelError
@@ -50,7 +51,7 @@ class Param:
         first_text: Of the spec when the model was taken over: how the module's class reads it.
     """
 
-    of_torch: fsdp2.TorchParam
+    of_torch: torch_params.TorchParam
     name: str
     spec: UnshardSpec
     parameter: nn.Parameter
@@ -62,28 +63,23 @@ class Param:
         self.first_text = self.first_text or self.spec.text
 
     @property
-    def place(self) -> ViewPlace:
-        """Its place in a tensor that is laid out like the flat buffer."""
-        return tuple(self.view.shape), tuple(self.view.stride()), self.spec.offset
-
-    @property
     def refs(self) -> list[tuple[nn.Module, str]]:
         """The modules that register it, with its name in each."""
-        return fsdp2.refs_of(self.of_torch)
+        return torch_params.refs_of(self.of_torch)
 
     @property
     def is_moved(self) -> bool:
         """Whether the DTensor is another one, or no longer the view of the flat buffer (`.to()`, `assign=True`)."""
-        now = fsdp2.sharded_param(self.of_torch)
+        now = torch_params.sharded_param(self.of_torch)
         return now is not self.parameter or local_tensor(now) is not self.view  # type: ignore[arg-type]
 
     def update_shard_data(self) -> None:
         """Makes FSDP2 use the values of a DTensor that is no longer the view of the flat buffer."""
-        local = local_tensor(fsdp2.sharded_param(self.of_torch))  # type: ignore[arg-type]
-        padded = local.new_zeros(fsdp2.padded_shape(self.of_torch))
+        local = local_tensor(torch_params.sharded_param(self.of_torch))  # type: ignore[arg-type]
+        padded = local.new_zeros(torch_params.padded_shape(self.of_torch))
         dim = self.spec.dim or 0
         padded.narrow(dim, 0, local.size(dim) if local.numel() else 0).copy_(local)
-        fsdp2.set_shard_data(self.of_torch, padded.view(-1))
+        torch_params.set_shard_data(self.of_torch, padded.view(-1))
 
 
 class ParamGroup:
@@ -105,7 +101,7 @@ class ParamGroup:
     _by_address: ClassVar[weakref.WeakValueDictionary[int, ParamGroup]] = weakref.WeakValueDictionary()
 
     def __init__(
-        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[fsdp2.TorchParam], titles: dict[int, str]
+        self, unit: Unit, of_torch: fsdp2.TorchGroup, members: Sequence[torch_params.TorchParam], titles: dict[int, str]
     ) -> None:
         self._unit = weakref.ref(unit)
         self.of_torch = of_torch
@@ -113,9 +109,9 @@ class ParamGroup:
         where = fsdp2.placement_of(of_torch)
         self.size, self.rank = where.size, where.rank
         self.updates = Updates(self)
-        stored = fsdp2.sharded_param(members[0]).dtype
-        common = self._common_spec(stored, where, self.updates.wanted(map(fsdp2.sharded_param, members)))
-        shapes = [ParameterShape("", fsdp2.shape_of(p), fsdp2.shard_dim(p)) for p in members]
+        stored = torch_params.sharded_param(members[0]).dtype
+        common = self._common_spec(stored, where, self.updates.wanted(map(torch_params.sharded_param, members)))
+        shapes = [ParameterShape("", torch_params.shape_of(p), torch_params.shard_dim(p)) for p in members]
         wire = self._wire_format(stored)
         layout = plan_layout(
             shapes,
@@ -125,14 +121,19 @@ class ParamGroup:
             reduced=common.reduce_dtype,
             per_byte=0 if wire is None else wire.per_byte,
         )
-        device = fsdp2.shard_data(members[0]).device
-        pins = fsdp2.pins_memory(members[0]) and device.type != "meta"
-        self.flat = torch.zeros(layout.numel, dtype=stored, device=device, pin_memory=pins)
+        device = torch_params.shard_data(members[0]).device
+        pins = torch_params.pins_memory(members[0]) and device.type != "meta"
+        flat = torch.zeros(layout.numel, dtype=stored, device=device)
+        self.flat = flat.pin_memory() if pins else flat
         found: list[Param | None] = [None] * len(members)
         for slot in layout.slots:
             each = members[slot.index]
             place = dataclasses.replace(
-                common, offset=slot.offset, extent=slot.extent, shape=fsdp2.shape_of(each), dim=fsdp2.shard_dim(each)
+                common,
+                offset=slot.offset,
+                extent=slot.extent,
+                shape=torch_params.shape_of(each),
+                dim=torch_params.shard_dim(each),
             )
             found[slot.index] = self._move_in(each, _name(each, titles), self._in_format(place))
         self.params = tuple(p for p in found if p is not None)
@@ -275,23 +276,27 @@ class ParamGroup:
                 allow_any_gradient_dtype(leaf)
                 leaf.grad = leaf.grad.to(param.spec.param_dtype)
 
-    def _move_in(self, each: fsdp2.TorchParam, name: str, spec: UnshardSpec, first_text: str = "") -> Param:
+    def _move_in(self, each: torch_params.TorchParam, name: str, spec: UnshardSpec, first_text: str = "") -> Param:
         """Moves one shard of FSDP2's into the buffer, and makes FSDP2 and the DTensor use it there."""
-        parameter = fsdp2.sharded_param(each)
+        parameter = torch_params.sharded_param(each)
         local = local_tensor(parameter)  # type: ignore[arg-type]
         piece = self.flat[spec.offset : spec.offset + spec.shard_numel]
-        piece.copy_(fsdp2.shard_data(each).view(-1))
-        padded = piece.view(fsdp2.padded_shape(each))
+        piece.copy_(torch_params.shard_data(each).view(-1))
+        padded = piece.view(torch_params.padded_shape(each))
         view = padded.narrow(spec.dim or 0, 0, local.size(spec.dim or 0) if local.numel() else 0)
         # `.data` first: the wrapper's own storage offset must be that of its local tensor, or Dynamo cannot fake it.
         parameter.data = make_dtensor(view, parameter)
-        fsdp2.set_shard_data(each, piece)
+        torch_params.set_shard_data(each, piece)
         set_local_tensor(parameter, view)  # type: ignore[arg-type]
-        return Param(each, name, spec, parameter, view, _layout(each), first_text)
+        gathered, layout = torch_params.unsharded_spec(each), None
+        if gathered is not None:
+            dims = torch_params.data_parallel_dims(each)
+            layout = DTensorLayout.of(gathered.mesh, gathered.placements, gathered.shape, dims)
+        return Param(each, name, spec, parameter, view, layout, first_text)
 
     def make_edge(self) -> None:
         """Makes the tensor that graphs take: the buffer's memory, with a history that leads to the DTensors."""
-        parameters = [fsdp2.sharded_param(p.of_torch) for p in self.params]
+        parameters = [torch_params.sharded_param(p.of_torch) for p in self.params]
         self.edge = edge.of_group(self, parameters)
         for param, parameter in zip(self.params, parameters, strict=True):
             param.parameter = parameter
@@ -300,7 +305,7 @@ class ParamGroup:
     @property
     def is_converted(self) -> bool:
         """Whether parameters have another dtype, or are on another device, since the group was made."""
-        moved: list[Any] = [fsdp2.sharded_param(p.of_torch) for p in self.params if p.is_moved]
+        moved: list[Any] = [torch_params.sharded_param(p.of_torch) for p in self.params if p.is_moved]
         found = [local_tensor(each) for each in moved]
         return any((local.dtype, local.device) != (self.flat.dtype, self.flat.device) for local in found)
 
@@ -320,7 +325,7 @@ class ParamGroup:
         moved = [i for i, param in enumerate(self.params) if param.is_moved]
         for i in moved:
             param = self.params[i]
-            local = local_tensor(fsdp2.sharded_param(param.of_torch))  # type: ignore[arg-type]
+            local = local_tensor(torch_params.sharded_param(param.of_torch))  # type: ignore[arg-type]
             if local.shape != param.view.shape:
                 raise UnsupportedModelError(
                     f"a sharded parameter was replaced by one of another shape: {list(local.shape)} on this rank, "
@@ -350,15 +355,8 @@ class ParamGroup:
         ]
 
 
-def _layout(param: fsdp2.TorchParam) -> DTensorLayout | None:
-    spec = fsdp2.unsharded_spec(param)
-    if spec is None:
-        return None
-    return DTensorLayout.of(spec.mesh, spec.placements, spec.shape, fsdp2.data_parallel_dims(param))
-
-
-def _name(param: fsdp2.TorchParam, titles: dict[int, str]) -> str:
+def _name(param: torch_params.TorchParam, titles: dict[int, str]) -> str:
     """The first name of a parameter, from the root; its module may have the gathered parameter registered."""
-    module, name = fsdp2.refs_of(param)[0]
+    module, name = torch_params.refs_of(param)[0]
     path = titles.get(id(module), "")
     return f"{path}.{name}" if path else name

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_compile._torch import fully_shard as fsdp2
+from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile._torch.dynamo import keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
@@ -175,14 +176,14 @@ class PendingGrads:
                 full = full_parameter(_EAGER, rows, param.spec, start=0, span=param.spec.extent)
                 # FSDP2 adds to it in place.
                 full = full.clone()
-                fsdp2.give_unreduced_grad(
+                torch_params.give_unreduced_grad(
                     param.of_torch, full if param.layout is None else param.layout.unreduced(full)
                 )
 
     def take_from_torch(self) -> None:
         """Takes unreduced gradients from FSDP2, after its post-backward."""
         for param in self.group.params:
-            grad = fsdp2.take_unreduced_grad(param.of_torch)
+            grad = torch_params.take_unreduced_grad(param.of_torch)
             if grad is not None:
                 rows = gradient_rows(_EAGER, grad.to(self.dtype()), param.spec)
                 self._add_in_slot(GradPlacement.UNREDUCED, param, rows)

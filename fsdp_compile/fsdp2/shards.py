@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compile._torch.autograd import backward_in_progress
-from fsdp_compile._torch.fsdp2_hooks import forward_in_progress
+from fsdp_compile._torch.fully_shard_calls import forward_in_progress
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, memory_id
 from fsdp_compile.errors import ConfigError
 
@@ -129,3 +129,22 @@ def union(said: Mapping[Any, Any], meshes: Iterable[DeviceMesh]) -> dict[Any, An
 def is_number(key: object, value: torch.Tensor) -> bool:
     """Whether state of this name is one number, and not a value for each element of a parameter."""
     return key in _NUMBERS and (value.dim() == 0 or (key == "step" and value.numel() == 1))
+
+
+def give_storages(module: nn.Module, destination: dict[str, Any], prefix: str, _: object) -> None:
+    """Makes the shards of a module in its state dict such that they can be saved and copied: a hook of `state_dict()`.
+
+    Args:
+        module: The module that was just saved.
+        destination: The state dict.
+        prefix: Before each name of the module in it.
+    """
+    for name, parameter in module._parameters.items():
+        value = destination.get(prefix + name)
+        if not isinstance(value, DTensor) or value is parameter:  # `keep_vars=True`
+            continue
+        local = local_tensor(value)
+        if type(local) is torch.Tensor and not local.is_meta:
+            # torch saves and copies a DTensor only if its local tensor begins where its storage begins, and saves
+            # whole storages.
+            destination[prefix + name] = make_dtensor(torch.from_dlpack(local), value)

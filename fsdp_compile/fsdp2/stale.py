@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile._torch.autograd import is_saved_by_autograd
-from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.shards import shard_like
 
 _METADATA = frozenset(
     {"__get__", "__set__", "__delete__", "__len__", "dim", "size", "numel", "stride", "is_floating_point", "is_complex"}
@@ -142,18 +142,10 @@ def _shard_value(key: str, value: Any, parameter: Any) -> Any:
             return value
         raise _refuse_state(f"{key!r}, which is split otherwise than its parameter", parameter)
     if value.shape == parameter.shape:
-        return shard_like(value, parameter)
+        return shard_like(value.to(parameter.device), parameter)
     if value.numel() == 1:
         return value
     raise _refuse_state(f"{key!r}, which is not of its parameter's shape", parameter)
-
-
-def shard_like(value: torch.Tensor, parameter: Any) -> DTensor:
-    """This rank's part of a full tensor that every rank has, laid out as a parameter; no communication."""
-    mesh, placements = parameter.device_mesh, parameter.placements
-    part = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
-    # A clone: a view would keep the memory of the full tensor.
-    return make_dtensor(local_tensor(part).clone(memory_format=torch.contiguous_format), parameter)
 
 
 def _refuse_state(what: str, parameter: Any) -> ConfigError:

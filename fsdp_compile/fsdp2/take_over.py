@@ -7,6 +7,7 @@ backend first meets the model, after FSDP2's own lazy initialization.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import weakref
@@ -14,16 +15,26 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
-from fsdp_compile._torch.dynamo import OptimizedModule, backend_in_callback, call_of, graph_break, skip_code
-from fsdp_compile._torch.eval_frame import compiler_of_calls
-from fsdp_compile.fsdp2.casts import cast
+from fsdp_compile._torch.dynamo import (
+    OptimizedModule,
+    backend_in_callback,
+    call_of,
+    compiler_of_calls,
+    graph_break,
+    skip_code,
+)
+from fsdp_compile.fsdp2 import kernels  # noqa: F401  derivatives of the reads that modules have from here on
+from fsdp_compile.fsdp2.buffers import originals_in_eval
 from fsdp_compile.fsdp2.module_class import LAYOUTS, UNIT, ParamRead, class_of, original_class, refresh_reads, set_flat
 from fsdp_compile.fsdp2.param_group import Param, ParamGroup
-from fsdp_compile.fsdp2.state_dict import give_storages
+from fsdp_compile.fsdp2.shards import give_storages
 from fsdp_compile.fsdp2.unit import Gatherer, Model, Unit
+from fsdp_compile.layout.spec import ROOT
 
 _models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Model]] = weakref.WeakKeyDictionary()
 """By root, the models that were taken over; its units, which hooks of its modules know, keep a model."""
@@ -60,10 +71,7 @@ def units(model: nn.Module) -> list[Unit]:
         None for a plain model.
     """
     module = model._orig_mod if isinstance(model, OptimizedModule) else model
-    found = model_of(module)
-    if found is None and (state := sharded_root(module)) is not None:
-        found = take_over(state)
-    return [] if found is None else list(found.units)
+    return [unit for found in take_over_all(module) for unit in found.units]
 
 
 def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
@@ -73,6 +81,14 @@ def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
         if state is not None:
             return state
     return None
+
+
+def take_over_all(module: nn.Module) -> list[Model]:
+    """Takes over the sharded models in a module, or the one that it is a part of, and returns them."""
+    if (found := model_of(module)) is not None:
+        return [found]
+    states = [state for each in module.modules() if (state := fsdp2.state_of(each)) is not None]
+    return list(dict.fromkeys(take_over(state) for state in states))
 
 
 def take_over(state: fsdp2.FSDPState) -> Model:
@@ -88,14 +104,16 @@ def take_over(state: fsdp2.FSDPState) -> Model:
         root = fsdp2.modules_of(states[0])[0]
         if (earlier := model_of(root)) is not None:
             return earlier
-        # The call in which this happens may have gathered some.
+        # The call in which this happens may have gathered some, or the user before it. Extensions gather a second time
+        # into what they have made, which a forward cannot do.
         for of_torch in (group for each in states for group in fsdp2.groups_of(each)):
-            if not fsdp2.is_sharded(of_torch):
+            is_gathered = not fsdp2.is_sharded(of_torch) or fsdp2.is_being_gathered(of_torch)
+            if is_gathered and not fsdp2.has_extensions(of_torch):
                 fsdp2.reshard(of_torch)
         model = Model(root)
         titles = {id(module): name for name, module in root.named_modules()}
         for each in states:
-            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each)) or "(root)"
+            title = "+".join(titles[id(module)] for module in fsdp2.modules_of(each)) or ROOT
             unit = Unit(model, each, title)
             unit.make_groups(titles)
             for group in unit.groups:
@@ -122,6 +140,8 @@ def _give_classes(model: Model) -> None:
             for module, name in param.refs:
                 reads.setdefault(module, []).append((name, group, param))
     classes: dict[Unit, list[tuple[nn.Module, type, type]]] = {unit: [] for unit in model.units}
+    # Inner units come after those around them.
+    around = {m: unit for unit in model.units for module in fsdp2.modules_of(unit.state) for m in module.modules()}
     marks = {module: fsdp2.take_marks(module) for module in model.root.modules()}
     for module in marks:
         own = sorted(reads.get(module, ()), key=lambda read: read[0])
@@ -132,10 +152,12 @@ def _give_classes(model: Model) -> None:
         if layouts:
             object.__setattr__(module, LAYOUTS, layouts)
         plain = type(module)
-        made = class_of(plain, [_read(n, number[g], g, p) for n, g, p in own])
+        buffers = originals_in_eval(module)
+        made = class_of(plain, [_read(n, number[g], g, p) for n, g, p in own], buffers)
         if own:
-            unit = own[0][1].unit
-            object.__setattr__(module, UNIT, unit)
+            object.__setattr__(module, UNIT, own[0][1].unit)
+        if own or buffers:
+            unit = own[0][1].unit if own else around[module]
             classes[unit].append((module, made, class_of(plain, ())))
         else:
             # Its code may read parameters of its children.
@@ -209,6 +231,22 @@ def _pre_hook(unit: Unit, hook: fsdp2.PreHook, dtype: torch.dtype | None) -> fsd
     return pre_forward
 
 
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in `value` as `dtype`, through containers, dataclasses and packed sequences."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.to(dtype) if x.is_floating_point() else x
+        if isinstance(x, PackedSequence):
+            return x.to(dtype) if x.data.is_floating_point() else x
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            fields = {f.name: cast(getattr(x, f.name), dtype) for f in dataclasses.fields(x) if f.init}
+            return dataclasses.replace(x, **fields)
+        return x
+
+    return tree_map(leaf, value, is_leaf=lambda x: isinstance(x, PackedSequence))
+
+
 def keep_inputs_in_eval(module: nn.Module) -> None:
     """Makes the first compiled call of a sharded module leave inputs as they are in eval mode.
 
@@ -249,13 +287,6 @@ def _output_dtypes(unit: Unit) -> tuple[torch.dtype | None, torch.dtype | None]:
     return dtype, dtype if fsdp2.own_setting(unit.state, "casts_output_in_eval", default=True) else None
 
 
-def _cast_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
-    policy = fsdp2.policy_of(unit.state)
-    if policy.param_dtype is None or not policy.cast_forward_inputs:
-        return args, kwargs
-    return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
-
-
 @torch.compiler.disable
 def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     # Checkpointing by module hooks repeats the forward as it was: by hooks only if hooks have run its backward so far.
@@ -268,9 +299,11 @@ def _begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
             each.gather_given()
         if not unit.given_values():
             unit.defer(call_of(module))
-            if not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False):
+            full = not module.training and fsdp2.own_setting(unit.state, "full_precision_in_eval", default=False)
+            policy = fsdp2.policy_of(unit.state)
+            if full or policy.param_dtype is None or not policy.cast_forward_inputs:
                 return args, kwargs
-            return _cast_inputs(unit, args, kwargs)
+            return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
     if unit.gatherer is not Gatherer.HOOKS:
         unit.begin_hooks()
     return unit.pre_forward(module, args, kwargs)

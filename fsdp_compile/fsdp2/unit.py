@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile._torch import fully_shard as fsdp2
+from fsdp_compile._torch import fully_shard_params as torch_params
 from fsdp_compile._torch.autograd import after_this_backward
 from fsdp_compile._torch.dynamo import call_of, is_on_stack, keep_sizes_fixed
 from fsdp_compile.errors import UnsupportedModelError
@@ -140,9 +141,9 @@ class Unit:
             fsdp2.observe(of_torch, _Observer(self, of_torch))
             if fsdp2.has_extensions(of_torch):
                 continue
-            kinds: dict[Any, list[fsdp2.TorchParam]] = {}
+            kinds: dict[Any, list[torch_params.TorchParam]] = {}
             for param in fsdp2.params_of(of_torch):
-                parameter = fsdp2.sharded_param(param)
+                parameter = torch_params.sharded_param(param)
                 kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(param)
             self.groups += [ParamGroup(self, of_torch, members, titles) for members in kinds.values()]
 
@@ -250,7 +251,7 @@ class Unit:
         given = self.given_values()
         for reader, name, value in given:
             if isinstance(value, DTensor) and all(
-                fsdp2.unsharded_spec(p.of_torch) is None for g in self.groups for p in g.params
+                torch_params.unsharded_spec(p.of_torch) is None for g in self.groups for p in g.params
             ):
                 raise UnsupportedModelError(
                     "functional_call() is given a sharded value",
@@ -345,8 +346,9 @@ class Unit:
     def _follow_gathered(self, *, by_hooks: bool) -> None:
         for of_torch in fsdp2.groups_of(self.state):
             if not fsdp2.is_gathered_by_user(of_torch):
-                # FSDP2 leaves units gathered that it does not free after forward, if no backward followed.
-                if not fsdp2.is_sharded(of_torch):
+                # FSDP2 leaves units gathered that it does not free after forward, if no backward followed. What its
+                # hooks have begun to gather ahead would be of old parameters when they use it in a later step.
+                if not fsdp2.is_sharded(of_torch) or (not by_hooks and fsdp2.is_being_gathered(of_torch)):
                     fsdp2.reshard(of_torch)
             elif not by_hooks:
                 taken = fsdp2.take_gathered(of_torch)
@@ -367,7 +369,7 @@ class Unit:
             self._follows_hook = False
             return
         for of_torch in fsdp2.groups_of(self.state):
-            if not fsdp2.is_sharded(of_torch):
+            if not fsdp2.is_sharded(of_torch) or fsdp2.is_being_gathered(of_torch):
                 fsdp2.reshard(of_torch)
         if any(group.is_changed for group in self.groups):
             raise UnsupportedModelError(

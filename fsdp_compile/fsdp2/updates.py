@@ -93,7 +93,8 @@ def _hooks_of(parameter: torch.Tensor) -> list[object]:
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def _has_user_hooks(parameter: torch.Tensor) -> bool:
+def has_user_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's gradient has hooks that are no updater's."""
     own = all(isinstance(hook, UpdateHook) for hook in _hooks_of(parameter))
     return bool(parameter._backward_hooks) or not own
 
@@ -155,7 +156,7 @@ class Updates:
         params = group.params_at(trained)
         if not params:
             return  # `torch.autograd.grad` asks for other gradients
-        if any(_has_user_hooks(param.parameter) for param in params):
+        if any(has_user_hooks(param.parameter) for param in params):
             # Autograd calls them once more, for the gradient that the graph does not return.
             raise UnsupportedModelError(
                 "a parameter that a compiled backward updates has a hook on its gradient",

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
-from fsdp_compile._torch.checkpoint import SafePlanner, SafeReader
 from fsdp_compile.errors import CheckpointError, ConfigError
+from fsdp_compile.formats.dcp_files import SafePlanner, SafeReader
 from fsdp_compile.sharding.fully_shard import fully_shard
 from fsdp_compile.state.full_params import full_params
 

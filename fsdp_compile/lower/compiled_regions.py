@@ -7,32 +7,38 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
 
 import torch
 
+from fsdp_compile.fsdp2.param_group import ParamGroup
+from fsdp_compile.fsdp2.unit import Unit
 from fsdp_compile.ir.graph import StepGraph
-from fsdp_compile.lower.graph_text import GraphText
+from fsdp_compile.ir.text.parser import parse_graph
+from fsdp_compile.ir.text.printer import format_graph
 
 
-class Unit(Protocol):
-    """A unit, as far as it has to do with compiled regions."""
+@dataclasses.dataclass(frozen=True)
+class GraphText:
+    """A transformed graph as it is stored: its text, and what AOTAutograd says of its results, which no text has.
 
-    compiled_regions: dict[tuple[int, ...], Any]
+    Attributes:
+        text: As `format_graph` writes it.
+        results: A description of each result: which ones are saved for backward.
+    """
 
-    @property
-    def model(self) -> Any:
-        """The model that it is a part of, with all its `units`."""
-        ...
+    text: str
+    results: tuple[object, ...]
 
+    @staticmethod
+    def of(step: StepGraph) -> GraphText:
+        """The text of a graph."""
+        return GraphText(format_graph(step), tuple(step.output.meta.get("desc") or ()))
 
-class Group(Protocol):
-    """A parameter group that a graph reads."""
-
-    @property
-    def unit(self) -> Any:
-        """Its `Unit`."""
-        ...
+    def read(self) -> StepGraph:
+        """The graph, with fake values and records."""
+        step = parse_graph(self.text)
+        step.output.meta["desc"] = list(self.results)
+        return step
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,7 +64,7 @@ class CompiledRegion:
         return [each for each in self.graphs if isinstance(each, StepGraph)]
 
 
-def register_region(groups: Sequence[Group], lower: str) -> CompiledRegion:
+def register_region(groups: Sequence[ParamGroup], lower: str) -> CompiledRegion:
     """Makes a region for the graphs of a compile; of several compiles of one region the last is stored.
 
     The units of the parameter groups that it reads store it; `lower` is as in `FSDPOptions.lower`.

@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 import torch
 
 from fsdp_compile._torch.autograd import backward_in_progress, below_autograd, leave_unused_undefined
-from fsdp_compile._torch.context_parallel import balance_in_trace, balances_tokens
-from fsdp_compile._torch.tensors import is_batched, join_batch, split_batch
+from fsdp_compile._torch.tensors import is_batched, join_batch, note_gathered, split_batch
 from fsdp_compile.comm.failures import refuse_lost_ranks
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.fsdp2 import edge
+from fsdp_compile.fsdp2.buffers import CastBuffer
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.ir.graph import Phase, Record, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import flat_of
@@ -41,7 +41,6 @@ class CompiledStep:
         flats: Positions of the flat tensors, and the titles of their units in the graph.
         waits: What it waits for, as errors name it, by the names of its nodes, in its order.
         profiled: Its calls that have ranges in a profile.
-        balanced: Of a forward that was traced with context parallelism: whether for tokens that are balanced.
         counted: Flat tensors that are updated in backward, and that both graphs of the region read.
         grads: Of a backward: the gradients that it makes.
         tangents: Of a backward: positions of the gradients of outputs.
@@ -54,7 +53,6 @@ class CompiledStep:
     flats: Mapping[int, str]
     waits: Mapping[str, str]
     profiled: tuple[ProfiledCall, ...]
-    balanced: bool | None
     counted: tuple[int, ...]
     grads: tuple[GradOutput, ...]
     tangents: tuple[int, ...]
@@ -78,7 +76,6 @@ class CompiledStep:
             flats={i: record.unit for i, record in flats.items()},
             waits=waits_of(step.graph),
             profiled=profiled_calls(step),
-            balanced=balance_in_trace() if is_forward else None,
             counted=tuple(i for i, record in flats.items() if flat_of(record) in again),
             grads=() if is_forward else tuple(grad_outputs(step)),
             tangents=() if is_forward else tuple(tangents_of(step)),
@@ -119,8 +116,6 @@ class CompiledStep:
         if self.phase is Phase.FORWARD:
             for unit in {group.unit for group in groups.values()}:
                 unit.begin_graph()
-        if self.balanced is not None and balances_tokens() is not self.balanced:
-            raise _other_balance(was_balanced=self.balanced)
         for at in self.counted:
             if at in groups:
                 (
@@ -184,7 +179,10 @@ class CompiledStep:
         results = []
         for gradients in zip(*batches, strict=True):
             # Compiled code may write into what it reads last; flat tensors are known by their addresses.
-            own = [_copied(value) if i not in self.flats else value for i, value in enumerate(args)]
+            own = [
+                value.clone() if isinstance(value, torch.Tensor) and i not in self.flats and i not in batched else value
+                for i, value in enumerate(args)
+            ]
             for i, gradient in zip(batched, gradients, strict=True):
                 own[i] = gradient
             results.append(run(own))
@@ -192,23 +190,16 @@ class CompiledStep:
         return [join_batch(each) if isinstance(each[0], torch.Tensor) else each[0] for each in joined]
 
     def _refuse_lost_ranks(self, error: RuntimeError, names: Mapping[str, str]) -> None:
-        units = ", ".join(dict.fromkeys(names.get(title, title) or "(root)" for title in self.flats.values()))
+        units = ", ".join(dict.fromkeys(names.get(title, title) for title in self.flats.values()))
         doing, waited = f"in a compiled {self.phase.value} of unit {units}", failed_wait(error, self.waits)
         refuse_lost_ranks(error, doing if waited is None else f"waiting for {waited} {doing}")
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) and not is_batched(value) else value
-
-
 def read_again(forward: StepGraph, backward: StepGraph) -> frozenset[Hashable]:
     """Parameter groups that both graphs of a region read, and that are updated in backward."""
-    return _updated(forward) & _updated(backward)
-
-
-def _updated(step: StepGraph) -> frozenset[Hashable]:
-    records = _flats_of(step).values()
-    return frozenset(flat_of(record) for record in records if record.specs[0].update is Update.IN_BACKWARD)
+    first, second = ({flat_of(record): record for record in _flats_of(each).values()} for each in (forward, backward))
+    updated = (key for key, record in first.items() if record.specs[0].update is Update.IN_BACKWARD)
+    return frozenset(updated).intersection(second)
 
 
 def _flats_of(step: StepGraph) -> dict[int, Record]:
@@ -231,16 +222,6 @@ def _refuse_copy(each: GradOutput, group: ParamGroup | None) -> None:
     )
 
 
-def _other_balance(*, was_balanced: bool) -> UnsupportedModelError:
-    was, now = ("", "not ") if was_balanced else ("not ", "")
-    return UnsupportedModelError(
-        f"attention was compiled for tokens that are {was}balanced over ranks, and now they are {now}balanced: it "
-        "would attend to other ones",
-        where="torch's context parallelism, load_balancer of _context_parallel_shard()",
-        instead="the same choice in every step, or torch.compiler.reset() after a change",
-    )
-
-
 def entered(
     compiled: Callable[..., Any], flats: Sequence[int], parameters: Sequence[int], *, tells_unused: bool
 ) -> Callable[..., Any]:
@@ -260,14 +241,16 @@ def entered(
         groups = {at: group for at in flats if (group := ParamGroup.of(args[at])) is not None}
         if not all(group.unit.is_called for group in groups.values()):
             args = _followed(args, groups)
+        CastBuffer.follow_all()
         outputs = compiled(*args)
+        CastBuffer.follow_all()
         for at in parameters:
-            outputs[at]._is_param = True
+            note_gathered(outputs[at])
         if tells_unused:
             leave_unused_undefined(args, outputs)
         return outputs
 
-    return run if flats else compiled
+    return run if flats or CastBuffer.read_in_eval else compiled
 
 
 def _followed(args: tuple[Any, ...], groups: Groups) -> tuple[Any, ...]:

@@ -28,7 +28,13 @@ _KINDS = {
 def waits_of(graph: fx.Graph) -> dict[str, str]:
     """What a graph waits for, by the names of the nodes that wait, in its order."""
     waits = graph.find_nodes(op="call_function", target=collectives.wait_tensor.default, sort=True)
-    return {node.name: _described(node) for node in waits}
+    found = {}
+    for node in waits:
+        record = record_of(node)
+        known = None if record is None else _KINDS.get(record.role)
+        named = "" if record is None else ", ".join(record.parameters)
+        found[node.name] = "a collective of the program" if known is None else f"{known} {named}"
+    return found
 
 
 def failed_wait(error: BaseException, waits: Mapping[str, str]) -> str | None:
@@ -48,10 +54,3 @@ def failed_wait(error: BaseException, waits: Mapping[str, str]) -> str | None:
         if number in numbers and len(numbers) == len(waits):
             return list(waits.values())[numbers.index(number)]
     return None
-
-
-def _described(node: fx.Node) -> str:
-    record = record_of(node)
-    if record is None or record.role not in _KINDS:
-        return "a collective of the program"
-    return f"{_KINDS[record.role]} {', '.join(record.parameters)}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch import fx
-
 from fsdp_compile.ir.graph import MADE, Role, StepGraph, require, role_of
 from fsdp_compile.ir.queries import beside
 from fsdp_compile.layout.spec import GradPlacement, Update
@@ -53,13 +51,9 @@ def grad_outputs(step: StepGraph) -> list[GradOutput]:
         mine = [made[flat.unit, name] for name in flat.parameters if (flat.unit, name) in made]
         if mine:
             offsets = tuple(sorted(spec.offset for spec in mine))
-            unreduced, partial = (_place_of(node, role, place) for role in (Role.UNREDUCED_GRAD, Role.PARTIAL_GRAD))
+            waiting = (beside(node, role) for role in (Role.UNREDUCED_GRAD, Role.PARTIAL_GRAD))
+            unreduced, partial = (None if each is None else place[each] for each in waiting)
             update = Update.IN_BACKWARD if index in updated else Update.AFTER_BACKWARD
             covers_all = sum(spec.extent for spec in mine) == node.meta["val"].numel()
             found.append(GradOutput(index, offsets, covers_all, mine[0].grad_placement, unreduced, partial, update))
     return found
-
-
-def _place_of(flat: fx.Node, role: Role, place: dict[fx.Node, int]) -> int | None:
-    node = beside(flat, role)
-    return None if node is None else place[node]

@@ -15,19 +15,16 @@ from fsdp_compile._torch.dynamo import (
     functorch_config,
     inductor_config,
 )
-from fsdp_compile._torch.lowerings import COMBO_KERNELS_UNCHECKED, compute_readers_first
+from fsdp_compile._torch.inductor import COMBO_KERNELS_UNCHECKED, compute_readers_first
 from fsdp_compile._torch.stored_compiles import DO_NOT_STORE, STORE, STORE_GRAPHS_ALONE, StoredGraph, add_to_key
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.ir.graph import Phase
+from fsdp_compile.lower.before_inductor import keep_matmuls, open_dequantize, write_before_waits
 from fsdp_compile.lower.compiled_step import Compiled
-from fsdp_compile.lower.keep_matmuls import keep_matmuls
 from fsdp_compile.lower.keep_order import KEEP_CALLS_IN_ORDER
 from fsdp_compile.lower.once import compile_once
-from fsdp_compile.lower.open_dequantize import open_dequantize
-from fsdp_compile.lower.region import Region
+from fsdp_compile.lower.region import GraphSummary, Region
 from fsdp_compile.lower.share_code import can_share_code, compile_segments
-from fsdp_compile.lower.summary import GraphSummary
-from fsdp_compile.lower.write_before_waits import write_before_waits
 from fsdp_compile.lower.written_order import compare, planned_calls
 from fsdp_compile.ops.effects import UPDATE
 from fsdp_compile.ops.poison import CHECK_MESSAGE, POISON

@@ -9,16 +9,15 @@ from typing import Any
 
 from torch import fx
 
+from fsdp_compile.capture.flat_inputs import name_inputs
 from fsdp_compile.capture.functions import refuse_hidden_reads
-from fsdp_compile.capture.inputs import name_inputs
 from fsdp_compile.cost.memory import bytes_beside
 from fsdp_compile.errors import BudgetTooSmallError, FSDPCompileError
 from fsdp_compile.ir.graph import Phase, Record, StepGraph
+from fsdp_compile.lower.compiled_regions import GraphText
 from fsdp_compile.lower.compiled_step import Compiled, CompiledStep, read_again
-from fsdp_compile.lower.graph_text import GraphText
 from fsdp_compile.lower.progress import say, stage
 from fsdp_compile.lower.shared_plan import Compared, Follow, Graphs, Lines, collectives_of, lines_of, read_in
-from fsdp_compile.lower.summary import GraphSummary
 from fsdp_compile.lower.unused_outputs import Sources, gradient_sources
 from fsdp_compile.ops.effects import erase_markers
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
@@ -32,20 +31,32 @@ Transform = Callable[..., StepGraph]
 Keep = Callable[[StepGraph, StepGraph], object]
 
 
-def keep_nothing(forward: StepGraph, backward: StepGraph) -> None:
-    """Leaves forward and backward as the partition made them."""
+def nothing(*_: object) -> None:
+    """What callbacks do by default: nothing is kept unsharded, compared, shown or refused."""
 
 
-def _compare_nothing(graphs: Graphs, follow: Follow) -> None:
-    """For graphs that no other rank compiles."""
+@dataclasses.dataclass(frozen=True)
+class GraphSummary:
+    """What is known of a transformed graph without its nodes: it is stored beside the graph's code.
 
+    Attributes:
+        step: What runs before and after its code.
+        compared: What ranks compare.
+        graph: For reports.
+    """
 
-def _show_nothing(graph: StepGraph | GraphText) -> None:
-    """For graphs of which no report is asked."""
+    step: CompiledStep
+    compared: Compared
+    graph: GraphText
 
+    @property
+    def phase(self) -> Phase:
+        """Which graph it is."""
+        return self.step.phase
 
-def _refuse_silently(error: FSDPCompileError) -> None:
-    """For errors that concern no other rank."""
+    def around(self, compiled: Compiled) -> Compiled:
+        """The code with what runs around it."""
+        return self.step.around(compiled)
 
 
 @dataclasses.dataclass
@@ -80,16 +91,16 @@ class Region:
 
     flats: Mapping[int, Record]
     transform: Transform
-    keep: Keep = keep_nothing
+    keep: Keep = nothing
     number: int = 0
     may_recompute: bool = False
     shares_code: bool = False
     key: str | None = None
-    settle: Callable[[Graphs, Follow], None] = _compare_nothing
+    settle: Callable[[Graphs, Follow], None] = nothing
     may_follow: bool = False
     plan: Lines = ()
-    show: Callable[[StepGraph | GraphText], None] = _show_nothing
-    refuse: Callable[[FSDPCompileError], None] = _refuse_silently
+    show: Callable[[StepGraph | GraphText], None] = nothing
+    refuse: Callable[[FSDPCompileError], None] = nothing
     steps: list[StepGraph] = dataclasses.field(default_factory=list)
     recomputed: int = 0
     again: frozenset[Hashable] = frozenset()

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import fx
 
-from fsdp_compile._torch.inductor_cache import looks_into_cache
+from fsdp_compile._torch.inductor import looks_into_cache
 from fsdp_compile._torch.stored_compiles import CAN_STORE, settings_beside_key
 from fsdp_compile._torch.tensors import OpOverload, OpOverloadPacket, is_wrapper, tree_leaves
 from fsdp_compile.comm import groups

@@ -61,23 +61,17 @@ def gradient_sources(backward: StepGraph) -> Sources | None:
         params[key] = params.get(key, 0) | bits[marker]
     if {*params.values()} <= {0, (1 << len(tangents)) - 1}:
         return None
-    if any(map(_may_communicate, backward.graph.nodes)) or not _has_known_sizes(placeholders, tangents):
+    # Functions of Python, on sizes, have no namespace.
+    namespaces = {getattr(node.target, "namespace", "aten") for node in backward.graph.nodes}
+    known = {expression for expression, _ in _sizes_among(placeholders)}
+    symbols = {symbol for node in tangents for size in _layout(node) for symbol in sympy.sympify(size).free_symbols}
+    if not namespaces <= _LOCAL or not symbols <= known:
         return None
     return {
         key: frozenset(tangent.name for i, tangent in enumerate(tangents) if mask >> i & 1)
         for key, mask in params.items()
         if mask
     }
-
-
-def _may_communicate(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "aten") not in _LOCAL  # functions of Python, on sizes, have none
-
-
-def _has_known_sizes(placeholders: Sequence[fx.Node], tangents: Sequence[fx.Node]) -> bool:
-    known = {expression for expression, _ in _sizes_among(placeholders)}
-    symbols = {symbol for node in tangents for size in _layout(node) for symbol in sympy.sympify(size).free_symbols}
-    return symbols <= known
 
 
 def _sizes_among(placeholders: Sequence[fx.Node]) -> tuple[tuple[sympy.Expr, int], ...]:
@@ -133,7 +127,8 @@ class UnusedOutputs:
         found: dict[int, dict[int, frozenset[int]]] = {}
         for (key, offset), names in sources.items():
             found.setdefault(flats[key], {})[offset] = frozenset(place[name] for name in names)
-        gradients = tuple(_output_gradient(placeholders[i], i) for i in tangents_of(step))
+        tangents = [(i, placeholders[i], placeholders[i].meta["val"]) for i in tangents_of(step)]
+        gradients = tuple(OutputGradient(i, _layout(node), made.dtype, made.device) for i, node, made in tangents)
         return UnusedOutputs(gradients, _sizes_among(placeholders), found)
 
     def find(self, args: list[Any], specs: Mapping[int, UnshardSpec]) -> dict[int, set[int]]:
@@ -169,11 +164,6 @@ class UnusedOutputs:
         for each in missing:
             args[each.position] = each.zeros(sizes)
         return frozenset(each.position for each in missing)
-
-
-def _output_gradient(node: fx.Node, position: int) -> OutputGradient:
-    value = node.meta["val"]
-    return OutputGradient(position, _layout(node), value.dtype, value.device)
 
 
 def _used_by_any(used: Sequence[int], aliases: Collection[str]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from fsdp_compile._torch.distributed import collectives
-from fsdp_compile._torch.tracing import is_in_eager_cond, is_tracing_python
+from fsdp_compile._torch.dynamo import is_in_eager_cond, is_tracing_python
 from fsdp_compile.errors import UnsupportedModelError
 from fsdp_compile.layout.averaging import scaling
 from fsdp_compile.layout.messages import EagerBuilder, full_parameter, gradient_rows, inverse

@@ -10,11 +10,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import OffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile._torch.fully_shard_calls import has_call
-from fsdp_compile.comm.groups import replicas_only
-from fsdp_compile.comm.mesh import mesh_placement
+from fsdp_compile.comm.mesh import RESHARDS, mesh_of
 from fsdp_compile.config.policy import MixedPrecision, as_mixed_precision
 from fsdp_compile.errors import ConfigError
 
@@ -75,24 +74,26 @@ class UnitArguments:
                 "for), a divisor of the shard group or None",
             )
         is_auto = reshard == "auto"
+        if self.strategy is not None and reshard is not None:
+            raise ConfigError(
+                f"{self.strategy} says already what happens after forward, and reshard_after_forward={reshard!r} says "
+                "it again",
+                where="fully_shard(sharding_strategy=..., reshard_after_forward=...)",
+                instead="one of the two",
+            )
+        if self.dp_mesh_dims is not None and (self.strategy is not None or self.mesh is None):
+            raise ConfigError(
+                "dp_mesh_dims names dimensions of a mesh, and says by them what is sharded and what is replicated",
+                where="fully_shard(dp_mesh_dims=...)",
+                instead="a mesh with it, and no sharding_strategy",
+            )
+        mesh = self.mesh
+        if self.dp_mesh_dims is None or mesh is None:
+            mesh = mesh_of(self.strategy, mesh, device_type=self.device_type)
+            _refuse_parts(reshard, mesh.size(mesh.ndim - 1))
         given = True if is_auto else cast("bool | int | None", reshard)
-        if self.dp_mesh_dims is not None:
-            if self.strategy is not None or self.mesh is None:
-                raise ConfigError(
-                    "dp_mesh_dims names dimensions of a mesh, and says by them what is sharded and what is replicated",
-                    where="fully_shard(dp_mesh_dims=...)",
-                    instead="a mesh with it, and no sharding_strategy",
-                )
-            return UnitPolicy(self.mesh, given, is_auto, self.precision, dp_mesh_dims=self.dp_mesh_dims)
-        placement = mesh_placement(
-            self.strategy, self.mesh, reshard_after_forward=reshard, device_type=self.device_type
-        )
-        if self.strategy is ShardingStrategy.NO_SHARD:
-            return UnitPolicy(replicas_only(placement.mesh), reshard_after_forward=False, auto_reshard=False,
-                              precision=self.precision)  # fmt: skip
-        if self.strategy is not None:
-            given = cast("bool", placement.reshard_after_forward)
-        return UnitPolicy(placement.mesh, given, is_auto, self.precision)
+        given = given if self.strategy is None else self.strategy in RESHARDS
+        return UnitPolicy(mesh, given, is_auto, self.precision, dp_mesh_dims=self.dp_mesh_dims)
 
     def overridden(self, overrides: Mapping[str, Any]) -> UnitPolicy:
         """The policy of a unit for which a wrap policy returned `overrides`.
@@ -108,45 +109,52 @@ class UnitArguments:
                     where="auto_wrap_policy",
                     instead=repr(near[0]) if near else f"one of {', '.join(_OVERRIDES)}",
                 )
-        changed: dict[str, Any] = {}
-        if "mp_policy" in overrides:
-            changed["precision"] = as_mixed_precision(overrides["mp_policy"])
-        if "mesh" in overrides:
-            changed["mesh"] = overrides["mesh"]
-        if "reshard_after_forward" in overrides:
-            changed["reshard_after_forward"] = overrides["reshard_after_forward"]
-        if "sharding_strategy" in overrides:
+        own_names = {"mp_policy": "precision", "sharding_strategy": "strategy"}
+        changed = {own_names.get(name, name): value for name, value in overrides.items()}
+        if "precision" in changed:
+            changed["precision"] = as_mixed_precision(changed["precision"])
+        if "strategy" in changed:
             # It takes the place of all that the call says about resharding after forward.
-            changed |= {"strategy": overrides["sharding_strategy"], "reshard_after_forward": None}
-            changed |= {k: overrides[k] for k in ("reshard_after_forward",) if k in overrides}
-        elif "reshard_after_forward" in overrides and self.strategy is not None:
-            own = self.policy()
-            changed |= {"strategy": None, "mesh": changed.get("mesh", own.mesh)}
+            changed.setdefault("reshard_after_forward", None)
+        elif "reshard_after_forward" in changed and self.strategy is not None:
+            changed |= {"strategy": None, "mesh": changed.get("mesh", self.policy().mesh)}
         return dataclasses.replace(self, **changed).policy()
 
 
+def _refuse_parts(reshard: Reshard, size: int) -> None:
+    """Raises `ConfigError` for a number of neighbours, to keep parts for backward, that does not divide their group."""
+    if isinstance(reshard, int) and not isinstance(reshard, bool) and (reshard < 1 or size % reshard):
+        raise ConfigError(
+            f"reshard_after_forward={reshard} does not divide the {size} ranks that parameters are sharded over",
+            where="fully_shard(reshard_after_forward=...)",
+            instead=f"one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}, True or False",
+        )
+
+
 @dataclasses.dataclass(frozen=True)
-class Arguments:
-    """The checked arguments of one call of `fully_shard`.
+class ShardingSettings:
+    """What a call says to the compiler of one unit, and FSDP2 has no place for; kept with its state.
 
     Attributes:
-        modules: The modules of the call, none in another one of them.
-        is_list: Whether the call is on a list of modules, which become one unit.
-        policy: Of a unit without overrides.
-        ignored: Parameters that stay as they are.
+        is_split: Whether the automatic split made the unit; a later call on a module around its model takes that back.
+        cast_inputs_inside: `cast_forward_inputs` of the unit inside of a larger model.
+        auto_reshard: `reshard_after_forward="auto"`, for which FSDP2 reshards.
+        gather_dtype: What the parameters are sent in, if that is less than FSDP2's 16 or 32 bits.
+        keep_low_precision_grads: As in `MixedPrecision`.
+        full_precision_in_eval: The same.
+        casts_output_in_eval: Whether the unit's output dtype counts in eval mode; not that of what follows a module
+            that mixed precision excludes, if that is in full precision then.
+        separate_reduce_group: Whether reductions have a process group of their own.
     """
 
-    modules: tuple[nn.Module, ...]
-    is_list: bool
-    unit: UnitArguments
-    policy: UnitPolicy
-    ignored: frozenset[nn.Parameter]
-    offload: OffloadPolicy
-    placement: PlacementFn | None
-    wrap_policy: Any
-    init_fn: InitFn | None
-    sync_module_states: bool
-    separate_reduce_group: bool
+    is_split: bool = False
+    cast_inputs_inside: bool = True
+    auto_reshard: bool = False
+    gather_dtype: torch.dtype | str | None = None
+    keep_low_precision_grads: bool = False
+    full_precision_in_eval: bool = False
+    casts_output_in_eval: bool = True
+    separate_reduce_group: bool = False
 
 
 def roots_of(target: object) -> tuple[nn.Module, ...]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.errors import RankMismatchError
+from fsdp_compile.comm import alike
 from fsdp_compile.sharding.arguments import UnitPolicy, device_of
 
 
@@ -22,25 +21,16 @@ class FirstRank:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], policy: UnitPolicy) -> None:
-        own = {name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()}
-        # What one rank raises, all must: others would wait for it.
-        sent: list[Any] = [(own, [name for name, t in tensors.items() if not t.is_meta])]
         groups, device = _groups(policy), device_of(policy.mesh)
-        for group in groups:
-            dist.broadcast_object_list(sent, group=group, group_src=0, device=device)
-        theirs, valued = sent[0]
-        is_equal = torch.tensor(int(own == theirs), device=device)
-        for group in groups:
-            dist.all_reduce(is_equal, dist.ReduceOp.MIN, group=group)
-        if not is_equal.item():
-            different = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
-            raise RankMismatchError(
-                "ranks have different models"
-                if not different
-                else f"this rank has {own.get(different[0])} and the first has {theirs.get(different[0])}",
-                where=f"fully_shard(sync_module_states=True), {different[0] if different else 'another rank'}",
-                instead="the same model on every rank; ranks other than the first may have it on meta",
-            )
+        alike.require(
+            {name: f"{t.dtype} {tuple(t.shape)}" for name, t in tensors.items()},
+            groups,
+            device,
+            what="models",
+            where="fully_shard(sync_module_states=True)",
+            instead="the same model on every rank; ranks other than the first may have it on meta",
+        )
+        valued = alike.of_first([name for name, tensor in tensors.items() if not tensor.is_meta], groups, device)
         self._tensors = [tensors[name] for name in valued]
 
     @torch.no_grad()
@@ -56,17 +46,11 @@ class FirstRank:
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 torch.utils.swap_tensors(tensor, value)
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            broadcast(local, policy)
-
-
-def broadcast(tensor: torch.Tensor, policy: UnitPolicy) -> None:
-    """Sends a tensor of the first rank of a unit's mesh to all of its ranks; also one that lies on another device."""
-    device = device_of(policy.mesh)
-    sent = tensor.detach().to(device).contiguous()
-    for group in _groups(policy):
-        dist.broadcast(sent, group=group, group_src=0)
-    if sent.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(sent)
+            value = local.detach().to(device).contiguous()
+            for group in _groups(policy):
+                dist.broadcast(value, group=group, group_src=0)
+            if value.data_ptr() != local.data_ptr():
+                local.detach().copy_(value)
 
 
 def _groups(policy: UnitPolicy) -> list[dist.ProcessGroup]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar
@@ -15,13 +16,14 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision, as_offload
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.buffers import cast_buffers, in_own_dtype
 from fsdp_compile.fsdp2.take_over import keep_inputs_in_eval
 from fsdp_compile.sharding import wrap
 from fsdp_compile.sharding.arguments import (
-    Arguments,
     Device,
     InitFn,
     PlacementFn,
+    ShardingSettings,
     UnitArguments,
     UnitPolicy,
     check_device,
@@ -33,9 +35,8 @@ from fsdp_compile.sharding.arguments import (
 from fsdp_compile.sharding.first_rank import FirstRank
 from fsdp_compile.sharding.materialize import materialize
 from fsdp_compile.sharding.params import is_whole, refuse_params
-from fsdp_compile.sharding.precision import cast_buffers, torch_precision, with_excluded
+from fsdp_compile.sharding.precision import torch_precision, with_excluded
 from fsdp_compile.sharding.replicated import Place, ReplicatedParams
-from fsdp_compile.sharding.settings import ShardingSettings
 from fsdp_compile.sharding.units import Unit, open_modules, plan_units
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -127,19 +128,17 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     policy = unit.policy()
     check_device(policy.mesh, device_id)
     _Call(
-        Arguments(
-            roots,
-            is_list,
-            unit,
-            policy,
-            ignored,
-            offload,
-            shard_placement_fn,
-            auto_wrap_policy,
-            param_init_fn,
-            sync_module_states,
-            separate_reduce_group,
-        )
+        roots,
+        is_list,
+        unit,
+        policy,
+        ignored,
+        offload,
+        shard_placement_fn,
+        auto_wrap_policy,
+        param_init_fn,
+        sync_module_states,
+        separate_reduce_group,
     ).run()
     return module
 
@@ -147,30 +146,48 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
 fully_shard.state = torch_fully_shard.state  # type: ignore[attr-defined]  # as FSDP2's function has it
 
 
+@dataclasses.dataclass
 class _Call:
-    """One call of `fully_shard`, planned before any change."""
+    """One call of `fully_shard`, whose arguments are checked, planned before any change.
 
-    def __init__(self, arguments: Arguments) -> None:
-        self._arguments = arguments
-        roots = arguments.modules
+    Attributes:
+        modules: The modules of the call, none in another one of them.
+        is_list: Whether the call is on a list of modules, which become one unit.
+        policy: Of a unit without overrides.
+        ignored: Parameters that stay as they are.
+    """
+
+    modules: tuple[nn.Module, ...]
+    is_list: bool
+    unit: UnitArguments
+    policy: UnitPolicy
+    ignored: frozenset[nn.Parameter]
+    offload: OffloadPolicy
+    placement: PlacementFn | None
+    wrap_policy: Any
+    init_fn: InitFn | None
+    sync_module_states: bool
+    separate_reduce_group: bool
+
+    def __post_init__(self) -> None:
+        roots = self.modules
         self._whole = roots[0] if len(roots) == 1 else nn.ModuleList(roots)
         self._below = [part for part in self._whole.modules() if private.has_call(part)]
-        own = {p for module in open_modules(roots) for p in module.parameters(recurse=False)} - arguments.ignored
+        own = {p for module in open_modules(roots) for p in module.parameters(recurse=False)} - self.ignored
         named = {p: name for name, p in self._whole.named_parameters() if p in own}
         refuse_params((name, p) for p, name in named.items())
         self._replicated = {p for p in named if is_whole(p)}
         self._managed = {p: name for p, name in named.items() if p not in self._replicated}
-        self._is_split = arguments.wrap_policy is None and not self._below and not arguments.is_list
-        self._policy, chosen = with_excluded(roots, arguments.policy, self._chosen())
+        self._is_split = self.wrap_policy is None and not self._below and not self.is_list
+        self._policy, chosen = with_excluded(roots, self.policy, self._chosen())
         self._units = plan_units(roots, self._policy, chosen, self._managed)
         self._later = {unit: self._later_dtypes(unit) for unit in self._units}
 
     def _chosen(self) -> dict[nn.Module, UnitPolicy]:
-        given = self._arguments
-        if given.wrap_policy is not None:
-            chosen = wrap.policy_units(self._whole, given.wrap_policy, self._managed)
-            return {m: given.unit.overridden(changes) for m, changes in chosen.items()}
-        return dict.fromkeys(wrap.automatic_units(self._whole, self._managed) if self._is_split else (), given.policy)
+        if self.wrap_policy is not None:
+            chosen = wrap.policy_units(self._whole, self.wrap_policy, self._managed)
+            return {m: self.unit.overridden(changes) for m, changes in chosen.items()}
+        return dict.fromkeys(wrap.automatic_units(self._whole, self._managed) if self._is_split else (), self.policy)
 
     def _later_dtypes(self, unit: Unit) -> list[list[nn.Parameter]]:
         """The trainable parameters of a unit of each dtype after the first: a group of FSDP2's has one."""
@@ -188,29 +205,35 @@ class _Call:
 
     def run(self) -> None:
         """Shards the units, and gives parameters and buffers the values that the call asks for."""
-        given = self._arguments
-        values = FirstRank(self._named_values(), self._policy) if given.sync_module_states else None
+        with in_own_dtype(self._whole):
+            self._shard_units()
+            if self.init_fn is not None:
+                materialize(self._whole, self.init_fn)
+        for unit in self._units:
+            precision = unit.policy.precision
+            if precision.buffer_dtype is not None and unit.policy.own_dtype is None:
+                cast_buffers(unit.own, precision.buffer_dtype, in_eval=precision.full_precision_in_eval)
+
+    def _shard_units(self) -> None:
+        inner = {buffer for module in self._below for buffer in module.buffers()}
+        values = FirstRank(self._named_values(inner), self._policy) if self.sync_module_states else None
         _merge_splits(self._below)
         places = self._replicated_places()
         for unit in self._units:
             if values is not None:
                 values.send(unit.tensors(), unit.policy)
             self._shard(unit)
+        if values is not None:
+            values.send(inner, self._policy)
         for module in self._below:
             if (settings := private.settings_of(module)) is not None:
                 private.cast_inputs(module, casts=settings.cast_inputs_inside)
         self._replicate(places)
         self._separate_reductions()
-        if given.init_fn is not None:
-            materialize(self._whole, given.init_fn)
-        for unit in self._units:
-            dtype = unit.policy.precision.buffer_dtype
-            if dtype is not None and unit.policy.own_dtype is None:
-                cast_buffers(unit.own, dtype)
 
-    def _named_values(self) -> dict[str, torch.Tensor]:
-        """What no call has sharded or ignores, by name, each once."""
-        own = {tensor for unit in self._units for tensor in unit.tensors()} - self._arguments.ignored
+    def _named_values(self, inner: set[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What no call has sharded or ignores, and buffers of inner calls, by name, each once."""
+        own = {tensor for unit in self._units for tensor in unit.tensors()}.union(inner) - self.ignored
         named = itertools.chain(self._whole.named_parameters(), self._whole.named_buffers())
         return {name: tensor for name, tensor in named if tensor in own}
 
@@ -224,7 +247,7 @@ class _Call:
         }
 
     def _shard(self, unit: Unit) -> None:
-        given, policy = self._arguments, unit.policy
+        policy = unit.policy
         later = self._later.pop(unit)
         ignored = {p for p in unit.params() if p not in self._managed}.union(*later)
         for parameter in unit.params():  # or all of the model would be in memory until the end
@@ -232,9 +255,9 @@ class _Call:
         arguments: dict[str, Any] = {
             "mesh": policy.mesh,
             "reshard_after_forward": policy.reshard_after_forward,
-            "shard_placement_fn": given.placement,
+            "shard_placement_fn": self.placement,
             "mp_policy": torch_precision(unit, self._policy, is_split=self._is_split),
-            "offload_policy": given.offload,
+            "offload_policy": self.offload,
         }
         if policy.dp_mesh_dims is not None:  # newer than torch 2.11
             arguments["dp_mesh_dims"] = policy.dp_mesh_dims
@@ -252,14 +275,14 @@ class _Call:
             keep_low_precision_grads=precision.keep_low_precision_grads and not is_whole_unit,
             full_precision_in_eval=precision.full_precision_in_eval,
             casts_output_in_eval=not (is_whole_unit and precision.full_precision_in_eval),
-            separate_reduce_group=given.separate_reduce_group,
+            separate_reduce_group=self.separate_reduce_group,
         )
         private.set_settings(unit.modules[0], settings)
         if settings.full_precision_in_eval:
             keep_inputs_in_eval(unit.modules[0])
 
     def _separate_reductions(self) -> None:
-        for root in self._arguments.modules if self._arguments.separate_reduce_group else ():
+        for root in self.modules if self.separate_reduce_group else ():
             # One group for the whole model. It is newer than torch 2.11.
             if isinstance(root, FSDPModule) and hasattr(root, "set_separate_reduce_scatter_group"):
                 root.set_separate_reduce_scatter_group()
@@ -273,7 +296,7 @@ class _Call:
         inner = {part: note for part in self._below if (note := private.note_of(part)) is not None}
         if not places and not inner:
             return
-        root = self._arguments.modules[0]
+        root = self.modules[0]
         own = ReplicatedParams(root, self._policy, places)
         for part, note in inner.items():
             if own.absorb(note):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp_compile._torch.fully_shard_calls import is_offloaded, note_of, plain_class
 from fsdp_compile.errors import ConfigError
+from fsdp_compile.fsdp2.buffers import in_own_dtype
 from fsdp_compile.sharding.arguments import InitFn, device_of
 from fsdp_compile.sharding.replicated import ReplicatedParams
 
@@ -41,6 +42,11 @@ def materialize(model: nn.Module, param_init_fn: InitFn | None = None) -> None:
             instead="fully_shard(model) first; a model that needs no sharding is materialized by "
             "model.to_empty(device=...) and its own initialization",
         )
+    with in_own_dtype(model):
+        _fill_in(model, param_init_fn)
+
+
+def _fill_in(model: nn.Module, param_init_fn: InitFn | None) -> None:
     names = {module: name for name, module in model.named_modules()}
     waiting: dict[nn.Module, list[str]] = {}
 
@@ -104,7 +110,8 @@ class _Work:
         old = {attribute: _own(module)[attribute] for attribute in attributes}
         kept = {a: t for a, t in _own(module).items() if a not in old}
         for attribute, tensor in kept.items():  # an initialization may write to it, and `to_empty()` replace it
-            _put(module, attribute, _like(tensor, tensor.detach().clone()))
+            value = tensor.detach()
+            _put(module, attribute, _like(tensor, value.full_tensor() if isinstance(value, DTensor) else value.clone()))
         for attribute, tensor in old.items():
             _put(module, attribute, _like(tensor, self._start(tensor)))
         blank = {attribute: (_own(module)[attribute], _own(module)[attribute]._version) for attribute in old}

@@ -73,27 +73,19 @@ def policy_units(
             where="auto_wrap_policy",
             instead="ModuleWrapPolicy({Block}), a CustomPolicy, or a callable of (module, recurse, nonwrapped_numel)",
         )
-    chosen: dict[nn.Module, Mapping[str, Any]]
-    if isinstance(policy, ModuleWrapPolicy):
-        classes = tuple(policy._module_classes)
-        chosen = {m: {} for m in root.modules() if isinstance(m, classes)}
-    elif isinstance(policy, CustomPolicy):
-        choices = {m: _custom_choice(policy, m) for m in root.modules()}
-        chosen = {m: choice if isinstance(choice, dict) else {} for m, choice in choices.items() if choice}
+    chosen: Mapping[nn.Module, Mapping[str, Any]]
+    if isinstance(policy, ModuleWrapPolicy | CustomPolicy):
+        try:
+            chosen = policy._run_policy(root, set(), {})
+        except ValueError as error:
+            raise ConfigError(
+                f"the wrap policy failed: {error}",
+                where="auto_wrap_policy",
+                instead="return True, False, or a dict of what is different for that unit",
+            ) from error
     else:
         chosen = {m: {} for m in _called_choice(root, policy, managed)[0]}
     return {m: overrides for m, overrides in chosen.items() if m is not root and _has_managed(m, managed)}
-
-
-def _custom_choice(policy: CustomPolicy, module: nn.Module) -> bool | dict[str, Any]:
-    choice = policy._lambda_fn(module)
-    if not isinstance(choice, bool | dict):
-        raise ConfigError(
-            f"the wrap policy returned {choice!r} for a {type(module).__name__}",
-            where="auto_wrap_policy",
-            instead="return True, False, or a dict of what is different for that unit",
-        )
-    return choice
 
 
 def _called_choice(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.fsdp2_hooks import without_fsdp2_hooks
+from fsdp_compile._torch.fully_shard_calls import without_fsdp2_hooks
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import (

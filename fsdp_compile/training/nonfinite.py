@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile._torch.fully_shard import groups_of, modules_of, params_of, sharded_param, state_of
+from fsdp_compile._torch.fully_shard import groups_of, modules_of, params_of, state_of
+from fsdp_compile._torch.fully_shard_params import sharded_param
 from fsdp_compile.training.world import World
 
 

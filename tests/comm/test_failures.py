@@ -17,8 +17,8 @@ from torch import nn
 
 from fsdp_compile import RankFailedError, RankMismatchError, fully_shard
 from fsdp_compile.comm import failures
+from fsdp_compile.comm.failures import continue_stopped_ranks
 from fsdp_compile.comm.groups import RankStore
-from fsdp_compile.comm.stopped_ranks import continue_stopped_ranks
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="pip install -e '.[cuda-code]' brings Trito
 from fsdp_compile import MixedPrecision, step_in_backward, units
 from fsdp_compile.ir.graph import Phase
 from fsdp_compile.layout.spec import GradPlacement
-from fsdp_compile.lower import recorded_parts
+from fsdp_compile.lower import written_order
 from tests.cuda import checks
 from tests.cuda.generate import Case, generate
 from tests.cuda.llama import SMALL, Sizes
@@ -104,7 +104,7 @@ RECORDED = {"inductor": {"triton.cudagraphs": True}}
 def test_cuda_graphs_are_recorded_of_whole_graphs() -> None:
     for code in generate(_case(options=RECORDED)).values():
         assert "def partition_0(" in code.wrapper
-        assert len(recorded_parts.not_recorded(code.wrapper)) == 0
+        assert len(written_order.not_recorded(code.wrapper)) == 0
         checks.order_is_planned(code)
 
 

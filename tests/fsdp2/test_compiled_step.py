@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -19,6 +20,7 @@ from fsdp_compile.backend import fsdp
 from fsdp_compile.errors import RankFailedError, UnsupportedModelError
 from fsdp_compile.lower import compiled_step
 from fsdp_compile.lower.compiled_step import CompiledStep
+from fsdp_compile.optim.step_in_backward import step_in_backward
 from tests.models.kinds import WIDTH, Slim
 from tests.numerics.one_process.pair import loss_of
 from tests.ranks import run_ranks
@@ -192,3 +194,55 @@ def _trained() -> None:
 
 def test_three_steps_have_the_bits_of_fsdp2() -> None:
     run_ranks(_trained)
+
+
+def _graphs(backend: Any, options: dict[str, Any]) -> int:
+    """Graphs of a script that accumulates, evaluates, and has batches of five shapes."""
+    torch.compiler.reset()
+    counters.clear()
+    model = _sharded() if options else Slim()
+    call = torch.compile(model, backend=backend, options=options, fullgraph=True)
+    shapes = ((4, 8), (4, 6), (3, 7), (1, 5), (4, 9))
+    for rows, length in shapes:
+        x = torch.randn(rows, length, WIDTH)
+        for last in (False, False, True):
+            if options:
+                model.set_requires_gradient_sync(last)
+            loss_of(call(x)).backward()
+        model.zero_grad()
+        with torch.no_grad():
+            call(x[:1])
+    return counters["stats"]["unique_graphs"]
+
+
+def _variants() -> tuple[int, int]:
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        return _graphs(fsdp, EAGER), _graphs("eager", {})
+
+
+def test_accumulation_adds_at_most_one_graph_for_each_shape_and_no_frame_reaches_the_recompile_limit() -> None:
+    for ours, plain in run_ranks(_variants):
+        assert plain < ours <= 2 * plain
+
+
+def _hooked_before() -> list[torch.Tensor]:
+    ends = []
+    for in_backward in (True, False):
+        torch.manual_seed(0)
+        model = Slim()
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        if in_backward:
+            step_in_backward(optimizer)
+        call = torch.compile(model, backend=fsdp, options=EAGER)
+        for step in range(3):
+            loss_of(call(_input(step))).backward()
+            assert not in_backward or all(p.grad is None for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(torch.cat([p.full_tensor().flatten() for p in model.parameters()]))  # type: ignore[attr-defined]
+    return ends
+
+
+def test_an_optimizer_that_updates_in_backward_may_be_made_before_the_plain_model_is_sharded() -> None:
+    for one, other in run_ranks(_hooked_before):
+        assert torch.equal(one, other)

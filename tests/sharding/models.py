@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch.fully_shard import state_of
+
 
 class Block(nn.Module):
     """Two linear layers, the second of which `Sequential` makes look like repeated blocks."""
@@ -46,6 +48,15 @@ class Model(nn.Module):
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits if self.scale is None else logits * self.scale
+
+
+def same_call(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Modules on which torch's `fully_shard` was called, those of one call together."""
+    calls: dict[object, list[nn.Module]] = {}
+    for module in modules:
+        if (state := state_of(module)) is not None:
+            calls.setdefault(state, []).append(module)
+    return list(calls.values())
 
 
 def made(make: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:

@@ -25,7 +25,7 @@ from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.errors import ConfigError, UnsupportedModelError
 from fsdp_compile.sharding.fully_shard import fully_shard
 from tests.ranks import run_ranks
-from tests.sharding.models import Block, Model, batch, full, made, near_one_process, same, train
+from tests.sharding.models import Block, Model, batch, full, made, near_one_process, same, same_call, train
 
 
 def _names(model: nn.Module) -> list[str]:
@@ -36,7 +36,7 @@ def _names(model: nn.Module) -> list[str]:
 def _calls(model: nn.Module) -> list[list[str]]:
     """The units: names of the modules of each."""
     names = {module: name for name, module in model.named_modules()}
-    return [[names[module] for module in call] for call in private.same_call(model.modules())]
+    return [[names[module] for module in call] for call in same_call(model.modules())]
 
 
 def _by_hand(model: Any, **given: Any) -> Any:

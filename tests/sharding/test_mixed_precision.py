@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compile import ConfigError, MixedPrecision, backend, fully_shard, materialize
 from fsdp_compile.config.policy import as_mixed_precision, as_offload
-from fsdp_compile.fsdp2.casts import cast
+from fsdp_compile.fsdp2.take_over import cast
 from fsdp_compile.ir.graph import Role, StepGraph
 from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
@@ -166,26 +166,33 @@ class _Table(nn.Module):
         nn.init.ones_(self.weight)
         self.table = torch.full((4,), 1 / 3, device=self.weight.device)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table
+
 
 def _values_given(source: str) -> None:
     policy = MixedPrecision(BF16, torch.float32, buffer_dtype=BF16, full_precision_in_eval=True)
     rank = dist.get_rank()
     with torch.device("meta" if source == "initialized" or (source == "first, others on meta" and rank) else "cpu"):
-        model = nn.Sequential(_Table((1 + rank) / 3))
+        model: Any = nn.Sequential(_Table((1 + rank) / 3))
     if source == "first, after a call":
         fully_shard(model[0], mp_policy=policy)
     fully_shard(model, mp_policy=policy, sync_module_states=source.startswith("first"))
     if source == "initialized":
         materialize(model)
-    table = model.get_submodule("0").get_buffer
-    assert table("table").dtype is BF16
     exact = torch.full((4,), 1 / 3)
+    if source == "loaded":
+        model.load_state_dict({**model.state_dict(), "0.table": exact})
+    compiled: Any = torch.compile(model, backend="fsdp", options={"lower": "eager"})
+    assert model[0].table.dtype is BF16
     assert torch.equal(model.state_dict()["0.table"], exact)
-    model.eval()
-    assert torch.equal(table("table"), exact)
+    assert torch.equal(compiled.eval()(torch.ones(4)), exact)
+    assert torch.equal(compiled.train()(torch.ones(4)), exact.to(BF16))
+    model[0].table.fill_(2 / 3)
+    assert torch.equal(compiled.eval()(torch.ones(4)), torch.full((4,), 2 / 3).to(BF16).float())
 
 
-@pytest.mark.parametrize("source", ["first", "first, others on meta", "first, after a call", "initialized"])
+@pytest.mark.parametrize("source", ["first", "first, others on meta", "first, after a call", "initialized", "loaded"])
 def test_what_buffers_are_given_is_not_rounded(source: str) -> None:
     run_ranks(_values_given, source)
 

@@ -15,8 +15,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_compile._torch import fully_shard_calls as private
 from fsdp_compile.config.policy import MixedPrecision
+from fsdp_compile.sharding.arguments import ShardingSettings
 from fsdp_compile.sharding.fully_shard import fully_shard
-from fsdp_compile.sharding.settings import ShardingSettings
 from tests.ranks import run_ranks
 from tests.sharding.models import Block, Model, made, same, train
 

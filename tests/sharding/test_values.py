@@ -79,8 +79,8 @@ def _mismatch() -> str:
 
 def test_ranks_with_different_models_all_hear_of_it() -> None:
     first, second = run_ranks(_mismatch)
-    assert first == "ranks have different models"
-    assert second.startswith("this rank has ((5,), 'torch.float32') and the first has ((4,)")
+    assert first == "ranks have different models: another rank than this one differs from the first"
+    assert second.startswith("ranks have different models: 0.bias is torch.float32 (5,), and on the first rank torch")
 
 
 def _reset(module: nn.Module) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -34,9 +33,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.futures import Future
 
-from fsdp_compile._torch.checkpoint import NamingWriter
-
-__all__ = ["OwnPlanner", "Places", "PlannedWriter"]
+from fsdp_compile._torch.dcp_metadata import StorageInfo
+from fsdp_compile.formats.dcp_files import NamingWriter
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ class PlannedWriter(NamingWriter):
         written = super().write_data(plan, planner)
         if not self._planner.plans_itself:
             return written
-        infos: dict[MetadataIndex, _StorageInfo] = {each.index: each.storage_data for each in written.value()}
+        infos: dict[MetadataIndex, StorageInfo] = {each.index: each.storage_data for each in written.value()}
         places = [infos[item.index] for item in plan.items]
         file = places[0].relative_path if places else ""
         offsets = array.array("q", [each.offset for each in places])
@@ -221,7 +219,7 @@ class PlannedWriter(NamingWriter):
 
 def _results(written: Sequence[MetadataIndex], places: Places) -> Iterator[WriteResult]:
     for index, offset, length in zip(written, places.offsets, places.lengths, strict=True):
-        yield WriteResult(index, length, _StorageInfo(places.file, offset, length))
+        yield WriteResult(index, length, StorageInfo(places.file, offset, length))
 
 
 def _layout(tensor: DTensor, ranks: int) -> _Layout | None:

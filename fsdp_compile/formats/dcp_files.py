@@ -22,8 +22,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_compile._torch.dcp_metadata import METADATA, read_metadata
 
-__all__ = ["NamingWriter", "SafePlanner", "SafeReader"]
-
 
 class SafeReader(FileSystemReader):
     """Reads a checkpoint of DCP whose `.metadata` may come from anywhere; it is read once."""
