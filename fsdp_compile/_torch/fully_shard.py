@@ -289,6 +289,11 @@ def is_sharded(group: TorchGroup) -> bool:
     return bool(group.is_sharded)
 
 
+def is_being_gathered(group: TorchGroup) -> bool:
+    """Whether a gather of a group has begun, whose result nothing has waited for."""
+    return group._all_gather_result is not None
+
+
 def reshard(group: TorchGroup) -> None:
     """Registers the sharded parameters of a group again, and frees the gathered ones."""
     group.wait_for_unshard()

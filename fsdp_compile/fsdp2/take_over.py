@@ -104,9 +104,11 @@ def take_over(state: fsdp2.FSDPState) -> Model:
         root = fsdp2.modules_of(states[0])[0]
         if (earlier := model_of(root)) is not None:
             return earlier
-        # The call in which this happens may have gathered some.
+        # The call in which this happens may have gathered some, or the user before it. Extensions gather a second time
+        # into what they have made, which a forward cannot do.
         for of_torch in (group for each in states for group in fsdp2.groups_of(each)):
-            if not fsdp2.is_sharded(of_torch):
+            is_gathered = not fsdp2.is_sharded(of_torch) or fsdp2.is_being_gathered(of_torch)
+            if is_gathered and not fsdp2.has_extensions(of_torch):
                 fsdp2.reshard(of_torch)
         model = Model(root)
         titles = {id(module): name for name, module in root.named_modules()}
