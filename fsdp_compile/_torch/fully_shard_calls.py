@@ -31,6 +31,8 @@ _HOOKS_OF = ("torch.distributed.fsdp._fully_shard", "fsdp_compile.fsdp2")
 """Modules of Python whose functions are FSDP2's hooks, or wrap these."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
 """Attributes of a module: hooks that gather its parameters, or take them for sharded ones."""
+_PLACEMENT_RESULT: Any = getattr(_fsdp_common, "ShardPlacementResult", ())
+"""A placement with a mesh, which torch has from 2.12 on."""
 
 
 # What choosing units reads.
