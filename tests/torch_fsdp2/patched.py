@@ -1,4 +1,4 @@
-"""Runs the ported tests in this process, with this package's `fully_shard` in the place of torch's."""
+"""Runs the ported tests in this process: uncompiled with this package's `fully_shard`, or compiled with torch's."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed import fsdp
+from torch.distributed import _composable, fsdp
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import fully_shard as shard
+import fsdp_compile
 from fsdp_compile.fsdp2.unit import Unit
 
 GATHERED = "a compiled graph gathered"
 """Note of a test in which that happened."""
 
 
-@functools.wraps(shard)
+@functools.wraps(torch_fully_shard)
 def compiling(module: Any, **kwargs: Any) -> Any:
-    """`fully_shard`, which then compiles the module, and no longer those in it."""
-    result = shard(module, **kwargs)
+    """torch's `fully_shard`, which then compiles the module, and no longer those in it."""
+    result = torch_fully_shard(module, **kwargs)
     if isinstance(module, nn.Module):
         for part in module.modules():
             part._compiled_call_impl = None
         module.compile(backend="fsdp", options={"lower": "eager"})
     return result
+
+
+def checkpointed(module: nn.Module) -> nn.Module:
+    """What composable `checkpoint` does, whose hooks repeat a compiled forward outside of compiled code."""
+    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    return module
 
 
 def main() -> None:
@@ -40,17 +48,20 @@ def main() -> None:
     import torch.distributed._composable.fsdp as older
     from torch.testing._internal import common_fsdp
 
+    shard: Any = fsdp_compile.fully_shard
     if kind == "compiled":
+        shard = compiling
         fsdp_shim.MODE = kind  # counts of collectives are notes then: a graph needs fewer
+        _composable.checkpoint = checkpointed  # type: ignore[assignment]
         begin_graph = Unit.begin_graph
 
-        def noting(unit: Unit) -> None:
+        def noting(self: Unit) -> None:
             fsdp_shim.NOTES.append(GATHERED)
-            begin_graph(unit)
+            begin_graph(self)
 
         Unit.begin_graph = noting  # type: ignore[method-assign, assignment]
     for place in (fsdp, fsdp._fully_shard, common_fsdp, older):
-        place.fully_shard = compiling if kind == "compiled" else shard  # type: ignore[attr-defined]
+        place.fully_shard = shard  # type: ignore[attr-defined]
     sys.argv[0] = str(work / "shim" / "runner.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 
