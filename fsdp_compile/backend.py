@@ -187,6 +187,8 @@ def _before_compile(frame: FrameToCompile) -> None:
     plain.shard_in_frame(frame)
     for module in plain.modules_of(frame):
         take_over_all(module)
+    if frame.starts is not None:
+        unaveraged.refuse_plain_forward(frame.starts)
 
 
 tell_of_uncaught_errors()

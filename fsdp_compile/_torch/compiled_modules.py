@@ -59,18 +59,32 @@ def after_each_compile_of_a_module(
         in_place(variables["self"], variables["kwargs"])
 
 
-def compile_around(module: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Lets a graph start around a module of a class of torch, compiled in place: Dynamo starts none in its forward.
+def hooks_are_traced(module: nn.Module) -> bool:
+    """Whether graphs start around a compiled module, of a class of torch: Dynamo starts none in its forward."""
+    return bool(trace_rules.check(module.forward))
+
+
+def compile_around(module: nn.Module, arguments: Mapping[str, Any], before: Callable[[nn.Module], None]) -> None:
+    """Lets a graph start around a module of a class of torch, compiled in place.
 
     `torch.compile(module)` does so, too.
 
     Args:
         module: Left as it is if its class is the user's.
         arguments: Of `module.compile`.
+        before: What runs in Python before each call.
     """
-    compiled: Any = module._compiled_call_impl
-    if isinstance(innermost_fn(compiled), types.MethodType) and trace_rules.check(module.forward):
-        module._compiled_call_impl = torch.compile(wrap_inline(module._call_impl), **arguments)
+    in_place = module._compiled_call_impl
+    if in_place is None or not hooks_are_traced(module) or not isinstance(innermost_fn(in_place), types.MethodType):
+        return
+    compiled = torch.compile(wrap_inline(module._call_impl), **arguments)
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(module)
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = call
 
 
 def is_backend(given: object, backend: Callable[..., Any]) -> bool:

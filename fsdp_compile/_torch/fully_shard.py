@@ -278,9 +278,20 @@ def params_of(group: TorchGroup) -> list[TorchParam]:
     return list(group.fsdp_params)
 
 
+def mesh_of(group: TorchGroup) -> DeviceMesh:
+    """The data-parallel mesh of a group: the ranks of shards and of replicas, without tensor parallelism."""
+    mesh: DeviceMesh = group.mesh_info.mesh
+    return mesh
+
+
 def is_sharded(group: TorchGroup) -> bool:
     """Whether the modules of a group have its sharded parameters registered."""
     return bool(group.is_sharded)
+
+
+def is_being_gathered(group: TorchGroup) -> bool:
+    """Whether a gather of a group has begun, whose result nothing has waited for."""
+    return group._all_gather_result is not None
 
 
 def reshard(group: TorchGroup) -> None:

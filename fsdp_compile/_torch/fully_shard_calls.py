@@ -54,11 +54,16 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 class ChosenMesh(NamedTuple):
-    """The placement that a `ShardPlacementResult` says, its mesh, and the dimension of that to shard over, if any."""
+    """The placement that a `ShardPlacementResult` says, its mesh, and the dimension of that to shard over, if any.
+
+    If that mesh was made of a whole one, this and its `DataParallelMeshDims` too.
+    """
 
     placement: object
     mesh: Any
     shard_dim: int | None
+    spmd_mesh: Any
+    dp_mesh_dims: Any
 
 
 def chosen_mesh(result: object) -> ChosenMesh | None:
@@ -66,7 +71,8 @@ def chosen_mesh(result: object) -> ChosenMesh | None:
     if not isinstance(result, _PLACEMENT_RESULT):
         return None
     of: Any = result
-    return ChosenMesh(of.placement, of.mesh_info.mesh, getattr(of.mesh_info, "shard_mesh_dim", None))
+    names = ("mesh", "shard_mesh_dim", "spmd_mesh", "dp_mesh_dims")
+    return ChosenMesh(of.placement, *(getattr(of.mesh_info, name, None) for name in names))
 
 
 # What the package keeps on FSDP2's state of a call.

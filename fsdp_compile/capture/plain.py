@@ -23,7 +23,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import outside_of_transforms
-from fsdp_compile._torch.compiled_modules import after_each_compile_of_a_module, compile_around, is_backend
+from fsdp_compile._torch.compiled_modules import (
+    after_each_compile_of_a_module,
+    compile_around,
+    hooks_are_traced,
+    is_backend,
+)
 from fsdp_compile._torch.dynamo import (
     FrameToCompile,
     OptimizedModule,
@@ -32,6 +37,7 @@ from fsdp_compile._torch.dynamo import (
     skip_code,
 )
 from fsdp_compile.capture.unaveraged import (
+    WRAPPERS,
     ids_in,
     places_of,
     refuse,
@@ -48,7 +54,7 @@ from fsdp_compile.fsdp2.accumulation import follow_no_sync
 from fsdp_compile.fsdp2.module_class import user_class
 from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.shards import local_of
-from fsdp_compile.fsdp2.take_over import model_of, sharded_root, take_over
+from fsdp_compile.fsdp2.take_over import follow_changes, model_of, sharded_root, take_over
 from fsdp_compile.fsdp2.updates import update_as
 from fsdp_compile.options import FSDPOptions
 from fsdp_compile.sharding.fully_shard import fully_shard
@@ -60,13 +66,15 @@ def watch(backend: Callable[..., Any]) -> None:
 
     def wrapped(compiled: OptimizedModule, module: nn.Module) -> None:
         _FirstCall(compiled, module, lambda: given_backend(compiled.dynamo_ctx).options)
+        if hooks_are_traced(module):
+            compiled.register_forward_pre_hook(follow_changes)
 
     def in_place(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         _remove_hooks(module)
         waiting.pop(module, None)
         if is_backend(arguments.get("backend"), backend) and not arguments.get("disable"):
             options = arguments.get("options")
-            compile_around(module, arguments)
+            compile_around(module, arguments, follow_changes)
             _FirstCall(module, module, lambda: options, arguments)
 
     after_each_compile_of_a_module(backend, wrapped, in_place)
@@ -128,7 +136,7 @@ def _begin(hook: _FirstCall, caller: nn.Module) -> list[tuple[Callable[..., Any]
     if caller is hook.caller() and module is not None:
         shard_now(module)
         if hook.in_place is not None:  # `module.compile` has imported this package, and went on after it
-            compile_around(module, hook.in_place)
+            compile_around(module, hook.in_place, follow_changes)
     _remove_hooks(caller)
     takes_kwargs = caller._forward_pre_hooks_with_kwargs
     return [(each, key in takes_kwargs) for key, each in caller._forward_pre_hooks.items() if key not in before]
@@ -152,7 +160,8 @@ def shard_now(module: nn.Module) -> bool:
     """
     if module not in waiting:
         return False
-    around = [other for other in waiting if module in set(other.modules())]
+    # A wrapper of another data parallelism, whose call was refused, may not be collected yet.
+    around = [m for m in waiting if m is module or (module in set(m.modules()) and not isinstance(m, WRAPPERS))]
     outermost = max(around, key=lambda other: len(list(other.modules())))
     given = waiting[outermost]()
     done = _shard(outermost, FSDPOptions.from_dict(given))
@@ -221,8 +230,8 @@ def _shard(module: nn.Module, options: FSDPOptions) -> bool:
             instead="one module that has both models, compiled or given to fully_shard(); their forwards as methods "
             "that its forward calls",
         )
-    refuse(module, places.values())
     refuse_params(places.values())
+    refuse(module, places.values())
     with outside_of_transforms(), torch.no_grad():
         if not options.sync_module_states:
             _compare_values(module, places.values(), options)

@@ -28,9 +28,10 @@ from fsdp_compile.fsdp2.param_group import ParamGroup
 from fsdp_compile.fsdp2.take_over import sharded_root
 from fsdp_compile.fsdp2.updates import has_user_hooks
 from fsdp_compile.options import FSDPOptions
+from fsdp_compile.sharding.params import is_whole
 
 _WHOLE = "call fully_shard(model) first, or compile the model"
-_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
+WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 waiting: weakref.WeakKeyDictionary[nn.Module, Callable[[], Mapping[str, Any] | FSDPOptions | None]]
 waiting = weakref.WeakKeyDictionary()
@@ -63,10 +64,10 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
     Raises:
         ConfigError: If it is in or around another data parallelism, is a part of a plain model, is on the meta device,
             or has gradients or hooks on them.
-        UnsupportedModelError: If it has a module of TorchScript with parameters.
+        UnsupportedModelError: If it has a module of TorchScript with parameters, or one is not contiguous.
     """
     for path, part in module.named_modules():
-        if isinstance(part, _WRAPPERS) or is_replicated(part):
+        if isinstance(part, WRAPPERS) or is_replicated(part):
             raise _refuse_wrapper(part, path or type(part).__name__)
         if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters(recurse=False)):
             raise UnsupportedModelError(
@@ -81,6 +82,12 @@ def refuse(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None
                 where=name,
                 instead="fsdp_compile.fully_shard(model, param_init_fn=...) or model.to_empty() and an initialization, "
                 "before the first call",
+            )
+        if not is_whole(parameter) and not parameter.is_contiguous():
+            raise UnsupportedModelError(
+                f"a parameter is not contiguous: shape {tuple(parameter.shape)}, strides {parameter.stride()}",
+                where=name,
+                instead="a contiguous one, as nn.Parameter(p.contiguous()) makes it",
             )
         if parameter.grad is not None:
             raise ConfigError(
@@ -102,7 +109,7 @@ def _refuse_plain_rest(module: nn.Module) -> None:
     for around in modules_being_called():
         if around is None or isinstance(around, OptimizedModule) or around is module:
             continue
-        if isinstance(around, _WRAPPERS):
+        if isinstance(around, WRAPPERS):
             raise _refuse_wrapper(around, type(around).__name__)
         if module not in set(around.modules()) or not torch.is_grad_enabled():
             continue
@@ -129,7 +136,7 @@ def _refuse_wrapper(wrapper: nn.Module, where: str) -> ConfigError:
 
 def refuse_wrapper_around(module: nn.Module, _name: str, child: nn.Module | None) -> None:
     """Raises `ConfigError` for DDP or FSDP1 around a compiled model, when it is made."""
-    if isinstance(module, _WRAPPERS) and child is not None:
+    if isinstance(module, WRAPPERS) and child is not None:
         for part in child.modules():
             inner = part._orig_mod if isinstance(part, OptimizedModule) else part
             # What the user has sharded alone, the wrapper may have been told to ignore.
@@ -180,13 +187,31 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         # FSDP2 registers gathered parameters, which are plain; others stay whole.
         averaged = ids_in(fsdp2.sharded_modules()) if averaged is None else averaged
         way = [module for module in values_on_the_way(placeholder) if isinstance(module, nn.Module)]
-        if (wrapper := next((m for m in way if isinstance(m, _WRAPPERS) or is_replicated(m)), None)) is not None:
-            raise _refuse_wrapper(wrapper, type(wrapper).__name__)
         if id(value) not in averaged and not any(sharded_root(module) is not None for module in way):
+            for around in (*way, *modules_being_called()):
+                if around is not None and (isinstance(around, WRAPPERS) or is_replicated(around)):
+                    raise _refuse_wrapper(around, type(around).__name__)
             owner = next((m for m in way if any(p is value for _, (_, p) in places_of(m))), None)
             name = next((n for _, (n, p) in places_of(owner) if p is value), "") if owner is not None else ""
-            raise ConfigError(
-                "a compiled function trains a plain model, whose gradients no rank would average",
-                where=f"{type(owner).__name__}, parameter {name}" if owner is not None else placeholder.name,
-                instead=_WHOLE,
-            )
+            raise _of_plain_model(placeholder.name if owner is None else f"{type(owner).__name__}, parameter {name}")
+
+
+def refuse_plain_forward(module: nn.Module) -> None:
+    """Refuses a forward of a plain model: behind graph breaks, Python may read the parameters that it trains.
+
+    Raises:
+        ConfigError: With the name of such a parameter.
+    """
+    if not torch.is_grad_enabled() or sharded_root(module) is not None:
+        return
+    named = [each for _, each in places_of(module) if each[1].requires_grad and not isinstance(each[1], DTensor)]
+    averaged = ids_in(fsdp2.sharded_modules()) if named else set()
+    for name, parameter in named:
+        if id(parameter) not in averaged:
+            raise _of_plain_model(f"{user_class(module).__name__}, parameter {name}")
+
+
+def _of_plain_model(where: str) -> ConfigError:
+    return ConfigError(
+        "a compiled function trains a plain model, whose gradients no rank would average", where=where, instead=_WHOLE
+    )

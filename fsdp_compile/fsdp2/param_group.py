@@ -123,7 +123,8 @@ class ParamGroup:
         )
         device = torch_params.shard_data(members[0]).device
         pins = torch_params.pins_memory(members[0]) and device.type != "meta"
-        self.flat = torch.zeros(layout.numel, dtype=stored, device=device, pin_memory=pins)
+        flat = torch.zeros(layout.numel, dtype=stored, device=device)
+        self.flat = flat.pin_memory() if pins else flat
         found: list[Param | None] = [None] * len(members)
         for slot in layout.slots:
             each = members[slot.index]

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp_compile._torch import fully_shard as fsdp2
 from fsdp_compile._torch.autograd import backward_in_progress
 from fsdp_compile._torch.fully_shard_calls import forward_in_progress
+from fsdp_compile._torch.fully_shard_params import TorchParam, sharded_param
 from fsdp_compile._torch.tensors import local_tensor, make_dtensor, memory_id
 from fsdp_compile.errors import ConfigError
 
@@ -94,20 +96,42 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
     return sorted(meshes, key=lambda mesh: mesh.size(), reverse=True)
 
 
-def is_first(meshes: Iterable[DeviceMesh], where: str) -> bool:
-    """Whether this is the first rank of all of these meshes, to whom `rank0_only` refers; also without any.
+def torch_params(tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[TorchParam, DeviceMesh]]:
+    """FSDP2's objects of those that are sharded parameters, with the data-parallel meshes that it shards them over."""
+    wanted = set(tensors)
+    found: dict[torch.Tensor, tuple[TorchParam, DeviceMesh]] = {}
+    for state in {fsdp2.state_of(module): None for module in fsdp2.sharded_modules()}:
+        for group in () if state is None else fsdp2.groups_of(state):
+            held = {sharded_param(param): param for param in fsdp2.params_of(group)}
+            found.update({p: (param, fsdp2.mesh_of(group)) for p, param in held.items() if p in wanted})
+    return found
+
+
+def is_first(tensors: Iterable[torch.Tensor], where: str, *, sends: bool = False) -> bool:
+    """Whether this is the first rank of all meshes, to whom `rank0_only` refers; also without any.
+
+    Args:
+        tensors: On the meshes, if they are DTensors.
+        where: The call, in an error.
+        sends: Whether it sends values to all ranks of each mesh: then meshes of tensor parallelism count, too.
 
     Raises:
-        ConfigError: If they have different first ranks.
+        ConfigError: If they have different first ranks: what the others have would be lost.
     """
-    firsts = {int(mesh.mesh.flatten()[0].item()) for mesh in meshes}
-    if len(firsts) > 1:
+    tensors = list(tensors)
+    firsts = {_first_rank(mesh) for mesh in meshes_of(tensors)}
+    different = firsts if sends else {_first_rank(mesh) for _, mesh in torch_params(tensors).values()}
+    if len(different) > 1:
         raise ConfigError(
-            f"parameters are on meshes whose first ranks are {sorted(firsts)}",
+            f"parameters are on meshes whose first ranks are {sorted(different)}",
             where=where,
             instead="values on all ranks, or one call for each part of the model that has a mesh of its own",
         )
     return not firsts or firsts == {dist.get_rank()}
+
+
+def _first_rank(mesh: DeviceMesh) -> int:
+    return int(mesh.mesh.flatten()[0].item())
 
 
 def union(said: Mapping[Any, Any], meshes: Iterable[DeviceMesh]) -> dict[Any, Any]:
@@ -140,8 +164,8 @@ def give_storages(module: nn.Module, destination: dict[str, Any], prefix: str, _
         prefix: Before each name of the module in it.
     """
     for name, parameter in module._parameters.items():
-        value: Any = destination.get(prefix + name)
-        if not isinstance(value, DTensor) or value is parameter:  # `keep_vars=True`
+        value = destination.get(prefix + name)
+        if value is parameter or not isinstance(value, DTensor):  # the first: `keep_vars=True`
             continue
         local = local_tensor(value)
         if type(local) is torch.Tensor and not local.is_meta:

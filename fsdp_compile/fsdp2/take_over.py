@@ -104,9 +104,11 @@ def take_over(state: fsdp2.FSDPState) -> Model:
         root = fsdp2.modules_of(states[0])[0]
         if (earlier := model_of(root)) is not None:
             return earlier
-        # The call in which this happens may have gathered some.
+        # The call in which this happens may have gathered some, or the user before it. Extensions gather a second time
+        # into what they have made, which a forward cannot do.
         for of_torch in (group for each in states for group in fsdp2.groups_of(each)):
-            if not fsdp2.is_sharded(of_torch):
+            is_gathered = not fsdp2.is_sharded(of_torch) or fsdp2.is_being_gathered(of_torch)
+            if is_gathered and not fsdp2.has_extensions(of_torch):
                 fsdp2.reshard(of_torch)
         model = Model(root)
         titles = {id(module): name for name, module in root.named_modules()}
@@ -181,6 +183,22 @@ def _follow_conversions(model: Model) -> None:
         for unit in converted:
             unit.remake_groups(titles)
         _give_classes(model)
+
+
+def follow_changes(module: nn.Module, *_: object) -> None:
+    """Before a call of a compiled root whose hooks Dynamo traces: follows what users have done with parameters."""
+    if not torch.compiler.is_compiling():
+        _follow_changes(module)
+
+
+@torch.compiler.disable
+def _follow_changes(module: nn.Module) -> None:
+    root = module._orig_mod if isinstance(module, OptimizedModule) else module
+    model = model_of(root)
+    if model is not None and model.root is root:
+        _follow_conversions(model)
+        for unit in model.units:
+            unit.follow()
 
 
 # FSDP2's hooks.
@@ -320,5 +338,5 @@ def _is_ours(compiler: Any) -> bool:
     return given_backend(compiler).function in _backends
 
 
-for _function in (_note_watched, compiler_of_calls, _FirstPreHook.__call__):
+for _function in (follow_changes, _note_watched, compiler_of_calls, _FirstPreHook.__call__):
     skip_code(_function.__code__)

@@ -346,8 +346,9 @@ class Unit:
     def _follow_gathered(self, *, by_hooks: bool) -> None:
         for of_torch in fsdp2.groups_of(self.state):
             if not fsdp2.is_gathered_by_user(of_torch):
-                # FSDP2 leaves units gathered that it does not free after forward, if no backward followed.
-                if not fsdp2.is_sharded(of_torch):
+                # FSDP2 leaves units gathered that it does not free after forward, if no backward followed. What its
+                # hooks have begun to gather ahead would be of old parameters when they use it in a later step.
+                if not fsdp2.is_sharded(of_torch) or (not by_hooks and fsdp2.is_being_gathered(of_torch)):
                     fsdp2.reshard(of_torch)
             elif not by_hooks:
                 taken = fsdp2.take_gathered(of_torch)
@@ -368,7 +369,7 @@ class Unit:
             self._follows_hook = False
             return
         for of_torch in fsdp2.groups_of(self.state):
-            if not fsdp2.is_sharded(of_torch):
+            if not fsdp2.is_sharded(of_torch) or fsdp2.is_being_gathered(of_torch):
                 fsdp2.reshard(of_torch)
         if any(group.is_changed for group in self.groups):
             raise UnsupportedModelError(

@@ -18,7 +18,7 @@ from fsdp_compile._torch.dynamo import (
     min_cut_rematerialization_partition,
 )
 from fsdp_compile.ir.queries import parameter_only, read_text, unsharded_value
-from fsdp_compile.layout.spec import Reshard, parse
+from fsdp_compile.layout.spec import Reshard, Update, parse
 from fsdp_compile.ops.post_forward import SHARD_POST_FORWARD
 from fsdp_compile.ops.unshard import UNSHARD
 from fsdp_compile.partition.cast_before_gather import cast_before_gather
@@ -36,9 +36,12 @@ def mark_reads(joint: fx.Graph) -> None:
     for node in parameter_only(joint):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _LAST_REGION
-        gathers = node.target is UNSHARD and unsharded_value(node) is None
-        if gathers and parse(read_text(node)).reshard is Reshard.AFTER_BACKWARD:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if node.target is UNSHARD and unsharded_value(node) is None:
+            spec = parse(read_text(node))
+            # What one rank has alone is read in place: an update in backward would write into what is saved.
+            is_updated = spec.size == 1 and spec.update is Update.IN_BACKWARD
+            if spec.reshard is Reshard.AFTER_BACKWARD and not is_updated:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if node.target is SHARD_POST_FORWARD:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 

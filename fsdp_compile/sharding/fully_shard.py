@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compile._torch import fully_shard_calls as private
-from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision
+from fsdp_compile.config.policy import AnyOffloadPolicy, AnyPrecisionPolicy, WrapPolicy, as_mixed_precision, as_offload
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import cast_buffers, in_own_dtype
 from fsdp_compile.fsdp2.take_over import keep_inputs_in_eval
@@ -31,13 +31,12 @@ from fsdp_compile.sharding.arguments import (
     device_type_of,
     ignored_in,
     roots_of,
-    torch_offload,
 )
 from fsdp_compile.sharding.first_rank import FirstRank
 from fsdp_compile.sharding.materialize import materialize
-from fsdp_compile.sharding.params import is_whole, placements, refuse_params
+from fsdp_compile.sharding.params import is_whole, refuse_params
 from fsdp_compile.sharding.precision import torch_precision, with_excluded
-from fsdp_compile.sharding.replicated import Place, ReplicatedParams
+from fsdp_compile.sharding.replicated import Home, Place, ReplicatedParams
 from fsdp_compile.sharding.units import Unit, open_modules, plan_units
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -99,13 +98,13 @@ def fully_shard(  # noqa: PLR0913  FSDP's arguments
     Raises:
         ConfigError: If arguments contradict each other or are not supported.
         RankMismatchError: With `sync_module_states`, if ranks have different models.
-        UnsupportedModelError: If a parameter that is not ignored is complex, is not contiguous, or cannot be split over
-            the ranks as `shard_placement_fn` says.
+        UnsupportedModelError: If a parameter that is not ignored is complex.
+        Exception: Torch's own errors, such as for a parameter that is not contiguous.
     """
     roots = roots_of(module)
     if any(map(private.has_call, roots)):
         torch_fully_shard(list(roots))  # raises
-    offload = torch_offload(offload_policy)
+    offload = as_offload(offload_policy)
     device_type = device_type_of(roots, device_id, is_offloaded=type(offload) is not OffloadPolicy)
     precision = as_mixed_precision(mp_policy)
     unit = UnitArguments(sharding_strategy, mesh, reshard_after_forward, precision, device_type, dp_mesh_dims)
@@ -179,7 +178,8 @@ class _Call:
         refuse_params((name, p) for p, name in named.items())
         self._replicated = {p for p in named if is_whole(p)}
         self._managed = {p: name for p, name in named.items() if p not in self._replicated}
-        self._placements = placements(((name, p) for p, name in self._managed.items()), self.placement, self.policy)
+        fn = self.placement
+        self._placements = {} if fn is None else {p: fn(p) for p in self._managed}
         self._is_split = self.wrap_policy is None and not self._below and not self.is_list
         self._policy, chosen = with_excluded(roots, self.policy, self._chosen())
         self._units = plan_units(roots, self._policy, chosen, self._managed)
@@ -242,9 +242,21 @@ class _Call:
         named = itertools.chain(self._whole.named_parameters(), self._whole.named_buffers())
         return {name: tensor for name, tensor in named if tensor in own}
 
-    def _replicated_places(self) -> dict[Place, nn.Module]:
+    def _replicated_places(self) -> dict[Place, Home]:
+        fn = self.placement
+        # One that chooses no mesh may expect parameters that have dimensions.
+        chooses = fn is not None and any(
+            private.chosen_mesh(result) is not None for result in self._placements.values()
+        )
+
+        def home(unit: Unit, parameter: nn.Parameter) -> Home:
+            own, policy = private.chosen_mesh(fn(parameter)) if chooses and fn is not None else None, unit.policy
+            if own is not None:
+                policy = dataclasses.replace(policy, mesh=own.spmd_mesh or own.mesh, dp_mesh_dims=own.dp_mesh_dims)
+            return Home(unit.modules[0], policy.mesh, tuple(policy.mesh_dims()))
+
         return {
-            (module, name): unit.modules[0]
+            (module, name): home(unit, parameter)
             for unit in self._units
             for module in unit.own
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
@@ -287,20 +299,20 @@ class _Call:
         if settings.full_precision_in_eval:
             keep_inputs_in_eval(unit.modules[0])
 
-    def _replicate(self, places: dict[Place, nn.Module]) -> None:
-        for module, name in places:
+    def _replicate(self, places: dict[Place, Home]) -> None:
+        for (module, name), home in places.items():
             parameter = module._parameters[name]
             assert parameter is not None
             if not parameter.is_meta:
-                parameter.data = parameter.detach().to(device_of(self._policy.mesh))
+                parameter.data = parameter.detach().to(device_of(home.mesh))
         inner = {part: note for part in self._below if (note := private.note_of(part)) is not None}
         if not places and not inner:
             return
         root = self.modules[0]
-        own = ReplicatedParams(root, self._policy, places)
+        own = ReplicatedParams(root, places)
         for part, note in inner.items():
-            if own.absorb(note):
-                private.set_note(part, None)
+            own.absorb(note)
+            private.set_note(part, None)
         private.set_note(root, own)
 
 

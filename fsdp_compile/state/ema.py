@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile._torch.tensors import by_device_and_dtype, foreach_lerp_, make_dtensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.buffers import full_buffers, write_buffer
-from fsdp_compile.fsdp2.shards import full_value, is_first, local_of, meshes_of, shard_between_steps, shard_like, unwrap
+from fsdp_compile.fsdp2.shards import full_value, is_first, local_of, shard_between_steps, shard_like, unwrap
 
 _COUNT, _PREFIX = "n_averaged", "module."
 """Names in state dicts, which are those of `torch.optim.swa_utils.AveragedModel`."""
@@ -108,7 +108,7 @@ class EMA:
             cpu_offload: Full tensors are in the memory of the host.
         """
         state = self.state_dict()
-        receives = not rank0_only or is_first(meshes_of(state.values()), "EMA.full_state_dict()")
+        receives = not rank0_only or is_first(self._model.parameters(), "EMA.full_state_dict()")
         for name in list(state):
             value = state.pop(name)
             full = full_value(value) if isinstance(value, DTensor) else value

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compile._torch.fully_shard_calls import without_fsdp2_hooks
-from fsdp_compile._torch.tensors import local_tensor, make_dtensor
+from fsdp_compile._torch.fully_shard_params import unsharded_spec
+from fsdp_compile._torch.tensors import local_tensor, make_dtensor, set_local_tensor
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.fsdp2.shards import (
     full_value,
@@ -23,6 +24,7 @@ from fsdp_compile.fsdp2.shards import (
     own_part,
     plain_name,
     shard_between_steps,
+    torch_params,
     union,
     unwrap,
 )
@@ -47,7 +49,8 @@ def full_params(
     `load_state_dict()`, in-place writes and forwards of the plain module work as if nothing were sharded: FSDP2's hooks
     are off. Parameters are gathered one after the other, and all of them are in memory at once. Tied ones stay tied:
     what is put at one place is at all of them afterwards. A parameter that was taken inside is empty afterwards: make
-    optimizers outside.
+    optimizers outside. With tensor parallelism they are DTensors over its mesh, but plain and full with `rank0_only` or
+    `offload_to_cpu`.
 
     Args:
         module: The whole model, a compiled one, or a module in it. Without sharded parameters nothing happens.
@@ -72,7 +75,11 @@ def full_params(
         instead="full_params(model) before or after it; inside a forward, self.weight is the full parameter anyway",
     )
     options = _Options(writeback, offload_to_cpu, with_grads, source=0 if rank0_only else None)
-    held = _FullParams([_FullParam(name, p, places) for p, (name, places) in _places(module, recurse=recurse)], options)
+    found = dict(_places(module, recurse=recurse))
+    layouts = (
+        {} if rank0_only or offload_to_cpu else {p: unsharded_spec(t) for p, (t, _) in torch_params(found).items()}
+    )
+    held = _FullParams([_FullParam(name, p, places, layouts.get(p)) for p, (name, places) in found.items()], options)
     problems: list[ConfigError] = []
     with without_fsdp2_hooks(module):
         try:
@@ -123,6 +130,7 @@ class _FullParam:
     """One parameter inside of `full_params`.
 
     Attributes:
+        layout: What it is inside, if that is a DTensor over further ranks (tensor parallel).
         plain: The full parameter on this rank; `None` where modules keep the sharded one.
         has_gradient: Whether some rank had one at first.
         is_swapped_in: Whether it was gathered; an error may have come first.
@@ -131,6 +139,7 @@ class _FullParam:
     name: str
     sharded: DTensor
     places: Places
+    layout: Any = None
     plain: nn.Parameter | None = None
     has_gradient: bool = False
     is_swapped_in: bool = False
@@ -155,6 +164,8 @@ class _FullParam:
 
     def _gathered(self, value: DTensor, options: _Options) -> torch.Tensor:
         full = full_value(value)
+        if self.layout is not None:
+            return distribute_tensor(full, self.layout.mesh, self.layout.placements, src_data_rank=None)
         return full.cpu() if options.offload_to_cpu else full
 
     def own_gradient(self) -> DTensor:
@@ -182,7 +193,7 @@ class _FullParam:
         like = self.sharded
         if held is None or any(parameter is None for parameter in registered):
             return "was removed from its module: write into it, in place"
-        if isinstance(held, DTensor):
+        if isinstance(held, DTensor) and (self.layout is None or held is like):
             return "was sharded again by the forward of a module outside: run forwards of the module that was given"
         for name in ("shape", "dtype", "is_meta", "requires_grad"):
             inside, before = getattr(held, name), getattr(like, name)
@@ -213,14 +224,19 @@ class _FullParam:
             self.sharded.grad = None if gradient is None else make_dtensor(gradient, self.sharded)
 
     def _own_part(self, full: torch.Tensor | None, dtype: torch.dtype, options: _Options) -> torch.Tensor:
-        given = torch.empty(self.sharded.shape, dtype=dtype) if full is None else full.detach()
+        given = torch.zeros(self.sharded.shape, dtype=dtype) if full is None else full.detach()
+        if isinstance(given, DTensor):
+            given = full_value(given)
         return own_part(given, self.sharded, source=options.source)
 
     def free(self) -> None:
         """Frees the full parameter, so that it cannot be taken for the sharded one; what views it has keep theirs."""
         if self.plain is not None:
             self.plain.grad = None
-            self.plain.data = self.plain.data.new_empty(0)
+            if isinstance(self.plain, DTensor):
+                set_local_tensor(self.plain, local_tensor(self.plain).new_empty(0))
+            else:
+                self.plain.data = self.plain.data.new_empty(0)
 
 
 @dataclasses.dataclass
@@ -233,7 +249,9 @@ class _FullParams:
     def swap_in(self) -> None:
         """Gathers and registers all parameters."""
         meshes = meshes_of(param.sharded for param in self.params)
-        receives = self.options.source is None or is_first(meshes, "full_params(rank0_only=True)")
+        sharded = [param.sharded for param in self.params]
+        is_sent = self.options.writeback
+        receives = self.options.source is None or is_first(sharded, "full_params(rank0_only=True)", sends=is_sent)
         if self.options.with_grads:
             mine = {param.name: True for param in self.params if param.sharded.grad is not None}
             has = union(mine, meshes)

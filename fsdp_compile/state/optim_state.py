@@ -89,7 +89,7 @@ def optim_state_dict(
         raise ConfigError(f"the state dict has state of parameter {unknown[0]}, which the optimizer lacks", where=where)
     entries = {name: by_name.pop(name) for name in named.parameters if name in by_name} | by_name
     _compare(entries, target)
-    receives = not target.rank0_only or target.is_first
+    receives = not target.rank0_only or target.is_first()
     state = {}
     for name, value in entries.items():
         saved = _mapped(value, lambda _, leaf: _saved(leaf, target, receives=receives))
@@ -151,10 +151,9 @@ class Target:
     rank0_only: bool
     on_host: bool
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first rank of the meshes."""
-        return is_first(self.meshes, self.where)
+    def is_first(self, *, sends: bool = False) -> bool:
+        """Whether this is the first rank of the meshes, which `sends` state to the others, or gets theirs."""
+        return is_first(self.named.parameters.values(), self.where, sends=sends)
 
 
 def target_of(
@@ -287,7 +286,7 @@ def _from_first(
 ) -> dict[str, Any]:
     """What the first rank has read, without the full tensors of parameters, which it adds to `tensors`."""
     sent: dict[str, Any] = {}
-    if target.is_first:
+    if target.is_first(sends=True):
         try:
             read = _read(state_dict, target, optim)
             for name, held in read[STATE].items():
