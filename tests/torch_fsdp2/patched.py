@@ -59,7 +59,7 @@ def main() -> None:
             fsdp_shim.NOTES.append(GATHERED)
             begin_graph(self)
 
-        Unit.begin_graph = noting  # type: ignore[method-assign, assignment]
+        Unit.begin_graph = noting  # type: ignore[method-assign]
     for place in (fsdp, fsdp._fully_shard, common_fsdp, older):
         place.fully_shard = shard  # type: ignore[attr-defined]
     sys.argv[0] = str(work / "shim" / "runner.py")
