@@ -188,12 +188,11 @@ def refuse_plain(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         averaged = ids_in(fsdp2.sharded_modules()) if averaged is None else averaged
         way = [module for module in values_on_the_way(placeholder) if isinstance(module, nn.Module)]
         if id(value) not in averaged and not any(sharded_root(module) is not None for module in way):
-            for around in (*way, *modules_being_called()):
-                if around is not None and (isinstance(around, WRAPPERS) or is_replicated(around)):
-                    raise _refuse_wrapper(around, type(around).__name__)
             owner = next((m for m in way if any(p is value for _, (_, p) in places_of(m))), None)
             name = next((n for _, (n, p) in places_of(owner) if p is value), "") if owner is not None else ""
-            raise _of_plain_model(placeholder.name if owner is None else f"{type(owner).__name__}, parameter {name}")
+            raise _of_plain_model(
+                placeholder.name if owner is None else f"{type(owner).__name__}, parameter {name}", way
+            )
 
 
 def refuse_plain_forward(module: nn.Module) -> None:
@@ -208,10 +207,13 @@ def refuse_plain_forward(module: nn.Module) -> None:
     averaged = ids_in(fsdp2.sharded_modules()) if named else set()
     for name, parameter in named:
         if id(parameter) not in averaged:
-            raise _of_plain_model(f"{user_class(module).__name__}, parameter {name}")
+            raise _of_plain_model(f"{user_class(module).__name__}, parameter {name}", [module])
 
 
-def _of_plain_model(where: str) -> ConfigError:
+def _of_plain_model(where: str, way: Sequence[nn.Module]) -> ConfigError:
+    for around in (*way, *modules_being_called()):
+        if around is not None and (isinstance(around, WRAPPERS) or is_replicated(around)):
+            return _refuse_wrapper(around, type(around).__name__)
     return ConfigError(
         "a compiled function trains a plain model, whose gradients no rank would average", where=where, instead=_WHOLE
     )
