@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from tests.torch_fsdp2.patched import GATHERED
 
 EXPECTED = Path(__file__).with_name("expected_failures.txt")
-SUBTESTS, TIMEOUT_S = "2", "90"
+SUBTESTS, TIMEOUT_S = "2", "300"
 """Combinations of arguments that are drawn of each test, and seconds for one test."""
 
 Results = Mapping[str, Mapping[str, Any]]
