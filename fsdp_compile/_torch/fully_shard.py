@@ -4,8 +4,8 @@
     FSDPParamGroup       the parameters of a call that are gathered together: mesh, flags of accumulation
     FSDPParam            one parameter: its DTensor, its shard, and the modules that register it
 
-Everything that this package reads or changes of these objects is named here, in `fully_shard_params.py` (parameters)
-and in `fully_shard_calls.py` (calls of `fully_shard`).
+Everything that this package reads or changes of these objects it does here, in `fully_shard_params.py` (parameters)
+and in `fully_shard_calls.py` (calls of `fully_shard`); `fully_shard_names.py` lists the names.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile._torch.fully_shard_names import (
+    MANAGED,
+    ORIGINAL_PARAMS,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    FSDPParamGroup,
+    FSDPState,
+    TrainingState,
+    _module_state_mapping,
+)
 from fsdp_compile._torch.fully_shard_params import TorchParam
 
-__all__ = ["FSDPModule", "FSDPState", "TrainingState"]
-
-MANAGED = "_is_fsdp_managed_module"
-"""FSDP2's mark on each module of a sharded model; Dynamo guards marked modules in a way of its own."""
-_ORIGINAL_PARAMS = "_fsdp_use_orig_params"
+__all__ = ["MANAGED", "FSDPModule", "FSDPState", "TrainingState"]
 
 TorchGroup = Any
 """A `FSDPParamGroup` of torch."""
@@ -191,7 +192,7 @@ def _belongs_to(hook: Any, state: FSDPState) -> bool:
 def take_marks(module: nn.Module) -> bool:
     """Removes FSDP2's marks for Dynamo from a module; returns whether there were any."""
     marked = MANAGED in module.__dict__
-    for name in (MANAGED, _ORIGINAL_PARAMS):
+    for name in (MANAGED, ORIGINAL_PARAMS):
         module.__dict__.pop(name, None)
     return marked
 

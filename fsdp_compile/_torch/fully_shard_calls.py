@@ -9,10 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
 
 from fsdp_compile._torch.fully_shard import (
     OWN_SETTINGS,
@@ -21,6 +18,13 @@ from fsdp_compile._torch.fully_shard import (
     has_group_lists,
     reductions,
     state_of,
+)
+from fsdp_compile._torch.fully_shard_names import (
+    REGISTRY_KEY,
+    STATE_KEY,
+    _fsdp_common,
+    _fsdp_init,
+    _module_state_mapping,
 )
 
 _NOTES = "_fsdp_compile_notes"

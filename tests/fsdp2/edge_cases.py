@@ -104,9 +104,12 @@ def before_a_compiled_forward() -> None:
 @case("unshard")
 def before_the_first_forward() -> None:
     pair = Pair.of()
-    for each in pair:
-        each.unshard(async_op=True)
-    pair.train(pair.compiled())
+    compiled, optimizers = pair.compiled(), None
+    for step in range(3):
+        for each in pair:
+            each.unshard(async_op=True)
+            each.blocks[0].unshard(async_op=True)
+        optimizers = pair.train(compiled, steps=1, start=step, optimizers=optimizers)
 
 
 @case("unshard")

@@ -1,9 +1,10 @@
-"""Runs PyTorch's own tests of FSDP2 with this package's `fully_shard`: `python -m tests.torch_fsdp2 FOLDER`.
+"""Runs PyTorch's own tests of FSDP2 on this package: `python -m tests.torch_fsdp2 FOLDER`.
 
 FOLDER has the test files (`orig/`), what ports them to gloo on the CPU (`shim/`), and the names of those that pass
-there with torch alone (`passes_with_torch.txt`). The outermost module that `fully_shard` is called on is compiled, and
-tests that may fail are listed in `expected_failures.txt` in this folder, each with its reason; the exit status is 1 if
-others fail, or if one of these passes. With `--uncompiled` nothing is compiled, and no test may fail.
+there with torch alone (`passes_with_torch.txt`). With torch's `fully_shard`, the outermost module
+that it is called on is compiled. With `--uncompiled` nothing is compiled, and `fully_shard` is this package's. Tests
+that may fail are listed in `expected_failures.txt` in this folder, each with its reason; the exit status is 1 if others
+fail, or if one of these passes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.torch_fsdp2.patched import GATHERED
 
 EXPECTED = Path(__file__).with_name("expected_failures.txt")
-SUBTESTS, TIMEOUT_S = "2", "90"
+SUBTESTS, TIMEOUT_S = "2", "300"
 """Combinations of arguments that are drawn of each test, and seconds for one test."""
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -36,13 +37,14 @@ def main() -> int:
     parser.add_argument("--uncompiled", action="store_true", help="compile nothing")
     parser.add_argument("-k", action="append", default=[], help="only tests with this in their name")
     given = parser.parse_args()
+    kind = "uncompiled" if given.uncompiled else "compiled"
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch) / "tests"
         shutil.copytree(given.folder, work)
         subprocess.run([sys.executable, str(work / "shim" / "port.py")], check=True)
-        results = _run("uncompiled" if given.uncompiled else "compiled", work, given.k)
+        results = _run(kind, work, given.k)
     found = {name: record for name, record in results.items() if record["status"] != "pass"}
-    expected = set() if given.uncompiled else expected_failures().keys()
+    expected = {failure.name for failure in expected_failures() if failure.kind == kind}
     unexpected = sorted(found.keys() - expected)
     better = sorted(name for name in expected & results.keys() if name not in found)
     for name in unexpected:
@@ -68,10 +70,18 @@ def _run(kind: str, work: Path, chosen: list[str]) -> Results:
     return {each["id"]: each for each in records if each["status"] != "skip"}
 
 
-def expected_failures() -> dict[str, str]:
-    """The reason of each test that may fail, by its name."""
+class Failure(NamedTuple):
+    """A test that may fail: compiled or uncompiled, its name, and the reason."""
+
+    kind: str
+    name: str
+    reason: str
+
+
+def expected_failures() -> list[Failure]:
+    """The tests that may fail."""
     lines = [line for line in EXPECTED.read_text().splitlines() if line and not line.startswith("#")]
-    return {name: reason for name, _, reason in (line.partition(" ") for line in lines)}
+    return [Failure(*line.split(maxsplit=2)) for line in lines]
 
 
 if __name__ == "__main__":

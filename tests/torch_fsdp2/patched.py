@@ -33,7 +33,8 @@ def compiling(module: Any, **kwargs: Any) -> Any:
 
 def checkpointed(module: nn.Module) -> nn.Module:
     """What composable `checkpoint` does, whose hooks repeat a compiled forward outside of compiled code."""
-    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return module
 
 
