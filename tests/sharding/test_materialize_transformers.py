@@ -53,7 +53,7 @@ def _check_scales() -> None:
         if name.endswith("weight") and "ln_" not in name:
             # Attention initializes the weight of its projection again, which is sharded by then.
             wanted = 0.02 / 2 if name.endswith("c_proj.weight") else 0.02
-            assert abs(parameter.full_tensor().std().item() / wanted - 1) < 0.1, name  # type: ignore[attr-defined]
+            assert abs(parameter.full_tensor().std().item() / wanted - 1) < 0.1, name
 
 
 def _gpt2() -> torch.nn.Module:
