@@ -23,7 +23,7 @@ from fsdp_compile.cost.calibrated import refuse_elsewhere
 from fsdp_compile.errors import ConfigError, FSDPCompileError
 from fsdp_compile.fsdp2 import kernels  # noqa: F401  it registers them
 from fsdp_compile.fsdp2.param_group import ParamGroup
-from fsdp_compile.fsdp2.take_over import model_of, note_backend, sharded_root, take_over
+from fsdp_compile.fsdp2.take_over import models_in, note_backend
 from fsdp_compile.ir.graph import Phase, Role, StepGraph
 from fsdp_compile.lower.compiled_regions import register_region
 from fsdp_compile.lower.compiled_step import entered
@@ -183,9 +183,7 @@ def _before_compile(frame: FrameToCompile) -> None:
     """Takes over models that torch's FSDP2 has sharded, before Dynamo traces a frame that may read them."""
     plain.shard_in_frame(frame)
     for module in plain.modules_of(frame):
-        state = None if model_of(module) is not None else sharded_root(module)
-        if state is not None:
-            take_over(state)
+        models_in(module)
 
 
 tell_of_uncaught_errors()

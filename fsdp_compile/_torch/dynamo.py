@@ -19,6 +19,7 @@ from torch._dynamo import convert_frame, graph_break
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.cache_size import exceeds_recompile_limit
+from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
@@ -46,6 +47,7 @@ __all__ = [
     "aot_autograd",
     "compile_fx",
     "compile_fx_inner",
+    "comptime",
     "detect_fake_mode",
     "functorch_config",
     "get_hash_for_files",

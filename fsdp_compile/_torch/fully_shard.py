@@ -33,6 +33,7 @@ from fsdp_compile._torch.fully_shard_params import (
     padded_shape,
     pins_memory,
     refs_of,
+    seen_params,
     set_shard_data,
     shape_of,
     shard_data,
@@ -53,6 +54,7 @@ __all__ = [
     "padded_shape",
     "pins_memory",
     "refs_of",
+    "seen_params",
     "set_shard_data",
     "shape_of",
     "shard_data",
@@ -343,7 +345,7 @@ def is_registered_by_torch(param: TorchParam, value: object) -> bool:
         getattr(param, "_unsharded_param", None),
         getattr(param, "_sharded_post_forward_param", None),
     )
-    return any(value is each for each in own)
+    return value is not None and any(value is each for each in own)
 
 
 def follow_dtypes(group: TorchGroup) -> None:

@@ -41,6 +41,13 @@ def leave_to_python(why: str) -> Exception | None:
     return SkipFrame(why)
 
 
+def leave_while_traced(_: object) -> None:
+    """For `comptime` in traced code: leaves the frame to Python, from its start, if that is allowed."""
+    why = leave_to_python("fsdp_compile: a sharded parameter is replaced by a tensor")
+    if why is not None:
+        raise why
+
+
 def is_compiling_a_frame() -> bool:
     """Whether this thread runs Dynamo or a backend that it has called."""
     return root_translator() is not None

@@ -60,10 +60,19 @@ def units(model: nn.Module) -> list[Unit]:
         None for a plain model.
     """
     module = model._orig_mod if isinstance(model, OptimizedModule) else model
-    found = model_of(module)
-    if found is None and (state := sharded_root(module)) is not None:
-        found = take_over(state)
-    return [] if found is None else list(found.units)
+    return [unit for found in models_in(module) for unit in found.units]
+
+
+def models_in(module: nn.Module) -> list[Model]:
+    """The sharded models in a module, which are taken over if they were not: several if it is not sharded itself."""
+    found: dict[Model, None] = {}
+    for each in module.modules():
+        model = model_of(each)
+        if model is None and (state := fsdp2.state_of(each)) is not None:
+            model = take_over(state)
+        if model is not None:
+            found[model] = None
+    return list(found)
 
 
 def sharded_root(module: nn.Module) -> fsdp2.FSDPState | None:
