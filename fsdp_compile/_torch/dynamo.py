@@ -19,6 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import convert_frame, graph_break, symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.utils import counters
@@ -45,6 +46,7 @@ __all__ = [
     "aot_autograd",
     "compile_fx",
     "compile_fx_inner",
+    "comptime",
     "detect_fake_mode",
     "functorch_config",
     "get_hash_for_files",
@@ -191,6 +193,13 @@ def leave_to_python(why: str) -> Exception | None:
     if translator is None or translator.one_graph or translator.error_on_graph_break:
         return None
     return SkipFrame(why)
+
+
+def leave_while_traced(_: object) -> None:
+    """For `comptime` in traced code: leaves the frame to Python, from its start, if that is allowed."""
+    why = leave_to_python("fsdp_compile: a sharded parameter is replaced by a tensor")
+    if why is not None:
+        raise why
 
 
 def is_compiling_a_frame() -> bool:

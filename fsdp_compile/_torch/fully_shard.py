@@ -330,7 +330,7 @@ def is_registered_by_torch(param: TorchParam, value: object) -> bool:
         getattr(param, "_unsharded_param", None),
         getattr(param, "_sharded_post_forward_param", None),
     )
-    return any(value is each for each in own)
+    return value is not None and any(value is each for each in own)
 
 
 def follow_dtypes(group: TorchGroup) -> None:

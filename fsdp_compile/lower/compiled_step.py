@@ -121,21 +121,27 @@ class CompiledStep:
                 )()
         for each in self.grads:
             _refuse_copy(each, groups.get(each.flat))
-        unused: dict[int, set[int]] = {}
+        waiting = {each.flat: self._take(args, each, groups.get(each.flat)) for each in self.grads}
+        unused: Mapping[int, Collection[int]] = {}
         if self.unused is not None:
-            known = {at: groups[at].params[0].spec for at in self.unused.sources if at in groups}
-            unused = self.unused.find(args, known)
-        return groups, [self._take(args, each, groups.get(each.flat), unused.get(each.flat, ())) for each in self.grads]
+            ranks = {
+                each.flat: _ranks_that_reduce(groups[each.flat], each.grad_placement)
+                for each in self.grads
+                if each.flat in groups and each.flat in self.unused.sources
+            }
+            unused = self.unused.find(args, ranks, waiting)
+        produced = [set(each.offsets).difference(unused.get(each.flat, ())) for each in self.grads]
+        for each, offsets in zip(self.grads, produced, strict=True):
+            if each.flat in groups and each.update is Update.IN_BACKWARD:
+                groups[each.flat].updates.chosen = edge.accumulated(groups[each.flat]) & offsets
+        return groups, produced
 
-    def _take(
-        self, args: list[Any], each: GradOutput, group: ParamGroup | None, unused: Collection[int]
-    ) -> Collection[int]:
-        """Takes pending gradients; returns the offsets of parameters that have any, or depend on an output in use."""
-        offsets, waiting = set(each.offsets), set[int]()
-        is_update = each.update is Update.IN_BACKWARD
+    def _take(self, args: list[Any], each: GradOutput, group: ParamGroup | None) -> Collection[int]:
+        """Takes pending gradients; returns the offsets of the parameters that have any."""
+        waiting = set[int]()
         ends = each.grad_placement is not GradPlacement.UNREDUCED
-        asks = group is not None and (is_update or (ends and (group.unit.model.has_pending or group.ends_backward)))
-        accumulated = edge.accumulated(group) & offsets if asks and group is not None else set[int]()
+        asks = group is not None and ends and (group.unit.model.has_pending or group.ends_backward)
+        accumulated = edge.accumulated(group).intersection(each.offsets) if asks and group is not None else set[int]()
         for at, placement in (
             (each.unsharded_accumulated_grad, GradPlacement.UNREDUCED),
             (each.partial_reduce_output, GradPlacement.REDUCE_SCATTERED),
@@ -146,12 +152,9 @@ class CompiledStep:
                 args[at] = group.pending.take(placement, accumulated)
             elif at is not None:
                 args[at] = torch.zeros(args[at].shape, dtype=args[at].dtype, device=args[at].device)
-        if group is not None and accumulated and ends:
+        if group is not None and accumulated:
             group.unit.model.at_end_of_backward(backward_in_progress(), group)
-        produced = offsets - (set(unused) - waiting)
-        if group is not None and is_update:
-            group.updates.chosen = accumulated & produced
-        return produced
+        return waiting
 
     def after(self, groups: Groups, produced: Sequence[Collection[int]]) -> None:
         """Tells the edges which parameters have gradients."""
@@ -191,6 +194,12 @@ class CompiledStep:
         refuse_lost_ranks(error, doing if waited is None else f"waiting for {waited} {doing}")
 
 
+def _ranks_that_reduce(group: ParamGroup, placement: GradPlacement) -> tuple[str, ...]:
+    """The groups of ranks that a backward exchanges gradients over; forwards keep shards of a unit in step anyway."""
+    spec = group.params[0].spec
+    return (spec.group, spec.replicate_group) if placement is GradPlacement.REDUCED else (spec.group,)
+
+
 def read_again(forward: StepGraph, backward: StepGraph) -> frozenset[Hashable]:
     """Parameter groups that both graphs of a region read, and that are updated in backward."""
     first, second = ({flat_of(record): record for record in _flats_of(each).values()} for each in (forward, backward))
@@ -204,18 +213,13 @@ def _flats_of(step: StepGraph) -> dict[int, Record]:
 
 
 def _refuse_copy(each: GradOutput, group: ParamGroup | None) -> None:
-    if group is not None or (each.covers_all and each.update is Update.AFTER_BACKWARD):
-        return
-    is_update = each.update is Update.IN_BACKWARD
-    raise UnsupportedModelError(
-        "backward was given a copy of the parameters"
-        + (" that it is to update" if is_update else ", and cannot tell which of them get no gradient")
-        + ": hooks on saved tensors replaced them",
-        where="torch.autograd.graph.saved_tensors_hooks() or save_on_cpu(), "
-        + ("step_in_backward()" if is_update else "a forward that leaves parameters out"),
-        instead="hooks that return the very tensors that do not require grad or are leaves"
-        + (", or optimizer.step() without step_in_backward()" if is_update else ""),
-    )
+    if group is None and each.update is Update.IN_BACKWARD:
+        raise UnsupportedModelError(
+            "backward was given a copy of the parameters that it is to update: hooks on saved tensors replaced them",
+            where="torch.autograd.graph.saved_tensors_hooks() or save_on_cpu(), step_in_backward()",
+            instead="hooks that return the very tensors that do not require grad or are leaves, or optimizer.step() "
+            "without step_in_backward()",
+        )
 
 
 def entered(
