@@ -309,6 +309,8 @@ class ParamGroup:
     @property
     def is_converted(self) -> bool:
         """Whether parameters have another dtype, or are on another device, since the group was made."""
+        if not self.is_changed:
+            return False
         moved: list[Any] = [torch_params.sharded_param(p.of_torch) for p in self.params if p.is_moved]
         found = [local_tensor(each) for each in moved]
         return any((local.dtype, local.device) != (self.flat.dtype, self.flat.device) for local in found)
