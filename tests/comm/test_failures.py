@@ -19,6 +19,7 @@ from fsdp_compile import RankFailedError, RankMismatchError, fully_shard
 from fsdp_compile.comm import failures
 from fsdp_compile.comm.failures import continue_stopped_ranks
 from fsdp_compile.comm.groups import RankStore
+from tests.beside import compile_eagerly
 from tests.fake_world import fake_world
 from tests.ranks import run_ranks
 
@@ -160,7 +161,7 @@ def _destroyed_first(port: int) -> str:
         failures.tell(ValueError("a broken row"))
         return ""
     with pytest.raises(RankFailedError) as waiting:
-        model(torch.ones(1, 4))
+        compile_eagerly(model)(torch.ones(1, 4))
     return waiting.value.what
 
 
@@ -168,4 +169,4 @@ def test_a_rank_that_has_destroyed_its_world_tells_all_the_same() -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    assert run_ranks(_destroyed_first, port, timeout_s=60)[0] == "rank 1 failed: ValueError: a broken row"
+    assert run_ranks(_destroyed_first, port, timeout_s=200)[0] == "rank 1 failed: ValueError: a broken row"

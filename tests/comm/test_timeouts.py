@@ -13,15 +13,17 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import fully_shard
 from fsdp_compile._torch.distributed import resolve_group, timeout_of
 from fsdp_compile.comm import groups
+from tests.beside import compile_eagerly
 from tests.ranks import run_ranks
 
-TIMEOUT_S = 77.0
+TIMEOUT_S = 277.0
 
 
 def _timeouts(settings: dict[str, Any], mesh_shape: tuple[int, ...] | None) -> dict[str, float]:
-    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape)
+    names = ("replicate", "shard")[-len(mesh_shape or ()) :]
+    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     model = fully_shard(nn.Linear(8, 8), mesh=mesh, **settings)
-    model(torch.ones(2, 8)).sum().backward()
+    compile_eagerly(model)(torch.ones(2, 8)).sum().backward()
     used = {name: resolve_group(name) for name in groups.registry.aliases}
     made = {purpose: made() for (purpose, _), made in groups.registry.made.items()}
     waits = {str(place.ranks): place.timeout_s for place in groups.rank_stores()}

@@ -51,7 +51,7 @@ def optimizer_of(model: Any, name: str) -> optim.Optimizer:
     known = {id(p) for p in first}
     others = [p for p in model.parameters() if id(p) not in known]
     plain = OPTIMIZERS[name]
-    if not isinstance(model.scale, DTensor):  # the same numbers without us
+    if not any(isinstance(p, DTensor) for p in model.parameters()):  # the same numbers without us
         plain = lambda groups: type(OPTIMIZERS[name](groups))(groups, **_settings(name))  # noqa: E731
     return plain([{"params": first, "lr": 0.01}, {"params": others}])
 

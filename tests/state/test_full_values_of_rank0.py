@@ -44,8 +44,8 @@ def _load(mesh: tuple[int, ...], *, meta: bool, compiled: bool) -> None:
     found = full_state(model)
     for name, value in state.items():
         assert torch.equal(found[name], value), name
-    assert model[3].weight is model[2].weight
     assert model(torch.ones(4, 3)).isfinite().all()
+    assert model[3].weight is model[2].weight, "as FSDP2 ties what torch has assigned one by one"
 
 
 def _load_all() -> None:
