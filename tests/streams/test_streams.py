@@ -17,7 +17,7 @@ from fsdp_compile.lower import eager
 from fsdp_compile.lower.compiled_step import Compiled
 from fsdp_compile.ops.host_copy import WAIT_COPY
 from tests import long
-from tests.delayed_copies import ON_SUCH_A_HOST
+from tests.delayed_copies import ON_SUCH_A_HOST, host_apart
 from tests.models.kinds import WIDTH, Slim
 from tests.numerics.one_process.pair import loss_of
 from tests.numerics.one_process.strategies import STRATEGIES
@@ -53,7 +53,7 @@ def _under_the_model(edit: Edit) -> Iterator[StreamModel]:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    with mock.patch.object(eager, "_boxed", boxed):
+    with mock.patch.object(eager, "_boxed", boxed), host_apart():
         yield model
         model.finish()
 
