@@ -53,7 +53,7 @@ def _under_the_model(edit: Edit) -> Iterator[StreamModel]:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    with mock.patch.object(eager, "_boxed", boxed):
+    with mock.patch.object(eager, "_boxed", boxed), host_apart():
         yield model
         model.finish()
 
